@@ -1,0 +1,231 @@
+"""The error catalogue: every code, its class, its HTTP group and status, and what to do about it.
+
+The class belongs to the code, never to the group. One line per code:
+``code class[/http status] hint``; the status is only written where it differs from the group's.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class ErrorClass(StrEnum):
+    """What a caller should do with an error."""
+
+    TERMINAL = "T"  #: do not retry
+    RETRYABLE = "R"  #: back off, or send the work elsewhere
+    INFORMATIONAL = "I"  #: treat as done, or skip
+    COOPERATIVE = "C"  #: do the prescribed action, then stop
+    EMPTY = "E"  #: nothing there, as expected
+    SOFT = "S"  #: warn and continue
+    BUG = "B"  #: alert
+
+
+class CatalogueEntry(NamedTuple):
+    """Everything the product knows about one error code."""
+
+    code: str
+    error_class: ErrorClass
+    group: str
+    http_status: int
+    hint: str
+
+
+_NOT_FOUND = """
+execution_not_found T Check the id; a finished execution is deleted when its retention ends.
+flow_not_found T Check the flow id; create the flow before adding to it.
+attempt_not_found T Check the attempt index; it must be below the execution's attempt count.
+budget_not_found T Check the budget id; create the budget first.
+reservation_not_found T The reservation was settled, released or never made; reserve again.
+quota_policy_not_found T Check the quota policy id; create the policy first.
+lane_not_found T Check the lane name; a lane exists once something was submitted to it.
+waitpoint_not_found R Check the waitpoint id; one being created may appear shortly.
+result_not_found T The execution has no result: not finished, failed, or completed without one.
+summary_not_found T This attempt wrote no summary frames.
+waitpoint_token_not_found T The waitpoint is unknown, closed or belongs to another execution.
+rotation_not_found T Check the rotation id; records are kept for 24 hours.
+scanner_not_found T Check the scanner name against the list of scanners.
+no_eligible_execution E Nothing is waiting here; ask again later.
+stream_not_found E The attempt wrote no output.
+"""
+
+_VALIDATION = """
+invalid_input T Correct the named field and call again.
+invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
+invalid_policy_json T Correct the named policy field and submit again.
+invalid_capabilities T Use non-empty tokens without commas, spaces or control characters.
+invalid_tag_key T Tag keys look like app.name: lower case, digits, underscores, at least one dot.
+partition_mismatch T Use the stored partition counts; mint a member's id for its flow.
+payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.
+fence_required T Pass the lease fence of the claimed task.
+partial_fence_triple T Pass lease_id, lease_epoch and attempt_id together.
+handle_from_other_backend T Use the handle with the backend that issued it.
+capability_mismatch R Leave it to a worker that offers the missing capabilities.
+invalid_blocking_reason T Use one of the documented blocking reasons.
+invalid_lease_for_suspend T Suspend only with the lease that is held now.
+invalid_waitpoint_key T Pass the key the waitpoint was created with.
+waitpoint_not_token_bound T Create the waitpoint through the engine so that it carries a token.
+invalid_waitpoint_for_execution T Use a waitpoint of this execution.
+additional_waitpoint_binding_malformed T Give every extra waitpoint an id and a key.
+use_pending_with_extras_unsupported T Suspend on the pending waitpoint alone, or on new ones only.
+missing_token T Pass the waitpoint token with the signal.
+invalid_token T Pass the token exactly as it was handed out for this waitpoint.
+token_expired T Fetch a new token for the waitpoint; its signing key was retired.
+signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution in the policy.
+invalid_kid T Key ids have 1 to 64 letters, digits, dots, underscores or hyphens.
+invalid_secret_hex T Pass the secret as an even number of hex digits, at least 16 bytes.
+invalid_grace_ms T Pass a whole number of milliseconds from 0 to 2^53 - 1.
+retention_limit_exceeded T Ask for less retention than the configured limit.
+invalid_frame_type S Use one of the documented frame types.
+invalid_budget_scope T Use a documented scope and give its target id.
+invalid_quota_spec T Give a positive window and limits.
+invalid_dependency T Name two members of this flow.
+invalid_args T Correct the arguments of the flow call.
+step_limit_exceeded T Record fewer steps, or split the work into child executions.
+invalid_offset T Pass an offset returned by an earlier read.
+"""
+
+_AUTH = """
+unauthorized T/401 Send a valid API token.
+forbidden T/403 Use a token that is allowed to do this.
+"""
+
+_CONTENTION = """
+execution_not_active T Stop work: the execution has moved on.
+execution_not_eligible I Skip it: the execution is not waiting to be claimed.
+execution_not_in_eligible_set I Skip it: someone else took it.
+grant_already_exists I Skip it: another worker holds a grant.
+execution_not_reclaimable I Skip it: its lease is alive or it has finished.
+no_active_lease I Nothing to revoke: nobody holds a lease.
+use_claim_resumed_execution R Claim it with claim_resumed_execution.
+not_a_resumed_execution R Claim it with claim_execution.
+execution_not_leaseable R Ask for other work.
+lease_conflict R Ask for a new grant.
+invalid_claim_grant R Ask for a new grant.
+claim_grant_expired R Ask for a new grant and claim at once.
+stale_graph_revision R Read the flow again and repeat with its current revision.
+idempotency_in_progress R The first request with this key is still running; repeat shortly.
+waitpoint_pending_use_buffer_script R Send the signal again; pending waitpoints buffer signals.
+execution_not_eligible_for_attempt R Ask for other work.
+"""
+
+_CONFLICT = """
+self_referencing_edge T An execution cannot depend on itself.
+cycle_detected T Remove the edge that closes the cycle.
+dependency_already_exists T The two are already joined; use the existing edge.
+already_member_of_different_flow T An execution belongs to one flow; submit a new one.
+execution_already_in_flow T The execution is already a member.
+flow_submission_conflict T This flow id was submitted with other content; use a new id.
+waitpoint_already_exists I Use the existing waitpoint.
+rotation_conflict T This key id holds another secret; rotate with a new key id.
+budget_attach_conflict T Detach the budget from live executions first.
+active_attempt_exists B Report this: an attempt is running outside a lease.
+idempotency_conflict T This key was used for another request; use a new key.
+duplicate_signal I The signal was delivered before.
+quota_attach_conflict T Detach the quota policy first.
+"""
+
+_STATE = """
+stale_lease T Stop work: another worker owns the execution.
+lease_expired T Stop work: the lease ran out before it was renewed.
+lease_revoked T Stop work: an operator revoked the lease.
+execution_not_terminal T Wait until the execution finishes, or cancel it.
+max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
+replay_not_allowed T This execution cannot be replayed; submit a new one.
+max_retries_exhausted T The reclaim cap was reached and the execution failed; replay it if wanted.
+lane_not_accepting T Submit to another lane, or set this lane to active.
+attempt_not_started T Claim the execution first.
+attempt_already_terminal I The attempt has ended; nothing to do.
+target_not_signalable T The execution is not waiting; do not send this signal again.
+waitpoint_closed I The wait has ended; nothing to do.
+execution_not_suspended I The execution is not suspended; nothing to do.
+already_suspended I The execution is suspended; nothing to do.
+already_satisfied I The condition holds; nothing to do.
+waitpoint_not_pending I The waitpoint is in use or closed.
+waitpoint_not_open I The waitpoint is closed.
+pending_waitpoint_expired I Create a new waitpoint.
+stream_closed T Stop writing: the attempt has ended.
+stale_owner_cannot_append T Stop work: another worker owns the execution.
+flow_already_terminal T The flow has ended; create a new one.
+flow_not_terminal T Wait until the flow ends, or cancel it.
+execution_not_in_flow T Name a member of this flow.
+not_runnable T Dependencies can only be added before the execution is claimed.
+terminal T The execution has finished.
+not_blocked_by_deps I The execution waits for no dependency.
+deps_not_satisfied I Dependencies are still open.
+budget_exceeded C Stop spending: finish, fail or suspend the execution as the budget says.
+budget_soft_exceeded I Spending passed the soft limit; work may continue.
+cursor_expired T/410 Events after this cursor were trimmed; resume from the oldest, re-read state.
+resume_condition_not_met I More signals are needed.
+ok_already_applied I The call was applied before; nothing to do.
+stream_already_closed I The stream is closed; nothing to do.
+budget_override_not_allowed T This budget does not allow an override.
+"""
+
+_LIMIT = """
+rate_limit_exceeded R Wait for the window to move on.
+concurrency_limit_exceeded R Wait until running work of this quota finishes.
+resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
+worker_at_capacity R Finish running tasks first, or raise max_concurrent.
+client_rate_limited R Slow down, or raise the client's rate limit.
+"""
+
+_BUG = """
+attempt_not_in_created_state B Report this: the attempt record contradicts the call.
+invariant_violation B Report this with the message: the engine contradicted itself.
+"""
+
+_CORRUPTION = """
+corruption T Stored data is unreadable; inspect the named field before repairing it.
+"""
+
+_KEY_STORE = """
+hmac_secret_not_initialized T Seed the waitpoint secret, or restart the server so that it does.
+invalid_secret T The stored signing secret is broken; rotate to a new key.
+"""
+
+_AVAILABILITY = """
+unavailable T This backend or build lacks the operation, or it is shutting down.
+timeout T/504 Decide whether to repeat; raise the deadline if the operation needs longer.
+retry_exhausted R/500 The store is contended; back off and repeat.
+transport T/500 Check that Valkey is reachable and healthy.
+library_version_conflict T Upgrade this process: the server runs a newer function library.
+valkey_version_too_low T Use Valkey 8.0 or newer.
+"""
+
+_SUBSCRIPTIONS = """
+stream_disconnected R Subscribe again from the given cursor.
+stream_backpressure I The consumer is slow; read faster or filter more.
+"""
+
+_GROUPS: tuple[tuple[str, int, str], ...] = (
+    ("not_found", 404, _NOT_FOUND),
+    ("validation", 400, _VALIDATION),
+    ("auth", 401, _AUTH),
+    ("contention", 409, _CONTENTION),
+    ("conflict", 409, _CONFLICT),
+    ("state", 409, _STATE),
+    ("limit", 429, _LIMIT),
+    ("bug", 500, _BUG),
+    ("corruption", 500, _CORRUPTION),
+    ("key_store", 503, _KEY_STORE),
+    ("availability", 503, _AVAILABILITY),
+    ("subscriptions", 503, _SUBSCRIPTIONS),
+)
+
+
+def _build() -> dict[str, CatalogueEntry]:
+    entries: dict[str, CatalogueEntry] = {}
+    for group, group_status, table in _GROUPS:
+        for line in table.strip().splitlines():
+            code, mark, hint = line.split(" ", 2)
+            letter, _, status = mark.partition("/")
+            entries[code] = CatalogueEntry(
+                code, ErrorClass(letter), group, int(status or group_status), hint
+            )
+    return entries
+
+
+#: Every known error code.
+CATALOGUE: dict[str, CatalogueEntry] = _build()

@@ -1,0 +1,418 @@
+"""The exception tree.
+
+Every failure the product reports is a `FlowFabricError`. Failures with a code of the error
+catalogue are `EngineError`s, one subclass per group; decide on `.error_class` or `.retryable`,
+never on message text.
+"""
+
+# ruff: noqa: N818 - some public names say what happened, without the suffix
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowfabric.core.catalogue import CATALOGUE, CatalogueEntry, ErrorClass
+
+__all__ = [
+    "AuthError",
+    "BudgetExceeded",
+    "BugError",
+    "ConfigError",
+    "ConflictError",
+    "ContentionError",
+    "CorruptionError",
+    "EngineError",
+    "ErrorClass",
+    "FlowFabricError",
+    "KeyStoreError",
+    "LeaseLost",
+    "LimitError",
+    "NotFoundError",
+    "PermanentError",
+    "PossiblySucceeded",
+    "RetryableError",
+    "StateError",
+    "TaskFinishedError",
+    "TimeoutError_",
+    "TransportError",
+    "UnavailableError",
+    "UnknownCodeError",
+    "ValidationError",
+    "WorkerAtCapacity",
+    "engine_error",
+    "invalid_input",
+]
+
+
+class FlowFabricError(Exception):
+    """Base of every error raised by FlowFabric."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return False
+
+
+class ConfigError(FlowFabricError):
+    """A setting is missing or wrong; nothing was attempted.
+
+    >>> str(ConfigError("worker", "must be positive", "lease_ttl_ms"))
+    'config: worker.lease_ttl_ms: must be positive'
+    """
+
+    def __init__(self, context: str, message: str, field: str | None = None) -> None:
+        super().__init__(context, message, field)
+        self.context = context
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        where = f"{self.context}.{self.field}" if self.field else self.context
+        return f"config: {where}: {self.message}"
+
+
+class WorkerAtCapacity(FlowFabricError):
+    """The worker holds as many tasks as it may; claim again when one has finished."""
+
+    code = "worker_at_capacity"
+
+    @property
+    def retryable(self) -> bool:
+        """True: a permit is usually free within milliseconds."""
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.code} — {CATALOGUE[self.code].hint}"
+
+
+class TaskFinishedError(FlowFabricError):
+    """A task was completed, failed, suspended or delayed before, so its lease is gone."""
+
+    def __init__(self, execution_id: str = "", finished_by: str = "") -> None:
+        super().__init__(execution_id, finished_by)
+        self.execution_id = execution_id
+        self.finished_by = finished_by
+
+    def __str__(self) -> str:
+        task = f"task {self.execution_id}" if self.execution_id else "this task"
+        how = f" by {self.finished_by}" if self.finished_by else ""
+        return f"{task} was already ended{how} — call one lease-releasing operation per task"
+
+
+class LeaseLost(FlowFabricError):
+    """The worker no longer owns the execution; `code` is what ended the lease."""
+
+    def __init__(self, code: str, reason: str = "", execution_id: str = "") -> None:
+        super().__init__(code, reason, execution_id)
+        self.code = code
+        self.reason = reason
+        self.execution_id = execution_id
+
+    def __str__(self) -> str:
+        subject = f"lease of {self.execution_id} lost" if self.execution_id else "lease lost"
+        entry = CATALOGUE.get(self.code)
+        why = self.reason or (entry.hint if entry else "stop work")
+        return f"{subject}: {self.code} — {why}"
+
+
+class PossiblySucceeded(FlowFabricError):
+    """The reply was lost: the operation may or may not have taken effect."""
+
+    def __init__(self, op: str, execution_id: str = "", message: str = "") -> None:
+        super().__init__(op, execution_id, message)
+        self.op = op
+        self.execution_id = execution_id
+        self.message = message
+
+    def __str__(self) -> str:
+        target = f" of {self.execution_id}" if self.execution_id else ""
+        cause = f" ({self.message})" if self.message else ""
+        return f"{self.op}{target}: no reply{cause} — read the state before repeating"
+
+
+class RetryableError(FlowFabricError):
+    """Raise in a handler: the attempt failed, trying again may help."""
+
+    category = "transient"
+
+    @property
+    def retryable(self) -> bool:
+        """True: the handler says so."""
+        return True
+
+
+class PermanentError(FlowFabricError):
+    """Raise in a handler: the execution has failed, trying again cannot help."""
+
+    category = "permanent"
+
+
+_UNKNOWN = CatalogueEntry(
+    "", ErrorClass.BUG, "bug", 500, "Report this: the code is not in the catalogue."
+)
+
+
+class EngineError(FlowFabricError):
+    """An error with a code of the catalogue.
+
+    >>> str(EngineError("invalid_claim_grant"))
+    'invalid_claim_grant — Ask for a new grant.'
+    """
+
+    def __init__(self, code: str, *details: str, op: str = "") -> None:
+        super().__init__(code, *details)
+        self.code = code
+        self.details: tuple[str, ...] = details
+        self.op = op
+
+    @property
+    def _entry(self) -> CatalogueEntry:
+        return CATALOGUE.get(self.code, _UNKNOWN)
+
+    @property
+    def error_class(self) -> ErrorClass:
+        """What to do with it; decided by the code alone."""
+        return self._entry.error_class
+
+    @property
+    def group(self) -> str:
+        """The HTTP `group` field."""
+        return self._entry.group
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return self.error_class is ErrorClass.RETRYABLE
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status of this error."""
+        return self._entry.http_status
+
+    @property
+    def hint(self) -> str:
+        """One sentence: what the user can do next."""
+        return self._entry.hint
+
+    @property
+    def detail(self) -> str:
+        """All details in one line, as HTTP shows them."""
+        return ", ".join(self.details)
+
+    def __str__(self) -> str:
+        head = f"{self.code}: {self.detail}" if self.details else self.code
+        return f"{head} — {self.hint}"
+
+
+class NotFoundError(EngineError):
+    """The named thing does not exist."""
+
+    @property
+    def http_status(self) -> int:
+        """404, but 409 for a signal whose waitpoint is not there yet."""
+        if self.code == "waitpoint_not_found" and self.op == "deliver_signal":
+            return 409
+        return super().http_status
+
+
+class ValidationError(EngineError):
+    """The request breaks a rule; details name the field and the problem.
+
+    `undecodable` marks a value of the wrong type: over HTTP that is 422, a broken rule is 400.
+    """
+
+    def __init__(self, code: str, *details: str, op: str = "", undecodable: bool = False) -> None:
+        super().__init__(code, *details, op=op)
+        self.undecodable = undecodable
+
+    @property
+    def http_status(self) -> int:
+        """400, or 422 when the value does not decode into its type."""
+        return 422 if self.undecodable else super().http_status
+
+
+class AuthError(EngineError):
+    """The caller may not do this."""
+
+
+class ContentionError(EngineError):
+    """Someone else was first, or the execution is in another phase."""
+
+
+class ConflictError(EngineError):
+    """The request contradicts something that exists."""
+
+
+class StateError(EngineError):
+    """The target's state does not allow the operation."""
+
+
+class BudgetExceeded(StateError):
+    """A usage report passed a hard limit: stop spending."""
+
+    def __init__(self, *details: str, op: str = "") -> None:
+        super().__init__("budget_exceeded", *details, op=op)
+        # Exception.__reduce__ rebuilds from args, and this class adds the code itself.
+        self.args = details
+
+
+class LimitError(EngineError):
+    """A rate, a pool or a capacity is used up for now."""
+
+
+class BugError(EngineError):
+    """The engine contradicted itself: alert."""
+
+
+class UnknownCodeError(BugError):
+    """A function answered with a code that this version does not know."""
+
+    def __init__(self, unknown_code: str, *details: str, op: str = "") -> None:
+        extra = f" ({', '.join(details)})" if details else ""
+        message = f"{op or 'a function'} answered the unknown code {unknown_code!r}{extra}"
+        super().__init__("invariant_violation", message, op=op)
+        self.args = (unknown_code, *details)
+        self.unknown_code = unknown_code
+
+
+class CorruptionError(EngineError):
+    """Stored data cannot be read; never coerced to a default."""
+
+    @property
+    def http_status(self) -> int:
+        """500, but 400 when the unreadable thing is a handle that the caller sent."""
+        if self.details and self.details[0].startswith("handle_codec:"):
+            return 400
+        return super().http_status
+
+
+class KeyStoreError(EngineError):
+    """The stored signing keys are missing or broken."""
+
+
+class UnavailableError(EngineError):
+    """The operation cannot be served: missing, too old, or shutting down."""
+
+    def __init__(self, code: str, *details: str, op: str = "", shutting_down: bool = False) -> None:
+        super().__init__(code, *details, op=op)
+        self.shutting_down = shutting_down
+
+    @property
+    def retryable(self) -> bool:
+        """True when a shutdown closed the pool: another process can answer."""
+        return self.shutting_down or super().retryable
+
+
+class TimeoutError_(EngineError):  # noqa: N801 - the name in the public exception tree
+    """A deadline passed; the caller decides whether to repeat."""
+
+
+_TRANSPORT_HINTS: Mapping[str, str] = {
+    "transport": "Check that Valkey is reachable.",
+    "protocol": "Check that the address is a Valkey server and not a proxy or another service.",
+    "timeout": "Valkey did not answer in time; check its load, or raise the deadline.",
+    "auth": "Check user, password and ACL of the connection.",
+    "cluster": "The cluster is moving or down; repeat shortly.",
+    "busy_loading": "Valkey is loading its data; repeat shortly.",
+    "script_not_loaded": "The function library is missing and could not be loaded; run doctor.",
+    "other": "Look at the server's message and log.",
+    "out_of_memory": "Valkey is at maxmemory; free memory or raise the limit, then repeat.",
+    "read_only": "This node is a replica; a failover may be under way, repeat shortly.",
+    "busy_script": "A long script blocks Valkey; repeat shortly.",
+}
+_RETRYABLE_KINDS = frozenset(
+    {
+        "transport",
+        "timeout",
+        "cluster",
+        "busy_loading",
+        "out_of_memory",
+        "read_only",
+        "busy_script",
+    }
+)
+
+
+class TransportError(EngineError):
+    """Valkey could not be asked, or its answer was lost or unusable.
+
+    `ambiguous` means the call was sent and may have taken effect.
+    """
+
+    #: Every fault kind.
+    KINDS = frozenset(_TRANSPORT_HINTS)
+
+    def __init__(
+        self, kind: str, message: str = "", *, ambiguous: bool = False, op: str = ""
+    ) -> None:
+        if kind not in _TRANSPORT_HINTS:
+            raise ValueError(f"unknown transport fault kind {kind!r}")
+        super().__init__("transport", kind, message, op=op)
+        self.args = (kind, message)
+        self.kind = kind
+        self.message = message
+        self.ambiguous = ambiguous
+
+    @property
+    def error_class(self) -> ErrorClass:
+        """Retryable or terminal, by kind."""
+        return ErrorClass.RETRYABLE if self.kind in _RETRYABLE_KINDS else ErrorClass.TERMINAL
+
+    @property
+    def safe_to_repeat(self) -> bool:
+        """Whether any operation may be repeated; if not, only a replay-safe one."""
+        return not self.ambiguous and self.kind in _RETRYABLE_KINDS
+
+    @property
+    def hint(self) -> str:
+        """One sentence: what the user can do next."""
+        if self.ambiguous:
+            return "The call may have taken effect; read the state before repeating it."
+        return _TRANSPORT_HINTS[self.kind]
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.code, self.kind, self.message) if part]
+        return f"{': '.join(parts)} — {self.hint}"
+
+
+_BY_GROUP: Mapping[str, type[EngineError]] = {
+    "not_found": NotFoundError,
+    "validation": ValidationError,
+    "auth": AuthError,
+    "contention": ContentionError,
+    "conflict": ConflictError,
+    "state": StateError,
+    "limit": LimitError,
+    "bug": BugError,
+    "corruption": CorruptionError,
+    "key_store": KeyStoreError,
+    "availability": UnavailableError,
+    "subscriptions": UnavailableError,
+}
+_BY_CODE: dict[str, type[EngineError]] = {
+    code: _BY_GROUP[entry.group] for code, entry in CATALOGUE.items()
+}
+_BY_CODE["timeout"] = TimeoutError_
+
+
+def engine_error(code: str, details: Sequence[str] = (), op: str = "") -> EngineError:
+    """Build the typed error for a code that a function answered.
+
+    An unknown code is a bug of the deployment (mixed versions), never ignored.
+    """
+    if code == "transport":
+        kind = details[0] if details and details[0] in TransportError.KINDS else "other"
+        return TransportError(kind, ", ".join(details[1:]), op=op)
+    if code == "budget_exceeded":
+        return BudgetExceeded(*details, op=op)
+    error_type = _BY_CODE.get(code)
+    if error_type is None:
+        return UnknownCodeError(code, *details, op=op)
+    return error_type(code, *details, op=op)
+
+
+def invalid_input(
+    field: str, problem: str, *, op: str = "", undecodable: bool = False
+) -> ValidationError:
+    """The common case of a refused argument: ``invalid_input: <field>: <problem>``."""
+    return ValidationError("invalid_input", f"{field}: {problem}", op=op, undecodable=undecodable)

@@ -1,0 +1,327 @@
+"""Identifiers: canonical forms, cheap minting, and the checks at the boundary."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+from hashlib import sha256
+from typing import NewType, Self
+
+from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.partition import (
+    PartitionCounts,
+    SoloPartitioner,
+    check_shards,
+    flow_partition,
+    shard_of_key,
+    shard_of_uuid,
+    shard_partition,
+    solo_partition,
+)
+
+FlowId = NewType("FlowId", str)
+BudgetId = NewType("BudgetId", str)
+QuotaPolicyId = NewType("QuotaPolicyId", str)
+LeaseId = NewType("LeaseId", str)
+AttemptId = NewType("AttemptId", str)
+SignalId = NewType("SignalId", str)
+WaitpointId = NewType("WaitpointId", str)
+SuspensionId = NewType("SuspensionId", str)
+EdgeId = NewType("EdgeId", str)
+
+_UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
+_U16_MAX = 65_535
+_is_uuid = re.compile(_UUID).fullmatch
+_is_index = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
+_split_execution_id = re.compile(rf"\{{fp:(0|[1-9][0-9]{{0,4}})\}}:{_UUID}").fullmatch
+_VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
+
+
+class IdParseError(ValidationError):
+    """A text is not an id; `kind` says which rule it breaks."""
+
+    def __init__(self, field: str, kind: str, text: str) -> None:
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        super().__init__("invalid_input", f"{field}: {kind}: {shown!r}", undecodable=True)
+        self.args = (field, kind, text)
+        self.field = field
+        self.kind = kind
+
+
+def new_uuid() -> str:
+    """A random (v4) UUID as text; about three times as fast as `str(uuid.uuid4())`."""
+    digits = os.urandom(16).hex()
+    return (
+        f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-"
+        f"{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
+    )
+
+
+def new_uuids(count: int) -> list[str]:
+    """`count` random UUIDs from one draw of the system's randomness."""
+    pool = os.urandom(16 * count).hex()
+    return [
+        f"{pool[i : i + 8]}-{pool[i + 8 : i + 12]}-4{pool[i + 13 : i + 16]}-"
+        f"{_VARIANT[pool[i + 16]]}{pool[i + 17 : i + 20]}-{pool[i + 20 : i + 32]}"
+        for i in range(0, 32 * count, 32)
+    ]
+
+
+def _index_of(text: str) -> int | None:
+    if _is_index(text) is None:
+        return None
+    index = int(text)
+    return index if index <= _U16_MAX else None
+
+
+class ExecutionId(str):
+    """The permanent name of an execution: ``{fp:N}:<uuid>``.
+
+    Only the canonical spelling is accepted, because another spelling of the same id would address
+    another record. The partition inside the id is authoritative.
+
+    >>> ExecutionId("{fp:42}:11111111-2222-4333-8444-555555555555").partition
+    42
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> Self:
+        """Validate `text`; raises `IdParseError`."""
+        match = _split_execution_id(text)
+        if match is None or int(match[1]) > _U16_MAX:
+            raise _execution_id_error(text)
+        return str.__new__(cls, text)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Validate text from outside; raises `IdParseError` with its `kind`."""
+        return cls(text)
+
+    @classmethod
+    def trusted(cls, text: str) -> Self:
+        """Wrap a value that the engine itself wrote, unchecked."""
+        return str.__new__(cls, text)
+
+    @classmethod
+    def for_flow(cls, flow_id: str, counts: PartitionCounts) -> Self:
+        """Mint an id for a member of a flow."""
+        return cls.deterministic_for_flow(flow_id, new_uuid(), counts)
+
+    @classmethod
+    def solo(
+        cls,
+        lane_id: str,
+        counts: PartitionCounts,
+        *,
+        shards: int = 1,
+        namespace: str = "",
+        idempotency_key: str = "",
+        partitioner: SoloPartitioner = solo_partition,
+    ) -> Self:
+        """Mint an id for an execution outside a flow.
+
+        `shards` is the shard count of a lane with placement ``spread``; the idempotency key then
+        decides the shard, so that a repeated submit reaches the same partition.
+        """
+        uuid = new_uuid()
+        index = partitioner(lane_id, counts)
+        if shards != 1:
+            check_shards(shards, counts)
+            shard = (
+                shard_of_key(namespace, idempotency_key, shards)
+                if idempotency_key
+                else shard_of_uuid(uuid, shards)
+            )
+            index = shard_partition(index, shard, counts)
+        return str.__new__(cls, f"{{fp:{index}}}:{uuid}")
+
+    @classmethod
+    def deterministic_for_flow(cls, flow_id: str, uuid: str, counts: PartitionCounts) -> Self:
+        """Name a flow member with the caller's own UUID."""
+        index = flow_partition(validate_uuid(flow_id, "flow_id"), counts)
+        return str.__new__(cls, f"{{fp:{index}}}:{validate_uuid(uuid, 'uuid')}")
+
+    @classmethod
+    def deterministic_solo(cls, lane_id: str, uuid: str, counts: PartitionCounts) -> Self:
+        """Name an execution outside a flow with the caller's own UUID, on the lane's home."""
+        index = solo_partition(lane_id, counts)
+        return str.__new__(cls, f"{{fp:{index}}}:{validate_uuid(uuid, 'uuid')}")
+
+    @classmethod
+    def mint_solo_many(
+        cls,
+        lane_id: str,
+        counts: PartitionCounts,
+        count: int,
+        *,
+        shards: int = 1,
+        partitioner: SoloPartitioner = solo_partition,
+    ) -> list[Self]:
+        """Mint `count` ids for executions outside a flow."""
+        home = partitioner(lane_id, counts)
+        make = str.__new__
+        uuids = new_uuids(count)
+        if shards == 1:
+            prefix = f"{{fp:{home}}}:"
+            return [make(cls, prefix + uuid) for uuid in uuids]
+        check_shards(shards, counts)
+        prefixes = [f"{{fp:{shard_partition(home, s, counts)}}}:" for s in range(shards)]
+        return [make(cls, prefixes[shard_of_uuid(uuid, shards)] + uuid) for uuid in uuids]
+
+    @property
+    def partition(self) -> int:
+        """The flow partition that holds the execution."""
+        return int(self[4 : self.index("}")])
+
+    @property
+    def tag(self) -> str:
+        """The hash tag, for example ``{fp:42}``."""
+        return self[: self.index("}") + 1]
+
+    @property
+    def uuid(self) -> str:
+        """The UUID part."""
+        return self[-36:]
+
+    def check_partition(self, counts: PartitionCounts) -> Self:
+        """Refuse an id minted under a larger partition count; for ingress."""
+        index = self.partition
+        if index >= counts.flow:
+            raise invalid_input(
+                "execution_id", f"partition {index} is out of range 0..{counts.flow - 1}"
+            )
+        return self
+
+
+def _execution_id_error(text: str) -> IdParseError:
+    end = text.find("}:")
+    if not text.startswith("{fp:") or end < 0:
+        kind = "MissingTag"
+    elif _index_of(text[4:end]) is None:
+        kind = "InvalidPartitionIndex"
+    else:
+        kind = "InvalidUuid"
+    return IdParseError("execution_id", kind, text)
+
+
+_FAMILIES = {"fp": "flow", "b": "budget", "q": "quota"}
+_PREFIXES = {"flow": "fp", "execution": "fp", "budget": "b", "quota": "q"}
+
+
+class PartitionKey(str):
+    """An opaque routing handle: ``{fp:N}``, ``{b:N}`` or ``{q:N}``. Hand it back unchanged."""
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> Self:
+        """Validate `text`; raises `IdParseError`."""
+        if len(text) < 2 or text[0] != "{" or text[-1] != "}":
+            raise IdParseError("partition_key", "MissingBraces", text)
+        prefix, colon, index = text[1:-1].partition(":")
+        if not colon:
+            raise IdParseError("partition_key", "MalformedBody", text)
+        if prefix not in _FAMILIES:
+            raise IdParseError("partition_key", "UnknownFamilyPrefix", text)
+        if _index_of(index) is None:
+            raise IdParseError("partition_key", "InvalidIndex", text)
+        return str.__new__(cls, text)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Validate text from outside; raises `IdParseError` with its `kind`."""
+        return cls(text)
+
+    @classmethod
+    def trusted(cls, text: str) -> Self:
+        """Wrap a value that the engine itself wrote, unchecked."""
+        return str.__new__(cls, text)
+
+    @classmethod
+    def of(cls, family: str, index: int) -> Self:
+        """Build the key of a partition; `family` is flow, execution, budget or quota."""
+        return cls(f"{{{_PREFIXES[family]}:{index}}}")
+
+    @property
+    def family(self) -> str:
+        """``flow``, ``budget`` or ``quota``; the alias ``execution`` reads back as ``flow``."""
+        return _FAMILIES[self[1 : self.index(":")]]
+
+    @property
+    def index_number(self) -> int:
+        """The partition index; `str.index` already names something else."""
+        return int(self[self.index(":") + 1 : -1])
+
+
+class WaitpointToken:
+    """A bearer secret that authorises signals to one waitpoint.
+
+    Every rendering is redacted; `reveal` is for the wire only.
+
+    >>> WaitpointToken("k1:" + "0" * 40)
+    WaitpointToken(k1:<REDACTED:len=40>)
+    """
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: str) -> None:
+        self._raw = raw
+
+    def reveal(self) -> str:
+        """The secret itself. Use it at the wire boundary, never in a log."""
+        return self._raw
+
+    @property
+    def kid(self) -> str:
+        """The id of the signing key, or ``""`` when the token is malformed."""
+        kid, _, digest = self._raw.partition(":")
+        return kid if digest else ""
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that identify the token in logs and listings without revealing it."""
+        return sha256(self._raw.encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        kid, _, digest = self._raw.partition(":")
+        return f"{kid}:<REDACTED:len={len(digest)}>" if kid and digest else "<REDACTED:malformed>"
+
+    def __repr__(self) -> str:
+        return f"WaitpointToken({self})"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WaitpointToken):
+            return NotImplemented
+        return hmac.compare_digest(self._raw.encode(), other._raw.encode())
+
+    def __hash__(self) -> int:
+        return hash(self._raw)
+
+
+def fnv1a64(data: bytes) -> int:
+    """FNV-1a, 64 bits."""
+    value = 0xCBF29CE484222325
+    for byte in data:
+        value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return value
+
+
+def capability_digest(csv: str) -> str:
+    """Eight hex digits that stand for a capability CSV in logs.
+
+    >>> capability_digest("cuda,gpu")
+    'c952a6c4'
+    """
+    value = fnv1a64(csv.encode())
+    return f"{(value >> 32) ^ (value & 0xFFFFFFFF):08x}"
+
+
+def validate_uuid(text: str, field: str) -> str:
+    """A UUID of any version, lowercase and hyphenated."""
+    if _is_uuid(text) is None:
+        raise IdParseError(field, "InvalidUuid", text)
+    return text
