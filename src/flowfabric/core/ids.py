@@ -7,8 +7,9 @@ import os
 import re
 from hashlib import sha256
 from typing import NewType, Self
+from unicodedata import category
 
-from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
 from flowfabric.core.partition import (
     PartitionCounts,
     SoloPartitioner,
@@ -89,7 +90,7 @@ class ExecutionId(str):
 
     def __new__(cls, text: str) -> Self:
         """Validate `text`; raises `IdParseError`."""
-        match = _split_execution_id(text)
+        match = _split_execution_id(text) if isinstance(text, str) else None
         if match is None or int(match[1]) > _U16_MAX:
             raise _execution_id_error(text)
         return str.__new__(cls, text)
@@ -171,8 +172,8 @@ class ExecutionId(str):
         return [make(cls, prefixes[shard_of_uuid(uuid, shards)] + uuid) for uuid in uuids]
 
     @property
-    def partition(self) -> int:
-        """The flow partition that holds the execution."""
+    def partition(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The flow partition that holds the execution; hides `str.partition` on purpose."""
         return int(self[4 : self.index("}")])
 
     @property
@@ -195,7 +196,9 @@ class ExecutionId(str):
         return self
 
 
-def _execution_id_error(text: str) -> IdParseError:
+def _execution_id_error(text: object) -> IdParseError:
+    if not isinstance(text, str):
+        return IdParseError("execution_id", "MissingTag", repr(text))
     end = text.find("}:")
     if not text.startswith("{fp:") or end < 0:
         kind = "MissingTag"
@@ -217,8 +220,8 @@ class PartitionKey(str):
 
     def __new__(cls, text: str) -> Self:
         """Validate `text`; raises `IdParseError`."""
-        if len(text) < 2 or text[0] != "{" or text[-1] != "}":
-            raise IdParseError("partition_key", "MissingBraces", text)
+        if not isinstance(text, str) or len(text) < 2 or text[0] != "{" or text[-1] != "}":
+            raise IdParseError("partition_key", "MissingBraces", str(text))
         prefix, colon, index = text[1:-1].partition(":")
         if not colon:
             raise IdParseError("partition_key", "MalformedBody", text)
@@ -320,8 +323,128 @@ def capability_digest(csv: str) -> str:
     return f"{(value >> 32) ^ (value & 0xFFFFFFFF):08x}"
 
 
+_LANE_MAX = 64
+_WORKER_MAX = 256
+_NAMESPACE_MAX = 128
+_TEXT_MAX = 1024
+_is_lane = re.compile(r"[\x20-\x7e]{1,64}").fullmatch
+_is_plain_name = re.compile(r"[!-~]{1,128}").fullmatch
+_NAMESPACE_FORBIDDEN = frozenset(":{}")
+
+
+def _size(text: object, field: str) -> int:
+    """The UTF-8 length of `text`; refuses what is not text."""
+    if not isinstance(text, str):
+        raise invalid_input(field, f"must be text, got {type(text).__name__}", undecodable=True)
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        raise invalid_input(field, "is not valid Unicode", undecodable=True) from None
+
+
 def validate_uuid(text: str, field: str) -> str:
     """A UUID of any version, lowercase and hyphenated."""
-    if _is_uuid(text) is None:
-        raise IdParseError(field, "InvalidUuid", text)
+    if not isinstance(text, str) or _is_uuid(text) is None:
+        raise IdParseError(field, "InvalidUuid", str(text))
     return text
+
+
+def _lane_problem(text: str) -> str | None:
+    if _is_lane(text) is not None:
+        return None
+    data = text.encode(errors="surrogatepass")
+    if not data:
+        return "Empty"
+    if len(data) > _LANE_MAX:
+        return f"TooLong({len(data)})"
+    return f"NonPrintable({next(i for i, byte in enumerate(data) if not 0x20 <= byte <= 0x7E)})"
+
+
+def validate_lane(text: str, field: str = "lane_id") -> str:
+    """A lane name: 1 to 64 printable ASCII bytes, spaces included."""
+    _size(text, field)
+    problem = _lane_problem(text)
+    if problem is not None:
+        raise invalid_input(field, problem, undecodable=True)
+    return text
+
+
+def stored_lane(text: str, context: str) -> str:
+    """Check a lane name read back from storage; a violation there is corruption."""
+    problem = _lane_problem(text)
+    if problem is not None:
+        raise CorruptionError("corruption", f"{context}: lane_id: {problem}")
+    return text
+
+
+def _has_whitespace_or_control(text: str) -> bool:
+    return any(char.isspace() or category(char) == "Cc" for char in text)
+
+
+def validate_worker_id(text: str, field: str = "worker_id") -> str:
+    """A worker id or worker instance id: 1 to 256 bytes without whitespace or controls."""
+    if isinstance(text, str) and _is_plain_name(text) is not None:
+        return text
+    size = _size(text, field)
+    if size == 0:
+        raise invalid_input(field, "must not be empty")
+    if size > _WORKER_MAX:
+        raise invalid_input(field, f"must be at most {_WORKER_MAX} bytes, got {size}")
+    if _has_whitespace_or_control(text):
+        raise invalid_input(field, "must not contain whitespace or control characters")
+    return text
+
+
+def validate_namespace(text: str, field: str = "namespace") -> str:
+    """A namespace: 1 to 128 printable bytes without whitespace, colons or braces."""
+    size = _size(text, field)
+    if size == 0:
+        raise invalid_input(field, "must not be empty")
+    if size > _NAMESPACE_MAX:
+        raise invalid_input(field, f"must be at most {_NAMESPACE_MAX} bytes, got {size}")
+    if " " in text or not text.isprintable():
+        raise invalid_input(field, "must be printable and without whitespace")
+    if not _NAMESPACE_FORBIDDEN.isdisjoint(text):
+        raise invalid_input(field, "must not contain ':', '{' or '}'")
+    return text
+
+
+def validate_text(text: str, field: str, *, limit: int = _TEXT_MAX, required: bool = False) -> str:
+    """Free text of at most `limit` bytes."""
+    size = _size(text, field)
+    if required and size == 0:
+        raise invalid_input(field, "must not be empty")
+    if size > limit:
+        raise invalid_input(field, f"must be at most {limit} bytes, got {size}")
+    return text
+
+
+def validate_idempotency_key(
+    text: str, field: str = "idempotency_key", *, limit: int = _TEXT_MAX
+) -> str:
+    """An opaque key; the empty string means none. Signals allow fewer bytes: pass `limit`."""
+    return validate_text(text, field, limit=limit)
+
+
+def validate_execution_kind(text: str, field: str = "execution_kind") -> str:
+    """The name of the handler: non-empty, at most 1024 bytes."""
+    return validate_text(text, field, required=True)
+
+
+def validate_creator_identity(text: str, field: str = "creator_identity") -> str:
+    """Who submitted the execution: free text of at most 1024 bytes."""
+    return validate_text(text, field)
+
+
+def enc_hook(value: object) -> object:
+    """For msgspec encoders: msgspec does not encode subclasses of `str` by itself."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def dec_hook(wanted: type, value: object) -> object:
+    """For msgspec decoders: validates ids while a request is decoded."""
+    if isinstance(value, str) and issubclass(wanted, (ExecutionId, PartitionKey)):
+        return wanted(value)
+    raise NotImplementedError(f"cannot decode {wanted.__name__}")
