@@ -1,0 +1,195 @@
+"""Where a Valkey deployment is: one address type, its URL forms and its environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from flowfabric.core.errors import ConfigError
+
+DEFAULT_PORT: Final = 6379
+FORMS: Final = (
+    "valkey://[user:password@]host:port[/db], valkeys://…, "
+    "valkey+cluster://host:port,host:port or unix://path[?db=N]"
+)
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach one Valkey server, or the seed nodes of a cluster.
+
+    >>> parse_url("valkey://app:s3cret@db.example:6380/2").port
+    6380
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    socket_path: str | None = None
+    username: str | None = None
+    password: str | None = None
+    db: int = 0
+    tls: bool = False
+    tls_ca: str | None = None
+    cluster: bool = False
+    seeds: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peer(self) -> str:
+        """The server's name in messages: `unix:/path` or `host:port`, never a secret."""
+        if self.socket_path is not None:
+            return f"unix:{self.socket_path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def node(self, host: str, port: int) -> Address:
+        """The address of one node of the same deployment: same credentials and TLS."""
+        return msgspec.structs.replace(
+            self, host=host, port=port, socket_path=None, cluster=False, seeds=()
+        )
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        if self.password is not None:
+            shown["password"] = "***"  # noqa: S105
+        return f"Address({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def parse_url(text: str, *, name: str = "FF_URL") -> Address:
+    """Read one of the URL forms; a bad one is a `ConfigError` that names the variable `name`."""
+    try:
+        return _parse(text.strip())
+    except ValueError as error:
+        raise _invalid(name, str(error)) from None
+
+
+def from_env(environ: Mapping[str, str]) -> Address | None:
+    """The address the environment asks for; None means: use the embedded server."""
+    if url := environ.get("FF_URL", "").strip():
+        return _with_extras(parse_url(url), environ)
+    host = environ.get("FF_HOST", "").strip()
+    if not host:
+        return None
+    port = _integer(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
+    cluster = _flag(environ, "FF_CLUSTER")
+    address = Address(
+        host=host,
+        port=port,
+        tls=_flag(environ, "FF_TLS"),
+        cluster=cluster,
+        seeds=((host, port),) if cluster else (),
+    )
+    return _with_extras(address, environ)
+
+
+def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
+    """Add what the URL left open; what the URL says wins."""
+    db = address.db or _integer(environ, "FF_DB", 0, 0, 2**31 - 1)
+    if address.cluster and db:
+        raise _invalid("FF_DB", "a cluster has only database 0")
+    tls_ca = environ.get("FF_TLS_CA") or None
+    username, password = address.username, address.password
+    if password is None:
+        username = username or environ.get("FF_USERNAME") or None
+        password = environ.get("FF_PASSWORD") or None
+    if username is not None and password is None:
+        raise _invalid("FF_USERNAME", "a user name needs a password (FF_PASSWORD)")
+    return msgspec.structs.replace(
+        address, username=username, password=password, db=db, tls_ca=tls_ca
+    )
+
+
+def _parse(text: str) -> Address:
+    parts = urlsplit(text)
+    if parts.fragment:
+        raise ValueError("a '#' is not allowed; write it as %23 inside a password")
+    if parts.scheme == "unix":
+        return _parse_unix(parts)
+    if parts.scheme not in {"valkey", "valkeys", "valkey+cluster", "valkeys+cluster"}:
+        raise ValueError(f"unknown form; use {FORMS}")
+    if parts.query:
+        raise ValueError("options after '?' are only known for unix://path?db=N")
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    seeds = [_host_port(item) for item in hosts.split(",")]
+    cluster = parts.scheme.endswith("+cluster")
+    if len(seeds) > 1 and not cluster:
+        raise ValueError("several hosts need valkey+cluster://")
+    db = _database(parts.path.strip("/"))
+    if cluster and db:
+        raise ValueError("a cluster has only database 0")
+    username, password = _credentials(userinfo)
+    host, port = seeds[0]
+    return Address(
+        host=host,
+        port=port,
+        username=username,
+        password=password,
+        db=db,
+        tls=parts.scheme.startswith("valkeys"),
+        cluster=cluster,
+        seeds=tuple(seeds) if cluster else (),
+    )
+
+
+def _parse_unix(parts: SplitResult) -> Address:
+    userinfo, at, first = parts.netloc.rpartition("@")
+    path = unquote((first if at else parts.netloc) + parts.path)
+    if not path:
+        raise ValueError("unix:// needs a socket path")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    db = _database(options.pop("db", ""))
+    if options:
+        raise ValueError(f"unknown option {min(options)!r}; only db is known")
+    username, password = _credentials(userinfo)
+    return Address(socket_path=path, username=username, password=password, db=db)
+
+
+def _credentials(userinfo: str) -> tuple[str | None, str | None]:
+    if not userinfo:
+        return None, None
+    username, colon, password = userinfo.partition(":")
+    if not colon or not password:
+        raise ValueError("credentials are user:password (user may be empty)")
+    return unquote(username) or None, unquote(password)
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    # urlsplit understands one host; this gives IPv6 brackets and port checks for each of several.
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(f"bad host or port in {text!r}") from None
+    if not host:
+        raise ValueError("the host is missing")
+    if port == 0:
+        raise ValueError("the port must be 1-65535")
+    return host, DEFAULT_PORT if port is None else port
+
+
+def _database(text: str) -> int:
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"the database must be a number, not {text!r}")
+    return int(text)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise _invalid(name, f"not a whole number: {text!r}")
+    value = int(text)
+    if not low <= value <= high:
+        raise _invalid(name, f"must be {low}-{high}, not {value}")
+    return value
+
+
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip().lower() in {"1", "true"}
+
+
+def _invalid(name: str, message: str) -> ConfigError:
+    return ConfigError("valkey", f"invalid value for {name}: {message}")

@@ -1,0 +1,93 @@
+"""Connect to whatever an address names, and check that it is a Valkey new enough to run on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from flowfabric.core.errors import EngineError, TransportError, engine_error
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.connection import CONNECT_TIMEOUT, REQUEST_TIMEOUT, Reply
+from flowfabric.valkey.transport import Client, Transport
+
+MINIMUM_VERSION: Final = (8, 0)
+
+_FIRST_PAUSE: Final = 0.2
+_LAST_PAUSE: Final = 5.0
+
+
+async def connect(
+    address: Address,
+    *,
+    request_timeout: float = REQUEST_TIMEOUT,
+    connect_timeout: float = CONNECT_TIMEOUT,
+    name: str = "flowfabric",
+) -> Transport:
+    """A transport to one server or a cluster that has answered PING; the caller closes it.
+
+    >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
+    """
+    transport: Transport = Client(
+        address, request_timeout=request_timeout, connect_timeout=connect_timeout, name=name
+    )
+    try:
+        await transport.wait_ready(connect_timeout)
+    except BaseException:
+        await transport.aclose()
+        raise
+    return transport
+
+
+async def check_server(transport: Transport, *, budget: float = 60.0) -> tuple[int, int]:
+    """The lowest (major, minor) over all nodes; raises if it is below `MINIMUM_VERSION`.
+
+    A rolling upgrade, a restart or a failover may pass, so those are asked again until `budget`
+    seconds have gone by. Another product, or a refused login, is final at once.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + budget
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return _lowest(await transport.call_all_nodes("INFO", "server"))
+        except _NotValkeyError as error:
+            raise engine_error("valkey_version_too_low", [str(error)]) from None
+        except EngineError as error:
+            final = isinstance(error, TransportError) and not error.retryable
+            if final or loop.time() + pause > deadline:
+                raise
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, _LAST_PAUSE)
+
+
+class _NotValkeyError(Exception):
+    """The server is another product; waiting does not help."""
+
+
+def _lowest(bodies: dict[str, Reply]) -> tuple[int, int]:
+    if not bodies:
+        raise engine_error("valkey_version_too_low", ["no node answered INFO server"])
+    version = min(_version(node, body) for node, body in bodies.items())
+    if version < MINIMUM_VERSION:
+        detected, required = (".".join(map(str, v)) for v in (version, MINIMUM_VERSION))
+        raise engine_error(
+            "valkey_version_too_low", [f"detected {detected}, required >= {required}"]
+        )
+    return version
+
+
+def _version(node: str, body: Reply) -> tuple[int, int]:
+    text = body.decode() if isinstance(body, bytes) else str(body)
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    found = fields.get("valkey_version")
+    # Newer servers freeze redis_version for old clients, so it counts only as a fallback.
+    if found is None and fields.get("server_name", "").lower() == "valkey":
+        found = fields.get("redis_version")
+    if found is None and "redis_version" in fields:
+        raise _NotValkeyError(f"{node} is not Valkey (redis_version {fields['redis_version']})")
+    try:
+        major, minor = (found or "").split(".")[:2]
+        return int(major), int(minor)
+    except ValueError:
+        detail = f"{node} does not say its version ({found!r})"
+        raise engine_error("valkey_version_too_low", [detail]) from None

@@ -1,0 +1,358 @@
+"""One pipelined connection to one Valkey server.
+
+Calls made in one loop tick leave in one write; replies come back in order, so a call is just a
+future in a queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import Any, Final, TypeAlias, cast
+
+from libvalkey import Reader, ReplyError, pack_command
+
+from flowfabric.core.errors import TransportError
+from flowfabric.valkey import faults
+from flowfabric.valkey.address import Address
+
+Arg: TypeAlias = bytes | str | int | float
+# bytes, int, float, bool, None, list or dict; callers know the shape of what they asked for.
+Reply: TypeAlias = Any
+OnPush: TypeAlias = Callable[[list[Reply]], None]
+
+REQUEST_TIMEOUT: Final = 5.0
+CONNECT_TIMEOUT: Final = 10.0
+MAX_IN_FLIGHT: Final = 4096
+# A reply this late after its deadline means the peer is gone, though its socket looks alive.
+STALL_GRACE: Final = 5.0
+
+_WRITE_HIGH_WATER: Final = 1 << 20
+_NOTHING: Final = object()
+# Subscription confirmations are not here: they answer the SUBSCRIBE call that caused them.
+_PUSHES: Final = frozenset({b"message", b"pmessage", b"smessage", b"sunsubscribe", b"invalidate"})
+
+
+class Connection(asyncio.Protocol):
+    """One multiplexed connection. Made by `dial`; never reconnects.
+
+    With `on_push`, published messages go to that callback. The parser does not tell a push from
+    an array, so such a connection should carry only subscription commands, one channel each.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        *,
+        timeout: float = REQUEST_TIMEOUT,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        on_push: OnPush | None = None,
+        on_lost: Callable[[Connection], None] | None = None,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.peer = peer
+        self._timeout = timeout
+        self._max_in_flight = max_in_flight
+        self._on_push = on_push
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._gone = self.loop.create_future()
+        self._why = "not connected"
+        # A slot is (future, deadline). Unsent slots pair with packed commands one to one.
+        self._sent: deque[tuple[asyncio.Future[Reply], float]] = deque()
+        self._unsent: deque[tuple[asyncio.Future[Reply], float]] = deque()
+        self._packed: deque[bytes] = deque()
+        self._flush_due = False
+        self._stuck = False
+        self._paused = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = inf
+        # RESP3 sets may hold lists, and False is a reply, not a sign of missing data.
+        reader = Reader(notEnoughData=_NOTHING, convertSetsToLists=True)
+        self._feed, self._gets = reader.feed, reader.gets
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls can be sent."""
+        return self._transport is not None
+
+    @property
+    def in_flight(self) -> int:
+        """Calls sent whose reply has not come, abandoned ones included."""
+        return len(self._sent)
+
+    async def call(self, *args: Arg, timeout: float | None = None) -> Reply:
+        """Send one command and return its reply; an error reply is raised typed."""
+        return await self.send(args, self.loop.time() + (timeout or self._timeout))
+
+    def submit(self, args: tuple[Arg, ...], timeout: float | None = None) -> asyncio.Future[Reply]:
+        """Queue one command for this tick's write and return the future of its reply."""
+        return self.send(args, self.loop.time() + (timeout or self._timeout))
+
+    def send(self, args: tuple[Arg, ...], deadline: float) -> asyncio.Future[Reply]:
+        """`submit` with an absolute deadline on the loop's clock: the hot path."""
+        packed = pack_command(args)
+        future = self.loop.create_future()
+        if self._transport is None:
+            future.set_exception(self.ended())
+            return future
+        self._packed.append(packed)
+        self._unsent.append((future, deadline))
+        if deadline < self._alarm_at:
+            self._set_alarm(deadline)
+        if not self._flush_due:
+            self._flush_due = True
+            self.loop.call_soon(self._flush)
+        return future
+
+    async def aclose(self) -> None:
+        """Close: what was sent fails as ambiguous, what was not sent fails cleanly."""
+        self._end("the client closed the connection", abort=False)
+        done, _ = await asyncio.wait([self._gone], timeout=1.0)
+        if not done:
+            self.abort("the client closed the connection")
+
+    def abort(self, why: str) -> None:
+        """Drop the socket at once and fail every call with this reason."""
+        self._end(why, abort=True)
+
+    def ended(self) -> TransportError:
+        """Why no call can be sent."""
+        return faults.lost(self.peer, self._why, sent=False)
+
+    async def wait_closed(self) -> None:
+        """Return when the connection has ended, for whatever reason."""
+        await asyncio.wait([self._gone])
+
+    # -- called by the event loop ---------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport; the handshake is `dial`'s."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER)
+        self._why = "the connection was lost"
+
+    def data_received(self, data: bytes) -> None:
+        """Hand each complete reply to the oldest slot."""
+        gets, sent, on_push = self._gets, self._sent, self._on_push
+        try:
+            self._feed(data)
+            while (reply := gets()) is not _NOTHING:
+                if on_push is not None and _is_push(reply):
+                    # Through the loop: a failing callback must not break the reply stream.
+                    self.loop.call_soon(on_push, reply)
+                    continue
+                future, _ = sent.popleft()
+                # An abandoned call keeps its slot, so that its reply is dropped here.
+                if not future.done():
+                    if isinstance(reply, ReplyError):
+                        future.set_exception(faults.from_reply(str(reply)))
+                    else:
+                        future.set_result(reply)
+        except Exception as error:  # noqa: BLE001
+            self._fail_stream(error)
+        if self._stuck:
+            self._flush()
+
+    def pause_writing(self) -> None:
+        """The socket is full: keep new calls here."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """The socket drained: send what waited."""
+        self._paused = False
+        if self._stuck:
+            self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail everything that waits."""
+        if exc is not None:
+            self._why = f"the connection was lost ({exc})"
+        self._end(self._why, abort=True)
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    # -- writing --------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        packed, unsent = self._packed, self._unsent
+        room = self._max_in_flight - len(self._sent)
+        if len(packed) <= room and not self._paused:
+            self._flush_due = self._stuck = False
+            if packed:
+                self._sent.extend(unsent)
+                data = b"".join(packed)
+                unsent.clear()
+                packed.clear()
+                transport.write(data)
+            return
+        # `_flush_due` stays set: a reply or a drained socket calls again, not every new call.
+        self._stuck = True
+        if self._paused:
+            return
+        chosen: list[bytes] = []
+        while len(chosen) < room and packed:
+            slot, command = unsent.popleft(), packed.popleft()
+            if not slot[0].done():
+                self._sent.append(slot)
+                chosen.append(command)
+        if chosen:
+            transport.write(b"".join(chosen))
+
+    # -- deadlines ------------------------------------------------------------------------------
+
+    def _set_alarm(self, at: float) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = at
+        self._alarm = self.loop.call_at(at, self._ring, 2)
+
+    def _ring(self, turns: int) -> None:
+        # If user code held the loop past the deadline, the reply may be waiting in the socket and
+        # some loops run timers first. Two turns guarantee that the socket was read in between.
+        if turns:
+            self.loop.call_soon(self._ring, turns - 1)
+            return
+        self._alarm, self._alarm_at = None, inf
+        if self._transport is not None:
+            self._expire(self.loop.time())
+
+    def _expire(self, now: float) -> None:
+        if self._sent and self._sent[0][1] + STALL_GRACE <= now:
+            self.abort(f"no reply for {STALL_GRACE:g} s after a deadline")
+            return
+        soonest = self._sent[0][1] + STALL_GRACE if self._sent else inf
+        for slots, sent in ((self._sent, True), (self._unsent, False)):
+            for future, deadline in slots:
+                if future.done():
+                    continue
+                if deadline <= now:
+                    future.set_exception(faults.timed_out(self.peer, sent=sent))
+                else:
+                    soonest = min(soonest, deadline)
+        self._drop_abandoned_unsent()
+        if soonest < self._alarm_at:
+            self._set_alarm(soonest)
+
+    def _drop_abandoned_unsent(self) -> None:
+        """A call reported as not sent must never leave later."""
+        kept = [
+            (slot, command)
+            for slot, command in zip(self._unsent, self._packed, strict=True)
+            if not slot[0].done()
+        ]
+        self._unsent = deque(slot for slot, _ in kept)
+        self._packed = deque(command for _, command in kept)
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def _fail_stream(self, error: Exception) -> None:
+        """Replies can no longer be matched to calls: nothing after this byte can be trusted."""
+        what = "a reply that no call asked for" if isinstance(error, IndexError) else str(error)
+        self.abort(f"the reply stream is broken: {what}")
+
+    def _end(self, why: str, *, abort: bool) -> None:
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        self._why = why
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for slots, sent in ((self._sent, True), (self._unsent, False)):
+            for future, _ in slots:
+                if not future.done():
+                    future.set_exception(faults.lost(self.peer, why, sent=sent))
+            slots.clear()
+        self._packed.clear()
+        if abort:
+            transport.abort()
+        else:
+            transport.close()
+        if self._on_lost is not None:
+            self._on_lost(self)
+
+
+def _is_push(reply: Reply) -> bool:
+    if not isinstance(reply, list) or not reply:
+        return False
+    kind = cast("list[Reply]", reply)[0]
+    return isinstance(kind, bytes) and kind in _PUSHES
+
+
+async def dial(
+    address: Address,
+    *,
+    name: str = "flowfabric",
+    connect_timeout: float = CONNECT_TIMEOUT,
+    request_timeout: float = REQUEST_TIMEOUT,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    on_push: OnPush | None = None,
+    on_lost: Callable[[Connection], None] | None = None,
+) -> Connection:
+    """Open one connection and do the handshake: RESP3, login, client name, database."""
+    conn = Connection(
+        address.peer,
+        timeout=request_timeout,
+        max_in_flight=max_in_flight,
+        on_push=on_push,
+        on_lost=on_lost,
+    )
+    try:
+        async with asyncio.timeout(connect_timeout):
+            await _open_socket(conn, address)
+            await _greet(conn, address, name, connect_timeout)
+    except BaseException as error:
+        conn.abort("the handshake failed")
+        if isinstance(error, TransportError):
+            error.ambiguous = False
+            raise
+        if isinstance(error, (OSError, ValueError)):
+            raise faults.from_connect(error, address.peer) from error
+        raise
+    return conn
+
+
+async def _open_socket(conn: Connection, address: Address) -> None:
+    tls = _tls_context(address)
+    if address.socket_path is not None:
+        await conn.loop.create_unix_connection(lambda: conn, address.socket_path)
+        return
+    transport, _ = await conn.loop.create_connection(
+        lambda: conn, address.host, address.port, ssl=tls
+    )
+    sock = transport.get_extra_info("socket")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _tls_context(address: Address) -> ssl.SSLContext | None:
+    if not address.tls:
+        return None
+    try:
+        return ssl.create_default_context(cafile=address.tls_ca)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TransportError(
+            "auth", f"cannot read the CA file {address.tls_ca}: {reason} (see FF_TLS_CA)"
+        ) from None
+
+
+async def _greet(conn: Connection, address: Address, name: str, timeout: float) -> None:
+    hello: list[Arg] = ["HELLO", 3]
+    if address.password is not None:
+        hello += ["AUTH", address.username or "default", address.password]
+    hello += ["SETNAME", name]
+    steps = [conn.submit(tuple(hello), timeout)]
+    if address.db:
+        steps.append(conn.submit(("SELECT", address.db), timeout))
+    # Both are awaited even if the first fails, so that no error goes unread.
+    for outcome in await asyncio.gather(*steps, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome

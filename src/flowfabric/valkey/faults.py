@@ -1,0 +1,67 @@
+"""Error replies of the server and socket failures, as typed errors that say what to do next."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from flowfabric.core.errors import TransportError
+
+# First word of an error reply → kind, and advice where it is more exact than the kind's own hint.
+_WORDS: Final[dict[str, tuple[str, str]]] = {
+    "NOAUTH": ("auth", "set FF_USERNAME and FF_PASSWORD, or put them in FF_URL"),
+    "WRONGPASS": ("auth", "the user name or password is wrong, or the ACL user is off"),
+    "NOPERM": ("auth", "the ACL user lacks this command or its keys"),
+    "LOADING": ("busy_loading", ""),
+    "OOM": ("out_of_memory", ""),
+    "READONLY": ("read_only", ""),
+    "BUSY": ("busy_script", "FUNCTION KILL ends a function that has not written"),
+    "MASTERDOWN": ("cluster", "the replica lost its primary"),
+    "CLUSTERDOWN": ("cluster", "not every slot is served; see CLUSTER INFO"),
+    "TRYAGAIN": ("cluster", "the slot is being moved"),
+    "MOVED": ("cluster", "this is a cluster: use valkey+cluster:// or FF_CLUSTER=1"),
+    "ASK": ("cluster", "this is a cluster: use valkey+cluster:// or FF_CLUSTER=1"),
+    "CROSSSLOT": ("protocol", "the keys of one call must share one hash tag"),
+    "NOPROTO": ("protocol", "RESP3 is needed: use Valkey 8.0 or newer"),
+    "MISCONF": ("other", "Valkey cannot persist and refuses writes; look at its disk"),
+    "NOREPLICAS": ("other", "too few replicas for min-replicas-to-write"),
+}
+_MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
+
+
+def from_reply(text: str, *, op: str = "") -> TransportError:
+    """The typed error for one error reply, for example `NOAUTH Authentication required.`."""
+    lowered = text.lower()
+    if any(mark in lowered for mark in _MISSING_FUNCTION):
+        return TransportError("script_not_loaded", text, op=op)
+    if lowered.startswith(("err protocol error", "err unknown command")):
+        return TransportError("protocol", text, op=op)
+    if lowered.startswith("err max number of clients"):
+        return TransportError("transport", f"{text} (raise maxclients)", op=op)
+    kind, advice = _WORDS.get(text.partition(" ")[0], ("other", ""))
+    return TransportError(kind, f"{text} ({advice})" if advice else text, op=op)
+
+
+def from_connect(error: BaseException, peer: str) -> TransportError:
+    """The typed error for a failed connect: nothing was sent, so it is never ambiguous."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        reason = f"the certificate of {peer} is not trusted: {error.verify_message}"
+        return TransportError("auth", f"{reason} (set FF_TLS_CA to the right CA file)")
+    if isinstance(error, TimeoutError):
+        return TransportError("transport", f"no connection to {peer}: it did not answer in time")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return TransportError("transport", f"no connection to {peer}: {reason}")
+
+
+def lost(peer: str, reason: str, *, sent: bool) -> TransportError:
+    """The connection ended under a call; a call that was sent may have run."""
+    fate = "its effect is unknown" if sent else "it was not sent"
+    return TransportError("transport", f"{peer}: {reason}; {fate}", ambiguous=sent)
+
+
+def timed_out(peer: str, *, sent: bool) -> TransportError:
+    """The deadline of a call passed; a call that was sent may still run."""
+    fate = "no reply before the deadline; its effect is unknown"
+    if not sent:
+        fate = "the deadline passed before the call could be sent"
+    return TransportError("timeout", f"{peer}: {fate}", ambiguous=sent)

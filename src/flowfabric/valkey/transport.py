@@ -1,0 +1,375 @@
+"""The narrow interface to a Valkey deployment, and its face for one server.
+
+Every non-blocking call of a process shares one connection; a lost one is dialled again. A call
+is sent once: only a caller that says `replay_safe` has it repeated after a lost reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol
+
+from flowfabric.core.errors import TransportError
+from flowfabric.valkey import faults
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.connection import (
+    CONNECT_TIMEOUT,
+    MAX_IN_FLIGHT,
+    REQUEST_TIMEOUT,
+    Arg,
+    Connection,
+    OnPush,
+    Reply,
+    dial,
+)
+
+__all__ = ["Arg", "Client", "Connection", "Link", "OnPush", "Reply", "Transport", "dial"]
+
+FIRST_BACKOFF: Final = 0.020
+LAST_BACKOFF: Final = 1.0
+
+
+class Transport(Protocol):
+    """What the engine needs from a Valkey deployment, one server or a cluster."""
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are spread over several primaries."""
+        ...
+
+    def call(
+        self,
+        *args: Arg,
+        key: str | bytes | None = None,
+        timeout: float | None = None,
+        replay_safe: bool = False,
+    ) -> Coroutine[Any, Any, Reply]:
+        """Send one command; `key` routes it in a cluster (default: the first argument)."""
+        ...
+
+    def fcall(
+        self,
+        function: str,
+        tag: str,
+        args: Sequence[Arg] = (),
+        *,
+        replay_safe: bool = False,
+        timeout: float | None = None,
+    ) -> Coroutine[Any, Any, Reply]:
+        """Call a library function with the hash tag, such as `{fp:42}`, as its one key."""
+        ...
+
+    def blocking(
+        self, tag: str | None = None, *, on_push: OnPush | None = None
+    ) -> Coroutine[Any, Any, Connection]:
+        """A connection of its own for blocking reads or subscriptions; the caller closes it."""
+        ...
+
+    def call_all_primaries(
+        self, *args: Arg, timeout: float | None = None
+    ) -> Coroutine[Any, Any, dict[str, Reply]]:
+        """Send one command to every primary; the replies by node name."""
+        ...
+
+    def call_all_nodes(
+        self, *args: Arg, timeout: float | None = None
+    ) -> Coroutine[Any, Any, dict[str, Reply]]:
+        """Send one command to every node, replicas too; the replies by node name."""
+        ...
+
+    def wait_ready(self, timeout: float | None = None) -> Coroutine[Any, Any, None]:
+        """Return when the deployment answers PING; raise what was wrong at the deadline."""
+        ...
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """Fail what is pending and close every connection it opened."""
+        ...
+
+
+class Link:
+    """One server's connection, dialled again in the background whenever it is lost."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        name: str,
+        request_timeout: float,
+        connect_timeout: float,
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        self.address = address
+        self.conn: Connection | None = None
+        self._name = name
+        self._request_timeout = request_timeout
+        self._connect_timeout = connect_timeout
+        self._max_in_flight = max_in_flight
+        self._dialler: asyncio.Task[None] | None = None
+        # Ends with the present attempt: None, or what went wrong.
+        self._attempt: asyncio.Future[TransportError | None] | None = None
+        self._error: TransportError | None = None
+        self._closed = False
+        _links.add(self)
+
+    async def acquire(self, deadline: float, *, patient: bool = True) -> Connection:
+        """The open connection. Impatient: raise after the first failed attempt, not at the end."""
+        loop = asyncio.get_running_loop()
+        while self.conn is None:
+            if self._closed:
+                raise faults.lost(self.address.peer, "the client is closed", sent=False)
+            if self._error is not None and not patient:
+                raise self._failure(self._error)
+            attempt = self._attempt or self._start()
+            done, _ = await asyncio.wait([attempt], timeout=max(0.0, deadline - loop.time()))
+            error = attempt.result() if done else self._error
+            if not done or (error is not None and not (patient and error.safe_to_repeat)):
+                raise self._failure(error)
+        return self.conn
+
+    async def dedicated(self, on_push: OnPush | None) -> Connection:
+        """Another connection to the same server, owned by the caller."""
+        if self._closed:
+            raise faults.lost(self.address.peer, "the client is closed", sent=False)
+        return await self._dial(on_push, None)
+
+    async def aclose(self) -> None:
+        """Stop dialling and close the connection; every waiting call fails."""
+        self._closed = True
+        if self._dialler is not None:
+            self._dialler.cancel()
+            await asyncio.wait([self._dialler])
+            self._dialler = None
+        if self._attempt is not None and not self._attempt.done():
+            self._attempt.set_result(
+                faults.lost(self.address.peer, "the client is closed", sent=False)
+            )
+        conn, self.conn = self.conn, None
+        if conn is not None:
+            await conn.aclose()
+
+    def forget(self) -> None:
+        """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
+        # Never collected: a destructor would unregister the parent's socket from the epoll set
+        # that both processes share.
+        _left_behind.append((self.conn, self._dialler, self._attempt))
+        self.conn = self._dialler = self._attempt = self._error = None
+
+    def _failure(self, error: TransportError | None) -> TransportError:
+        if error is None:
+            return faults.from_connect(TimeoutError(), self.address.peer)
+        return TransportError(error.kind, error.message)
+
+    def _start(self) -> asyncio.Future[TransportError | None]:
+        loop = asyncio.get_running_loop()
+        self._attempt = loop.create_future()
+        self._dialler = loop.create_task(self._dial_until_up())
+        return self._attempt
+
+    def _lost(self, conn: Connection) -> None:
+        if self.conn is conn:
+            self.conn = None
+            if not self._closed and not conn.loop.is_closed():
+                self._start()
+
+    async def _dial(
+        self, on_push: OnPush | None, on_lost: Callable[[Connection], None] | None
+    ) -> Connection:
+        return await dial(
+            self.address,
+            name=self._name,
+            connect_timeout=self._connect_timeout,
+            request_timeout=self._request_timeout,
+            max_in_flight=self._max_in_flight,
+            on_push=on_push,
+            on_lost=on_lost,
+        )
+
+    async def _dial_until_up(self) -> None:
+        backoff = FIRST_BACKOFF
+        while True:
+            attempt = self._attempt
+            assert attempt is not None
+            try:
+                conn = await self._dial(None, self._lost)
+                self._error = None if conn.is_open else conn.ended()
+                self.conn = conn if conn.is_open else None
+            except TransportError as error:
+                self._error = error
+            if self._error is None or not self._error.safe_to_repeat:
+                error, self._error, self._attempt = self._error, None, None
+                attempt.set_result(error)
+                return
+            self._attempt = asyncio.get_running_loop().create_future()
+            attempt.set_result(self._error)
+            await asyncio.sleep(jittered(backoff))
+            backoff = min(backoff * 2, LAST_BACKOFF)
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_left_behind: list[object] = []
+
+
+def _forget_parent() -> None:
+    for link in list(_links):
+        link.forget()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+class Client:
+    """A standalone server behind one multiplexed connection. Belongs to one event loop.
+
+    >>> client = Client(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
+    >>> await client.fcall("ff_version", "{fp:0}")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        request_timeout: float = REQUEST_TIMEOUT,
+        connect_timeout: float = CONNECT_TIMEOUT,
+        name: str = "flowfabric",
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        self.address = address
+        self.is_cluster = False
+        self._request_timeout = request_timeout
+        self._connect_timeout = connect_timeout
+        self._link = Link(
+            address,
+            name=name,
+            request_timeout=request_timeout,
+            connect_timeout=connect_timeout,
+            max_in_flight=max_in_flight,
+        )
+
+    def call(
+        self,
+        *args: Arg,
+        key: str | bytes | None = None,  # noqa: ARG002 - one server needs no route
+        timeout: float | None = None,
+        replay_safe: bool = False,
+    ) -> Coroutine[Any, Any, Reply]:
+        """Send one command. `replay_safe`: repeat it if the connection is lost under it."""
+        return self._send(args, timeout, replay_safe)
+
+    def fcall(
+        self,
+        function: str,
+        tag: str,
+        args: Sequence[Arg] = (),
+        *,
+        replay_safe: bool = False,
+        timeout: float | None = None,
+    ) -> Coroutine[Any, Any, Reply]:
+        """`FCALL function 1 tag *args`."""
+        return self._send(("FCALL", function, 1, tag, *args), timeout, replay_safe)
+
+    async def blocking(
+        self,
+        tag: str | None = None,  # noqa: ARG002 - one server needs no route
+        *,
+        on_push: OnPush | None = None,
+    ) -> Connection:
+        """A connection of its own for blocking reads or subscriptions; the caller closes it."""
+        return await self._link.dedicated(on_push)
+
+    async def call_all_primaries(
+        self, *args: Arg, timeout: float | None = None
+    ) -> dict[str, Reply]:
+        """Send one command to the one server there is."""
+        return {self.address.peer: await self._send(args, timeout, replay_safe=False)}
+
+    async def call_all_nodes(self, *args: Arg, timeout: float | None = None) -> dict[str, Reply]:
+        """Send one command to the one server there is."""
+        return await self.call_all_primaries(*args, timeout=timeout)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Return when the server answers PING; raise what was wrong at the deadline."""
+        await until_pong(self.call, self._connect_timeout if timeout is None else timeout)
+
+    async def aclose(self) -> None:
+        """Fail what is pending and close the connection. A closed client stays closed."""
+        await self._link.aclose()
+
+    async def _send(
+        self,
+        args: tuple[Arg, ...],
+        timeout: float | None,
+        replay_safe: bool,  # noqa: FBT001
+    ) -> Reply:
+        conn = self._link.conn
+        limit = self._request_timeout if timeout is None else timeout
+        if conn is None:
+            deadline = asyncio.get_running_loop().time() + limit
+            return await self._send_when_up(args, deadline, replay_safe, None)
+        deadline = conn.loop.time() + limit
+        try:
+            return await conn.send(args, deadline)
+        except TransportError as error:
+            if not repeatable(error, replay_safe=replay_safe):
+                raise
+            first = error
+        return await self._send_when_up(args, deadline, replay_safe, first)
+
+    async def _send_when_up(
+        self,
+        args: tuple[Arg, ...],
+        deadline: float,
+        replay_safe: bool,  # noqa: FBT001
+        before: TransportError | None,
+    ) -> Reply:
+        while True:
+            try:
+                conn = await self._link.acquire(deadline)
+            except TransportError as error:
+                raise keep_ambiguity(before, error) from before
+            try:
+                return await conn.send(args, deadline)
+            except TransportError as error:
+                if not repeatable(error, replay_safe=replay_safe):
+                    raise keep_ambiguity(before, error) from before
+                before = keep_ambiguity(before, error)
+
+
+def jittered(delay: float) -> float:
+    """Half to all of a delay, so that many clients do not come back together."""
+    return delay * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+
+
+def repeatable(error: TransportError, *, replay_safe: bool) -> bool:
+    """Whether a lost connection may be answered by sending the call on the next one."""
+    return error.kind == "transport" and (replay_safe or not error.ambiguous)
+
+
+def keep_ambiguity(before: TransportError | None, error: TransportError) -> TransportError:
+    """A later clean failure does not undo that an earlier send may have run."""
+    if before is not None and before.ambiguous:
+        error.ambiguous = True
+    return error
+
+
+async def until_pong(call: Callable[..., Coroutine[Any, Any, Reply]], timeout: float) -> None:
+    """Ask PING until it is answered; a server that is loading is asked again."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    backoff = FIRST_BACKOFF
+    while True:
+        try:
+            reply = await call("PING", timeout=max(0.001, deadline - loop.time()))
+        except TransportError as error:
+            pause = jittered(backoff)
+            if not error.safe_to_repeat or loop.time() + pause >= deadline:
+                raise
+            await asyncio.sleep(pause)
+            backoff = min(backoff * 2, LAST_BACKOFF)
+            continue
+        if reply != b"PONG":
+            raise TransportError("protocol", f"PING was answered with {reply!r}")
+        return
