@@ -1,0 +1,76 @@
+"""User tags: key pattern and limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from flowfabric.core.errors import ValidationError, invalid_input
+
+#: Most pairs in one call.
+MAX_TAGS = 128
+#: Longest tag key, in bytes.
+MAX_KEY_BYTES = 256
+#: Longest tag value, in bytes.
+MAX_VALUE_BYTES = 4096
+#: Tags under this prefix are set by the product itself.
+RESERVED_PREFIX = "ff."
+
+_is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
+
+
+def is_tag_key(key: str) -> bool:
+    """Whether `key` may be set or updated after creation.
+
+    >>> is_tag_key("app.task_id"), is_tag_key("app..x")
+    (True, False)
+    """
+    return _is_key(key) is not None
+
+
+def validate_tag_key(key: str) -> str:
+    """Refuse a key that breaks the pattern (`invalid_tag_key`) or the length limit."""
+    if not isinstance(key, str) or _is_key(key) is None:
+        raise ValidationError("invalid_tag_key", str(key))
+    if len(key) > MAX_KEY_BYTES:
+        raise invalid_input("tags", f"key must be at most {MAX_KEY_BYTES} bytes, got {len(key)}")
+    return key
+
+
+def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
+    """Check the tags of an update: at least one pair, and every key matches the pattern."""
+    if not tags:
+        raise invalid_input("tags", "must not be empty")
+    _check_count(tags)
+    for key, value in tags.items():
+        validate_tag_key(key)
+        _check_bytes(value, "value", MAX_VALUE_BYTES)
+    return tags
+
+
+def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
+    """Check the tags of a create: any non-empty key within the limits."""
+    _check_count(tags)
+    for key, value in tags.items():
+        if _check_bytes(key, "key", MAX_KEY_BYTES) == 0:
+            raise invalid_input("tags", "key must not be empty")
+        _check_bytes(value, "value", MAX_VALUE_BYTES)
+    return tags
+
+
+def _check_count(tags: Mapping[str, str]) -> None:
+    if len(tags) > MAX_TAGS:
+        raise invalid_input("tags", f"must hold at most {MAX_TAGS} pairs, got {len(tags)}")
+
+
+def _check_bytes(text: object, part: str, limit: int) -> int:
+    if not isinstance(text, str):
+        problem = f"{part} must be text, got {type(text).__name__}"
+        raise invalid_input("tags", problem, undecodable=True)
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise invalid_input("tags", f"{part} is not valid Unicode", undecodable=True) from None
+    if size > limit:
+        raise invalid_input("tags", f"{part} must be at most {limit} bytes, got {size}")
+    return size
