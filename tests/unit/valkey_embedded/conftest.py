@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.valkey_embedded.support import User, wait_settled
+
+
+@pytest.fixture
+def root() -> Generator[Path]:
+    """A folder with a short path; whatever server was started below it must end with the test."""
+    path = Path(tempfile.mkdtemp(prefix="ffe-"))
+    yield path
+    try:
+        for lock in path.rglob("guard.lock"):
+            wait_settled(lock.parent)
+    finally:
+        for pid_file in path.rglob("valkey.pid"):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        shutil.rmtree(path)
+
+
+@pytest.fixture
+def folder(root: Path) -> Path:
+    """A data folder that does not exist yet."""
+    return root / "data"
+
+
+@pytest.fixture
+def start(root: Path) -> Generator[Callable[..., User]]:
+    """Starts user processes; those still running are killed at the end."""
+    users: list[User] = []
+
+    def launch(folder: Path, *, uid: int = -1, **environment: str) -> User:
+        users.append(User(folder, uid=uid, **environment))
+        return users[-1]
+
+    yield launch
+    for user in users:
+        user.end()

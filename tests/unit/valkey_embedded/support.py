@@ -1,0 +1,141 @@
+"""Processes, waits and raw commands for the embedded server's tests."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+USER = Path(__file__).with_name("user.py")
+
+
+class User:
+    """A second process of the project; see `user.py`."""
+
+    def __init__(self, folder: Path, *, uid: int = -1, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(USER), str(folder), str(uid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        assert self.hear() == {"starting": True}
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"user ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def ask(self, command: str) -> dict[str, Any]:
+        self.tell(command)
+        return self.hear()
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def leave(self) -> None:
+        self.tell("exit")
+        assert self.process.wait(10) == 0
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """As a terminal would deliver Ctrl-C, or a shell `kill -9 %1`."""
+        os.killpg(self.process.pid, number)
+        self.process.wait(10)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def command(url: str, *words: str) -> str:
+    """One command on its own connection; its reply, a bulk's body or an array unparsed."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(unquote(url.removeprefix("unix://")))
+        parts = [f"*{len(words)}\r\n", *(f"${len(w.encode())}\r\n{w}\r\n" for w in words)]
+        connection.sendall("".join(parts).encode())
+        reader = connection.makefile("rb")
+        first = reader.readline().rstrip().decode()
+        if first.startswith("*"):
+            lines = [reader.readline().decode() for _ in range(2 * int(first[1:]))]
+            return "".join([f"{first}\r\n", *lines])
+        if first.startswith("$") and first != "$-1":
+            return reader.read(int(first[1:])).decode()
+        return first
+
+
+def config(url: str, name: str) -> str:
+    """A live server's setting."""
+    reply = command(url, "CONFIG", "GET", name).split("\r\n")
+    return reply[4]
+
+
+def wait_gone(pid: int, seconds: float = 15) -> None:
+    """Until the process has ended; the kernel tells."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        ended, _, _ = select.select([handle], [], [], seconds)
+        assert ended, f"process {pid} is still running"
+    finally:
+        os.close(handle)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; a zombie that its parent has not collected does not."""
+    try:
+        wait_gone(pid, 0)
+    except AssertionError:
+        return True
+    return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.005)
+
+
+def is_locked(path: Path, mode: int = fcntl.LOCK_EX) -> bool:
+    """Whether another process keeps us from locking the file."""
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def wait_settled(folder: Path) -> None:
+    """Until neither a server nor its guard is left."""
+    wait_until(
+        lambda: not is_locked(folder / "server.lock") and not is_locked(folder / "guard.lock")
+    )
+
+
+def guard_of(server_pid: int) -> int:
+    """The guard is the server's parent."""
+    return int(Path(f"/proc/{server_pid}/stat").read_text().rpartition(")")[2].split()[1])

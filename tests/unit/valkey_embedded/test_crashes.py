@@ -1,0 +1,208 @@
+"""Killed users, servers and guards: the data stays, and nothing is left running."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.valkey.binary import locate_binary
+from flowfabric.valkey.embedded import EmbeddedServer
+from tests.unit.valkey_embedded.support import (
+    User,
+    command,
+    guard_of,
+    is_alive,
+    wait_gone,
+    wait_settled,
+    wait_until,
+)
+
+Start = Callable[..., User]
+
+
+def server_pid(server: EmbeddedServer) -> int:
+    assert server.pid is not None
+    return server.pid
+
+
+@pytest.fixture
+def bystander() -> Generator[subprocess.Popen[bytes]]:
+    """An unrelated process that must survive whatever a stale pid file says."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+def test_killed_owner_leaves_the_server_to_the_others(folder: Path, start: Start) -> None:
+    owner = start(folder)
+    known = owner.hear()
+    command(known["url"], "SET", "k", "v")
+    with EmbeddedServer.acquire(folder) as server:
+        owner.signal_group(signal.SIGKILL)
+        assert server.ensure_running() is False
+        assert server.pid == known["pid"]
+        assert command(server.url, "GET", "k") == "v"
+
+
+def test_killed_sole_owner_takes_the_server_along(folder: Path, start: Start) -> None:
+    owner = start(folder)
+    known = owner.hear()
+    for number in range(100):
+        command(known["url"], "SET", f"k{number}", "v")
+    owner.signal_group(signal.SIGKILL)
+    wait_gone(known["pid"])
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.owner
+        assert command(server.url, "DBSIZE") == ":100"
+
+
+def test_killed_server_is_restarted_on_its_data(folder: Path, start: Start) -> None:
+    other = start(folder)
+    known = other.hear()
+    with EmbeddedServer.acquire(folder) as server:
+        command(server.url, "SET", "k", "v")
+        os.kill(known["pid"], signal.SIGKILL)
+        wait_gone(known["pid"])
+        assert server.ensure_running() is True
+        assert server.owner
+        assert server.pid not in (None, known["pid"])
+        assert command(known["url"], "GET", "k") == "v"
+        assert other.ask("ensure") == {"restarted": False, "pid": server.pid, "url": known["url"]}
+
+
+def test_newcomer_restarts_a_killed_server(folder: Path, start: Start) -> None:
+    with EmbeddedServer.acquire(folder) as server:
+        command(server.url, "SET", "k", "v")
+        os.kill(server_pid(server), signal.SIGKILL)
+        fresh = start(folder).hear()
+        assert fresh["owner"]
+        assert server.ensure_running() is False
+        assert command(server.url, "GET", "k") == "v"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent death signal")
+def test_killed_guard_takes_the_server_along(folder: Path) -> None:
+    with EmbeddedServer.acquire(folder) as server:
+        command(server.url, "SET", "k", "v")
+        pid = server_pid(server)
+        os.kill(guard_of(pid), signal.SIGKILL)
+        assert server.ensure_running() is True
+        assert not is_alive(pid)
+        assert command(server.url, "GET", "k") == "v"
+
+
+def test_server_without_a_guard_is_replaced(folder: Path) -> None:
+    server = EmbeddedServer.acquire(folder)
+    server.release()
+    wait_settled(folder)
+    with (folder / "server.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        orphan = subprocess.Popen(
+            [str(locate_binary()), "valkey.conf"], cwd=folder, pass_fds=(lock.fileno(),)
+        )
+    wait_until((folder / "valkey.sock").exists)
+    wait_until(lambda: command(server.url, "SET", "k", "v") == "+OK")
+    with EmbeddedServer.acquire(folder) as server:
+        assert orphan.wait(1) == 0
+        assert server.owner
+        assert command(server.url, "GET", "k") == "v"
+
+
+def test_removed_socket_leads_to_a_restart(folder: Path) -> None:
+    with EmbeddedServer.acquire(folder) as server:
+        command(server.url, "SET", "k", "v")
+        pid = server_pid(server)
+        (folder / "valkey.sock").unlink()
+        assert server.ensure_running() is True
+        assert not is_alive(pid)
+        assert command(server.url, "GET", "k") == "v"
+
+
+def test_stale_files_of_a_machine_crash(folder: Path, bystander: subprocess.Popen[bytes]) -> None:
+    EmbeddedServer.acquire(folder).release()
+    wait_settled(folder)
+    (folder / "valkey.pid").write_text(f"{bystander.pid}\n")
+    (folder / "temp-rewriteaof-bg-77.aof").write_text("half")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "valkey.sock"))
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.pid != bystander.pid
+        assert command(server.url, "PING") == "+PONG"
+        assert bystander.poll() is None
+        assert not list(folder.glob("temp-*"))
+
+
+def aof_with(folder: Path, *keys: str) -> Path:
+    """Write the keys, crash the server, and give the file they are in."""
+    with EmbeddedServer.acquire(folder) as server:
+        for key in keys:
+            command(server.url, "SET", key, "value")
+        os.kill(server_pid(server), signal.SIGKILL)
+    wait_settled(folder)
+    return next((folder / "appendonlydir").glob("*.incr.aof"))
+
+
+def test_truncated_log_loses_only_its_tail(folder: Path) -> None:
+    aof = aof_with(folder, "whole", "cut")
+    os.truncate(aof, aof.stat().st_size - 3)
+    with EmbeddedServer.acquire(folder) as server:
+        assert command(server.url, "GET", "whole") == "value"
+        assert command(server.url, "GET", "cut") == "$-1"
+        assert command(server.url, "SET", "cut", "again") == "+OK"
+
+
+def test_damaged_log_is_refused_with_advice(folder: Path) -> None:
+    aof = aof_with(folder, "whole")
+    with aof.open("ab") as file:
+        file.write(b"not a command\r\n")
+    with pytest.raises(ConfigError, match="valkey-check-aof --fix") as caught:
+        EmbeddedServer.acquire(folder)
+    assert "Bad file format" in caught.value.message
+    assert aof.read_bytes().endswith(b"not a command\r\n")
+
+
+def test_starter_killed_before_the_server_answers(folder: Path, root: Path, start: Start) -> None:
+    begun = root / "begun"
+    os.mkfifo(begun)
+    slow = root / "slow-server"
+    slow.write_text(f"#!/bin/sh\necho $$ > '{begun}'\nread forever < '{begun}'\n")
+    slow.chmod(0o700)
+    starter = start(folder, FF_VALKEY_BINARY=str(slow))
+    stuck = int(begun.read_text())
+    starter.signal_group(signal.SIGKILL)
+    wait_gone(stuck)
+    wait_settled(folder)
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.owner
+
+
+def test_folder_replaced_under_a_user(folder: Path, root: Path) -> None:
+    with EmbeddedServer.acquire(folder) as server:
+        first = server_pid(server)
+        moved = folder.rename(root / "moved")
+        with EmbeddedServer.acquire(folder) as successor:
+            assert successor.owner
+            os.kill(first, signal.SIGKILL)
+            wait_settled(moved)
+            assert command(successor.url, "PING") == "+PONG"
+            os.kill(server_pid(successor), signal.SIGKILL)
+            with pytest.raises(ConfigError, match="made anew"):
+                server.ensure_running()
+
+
+def test_moved_server_spares_the_files_of_its_successor(folder: Path, root: Path) -> None:
+    server = EmbeddedServer.acquire(folder)
+    moved = folder.rename(root / "moved")
+    with EmbeddedServer.acquire(folder) as successor:
+        server.release()
+        wait_settled(moved)
+        assert successor.ensure_running() is False
+        assert successor.pid is not None

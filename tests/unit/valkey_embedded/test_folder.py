@@ -1,0 +1,193 @@
+"""The private folder: settings, permissions, socket placement, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.valkey.embedded import EmbeddedServer
+from tests.unit.valkey_embedded.support import User, command, config, wait_settled
+
+Start = Callable[..., User]
+NOBODY = 65534
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_settings_are_in_force(folder: Path) -> None:
+    expected = {
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "maxmemory-policy": "noeviction",
+        "save": "",
+        "port": "0",
+        "dir": str(folder),
+        "hash-max-listpack-value": "512",
+        "hash-max-listpack-entries": "512",
+        "aof-use-rdb-preamble": "yes",
+        "aof-load-truncated": "yes",
+    }
+    with EmbeddedServer.acquire(folder) as server:
+        assert {name: config(server.url, name) for name in expected} == expected
+
+
+def test_everything_is_private(folder: Path) -> None:
+    with EmbeddedServer.acquire(folder):
+        assert mode(folder) == 0o700
+        files = [path for path in folder.rglob("*") if path.name != ".gitignore"]
+        open_to_others = [path.name for path in files if mode(path) & 0o077]
+        assert open_to_others == []
+        assert (folder / ".gitignore").read_text() == "*\n"
+
+
+def test_always_flushes_each_write(folder: Path) -> None:
+    with EmbeddedServer.acquire(folder, aof="always") as server:
+        assert config(server.url, "appendfsync") == "always"
+
+
+def test_without_a_log_nothing_is_kept(folder: Path) -> None:
+    with EmbeddedServer.acquire(folder, aof="no") as server:
+        command(server.url, "SET", "k", "v")
+    wait_settled(folder)
+    with EmbeddedServer.acquire(folder, aof="no") as server:
+        assert command(server.url, "GET", "k") == "$-1"
+
+
+def test_data_is_not_ignored_by_a_server_without_a_log(folder: Path) -> None:
+    EmbeddedServer.acquire(folder).release()
+    wait_settled(folder)
+    with pytest.raises(ConfigError, match="holds data"):
+        EmbeddedServer.acquire(folder, aof="no")
+
+
+def test_folder_comes_from_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_DATA_DIR", str(folder))
+    with EmbeddedServer.acquire() as server:
+        assert server.data_dir == folder
+
+
+def test_folder_defaults_to_the_working_directory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FF_DATA_DIR", raising=False)
+    monkeypatch.chdir(root)
+    with EmbeddedServer.acquire() as server:
+        assert server.data_dir == root / ".flowfabric"
+
+
+def test_unusual_names(root: Path, start: Start) -> None:
+    folder = root / "a \"b\" 'c' 50% ü?#"
+    with EmbeddedServer.acquire(folder) as server:
+        assert command(server.url, "PING") == "+PONG"
+        assert start(folder).hear()["pid"] == server.pid
+
+
+def test_long_path_moves_the_socket(root: Path, start: Start) -> None:
+    runtime = root / 'run "time"'
+    runtime.mkdir()
+    folder = root / ("long" * 30)
+    user = start(folder, XDG_RUNTIME_DIR=str(runtime))
+    known = user.hear()
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.url == known["url"]
+        assert command(server.url, "SET", "k", "v") == "+OK"
+        (private,) = runtime.iterdir()
+        assert mode(private) == 0o700
+        os.kill(known["pid"], signal.SIGKILL)
+        assert server.ensure_running() is True
+        assert user.ask("ensure")["url"] == known["url"]
+        assert command(known["url"], "GET", "k") == "v"
+        user.leave()
+    wait_settled(folder)
+    assert list(runtime.iterdir()) == []
+
+
+def test_long_path_survives_a_cleaned_temporary_folder(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = root / "run"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    folder = root / ("long" * 30)
+    folder.mkdir(mode=0o700)
+    gone = runtime / "flowfabric-gone" / "valkey.sock"
+    (folder / "socket.path").write_text(str(gone))
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.url == f"unix://{gone}"
+        assert mode(gone.parent) == 0o700
+
+
+def test_recorded_socket_folder_of_others_is_not_used(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = root / "run"
+    (runtime / "open").mkdir(parents=True)
+    (runtime / "open").chmod(0o777)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    folder = root / ("long" * 30)
+    folder.mkdir(mode=0o700)
+    (folder / "socket.path").write_text(str(runtime / "open" / "valkey.sock"))
+    with EmbeddedServer.acquire(folder) as server:
+        assert server.url.startswith(f"unix://{runtime}/flowfabric-")
+
+
+def test_no_short_folder_for_the_socket(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = root / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        EmbeddedServer.acquire(deep / "data")
+
+
+def test_long_log_is_rotated(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    (folder / "valkey.log").write_bytes(b"x" * (1 << 20) + b"old")
+    EmbeddedServer.acquire(folder).release()
+    wait_settled(folder)
+    assert (folder / "valkey.log.1").read_bytes().endswith(b"old")
+    assert b"Ready to accept" in (folder / "valkey.log").read_bytes()
+
+
+@pytest.mark.parametrize("below", ["", "data"])
+def test_file_in_the_way(folder: Path, below: str) -> None:
+    folder.write_text("mine")
+    with pytest.raises(ConfigError, match="is not a folder; move that file away"):
+        EmbeddedServer.acquire(folder / below)
+    assert folder.read_text() == "mine"
+
+
+def test_folder_open_to_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"chmod 700"):
+        EmbeddedServer.acquire(folder)
+    assert mode(folder) == 0o770
+
+
+def unprivileged(start: Start, folder: Path) -> str:
+    """What a user without special rights is told."""
+    return start(folder, uid=NOBODY if os.geteuid() == 0 else -1).hear()["error"]
+
+
+def test_folder_not_writable(root: Path, start: Start) -> None:
+    locked = root / "locked"
+    locked.mkdir()
+    locked.chmod(0o555)
+    root.chmod(0o755)
+    assert "give this user write access" in unprivileged(start, locked / "data")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
+def test_folder_of_another_user(folder: Path, start: Start) -> None:
+    folder.mkdir()
+    folder.parent.chmod(0o755)
+    assert "belongs to another user (uid 0)" in unprivileged(start, folder)
