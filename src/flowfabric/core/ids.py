@@ -6,7 +6,7 @@ import hmac
 import os
 import re
 from hashlib import sha256
-from typing import NewType, Self
+from typing import NewType, Self, cast
 from unicodedata import category
 
 from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
@@ -445,6 +445,6 @@ def enc_hook(value: object) -> object:
 
 def dec_hook(wanted: type, value: object) -> object:
     """For msgspec decoders: validates ids while a request is decoded."""
-    if isinstance(value, str) and issubclass(wanted, (ExecutionId, PartitionKey)):
-        return wanted(value)
+    if issubclass(wanted, (ExecutionId, PartitionKey)):
+        return wanted(cast("str", value))
     raise NotImplementedError(f"cannot decode {wanted.__name__}")

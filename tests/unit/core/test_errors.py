@@ -1,0 +1,307 @@
+"""The exception tree and the error catalogue."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from flowfabric.core import errors
+from flowfabric.core.catalogue import CATALOGUE, ErrorClass
+from flowfabric.core.errors import (
+    BudgetExceeded,
+    BugError,
+    ConfigError,
+    CorruptionError,
+    EngineError,
+    FlowFabricError,
+    LeaseLost,
+    NotFoundError,
+    PermanentError,
+    PossiblySucceeded,
+    RetryableError,
+    StateError,
+    TaskFinishedError,
+    TimeoutError_,
+    TransportError,
+    UnavailableError,
+    UnknownCodeError,
+    ValidationError,
+    WorkerAtCapacity,
+    engine_error,
+    invalid_input,
+)
+from flowfabric.core.ids import IdParseError
+
+# The catalogue as specified: group, HTTP status, class, codes.
+SPECIFIED = """
+not_found 404 T execution_not_found flow_not_found attempt_not_found budget_not_found
+not_found 404 T reservation_not_found quota_policy_not_found lane_not_found
+not_found 404 R waitpoint_not_found
+not_found 404 T result_not_found summary_not_found waitpoint_token_not_found rotation_not_found
+not_found 404 T scanner_not_found
+validation 400 T invalid_input invalid_cursor invalid_policy_json invalid_capabilities
+validation 400 T invalid_tag_key partition_mismatch payload_too_large fence_required
+validation 400 T partial_fence_triple handle_from_other_backend invalid_blocking_reason
+validation 400 R capability_mismatch
+validation 400 T invalid_lease_for_suspend invalid_waitpoint_key waitpoint_not_token_bound
+validation 400 T invalid_waitpoint_for_execution additional_waitpoint_binding_malformed
+validation 400 T use_pending_with_extras_unsupported missing_token invalid_token token_expired
+validation 400 T signal_limit_exceeded invalid_kid invalid_secret_hex invalid_grace_ms
+validation 400 T retention_limit_exceeded invalid_budget_scope invalid_quota_spec
+validation 400 T invalid_dependency invalid_args step_limit_exceeded
+validation 400 S invalid_frame_type
+auth 401 T unauthorized
+auth 403 T forbidden
+contention 409 T execution_not_active
+contention 409 I execution_not_eligible execution_not_in_eligible_set grant_already_exists
+contention 409 I execution_not_reclaimable no_active_lease
+contention 409 R use_claim_resumed_execution not_a_resumed_execution execution_not_leaseable
+contention 409 R lease_conflict invalid_claim_grant claim_grant_expired stale_graph_revision
+contention 409 R idempotency_in_progress
+conflict 409 T self_referencing_edge cycle_detected dependency_already_exists
+conflict 409 T already_member_of_different_flow execution_already_in_flow
+conflict 409 T flow_submission_conflict rotation_conflict budget_attach_conflict
+conflict 409 T idempotency_conflict
+conflict 409 I waitpoint_already_exists
+conflict 409 B active_attempt_exists
+state 409 T stale_lease lease_expired lease_revoked execution_not_terminal max_replays_exhausted
+state 409 T replay_not_allowed max_retries_exhausted lane_not_accepting attempt_not_started
+state 409 I attempt_already_terminal waitpoint_closed execution_not_suspended already_suspended
+state 409 I already_satisfied waitpoint_not_pending waitpoint_not_open pending_waitpoint_expired
+state 409 T target_not_signalable stream_closed stale_owner_cannot_append flow_already_terminal
+state 409 T flow_not_terminal execution_not_in_flow not_runnable terminal
+state 409 I not_blocked_by_deps deps_not_satisfied budget_soft_exceeded
+state 409 C budget_exceeded
+state 410 T cursor_expired
+limit 429 R rate_limit_exceeded concurrency_limit_exceeded resource_exhausted
+limit 429 R worker_at_capacity client_rate_limited
+bug 500 B attempt_not_in_created_state invariant_violation
+corruption 500 T corruption
+key_store 503 T hmac_secret_not_initialized invalid_secret
+availability 503 T unavailable library_version_conflict valkey_version_too_low
+availability 504 T timeout
+availability 500 R retry_exhausted
+availability 500 T transport
+subscriptions 503 R stream_disconnected
+subscriptions 503 I stream_backpressure
+"""
+RESERVED = """
+no_eligible_execution stream_not_found waitpoint_pending_use_buffer_script resume_condition_not_met
+duplicate_signal ok_already_applied stream_already_closed execution_not_eligible_for_attempt
+invalid_offset quota_attach_conflict budget_override_not_allowed
+"""
+CLASS_BY_GROUP = {
+    "not_found": "NotFoundError",
+    "validation": "ValidationError",
+    "auth": "AuthError",
+    "contention": "ContentionError",
+    "conflict": "ConflictError",
+    "state": "StateError",
+    "limit": "LimitError",
+    "bug": "BugError",
+    "corruption": "CorruptionError",
+    "key_store": "KeyStoreError",
+    "availability": "UnavailableError",
+    "subscriptions": "UnavailableError",
+}
+
+
+def specified() -> dict[str, tuple[str, int, str]]:
+    rows: dict[str, tuple[str, int, str]] = {}
+    for line in SPECIFIED.strip().splitlines():
+        group, status, letter, *codes = line.split()
+        for code in codes:
+            assert code not in rows
+            rows[code] = (group, int(status), letter)
+    return rows
+
+
+def test_the_catalogue_holds_exactly_the_specified_codes() -> None:
+    assert set(CATALOGUE) == set(specified()) | set(RESERVED.split())
+
+
+@pytest.mark.parametrize(("code", "row"), specified().items())
+def test_class_group_and_status_of_each_code(code: str, row: tuple[str, int, str]) -> None:
+    entry = CATALOGUE[code]
+    assert (entry.group, entry.http_status, entry.error_class) == row
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+def test_every_code_becomes_a_typed_helpful_picklable_error(code: str) -> None:
+    error = engine_error(code, ["what: why"], "the_op")
+    entry = CATALOGUE[code]
+    assert isinstance(error, EngineError)
+    expected = {"timeout": "TimeoutError_", "transport": "TransportError"}.get(
+        code, CLASS_BY_GROUP[entry.group]
+    )
+    assert isinstance(error, getattr(errors, expected))
+    assert (error.code, error.group, error.op) == (code, entry.group, "the_op")
+    assert error.http_status == entry.http_status
+    assert entry.hint.endswith(".")
+    assert 10 < len(entry.hint) < 100
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(twin) is type(error)
+        assert vars(twin) == vars(error)
+        assert str(twin) == str(error)
+
+
+def test_the_text_of_an_error_reads_code_detail_hint() -> None:
+    error = engine_error("invalid_input", ["lane_id: Empty"], "create")
+    assert str(error) == "invalid_input: lane_id: Empty — Correct the named field and call again."
+    assert str(engine_error("stale_lease")).startswith("stale_lease — Stop work")
+    assert error.details == ("lane_id: Empty",)
+    assert error.detail == "lane_id: Empty"
+
+
+def test_only_the_retryable_class_is_retryable() -> None:
+    for code, entry in CATALOGUE.items():
+        if code != "transport":
+            error = engine_error(code)
+            assert error.retryable is (entry.error_class is ErrorClass.RETRYABLE), code
+
+
+def test_an_unknown_code_is_a_bug_that_names_function_and_code() -> None:
+    error = engine_error("brand_new", ["a", "b"], "ff_claim")
+    assert isinstance(error, UnknownCodeError)
+    assert isinstance(error, BugError)
+    assert (error.code, error.unknown_code) == ("invariant_violation", "brand_new")
+    assert (error.error_class, error.http_status) == (ErrorClass.BUG, 500)
+    assert "ff_claim" in str(error)
+    assert "'brand_new' (a, b)" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_code_outside_the_catalogue_built_by_hand_still_answers() -> None:
+    error = EngineError("made_up")
+    assert (error.error_class, error.group, error.http_status) == (ErrorClass.BUG, "bug", 500)
+
+
+def test_statuses_that_depend_on_more_than_the_code() -> None:
+    assert NotFoundError("waitpoint_not_found", op="deliver_signal").http_status == 409
+    assert NotFoundError("execution_not_found", op="deliver_signal").http_status == 404
+    assert CorruptionError("corruption", "handle_codec: bad magic").http_status == 400
+    assert CorruptionError("corruption", "execution: state: bad").http_status == 500
+    assert ValidationError("invalid_input", undecodable=True).http_status == 422
+    assert invalid_input("a", "b", undecodable=True).http_status == 422
+    assert invalid_input("a", "b").http_status == 400
+
+
+def test_a_pool_closed_by_shutdown_may_be_retried() -> None:
+    assert not UnavailableError("unavailable", "read").retryable
+    closed = UnavailableError("unavailable", "read", shutting_down=True)
+    assert closed.retryable
+    assert closed.error_class is ErrorClass.TERMINAL
+    assert pickle.loads(pickle.dumps(closed)).retryable
+
+
+def test_budget_exceeded_is_cooperative() -> None:
+    error = engine_error("budget_exceeded", ["tokens"], "usage")
+    assert isinstance(error, BudgetExceeded)
+    assert isinstance(error, StateError)
+    assert error.error_class is ErrorClass.COOPERATIVE
+    assert error.details == ("tokens",)
+
+
+def test_timeouts_do_not_collide_with_the_builtin() -> None:
+    error = engine_error("timeout", ["claim", "30s"])
+    assert isinstance(error, TimeoutError_)
+    assert not isinstance(error, TimeoutError)
+    assert error.http_status == 504
+
+
+@pytest.mark.parametrize(
+    ("kind", "repeat"),
+    [
+        ("transport", True),
+        ("timeout", True),
+        ("cluster", True),
+        ("busy_loading", True),
+        ("out_of_memory", True),
+        ("read_only", True),
+        ("busy_script", True),
+        ("protocol", False),
+        ("auth", False),
+        ("script_not_loaded", False),
+        ("other", False),
+    ],
+)
+def test_transport_faults_by_kind(kind: str, *, repeat: bool) -> None:
+    plain = TransportError(kind, "boom", op="claim")
+    assert plain.retryable is repeat
+    assert plain.safe_to_repeat is repeat
+    assert plain.error_class == ("R" if repeat else "T")
+    assert (plain.code, plain.http_status, plain.op) == ("transport", 500, "claim")
+    assert str(plain).startswith(f"transport: {kind}: boom — ")
+    lost = TransportError(kind, "boom", ambiguous=True)
+    assert not lost.safe_to_repeat
+    assert lost.retryable is repeat
+    assert "may have taken effect" in str(lost)
+    twin = pickle.loads(pickle.dumps(lost))
+    assert (twin.kind, twin.ambiguous, str(twin)) == (kind, True, str(lost))
+
+
+def test_the_transport_kinds_are_closed() -> None:
+    assert len(TransportError.KINDS) == 11
+    with pytest.raises(ValueError, match="unknown transport fault kind 'gremlins'"):
+        TransportError("gremlins", "")
+
+
+def test_a_transport_code_from_the_wire_keeps_its_kind() -> None:
+    error = engine_error("transport", ["cluster", "slot moved"])
+    assert isinstance(error, TransportError)
+    assert (error.kind, error.message) == ("cluster", "slot moved")
+    other = engine_error("transport", ["gremlins", "x"])
+    assert isinstance(other, TransportError)
+    assert other.kind == "other"
+
+
+def test_config_errors_name_context_and_field() -> None:
+    assert str(ConfigError("worker", "no lanes")) == "config: worker: no lanes"
+    error = ConfigError("worker", "must be positive", "lease_ttl_ms")
+    assert str(error) == "config: worker.lease_ttl_ms: must be positive"
+
+
+LOCAL = [
+    ConfigError("worker", "no lanes", field="lanes"),
+    WorkerAtCapacity(),
+    TaskFinishedError("{fp:1}:x", "complete"),
+    LeaseLost("lease_revoked"),
+    LeaseLost("renewal_deadline", "no renewal for 30 s", "{fp:1}:x"),
+    PossiblySucceeded("complete", "{fp:1}:x", "connection lost"),
+    RetryableError("try later"),
+    PermanentError("never"),
+    IdParseError("execution_id", "MissingTag", "x"),
+]
+
+
+@pytest.mark.parametrize("error", LOCAL, ids=lambda error: type(error).__name__)
+def test_local_errors_pickle_and_copy(error: FlowFabricError) -> None:
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert vars(twin) == vars(error)
+        assert str(twin) == str(error) != ""
+        assert twin.retryable is error.retryable
+
+
+def test_local_errors_say_what_happened() -> None:
+    assert str(LOCAL[2]) == (
+        "task {fp:1}:x was already ended by complete — call one lease-releasing operation per task"
+    )
+    assert str(LOCAL[3]).startswith("lease lost: lease_revoked — Stop work")
+    assert str(LOCAL[4]) == "lease of {fp:1}:x lost: renewal_deadline — no renewal for 30 s"
+    assert str(LOCAL[5]) == (
+        "complete of {fp:1}:x: no reply (connection lost) — read the state before repeating"
+    )
+    assert WorkerAtCapacity().code == "worker_at_capacity"
+    assert (WorkerAtCapacity().retryable, LOCAL[0].retryable) == (True, False)
+    assert (RetryableError.category, PermanentError.category) == ("transient", "permanent")
+    assert (RetryableError().retryable, PermanentError().retryable) == (True, False)
+
+
+def test_everything_public_is_an_error_of_the_product_or_a_builder() -> None:
+    for name in errors.__all__:
+        value = getattr(errors, name)
+        if isinstance(value, type) and value is not ErrorClass:
+            assert issubclass(value, FlowFabricError), name
