@@ -7,6 +7,7 @@ from typing import Final
 
 from flowfabric.core.errors import EngineError, TransportError, engine_error
 from flowfabric.valkey.address import Address
+from flowfabric.valkey.cluster import ClusterClient
 from flowfabric.valkey.connection import CONNECT_TIMEOUT, REQUEST_TIMEOUT, Reply
 from flowfabric.valkey.transport import Client, Transport
 
@@ -27,7 +28,8 @@ async def connect(
 
     >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
-    transport: Transport = Client(
+    kind = ClusterClient if address.cluster else Client
+    transport: Transport = kind(
         address, request_timeout=request_timeout, connect_timeout=connect_timeout, name=name
     )
     try:

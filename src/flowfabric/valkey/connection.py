@@ -87,11 +87,12 @@ class Connection(asyncio.Protocol):
 
     async def call(self, *args: Arg, timeout: float | None = None) -> Reply:
         """Send one command and return its reply; an error reply is raised typed."""
-        return await self.send(args, self.loop.time() + (timeout or self._timeout))
+        return await self.submit(args, timeout)
 
     def submit(self, args: tuple[Arg, ...], timeout: float | None = None) -> asyncio.Future[Reply]:
         """Queue one command for this tick's write and return the future of its reply."""
-        return self.send(args, self.loop.time() + (timeout or self._timeout))
+        limit = self._timeout if timeout is None else timeout
+        return self.send(args, self.loop.time() + limit)
 
     def send(self, args: tuple[Arg, ...], deadline: float) -> asyncio.Future[Reply]:
         """`submit` with an absolute deadline on the loop's clock: the hot path."""
@@ -313,7 +314,7 @@ async def dial(
         if isinstance(error, TransportError):
             error.ambiguous = False
             raise
-        if isinstance(error, (OSError, ValueError)):
+        if isinstance(error, Exception):
             raise faults.from_connect(error, address.peer) from error
         raise
     return conn

@@ -19,8 +19,6 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
     "MASTERDOWN": ("cluster", "the replica lost its primary"),
     "CLUSTERDOWN": ("cluster", "not every slot is served; see CLUSTER INFO"),
     "TRYAGAIN": ("cluster", "the slot is being moved"),
-    "MOVED": ("cluster", "this is a cluster: use valkey+cluster:// or FF_CLUSTER=1"),
-    "ASK": ("cluster", "this is a cluster: use valkey+cluster:// or FF_CLUSTER=1"),
     "CROSSSLOT": ("protocol", "the keys of one call must share one hash tag"),
     "NOPROTO": ("protocol", "RESP3 is needed: use Valkey 8.0 or newer"),
     "MISCONF": ("other", "Valkey cannot persist and refuses writes; look at its disk"),
@@ -29,17 +27,34 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
 _MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
 
 
-def from_reply(text: str, *, op: str = "") -> TransportError:
+class RedirectError(TransportError):
+    """A cluster node names another one: for good (`MOVED`), or for this call only (`ASK`)."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("cluster", f"{text} (use valkey+cluster:// or FF_CLUSTER=1)")
+        self.args = (text,)
+        word, slot, endpoint = text.split()[:3]
+        host, _, port = endpoint.rpartition(":")
+        self.asking = word == "ASK"
+        self.slot = int(slot)
+        # An empty host means: the one that answered.
+        self.host = host.strip("[]")
+        self.port = int(port)
+
+
+def from_reply(text: str) -> TransportError:
     """The typed error for one error reply, for example `NOAUTH Authentication required.`."""
+    if text.startswith(("MOVED ", "ASK ")):
+        return RedirectError(text)
     lowered = text.lower()
     if any(mark in lowered for mark in _MISSING_FUNCTION):
-        return TransportError("script_not_loaded", text, op=op)
+        return TransportError("script_not_loaded", text)
     if lowered.startswith(("err protocol error", "err unknown command")):
-        return TransportError("protocol", text, op=op)
+        return TransportError("protocol", text)
     if lowered.startswith("err max number of clients"):
-        return TransportError("transport", f"{text} (raise maxclients)", op=op)
+        return TransportError("transport", f"{text} (raise maxclients)")
     kind, advice = _WORDS.get(text.partition(" ")[0], ("other", ""))
-    return TransportError(kind, f"{text} ({advice})" if advice else text, op=op)
+    return TransportError(kind, f"{text} ({advice})" if advice else text)
 
 
 def from_connect(error: BaseException, peer: str) -> TransportError:

@@ -113,7 +113,9 @@ class Link:
         self._attempt: asyncio.Future[TransportError | None] | None = None
         self._error: TransportError | None = None
         self._closed = False
-        _links.add(self)
+        self._pause = 0.0
+        self._up_at = 0.0
+        forget_on_fork(self)
 
     async def acquire(self, deadline: float, *, patient: bool = True) -> Connection:
         """The open connection. Impatient: raise after the first failed attempt, not at the end."""
@@ -153,9 +155,7 @@ class Link:
 
     def forget(self) -> None:
         """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
-        # Never collected: a destructor would unregister the parent's socket from the epoll set
-        # that both processes share.
-        _left_behind.append((self.conn, self._dialler, self._attempt))
+        leave_behind(self.conn, self._dialler, self._attempt)
         self.conn = self._dialler = self._attempt = self._error = None
 
     def _failure(self, error: TransportError | None) -> TransportError:
@@ -172,6 +172,9 @@ class Link:
     def _lost(self, conn: Connection) -> None:
         if self.conn is conn:
             self.conn = None
+            # A peer that drops every new connection must not be dialled in a tight loop.
+            if conn.loop.time() - self._up_at > LAST_BACKOFF:
+                self._pause = 0.0
             if not self._closed and not conn.loop.is_closed():
                 self._start()
 
@@ -189,14 +192,16 @@ class Link:
         )
 
     async def _dial_until_up(self) -> None:
-        backoff = FIRST_BACKOFF
         while True:
+            await asyncio.sleep(jittered(self._pause))
+            self._pause = min(max(self._pause * 2, FIRST_BACKOFF), LAST_BACKOFF)
             attempt = self._attempt
             assert attempt is not None
             try:
                 conn = await self._dial(None, self._lost)
                 self._error = None if conn.is_open else conn.ended()
                 self.conn = conn if conn.is_open else None
+                self._up_at = conn.loop.time()
             except TransportError as error:
                 self._error = error
             if self._error is None or not self._error.safe_to_repeat:
@@ -205,17 +210,32 @@ class Link:
                 return
             self._attempt = asyncio.get_running_loop().create_future()
             attempt.set_result(self._error)
-            await asyncio.sleep(jittered(backoff))
-            backoff = min(backoff * 2, LAST_BACKOFF)
 
 
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
+class _Forgetful(Protocol):
+    def forget(self) -> None: ...
+
+
+_forgetful: weakref.WeakSet[_Forgetful] = weakref.WeakSet()
 _left_behind: list[object] = []
 
 
+def forget_on_fork(holder: _Forgetful) -> None:
+    """Have `holder.forget()` called in every forked child: it must drop, not close."""
+    _forgetful.add(holder)
+
+
+def leave_behind(*things: object) -> None:
+    """Keep objects of the parent's loop alive in a forked child.
+
+    A destructor would unregister the parent's socket from the epoll set both processes share.
+    """
+    _left_behind.append(things)
+
+
 def _forget_parent() -> None:
-    for link in list(_links):
-        link.forget()
+    for holder in list(_forgetful):
+        holder.forget()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,418 @@
+"""The cluster face of the transport: a slot map, one connection a primary, redirects followed.
+
+A call goes to the primary that serves its hash tag. When the map is wrong or a node is gone, the
+call learns, waits and goes again until its deadline, as long as it cannot have run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Sequence
+from functools import lru_cache
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from flowfabric.core.errors import TransportError
+from flowfabric.core.partition import crc16
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.connection import (
+    CONNECT_TIMEOUT,
+    MAX_IN_FLIGHT,
+    REQUEST_TIMEOUT,
+    Arg,
+    Connection,
+    OnPush,
+    Reply,
+)
+from flowfabric.valkey.faults import RedirectError
+from flowfabric.valkey.transport import (
+    FIRST_BACKOFF,
+    LAST_BACKOFF,
+    Link,
+    forget_on_fork,
+    jittered,
+    keep_ambiguity,
+    leave_behind,
+    repeatable,
+    until_pong,
+)
+
+SLOTS: Final = 16384
+
+# How long one node may take to show its slot map before the next one is asked.
+_MAP_TIMEOUT: Final = 1.0
+# Redirects followed without a pause; more means that two nodes disagree.
+_FREE_REDIRECTS: Final = 5
+_REFUSALS: Final = frozenset({"cluster", "read_only"})
+# A node that does not know its own name leaves it to the client: the host that was asked.
+_SAME_HOST: Final = frozenset({"", "?"})
+
+Endpoint: TypeAlias = tuple[str, int]
+
+
+class Node(msgspec.Struct, frozen=True):
+    """One node of the present slot map."""
+
+    host: str
+    port: int
+    primary: bool
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The node's place in the connection table."""
+        return self.host, self.port
+
+
+@lru_cache(maxsize=8192)
+def slot_of(key: str | bytes) -> int:
+    """The slot of a key: the checksum of its first non-empty `{…}`, or of all of it.
+
+    >>> slot_of("{fp:42}") == slot_of("fp:42")
+    True
+    """
+    data = key.encode() if isinstance(key, str) else key
+    start = data.find(b"{")
+    if start >= 0:
+        end = data.find(b"}", start + 1)
+        if end > start + 1:
+            data = data[start + 1 : end]
+    return crc16(data) % SLOTS
+
+
+class ClusterClient:
+    """A Valkey Cluster behind one multiplexed connection per primary. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        request_timeout: float = REQUEST_TIMEOUT,
+        connect_timeout: float = CONNECT_TIMEOUT,
+        name: str = "flowfabric",
+        max_in_flight: int = MAX_IN_FLIGHT,
+    ) -> None:
+        self.address = address
+        self.is_cluster = True
+        self._request_timeout = request_timeout
+        self._connect_timeout = connect_timeout
+        self._name = name
+        self._max_in_flight = max_in_flight
+        self._seeds: list[Endpoint] = list(address.seeds) or [(address.host, address.port)]
+        self._nodes: list[Node] = []
+        self._routes: list[Link | None] = [None] * SLOTS
+        self._links: dict[Endpoint, Link] = {}
+        # Calls under ASK travel apart: on these connections every command follows an ASKING, so
+        # an abandoned call can never lend its ASKING to a call that should not have one.
+        self._ask_links: dict[Endpoint, Link] = {}
+        self._map_error: TransportError | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._closed = False
+        forget_on_fork(self)
+
+    def call(
+        self,
+        *args: Arg,
+        key: str | bytes | None = None,
+        timeout: float | None = None,
+        replay_safe: bool = False,
+    ) -> Coroutine[Any, Any, Reply]:
+        """Send one command to the primary of `key`, by default of the first argument."""
+        if key is None and len(args) > 1:
+            first = args[1]
+            key = first if isinstance(first, str | bytes) else str(first)
+        return self._send(args, None if key is None else slot_of(key), timeout, replay_safe)
+
+    def fcall(
+        self,
+        function: str,
+        tag: str,
+        args: Sequence[Arg] = (),
+        *,
+        replay_safe: bool = False,
+        timeout: float | None = None,
+    ) -> Coroutine[Any, Any, Reply]:
+        """`FCALL function 1 tag *args` on the primary of the tag."""
+        return self._send(("FCALL", function, 1, tag, *args), slot_of(tag), timeout, replay_safe)
+
+    async def blocking(
+        self, tag: str | None = None, *, on_push: OnPush | None = None
+    ) -> Connection:
+        """A connection of its own to the primary of `tag`, or to any; the caller closes it."""
+        slot = None if tag is None else slot_of(tag)
+        deadline = asyncio.get_running_loop().time() + self._connect_timeout
+        backoff = FIRST_BACKOFF
+        if not self._nodes:
+            await self._learn(deadline)
+        while True:
+            try:
+                link = self._route(slot)
+                if link is None:
+                    raise self._no_route(slot)
+                return await link.dedicated(on_push)
+            except TransportError as error:
+                if not error.safe_to_repeat:
+                    raise
+                backoff = await self._pause(backoff, deadline, error)
+
+    async def call_all_primaries(
+        self, *args: Arg, timeout: float | None = None
+    ) -> dict[str, Reply]:
+        """Send one command to every primary; the replies by node name."""
+        return await self._call_all(args, timeout, replicas=False)
+
+    async def call_all_nodes(self, *args: Arg, timeout: float | None = None) -> dict[str, Reply]:
+        """Send one command to every node, replicas too; the replies by node name."""
+        return await self._call_all(args, timeout, replicas=True)
+
+    def nodes(self) -> list[Node]:
+        """The nodes of the present map, primaries first."""
+        return sorted(self._nodes, key=lambda node: (not node.primary, node.endpoint))
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Return when every slot has a primary that answers PING."""
+        await until_pong(self._ping, self._connect_timeout if timeout is None else timeout)
+
+    async def refresh(self) -> None:
+        """Read the slot map again; raises if no node shows one."""
+        await asyncio.wait([self._start_refresh()])
+        if self._map_error is not None:
+            raise TransportError(self._map_error.kind, self._map_error.message)
+
+    async def aclose(self) -> None:
+        """Fail what is pending and close every connection. A closed client stays closed."""
+        self._closed = True
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.wait([self._refreshing])
+        links = [*self._links.values(), *self._ask_links.values()]
+        await asyncio.gather(*(link.aclose() for link in links), *self._retiring)
+
+    def forget(self) -> None:
+        """In a forked child: the links forget by themselves; tasks belong to the parent's loop."""
+        leave_behind(self._refreshing, self._retiring)
+        self._refreshing, self._retiring = None, set()
+
+    # -- one call -------------------------------------------------------------------------------
+
+    async def _send(
+        self,
+        args: tuple[Arg, ...],
+        slot: int | None,
+        timeout: float | None,
+        replay_safe: bool,  # noqa: FBT001
+    ) -> Reply:
+        limit = self._request_timeout if timeout is None else timeout
+        link = None if slot is None else self._routes[slot]
+        if link is None or (conn := link.conn) is None:
+            deadline = asyncio.get_running_loop().time() + limit
+            if not self._nodes:
+                await self._learn(deadline)
+            return await self._send_routed(args, slot, deadline, replay_safe)
+        deadline = conn.loop.time() + limit
+        try:
+            return await conn.send(args, deadline)
+        except TransportError as error:
+            failed = error
+        return await self._send_routed(args, slot, deadline, replay_safe, failed, link)
+
+    async def _send_routed(
+        self,
+        args: tuple[Arg, ...],
+        slot: int | None,
+        deadline: float,
+        replay_safe: bool,  # noqa: FBT001
+        failed: TransportError | None = None,
+        link: Link | None = None,
+    ) -> Reply:
+        """Go again after `failed`, learning from each failure, until an answer or the deadline."""
+        backoff, redirects = FIRST_BACKOFF, 0
+        while True:
+            asking = False
+            if failed is None:
+                link = self._route(slot)
+            elif isinstance(failed, RedirectError) and redirects < _FREE_REDIRECTS:
+                redirects += 1
+                asking = failed.asking
+                link = self._follow(failed, link)
+            elif _may_go_again(failed, replay_safe=replay_safe):
+                backoff = await self._pause(backoff, deadline, failed)
+                redirects = 0
+                link = self._route(slot)
+            else:
+                self._suspect(failed)
+                raise failed
+            try:
+                return await self._try(link, args, deadline, slot, asking=asking)
+            except TransportError as error:
+                failed = keep_ambiguity(failed, error)
+
+    async def _try(
+        self,
+        link: Link | None,
+        args: tuple[Arg, ...],
+        deadline: float,
+        slot: int | None,
+        *,
+        asking: bool,
+    ) -> Reply:
+        if link is None:
+            raise self._no_route(slot)
+        conn = await link.acquire(deadline, patient=False)
+        if asking:
+            # Its failure shows again in the reply of the call itself.
+            conn.send(("ASKING",), deadline).add_done_callback(_ignore_outcome)
+        return await conn.send(args, deadline)
+
+    async def _pause(self, backoff: float, deadline: float, failed: TransportError) -> float:
+        """Wait, learn the map again, and return the next backoff; at the deadline, give up."""
+        pause = jittered(backoff)
+        if self._closed or asyncio.get_running_loop().time() + pause >= deadline:
+            self._suspect(failed)
+            raise failed
+        await asyncio.sleep(pause)
+        await self._learn(deadline)
+        return min(backoff * 2, LAST_BACKOFF)
+
+    async def _call_all(
+        self, args: tuple[Arg, ...], timeout: float | None, *, replicas: bool
+    ) -> dict[str, Reply]:
+        limit = self._request_timeout if timeout is None else timeout
+        deadline = asyncio.get_running_loop().time() + limit
+        # A node that joined a moment ago must not be missed.
+        await self._learn(deadline)
+        if not self._nodes:
+            raise self._no_route(None)
+        links = [
+            self._link(self._links, node.endpoint)
+            for node in self.nodes()
+            if replicas or node.primary
+        ]
+
+        async def ask(link: Link) -> Reply:
+            return await (await link.acquire(deadline)).send(args, deadline)
+
+        replies = await asyncio.gather(*map(ask, links), return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
+
+    async def _ping(self, *args: Arg, timeout: float) -> Reply:
+        replies = await self.call_all_primaries(*args, timeout=timeout)
+        if not all(self._routes):
+            raise TransportError("cluster", "not every slot has a primary")
+        return next((reply for reply in replies.values() if reply != b"PONG"), b"PONG")
+
+    # -- the map --------------------------------------------------------------------------------
+
+    def _route(self, slot: int | None) -> Link | None:
+        if slot is not None:
+            return self._routes[slot]
+        primaries = [self._links[node.endpoint] for node in self._nodes if node.primary]
+        return next((link for link in primaries if link.conn), None) or next(iter(primaries), None)
+
+    def _follow(self, redirect: RedirectError, link: Link | None) -> Link:
+        host = redirect.host
+        if host in _SAME_HOST:
+            host = link.address.host if link is not None else self.address.host
+        endpoint = (host, redirect.port)
+        if redirect.asking:
+            return self._link(self._ask_links, endpoint)
+        target = self._routes[redirect.slot] = self._link(self._links, endpoint)
+        self._start_refresh()
+        return target
+
+    def _link(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> Link:
+        link = table.get(endpoint)
+        if link is None:
+            link = table[endpoint] = Link(
+                self.address.node(*endpoint),
+                name=self._name,
+                request_timeout=self._request_timeout,
+                connect_timeout=self._connect_timeout,
+                max_in_flight=self._max_in_flight,
+            )
+        return link
+
+    def _no_route(self, slot: int | None) -> TransportError:
+        where = "no node is known" if slot is None else f"no node serves slot {slot}"
+        why = f" ({self._map_error.message})" if self._map_error is not None else ""
+        return TransportError("cluster", where + why)
+
+    def _suspect(self, failed: TransportError) -> None:
+        """A silent or lost node may have been replaced: have the map ready for the next call."""
+        if failed.kind in {"transport", "timeout"} and not self._closed:
+            self._start_refresh()
+
+    def _start_refresh(self) -> asyncio.Task[None]:
+        if self._refreshing is None or self._refreshing.done():
+            self._refreshing = asyncio.get_running_loop().create_task(self._read_map())
+        return self._refreshing
+
+    async def _learn(self, deadline: float) -> None:
+        """Read the map once, if it can be had by the deadline; a refused login is raised."""
+        if self._closed:
+            raise TransportError("transport", "the client is closed; the call was not sent")
+        loop = asyncio.get_running_loop()
+        await asyncio.wait([self._start_refresh()], timeout=max(0.0, deadline - loop.time()))
+        if self._map_error is not None and not self._map_error.retryable:
+            raise TransportError(self._map_error.kind, self._map_error.message)
+
+    async def _read_map(self) -> None:
+        loop = asyncio.get_running_loop()
+        for endpoint in self._map_sources():
+            link = self._link(self._links, endpoint)
+            deadline = loop.time() + _MAP_TIMEOUT
+            try:
+                conn = await link.acquire(deadline, patient=False)
+                ranges = await conn.send(("CLUSTER", "SLOTS"), deadline)
+            except TransportError as error:
+                self._map_error = error
+                continue
+            self._apply(ranges, link.address.host)
+            self._map_error = None
+            return
+
+    def _map_sources(self) -> list[Endpoint]:
+        """Nodes to ask, the ones with an open connection first, then any, then the seeds."""
+        known = [node.endpoint for node in self._nodes]
+        random.shuffle(known)
+        known.sort(key=lambda endpoint: endpoint not in self._links or not self._is_up(endpoint))
+        return list(dict.fromkeys([*known, *self._seeds]))
+
+    def _is_up(self, endpoint: Endpoint) -> bool:
+        return self._links[endpoint].conn is not None
+
+    def _apply(self, ranges: list[list[Reply]], asked_host: str) -> None:
+        routes: list[Link | None] = [None] * SLOTS
+        nodes: dict[Endpoint, Node] = {}
+        for first, last, *members in ranges:
+            for index, (raw_host, port, *_) in enumerate(members):
+                host = (raw_host or b"").decode()
+                host = asked_host if host in _SAME_HOST else host
+                nodes[host, port] = Node(host, port, primary=index == 0)
+                if index == 0:
+                    link = self._link(self._links, (host, port))
+                    routes[first : last + 1] = [link] * (last - first + 1)
+        self._routes, self._nodes = routes, list(nodes.values())
+        for endpoint in self._links.keys() - nodes.keys():
+            link = self._links[endpoint]
+            # A node that left may still owe replies; a later map closes it.
+            if link.conn is None or not link.conn.in_flight:
+                del self._links[endpoint]
+                task = asyncio.get_running_loop().create_task(link.aclose())
+                self._retiring.add(task)
+                task.add_done_callback(self._retiring.discard)
+
+
+def _may_go_again(error: TransportError, *, replay_safe: bool) -> bool:
+    """The node refused without running the call, or the connection rule allows it."""
+    return error.kind in _REFUSALS or repeatable(error, replay_safe=replay_safe)
+
+
+def _ignore_outcome(future: asyncio.Future[Reply]) -> None:
+    if not future.cancelled():
+        future.exception()
