@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import cache
 from typing import cast
 
 import msgspec
@@ -159,12 +160,17 @@ class ExecutionPolicy(msgspec.Struct, frozen=True):
 
 def _without_defaults(struct: msgspec.Struct) -> dict[str, object]:
     kept: dict[str, object] = {}
-    for info in msgspec.structs.fields(struct):
-        value: object = getattr(struct, info.name)
-        if value is None or value == info.default:
-            continue
-        kept[info.name] = _plain(value)
+    for name, default in _defaults(type(struct)):
+        value: object = getattr(struct, name)
+        if value is not None and value != default:
+            kept[name] = _plain(value)
     return kept
+
+
+@cache
+def _defaults(struct: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
+    # Reading a struct's fields resolves its annotations, which costs more than all the rest.
+    return tuple((info.name, info.default) for info in msgspec.structs.fields(struct))
 
 
 def _plain(value: object) -> object:
