@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 USER = Path(__file__).with_name("user.py")
@@ -67,27 +67,47 @@ class User:
                 pipe.close()
 
 
-def command(url: str, *words: str) -> str:
-    """One command on its own connection; its reply, a bulk's body or an array unparsed."""
+@contextlib.contextmanager
+def connected(url: str) -> Generator[Callable[..., str]]:
+    """Commands on one connection; each gives its reply as text, an array's members joined."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(10)
         connection.connect(unquote(url.removeprefix("unix://")))
-        parts = [f"*{len(words)}\r\n", *(f"${len(w.encode())}\r\n{w}\r\n" for w in words)]
-        connection.sendall("".join(parts).encode())
-        reader = connection.makefile("rb")
-        first = reader.readline().rstrip().decode()
-        if first.startswith("*"):
-            lines = [reader.readline().decode() for _ in range(2 * int(first[1:]))]
-            return "".join([f"{first}\r\n", *lines])
-        if first.startswith("$") and first != "$-1":
-            return reader.read(int(first[1:])).decode()
-        return first
+        with connection.makefile("rb") as reader:
+
+            def call(*words: str) -> str:
+                parts = [f"*{len(words)}\r\n", *(f"${len(w.encode())}\r\n{w}\r\n" for w in words)]
+                connection.sendall("".join(parts).encode())
+                return read_reply(reader)
+
+            yield call
+
+
+def read_reply(reader: BinaryIO) -> str:
+    first = reader.readline().rstrip().decode()
+    if first.startswith("*"):
+        return " ".join(read_reply(reader) for _ in range(int(first[1:])))
+    if first.startswith("$") and first != "$-1":
+        return reader.read(int(first[1:]) + 2).decode().removesuffix("\r\n")
+    return first
+
+
+def command(url: str, *words: str) -> str:
+    """One command on its own connection."""
+    with connected(url) as call:
+        return call(*words)
+
+
+def store(url: str, key: str, value: str) -> None:
+    """Write and flush: with `everysec`, a killed server may lose what it has not flushed yet."""
+    with connected(url) as call:
+        assert call("SET", key, value) == "+OK"
+        assert call("WAITAOF", "1", "0", "0") == ":1 :0"
 
 
 def config(url: str, name: str) -> str:
     """A live server's setting."""
-    reply = command(url, "CONFIG", "GET", name).split("\r\n")
-    return reply[4]
+    return command(url, "CONFIG", "GET", name).removeprefix(f"{name} ")
 
 
 def wait_gone(pid: int, seconds: float = 15) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.embedded import EmbeddedServer
-from tests.unit.valkey_embedded.support import User, command, config, wait_settled
+from tests.unit.valkey_embedded.support import User, command, config, store, wait_gone, wait_settled
 
 Start = Callable[..., User]
 NOBODY = 65534
@@ -98,10 +98,11 @@ def test_long_path_moves_the_socket(root: Path, start: Start) -> None:
     known = user.hear()
     with EmbeddedServer.acquire(folder) as server:
         assert server.url == known["url"]
-        assert command(server.url, "SET", "k", "v") == "+OK"
+        store(server.url, "k", "v")
         (private,) = runtime.iterdir()
         assert mode(private) == 0o700
         os.kill(known["pid"], signal.SIGKILL)
+        wait_gone(known["pid"])
         assert server.ensure_running() is True
         assert user.ask("ensure")["url"] == known["url"]
         assert command(known["url"], "GET", "k") == "v"
