@@ -69,7 +69,7 @@ def test_letters_are_the_specified_ones() -> None:
 def test_every_code_round_trips() -> None:
     codes = ["".join(code) for code in product(*CODE_LETTERS.values())]
     assert len(codes) == 5 * 4 * 9 * 17 * 6 * 7
-    for code in codes[::7]:
+    for code in codes[::11]:  # coprime with every dimension, so all letters meet
         vector = StateVector.from_code(code)
         assert vector.code == code
         expected = [letters[code[i]] for i, letters in enumerate(CODE_LETTERS.values())]
