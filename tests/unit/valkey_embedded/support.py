@@ -149,6 +149,12 @@ def is_locked(path: Path, mode: int = fcntl.LOCK_EX) -> bool:
     return False
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a user holds the server; a guard that shuts it down excludes users as well."""
+    lock = folder / "users.lock"
+    return is_locked(lock) and not is_locked(lock, fcntl.LOCK_SH)
+
+
 def wait_settled(folder: Path) -> None:
     """Until neither a server nor its guard is left."""
     wait_until(

@@ -15,6 +15,7 @@ from tests.unit.valkey_embedded.support import (
     User,
     command,
     is_alive,
+    is_in_use,
     is_locked,
     wait_gone,
     wait_settled,
@@ -38,6 +39,7 @@ def test_two_holds_in_one_process(folder: Path) -> None:
     pid = second.pid
     assert pid is not None
     first.release()
+    assert is_in_use(folder)
     assert not is_locked(folder / "start.lock")
     assert second.ensure_running() is False
     assert second.pid == pid
@@ -70,9 +72,12 @@ def test_nothing_but_data_stays_behind(folder: Path) -> None:
     assert not left & {"valkey.pid", "valkey.sock", "socket.path"}
 
 
-def test_simultaneous_starts_give_one_server(folder: Path, start: Start) -> None:
-    users = [start(folder) for _ in range(4)]
-    seen = [user.hear() for user in users]
+def test_simultaneous_starts_give_one_server(folder: Path, root: Path, start: Start) -> None:
+    gate = root / "gate"
+    os.mkfifo(gate)
+    users = [start(folder, TEST_GATE=str(gate)) for _ in range(4)]
+    with gate.open("wb"):
+        seen = [user.hear() for user in users]
     assert len({facts["pid"] for facts in seen}) == 1
     assert sorted(facts["owner"] for facts in seen) == [False, False, False, True]
 
@@ -112,7 +117,7 @@ def test_forked_child_keeps_the_server(folder: Path, start: Start) -> None:
     parent.process.kill()
     parent.process.wait()
     assert is_alive(child)
-    assert is_locked(folder / "users.lock")
+    assert is_in_use(folder)
     assert command(known["url"], "PING") == "+PONG"
     assert parent.process.stdin is not None
     parent.process.stdin.close()
@@ -124,7 +129,7 @@ def test_release_in_a_forked_child_is_its_own(folder: Path, start: Start) -> Non
     parent = start(folder)
     known = parent.hear()
     wait_gone(parent.ask("fork-release")["child"])
-    assert is_locked(folder / "users.lock")
+    assert is_in_use(folder)
     assert parent.ask("ensure")["restarted"] is False
     assert parent.ask("release") == {"released": True}
     wait_gone(known["pid"])
