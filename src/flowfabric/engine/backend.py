@@ -1,0 +1,96 @@
+"""The engine on Valkey: every operation, by concern, behind one object."""
+
+from __future__ import annotations
+
+import os
+from typing import Self
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.boot import configured_counts, prepare, read_counts
+from flowfabric.engine.calls import Limits
+from flowfabric.engine.leases import Leases
+from flowfabric.engine.listing import Listing
+from flowfabric.engine.reads import Reads
+from flowfabric.engine.registry import Registry
+from flowfabric.engine.scheduling import Scheduling
+from flowfabric.engine.upkeep import Upkeep
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.connect import connect
+from flowfabric.valkey.transport import Transport
+
+__all__ = ["Backend", "limits_from_env"]
+
+
+def limits_from_env() -> Limits:
+    """Size limits as the environment sets them."""
+    value = os.environ.get("FF_MAX_PAYLOAD_BYTES", "1048576")
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            "environment", "invalid value for FF_MAX_PAYLOAD_BYTES: must be a positive number"
+        )
+    return Limits(max_payload_bytes=int(value))
+
+
+class Backend(Scheduling, Leases, Reads, Listing, Registry, Upkeep):
+    """Every engine operation. One object per event loop; it owns its connection."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        counts: PartitionCounts,
+        limits: Limits | None = None,
+        *,
+        testing: bool = False,
+    ) -> None:
+        super().__init__(transport, counts, limits or limits_from_env(), testing=testing)
+        self.known_lanes = set()
+        self.known_partitions = set()
+        self.known_namespaces = set()
+
+    @classmethod
+    async def connect(
+        cls,
+        address: Address,
+        *,
+        prepare_with: PartitionCounts | None = None,
+        limits: Limits | None = None,
+        testing: bool = False,
+        request_timeout: float = 5.0,
+        name: str = "flowfabric",
+    ) -> Backend:
+        """Dial a deployment and read its counts; with `prepare_with` set it up first."""
+        transport = await connect(address, request_timeout=request_timeout, name=name)
+        try:
+            if prepare_with is None:
+                counts = await read_counts(transport)
+            else:
+                await prepare(transport, prepare_with, testing=testing)
+                counts = prepare_with
+        except BaseException:
+            await transport.aclose()
+            raise
+        return cls(transport, counts, limits, testing=testing)
+
+    @classmethod
+    async def connect_and_prepare(cls, address: Address, *, name: str = "flowfabric") -> Backend:
+        """Dial and set up with the counts of the environment, as the owner of a server does."""
+        return await cls.connect(address, prepare_with=configured_counts(), name=name)
+
+    async def prepare(self) -> bool:
+        """Version gate, counts, library and lanes; True when the library was loaded."""
+        return await prepare(self.transport, self.counts, testing=self._testing)
+
+    async def ping(self) -> None:
+        """One round trip."""
+        await self.transport.call("PING", key="", replay_safe=True)
+
+    async def aclose(self) -> None:
+        """Close the connection; pending calls fail."""
+        await self.transport.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -1,0 +1,166 @@
+"""Preparing a deployment, and what a client must find before it may use one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core import keys
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError
+from flowfabric.core.ids import validate_lane
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.valkey.connect import check_server
+from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.transport import Transport
+
+__all__ = ["Finding", "configured_counts", "health_findings", "prepare", "read_counts"]
+
+log = logging.getLogger(__name__)
+
+_FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
+
+# One atomic create-if-absent of all three counts: two first boots cannot mix theirs.
+_CREATE_COUNTS = """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[2], ARGV[5], ARGV[3], ARGV[6])
+end
+return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
+"""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing a health check saw. `ok` is False for what needs a person."""
+
+    name: str
+    detail: str
+    ok: bool = True
+
+
+def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
+    """The partition counts of the environment."""
+    env = os.environ if environ is None else environ
+
+    def count(name: str, default: int) -> int:
+        value = env.get(name, str(default))
+        if not value.isdecimal() or not 1 <= int(value) <= 65535:
+            raise ConfigError("environment", f"invalid value for {name}: must be 1 to 65535")
+        return int(value)
+
+    return PartitionCounts(
+        flow=count("FF_FLOW_PARTITIONS", 256),
+        budget=count("FF_BUDGET_PARTITIONS", 32),
+        quota=count("FF_QUOTA_PARTITIONS", 32),
+    )
+
+
+def _stored(values: Sequence[Any]) -> tuple[int, ...]:
+    """Missing or unreadable counts as 0, which no configuration equals."""
+    return tuple(int(value) if value and value.isdigit() else 0 for value in values)
+
+
+async def prepare(
+    transport: Transport,
+    counts: PartitionCounts,
+    *,
+    lanes: Sequence[str] = ("default",),
+    testing: bool = False,
+) -> bool:
+    """Version gate, partition counts, function library, lanes. True when the library was loaded."""
+    await check_server(transport)
+    wanted = (counts.flow, counts.budget, counts.quota)
+    values: Any = await transport.call(
+        "EVAL",
+        _CREATE_COUNTS,
+        1,
+        keys.CONFIG_PARTITIONS,
+        *_FIELDS,
+        *wanted,
+        key=keys.CONFIG_PARTITIONS,
+        replay_safe=True,
+    )
+    for field, stored, configured in zip(_FIELDS, _stored(values), wanted, strict=True):
+        if stored != configured:
+            raise ValidationError(
+                "partition_mismatch", f"{field}: stored={stored}, config={configured}"
+            )
+    loaded = await ensure_library(transport, testing=testing)
+    await transport.call(
+        "SADD",
+        keys.LANES,
+        *(validate_lane(lane) for lane in lanes),
+        key=keys.LANES,
+        replay_safe=True,
+    )
+    for finding in await health_findings(transport):
+        if not finding.ok:
+            log.warning("%s: %s", finding.name, finding.detail)
+    return loaded
+
+
+async def read_counts(transport: Transport) -> PartitionCounts:
+    """The deployment's counts; a client refuses to guess them."""
+    values: Any = await transport.call(
+        "HMGET", keys.CONFIG_PARTITIONS, *_FIELDS, key=keys.CONFIG_PARTITIONS
+    )
+    flow, budget, quota = _stored(values)
+    if 0 not in (flow, budget, quota):
+        return PartitionCounts(flow=flow, budget=budget, quota=quota)
+    if os.environ.get("FF_DEV_MODE") == "1":
+        log.warning("partition counts are not stored, using the defaults (FF_DEV_MODE=1)")
+        return PartitionCounts()
+    raise ConfigError(
+        "connect",
+        "this Valkey holds no partition counts: prepare it once with `flowfabric doctor --prepare`",
+        "partition_config",
+    )
+
+
+async def health_findings(transport: Transport) -> list[Finding]:
+    """Settings of the server that put work at risk, and whether its clock advances."""
+    findings: list[Finding] = []
+    settings = await _config(
+        transport, "maxmemory-policy", "appendonly", "appendfsync", "maxmemory"
+    )
+    policy = settings.get("maxmemory-policy")
+    if policy is None:
+        findings.append(Finding("eviction", "the server does not show its settings"))
+    else:
+        safe = policy == "noeviction"
+        advice = "" if safe else ": the server may delete work; set maxmemory-policy noeviction"
+        findings.append(Finding("eviction", f"maxmemory-policy is {policy}{advice}", ok=safe))
+        aof = settings.get("appendonly") == "yes"
+        detail = (
+            f"append-only file, fsync {settings.get('appendfsync')}"
+            if aof
+            else "no append-only file: a crash of the server loses everything since its last save"
+        )
+        findings.append(Finding("persistence", detail, ok=aof))
+    findings.append(await _clock_finding(transport))
+    return findings
+
+
+async def _config(transport: Transport, *names: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    try:
+        for reply in (await transport.call_all_primaries("CONFIG", "GET", *names)).values():
+            table: Any = reply
+            found |= {name.decode(): value.decode() for name, value in table.items()}
+    except EngineError as error:
+        # Managed servers often forbid CONFIG; that is no reason not to run on them.
+        log.debug("settings not readable: %s", error)
+    return found
+
+
+async def _clock_finding(transport: Transport) -> Finding:
+    first: Any = await transport.call("TIME", key="")
+    await asyncio.sleep(0.002)
+    second: Any = await transport.call("TIME", key="")
+    moved = (int(second[0]) - int(first[0])) * 1_000_000 + int(second[1]) - int(first[1])
+    if moved > 0:
+        return Finding("clock", "the server's clock advances")
+    return Finding("clock", f"the server's clock moved by {moved} µs in 2 ms", ok=False)

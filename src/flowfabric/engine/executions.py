@@ -1,0 +1,449 @@
+"""Creating, ending, pausing and changing executions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.contracts.executions import (
+    Cancelled,
+    Completed,
+    Created,
+    CreateOutcome,
+    Delayed,
+    Duplicate,
+    FailOutcome,
+    Moved,
+    NewExecution,
+    PriorityChanged,
+    Ready,
+    Replayed,
+    RetryScheduled,
+    TerminalFailed,
+    WaitChildrenOutcome,
+)
+from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.ids import (
+    ExecutionId,
+    new_uuid,
+    validate_creator_identity,
+    validate_execution_kind,
+    validate_idempotency_key,
+    validate_lane,
+    validate_namespace,
+)
+from flowfabric.core.keys import LANES, PARTITIONS
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_creation_tags, validate_tags
+from flowfabric.core.text import truncate_utf8
+from flowfabric.engine.calls import Calls, refusal, refused, text
+
+__all__ = ["BATCH", "Completion", "Executions"]
+
+BATCH = 256
+"""The most items one engine call takes; longer batches are sent in pieces."""
+
+_FAILURE_REASON_BYTES = 8192
+_REASON_BYTES = 4096
+_MAX_TIMESTAMP = 2**53 - 1
+_INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
+_pack = msgspec.msgpack.Encoder().encode
+
+Holder = Handle | Fence
+NO_FENCE = Fence()
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """One execution to complete: its handle and result (None = no result)."""
+
+    handle: Handle
+    result_payload: bytes | None = None
+    result_encoding: str = ""
+
+
+def _timestamp(value: Any, field: str, *, low: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid_input(field, "must be a whole number of milliseconds since 1970")
+    if not low <= value <= _MAX_TIMESTAMP:
+        raise invalid_input(field, f"must be between {low} and {_MAX_TIMESTAMP}")
+    return value
+
+
+def _whole(value: Any, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise invalid_input(field, "must be a whole number")
+    return value
+
+
+class Executions(Calls):
+    """The lifecycle operations."""
+
+    async def create_execution(self, new: NewExecution) -> CreateOutcome:
+        """Accept one unit of work, at most once per id and per idempotency key."""
+        (outcome,) = await self.create_many([new])
+        if isinstance(outcome, EngineError):
+            raise outcome
+        return outcome
+
+    async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
+        """Create many; answers stand in input order and one item's error affects no other."""
+        outcomes: list[CreateOutcome | EngineError | None] = [None] * len(items)
+        batches: dict[str, list[int]] = {}
+        for position, item in enumerate(items):
+            try:
+                self._check_new(item)
+            except EngineError as error:
+                outcomes[position] = error
+            else:
+                batches.setdefault(item.execution_id.tag, []).append(position)
+        for tag, positions in batches.items():
+            await self._register(items[positions[0]], tag)
+            for start in range(0, len(positions), BATCH):
+                part = positions[start : start + BATCH]
+                await self._create_part(tag, [items[i] for i in part], part, outcomes)
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def _create_part(
+        self, tag: str, items: list[NewExecution], positions: list[int], outcomes: list[Any]
+    ) -> None:
+        args: list[Any] = [b""]
+        for item in items:
+            args += (
+                item.execution_id,
+                item.execution_kind,
+                item.input_payload,
+                item.payload_encoding,
+                _options(item),
+            )
+        reply = await self.fcall("ff_create", tag, args, op="create_execution")
+        for position, item, answer in zip(positions, items, reply[2], strict=True):
+            outcomes[position] = _create_outcome(item.execution_id, answer)
+
+    def _check_new(self, item: NewExecution) -> None:
+        self.checked(item.execution_id)
+        validate_execution_kind(item.execution_kind)
+        validate_lane(item.lane_id)
+        validate_namespace(item.namespace)
+        if len(item.input_payload) > self.limits.max_payload_bytes:
+            raise self._too_large("input_payload", len(item.input_payload))
+        if item.priority is not None:
+            _whole(item.priority, "priority")
+        if item.partition_id is not None and item.partition_id != item.execution_id.partition:
+            raise invalid_input("partition_id", "differs from the partition inside execution_id")
+        if item.idempotency_key:
+            validate_idempotency_key(item.idempotency_key)
+        if item.creator_identity:
+            validate_creator_identity(item.creator_identity)
+        if item.tags:
+            validate_creation_tags(item.tags)
+        if item.delay_until is not None:
+            _timestamp(item.delay_until, "delay_until")
+        if item.execution_deadline_at is not None:
+            _timestamp(item.execution_deadline_at, "execution_deadline_at")
+
+    def _too_large(self, field: str, size: int) -> ValidationError:
+        return ValidationError(
+            "payload_too_large",
+            f"{field} has {size} bytes, the limit is {self.limits.max_payload_bytes}",
+        )
+
+    async def _register(self, item: NewExecution, tag: str) -> None:
+        """Scanners walk registered lanes and partitions only; ours are added before first use."""
+        if item.lane_id not in self.known_lanes:
+            await self.transport.call("SADD", LANES, item.lane_id, key=LANES, replay_safe=True)
+            self.known_lanes.add(item.lane_id)
+        if tag not in self.known_partitions:
+            index = item.execution_id.partition
+            await self.transport.call("SADD", PARTITIONS, index, key=PARTITIONS, replay_safe=True)
+            self.known_partitions.add(tag)
+
+    # The lanes and partitions this process has registered; filled by `_register`.
+    known_lanes: set[str]
+    known_partitions: set[str]
+
+    # --- ending ---------------------------------------------------------------
+
+    async def complete_execution(
+        self,
+        execution_id: ExecutionId,
+        fence: Holder = NO_FENCE,
+        *,
+        result_payload: bytes | None = None,
+        result_encoding: str = "",
+        source: str = "lease_holder",
+    ) -> Completed:
+        """End successfully, with an optional result (None = no result)."""
+        execution_id = self.checked(execution_id)
+        args = [1, *self._completion_args(execution_id, fence, result_payload, result_encoding)]
+        args[3] = source
+        reply = await self.fcall("ff_complete", execution_id.tag, args, op="complete")
+        if (error := refusal(reply[2][0], "complete")) is not None:
+            raise error
+        return Completed(execution_id)
+
+    async def complete(
+        self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
+    ) -> Completed:
+        """`complete_execution` with everything taken from the handle."""
+        return await self.complete_execution(
+            handle.execution_id,
+            handle,
+            result_payload=result_payload,
+            result_encoding=result_encoding,
+        )
+
+    def _completion_args(
+        self, execution_id: str, fence: Holder, result: bytes | None, encoding: str
+    ) -> tuple[Any, ...]:
+        if result is None:
+            return (execution_id, fence.wire, "lease_holder", "0", b"")
+        if len(result) > self.limits.max_payload_bytes:
+            raise self._too_large("result_payload", len(result))
+        return (execution_id, fence.wire, "lease_holder", f"1{encoding}", result)
+
+    async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
+        """Complete many; answers stand in input order and one item's error affects no other."""
+        outcomes: list[Completed | EngineError | None] = [None] * len(items)
+        batches: dict[str, tuple[list[int], list[Any]]] = {}
+        for position, item in enumerate(items):
+            execution_id = item.handle.execution_id
+            try:
+                args = self._completion_args(
+                    execution_id, item.handle, item.result_payload, item.result_encoding
+                )
+            except ValidationError as error:
+                outcomes[position] = error
+                continue
+            positions, flat = batches.setdefault(execution_id.tag, ([], []))
+            positions.append(position)
+            flat += args
+        for tag, (positions, flat) in batches.items():
+            for start in range(0, len(positions), BATCH):
+                part = positions[start : start + BATCH]
+                args = [len(part), *flat[start * 5 : (start + len(part)) * 5]]
+                reply = await self.fcall("ff_complete", tag, args, op="complete_many")
+                for position, answer in zip(part, reply[2], strict=True):
+                    error = refusal(answer, "complete")
+                    outcomes[position] = error or Completed(items[position].handle.execution_id)
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def fail_execution(
+        self,
+        execution_id: ExecutionId,
+        fence: Holder = NO_FENCE,
+        *,
+        failure_reason: str,
+        failure_category: str,
+        source: str = "lease_holder",
+        retry_policy_json: str = "",
+    ) -> FailOutcome:
+        """End the attempt unsuccessfully; the stored policy decides on a retry."""
+        execution_id = self.checked(execution_id)
+        args = (
+            execution_id,
+            fence.wire,
+            source,
+            truncate_utf8(failure_reason, _FAILURE_REASON_BYTES),
+            truncate_utf8(failure_category, _REASON_BYTES),
+            retry_policy_json,
+        )
+        reply = await self.fcall("ff_fail", execution_id.tag, args, op="fail")
+        if reply[2] == b"retry_scheduled":
+            return RetryScheduled(int(reply[3]), int(reply[4]))
+        return TerminalFailed()
+
+    async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
+        """`fail_execution` with everything taken from the handle."""
+        return await self.fail_execution(
+            handle.execution_id, handle, failure_reason=reason, failure_category=category
+        )
+
+    async def cancel_execution(
+        self,
+        execution_id: ExecutionId,
+        reason: str = "",
+        *,
+        source: str = "operator_override",
+        fence: Holder = NO_FENCE,
+    ) -> Cancelled:
+        """End deliberately, from any phase that is not terminal."""
+        if source in _INTERNAL_SOURCES:
+            raise invalid_input("source", f"{source} is reserved for the engine")
+        execution_id = self.checked(execution_id)
+        args = (execution_id, truncate_utf8(reason, _REASON_BYTES), source, fence.wire)
+        await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
+        return Cancelled(execution_id)
+
+    async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
+        """The lease holder cancels its own execution."""
+        return await self.cancel_execution(
+            handle.execution_id, reason, source="worker", fence=handle
+        )
+
+    # --- pausing --------------------------------------------------------------
+
+    async def delay_execution(
+        self,
+        execution_id: ExecutionId,
+        fence: Holder = NO_FENCE,
+        *,
+        delay_until: int,
+        source: str = "lease_holder",
+    ) -> Delayed:
+        """Give the lease back until a time; at or before now, the attempt may resume at once."""
+        execution_id = self.checked(execution_id)
+        until = _timestamp(delay_until, "delay_until", low=1)
+        args = (execution_id, fence.wire, source, until)
+        reply = await self.fcall("ff_delay", execution_id.tag, args, op="delay")
+        return Delayed(execution_id, PublicState(text(reply[2])))
+
+    async def delay(self, handle: Handle, delay_until: int) -> Delayed:
+        """`delay_execution` with everything taken from the handle."""
+        return await self.delay_execution(handle.execution_id, handle, delay_until=delay_until)
+
+    async def move_to_waiting_children(
+        self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
+    ) -> WaitChildrenOutcome:
+        """Park until the open dependencies are resolved; `Ready` when there are none."""
+        execution_id = self.checked(execution_id)
+        args = (execution_id, fence.wire, source)
+        reply = await self.fcall("ff_wait_children", execution_id.tag, args, op="wait_children")
+        return Moved(execution_id) if reply[2] == b"moved" else Ready()
+
+    async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
+        """`move_to_waiting_children` with everything taken from the handle."""
+        return await self.move_to_waiting_children(handle.execution_id, handle)
+
+    # --- changing -------------------------------------------------------------
+
+    async def update_progress(
+        self,
+        execution_id: ExecutionId,
+        fence: Holder,
+        *,
+        progress_pct: int | None = None,
+        progress_message: str | None = None,
+    ) -> None:
+        """Note how far the attempt is; only what is given is written, the last write wins."""
+        execution_id = self.checked(execution_id)
+        if progress_pct is not None and not 0 <= _whole(progress_pct, "progress_pct") <= 100:
+            raise invalid_input("progress_pct", "must be between 0 and 100")
+        message = truncate_utf8(progress_message or "", _REASON_BYTES)
+        args = (
+            execution_id,
+            fence.wire,
+            "" if progress_pct is None else progress_pct,
+            "0" if progress_message is None else "1",
+            message,
+        )
+        await self.fcall("ff_progress", execution_id.tag, args, op="progress")
+
+    async def progress(
+        self, handle: Handle, pct: int | None = None, message: str | None = None
+    ) -> None:
+        """`update_progress` with everything taken from the handle."""
+        await self.update_progress(
+            handle.execution_id, handle, progress_pct=pct, progress_message=message
+        )
+
+    async def change_priority(
+        self, execution_id: ExecutionId, new_priority: int
+    ) -> PriorityChanged:
+        """Store a new priority (clamped to 0..9000) for an execution that is not running yet."""
+        priority = _whole(new_priority, "new_priority")
+        execution_id = self.checked(execution_id)
+        reply = await self.fcall(
+            "ff_change_priority", execution_id.tag, (execution_id, priority), op="change_priority"
+        )
+        return PriorityChanged(execution_id, int(reply[2]), int(reply[3]))
+
+    async def replay_execution(
+        self,
+        execution_id: ExecutionId,
+        *,
+        reason: str = "",
+        requested_by: str = "",
+        expected_replay_count: int | None = None,
+        keep_steps: bool = False,
+    ) -> Replayed:
+        """Run a terminal execution again under the same id."""
+        execution_id = self.checked(execution_id)
+        args = (
+            execution_id,
+            truncate_utf8(reason, _REASON_BYTES),
+            truncate_utf8(requested_by, _REASON_BYTES),
+            "" if expected_replay_count is None else expected_replay_count,
+            "1" if keep_steps else "0",
+            new_uuid(),
+        )
+        reply = await self.fcall("ff_replay", execution_id.tag, args, op="replay_execution")
+        return Replayed(PublicState(text(reply[2])))
+
+    async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
+        """Add or replace tags in any phase; returns how many the execution has now."""
+        execution_id = self.checked(execution_id)
+        validate_tags(tags)
+        flat = (part for pair in tags.items() for part in pair)
+        reply = await self.fcall(
+            "ff_set_tags", execution_id.tag, (execution_id, *flat), op="set_execution_tags"
+        )
+        return int(reply[2])
+
+    async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
+        """`set_execution_tags` with one pair."""
+        return await self.set_execution_tags(execution_id, {key: value})
+
+
+def _options(item: NewExecution) -> bytes:
+    """Only what differs from the defaults travels."""
+    options: dict[str, Any] = {}
+    if item.namespace != "default":
+        options["ns"] = item.namespace
+    if item.lane_id != "default":
+        options["lane"] = item.lane_id
+    if item.priority is not None:
+        options["prio"] = max(0, min(9000, item.priority))
+    if item.policy is not None:
+        options["policy"] = _policy_json(item.policy)
+    if item.idempotency_key:
+        options["idem"] = item.idempotency_key
+    if item.tags:
+        options["tags"] = [part for pair in item.tags.items() for part in pair]
+    if item.delay_until is not None:
+        options["delay"] = item.delay_until
+    if item.execution_deadline_at is not None:
+        options["deadline"] = item.execution_deadline_at
+    if item.creator_identity:
+        options["creator"] = item.creator_identity
+    return _pack(options) if options else b""
+
+
+_policies: dict[int, tuple[ExecutionPolicy, str]] = {}
+_POLICY_CACHE = 256
+
+
+def _policy_json(policy: ExecutionPolicy) -> str:
+    """A task's policy is one object for all its submissions: encode it once."""
+    known = _policies.get(id(policy))
+    if known is not None and known[0] is policy:
+        return known[1]
+    if len(_policies) >= _POLICY_CACHE:
+        _policies.clear()
+    encoded = policy.to_json().decode()
+    _policies[id(policy)] = (policy, encoded)
+    return encoded
+
+
+def _create_outcome(execution_id: ExecutionId, answer: Any) -> CreateOutcome | EngineError:
+    if isinstance(answer, bytes):
+        return Created(execution_id, _PUBLIC[answer])
+    if answer[0] == 1:
+        return Duplicate(ExecutionId.trusted(text(answer[2])))
+    return refused(answer, "create_execution")
+
+
+_PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}

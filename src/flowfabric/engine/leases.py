@@ -1,0 +1,396 @@
+"""Grants, claims by grant, renewals, revocation and reclaim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core.contracts.leases import (
+    AlreadySatisfied,
+    Claim,
+    ClaimGrant,
+    Fence,
+    Granted,
+    GrantNotFound,
+    Handle,
+    HandleKind,
+    NotReclaimable,
+    ReclaimCapExceeded,
+    ReclaimGrant,
+    ReclaimGrantOutcome,
+    ReclaimOutcome,
+    Renewed,
+    ResumeGrant,
+    Revoked,
+    RevokeOutcome,
+)
+from flowfabric.core.errors import ConfigError, EngineError, invalid_input
+from flowfabric.core.ids import (
+    ExecutionId,
+    PartitionKey,
+    new_uuid,
+    validate_lane,
+    validate_uuid,
+    validate_worker_id,
+)
+from flowfabric.core.keys import grant as grant_name
+from flowfabric.core.text import truncate_utf8
+from flowfabric.engine.calls import Calls, refusal, text
+
+__all__ = ["Leases", "claim_from_row"]
+
+_MAX_TTL_MS = 2**53 - 1
+_RENEW_BATCH = 256
+_REASON_BYTES = 4096
+_MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
+_NO_TAGS: dict[str, str] = {}
+_LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
+
+
+def positive_ms(value: Any, field: str) -> int:
+    """A duration that is a whole, positive number of milliseconds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_TTL_MS:
+        raise invalid_input(field, "must be a positive whole number of milliseconds")
+    return value
+
+
+def worker_pair(worker_id: str, worker_instance_id: str) -> str:
+    """Both identities in the one form the record keeps."""
+    validate_worker_id(worker_id)
+    validate_worker_id(worker_instance_id, "worker_instance_id")
+    return f"{worker_id} {worker_instance_id}"
+
+
+def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
+    """A claim from the engine's positional reply."""
+    tags = row[8]
+    return Claim(
+        handle=Handle(
+            execution_id=ExecutionId.trusted(row[0].decode()),
+            lease=row[3].decode(),
+            attempt=row[4].decode(),
+            lease_ttl_ms=ttl,
+            lane_id=lane,
+            worker_instance_id=instance,
+            kind=_MODES[row[1]],
+        ),
+        execution_kind=row[2].decode(),
+        attempt_type="initial" if row[7] is None else row[7].decode(),
+        input_payload=row[5] or b"",
+        payload_encoding="" if row[6] is None else row[6].decode(),
+        tags=_NO_TAGS if not tags else _pairs(tags),
+        namespace="default" if row[9] is None else row[9].decode(),
+        lease_expires_at=row[10],
+        attempt_timeout_ms=row[11],
+    )
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
+    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+
+def _token(grant: ClaimGrant) -> str:
+    return grant.grant_key.rpartition("#")[2]
+
+
+class Leases(Calls):
+    """How an execution gets an owner, keeps it, and loses it."""
+
+    # --- grants -----------------------------------------------------------------
+
+    async def issue_claim_grant(
+        self,
+        execution_id: ExecutionId,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        lane_id: str = "",
+        capability_hash: str = "",
+        route_snapshot_json: str = "",
+        admission_summary: str = "",
+    ) -> ClaimGrant:
+        """Reserve one eligible execution for one worker; it stays in its index until claimed."""
+        tag, expires, key, _ = await self._grant(
+            "ff_issue_claim_grant",
+            "issue_claim_grant",
+            execution_id,
+            lane_id,
+            worker_pair(worker_id, worker_instance_id),
+            worker_capabilities,
+            grant_ttl_ms,
+            (capability_hash, route_snapshot_json, admission_summary),
+        )
+        return ClaimGrant(
+            execution_id=execution_id, partition_key=tag, grant_key=key, expires_at_ms=expires
+        )
+
+    async def _grant(
+        self,
+        function: str,
+        op: str,
+        execution_id: ExecutionId,
+        lane_id: str,
+        worker: str,
+        worker_capabilities: Iterable[str],
+        ttl: int,
+        audit: tuple[str, str, str],
+    ) -> tuple[str, int, str, str]:
+        execution_id = self.checked(execution_id)
+        if lane_id:
+            validate_lane(lane_id)
+        csv = caps.to_csv(caps.normalise(list(worker_capabilities), "worker"))
+        token = new_uuid()
+        ttl = positive_ms(ttl, "grant_ttl_ms")
+        args = (execution_id, lane_id, worker, csv, ttl, token, *audit)
+        tag = execution_id.tag
+        reply = await self.fcall(function, tag, args, op=op)
+        key = f"{grant_name(tag, execution_id)}#{token}"
+        return tag, int(reply[2]), key, text(reply[3])
+
+    async def issue_reclaim_grant(
+        self,
+        execution_id: ExecutionId,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        lane_id: str = "",
+        capability_hash: str = "",
+        route_snapshot_json: str = "",
+        admission_summary: str = "",
+    ) -> ReclaimGrantOutcome:
+        """Reserve an execution whose lease expired or was revoked."""
+        try:
+            tag, expires, key, lane = await self._grant(
+                "ff_issue_reclaim_grant",
+                "issue_reclaim_grant",
+                execution_id,
+                lane_id,
+                worker_pair(worker_id, worker_instance_id),
+                worker_capabilities,
+                grant_ttl_ms,
+                (capability_hash, route_snapshot_json, admission_summary),
+            )
+        except EngineError as error:
+            outcome = _not_reclaimable(execution_id, error)
+            if outcome is None:
+                raise
+            return outcome
+        return Granted(
+            ReclaimGrant(
+                execution_id=execution_id,
+                partition_key=tag,
+                grant_key=key,
+                expires_at_ms=expires,
+                lane_id=lane,
+            )
+        )
+
+    # --- claims -----------------------------------------------------------------
+
+    async def claim_execution(
+        self,
+        grant: ClaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        lane_id: str = "",
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> Claim:
+        """Turn a claim grant into a lease and a new attempt; a repeat gives the same claim."""
+        return await self._claim(
+            "ff_claim_execution",
+            grant,
+            lane_id,
+            (worker_id, worker_instance_id),
+            lease_ttl_ms,
+            (_uuid(lease_id, "lease_id"), _uuid(attempt_id, "attempt_id")),
+        )
+
+    async def claim_resumed_execution(
+        self,
+        grant: ClaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        lane_id: str = "",
+        lease_id: str | None = None,
+    ) -> Claim:
+        """Take over a paused attempt: same attempt, new lease, next epoch."""
+        return await self._claim(
+            "ff_claim_resumed",
+            grant,
+            lane_id,
+            (worker_id, worker_instance_id),
+            lease_ttl_ms,
+            (_uuid(lease_id, "lease_id"),),
+        )
+
+    async def claim_from_resume_grant(
+        self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
+    ) -> Claim:
+        """`claim_resumed_execution` on the grant's own lane."""
+        return await self.claim_resumed_execution(
+            grant,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lane_id=grant.lane_id,
+        )
+
+    async def _claim(
+        self,
+        function: str,
+        grant: ClaimGrant,
+        lane_id: str,
+        worker: tuple[str, str],
+        ttl: int,
+        ids: tuple[str, ...],
+    ) -> Claim:
+        execution_id = self._granted(grant)
+        ttl = positive_ms(ttl, "lease_ttl_ms")
+        args = (execution_id, lane_id, worker_pair(*worker), _token(grant), ttl, *ids)
+        reply = await self.fcall(function, execution_id.tag, args, op=function.removeprefix("ff_"))
+        return claim_from_row(reply[2], text(reply[2][12]), ttl, worker[1])
+
+    def _granted(self, grant: ClaimGrant) -> ExecutionId:
+        try:
+            key = PartitionKey.parse(grant.partition_key)
+        except EngineError as error:
+            raise ConfigError("grant", error.detail, "partition_key") from error
+        execution_id = self.checked(grant.execution_id)
+        if key != execution_id.tag:
+            raise ConfigError("grant", "is not the execution's partition", "partition_key")
+        return execution_id
+
+    async def issue_grant_and_claim(
+        self,
+        execution_id: ExecutionId,
+        *,
+        lease_duration_ms: int,
+        lane_id: str = "",
+        worker_id: str = "operator",
+        worker_instance_id: str = "operator",
+    ) -> Claim:
+        """An operator takes one named execution: no capability, budget or quota check."""
+        execution_id = self.checked(execution_id)
+        ttl = positive_ms(lease_duration_ms, "lease_duration_ms")
+        worker = worker_pair(worker_id, worker_instance_id)
+        args = (execution_id, lane_id, worker, ttl, new_uuid(), new_uuid())
+        reply = await self.fcall(
+            "ff_grant_and_claim", execution_id.tag, args, op="issue_grant_and_claim"
+        )
+        return claim_from_row(reply[2], text(reply[2][12]), ttl, worker_instance_id)
+
+    async def reclaim_execution(
+        self,
+        grant: ReclaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        max_reclaim_count: int | None = None,
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> ReclaimOutcome:
+        """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails."""
+        execution_id = self._granted(grant)
+        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        args = (
+            execution_id,
+            grant.lane_id,
+            worker_pair(worker_id, worker_instance_id),
+            _token(grant),
+            ttl,
+            _uuid(lease_id, "lease_id"),
+            _uuid(attempt_id, "attempt_id"),
+            "" if max_reclaim_count is None else max_reclaim_count,
+        )
+        try:
+            reply = await self.fcall("ff_reclaim", execution_id.tag, args, op="reclaim_execution")
+        except EngineError as error:
+            if error.code in _LOST_GRANT:
+                return GrantNotFound(execution_id)
+            outcome = _not_reclaimable(execution_id, error)
+            if outcome is None:
+                raise
+            return outcome
+        return claim_from_row(reply[2], grant.lane_id, ttl, worker_instance_id)
+
+    # --- keeping and losing -----------------------------------------------------
+
+    async def renew_lease(
+        self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
+    ) -> Renewed:
+        """Extend a lease that the caller still owns."""
+        execution_id = self.checked(execution_id)
+        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        args = (execution_id, fence.wire, ttl)
+        reply = await self.fcall("ff_renew", execution_id.tag, args, op="renew")
+        if (error := refusal(reply[2][0], "renew")) is not None:
+            raise error
+        return Renewed(int(reply[2][0]), fence.lease_epoch or 0)
+
+    async def renew(self, handle: Handle) -> Renewed:
+        """`renew_lease` with everything taken from the handle."""
+        return await self.renew_lease(handle.execution_id, handle, handle.lease_ttl_ms)
+
+    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+        """Renew many; answers stand in input order and one failing handle affects no other."""
+        outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
+        batches: dict[str, list[int]] = {}
+        for position, handle in enumerate(handles):
+            batches.setdefault(handle.execution_id.tag, []).append(position)
+        for tag, positions in batches.items():
+            for start in range(0, len(positions), _RENEW_BATCH):
+                part = positions[start : start + _RENEW_BATCH]
+                args: list[Any] = []
+                for position in part:
+                    handle = handles[position]
+                    args += (handle.execution_id, handle.wire, handle.lease_ttl_ms)
+                reply = await self.fcall("ff_renew", tag, args, op="renew_many")
+                for position, answer in zip(part, reply[2], strict=True):
+                    error = refusal(answer, "renew")
+                    outcomes[position] = error or Renewed(
+                        int(answer), handles[position].lease_epoch
+                    )
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def revoke_lease(
+        self,
+        execution_id: ExecutionId,
+        *,
+        expected_lease_id: str = "",
+        reason: str = "operator",
+        revoked_by: str = "operator",
+    ) -> RevokeOutcome:
+        """Take a lease away now; the execution goes on with the next claim."""
+        execution_id = self.checked(execution_id)
+        args = (execution_id, expected_lease_id, truncate_utf8(reason, _REASON_BYTES), revoked_by)
+        reply = await self.fcall("ff_revoke", execution_id.tag, args, op="revoke_lease")
+        if reply[1] == b"ALREADY_SATISFIED":
+            return AlreadySatisfied(text(reply[2]))
+        return Revoked(text(reply[2]), int(reply[3]))
+
+
+def _uuid(value: str | None, field: str) -> str:
+    return new_uuid() if value is None else validate_uuid(value, field)
+
+
+def _not_reclaimable(
+    execution_id: ExecutionId, error: EngineError
+) -> NotReclaimable | ReclaimCapExceeded | None:
+    if error.code == "execution_not_reclaimable":
+        return NotReclaimable(execution_id, error.code)
+    if error.code == "capability_mismatch":
+        return NotReclaimable(execution_id, f"capability_mismatch: {error.detail}")
+    if error.code == "max_retries_exhausted":
+        return ReclaimCapExceeded(execution_id, int(error.details[0]))
+    return None

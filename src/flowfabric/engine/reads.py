@@ -1,0 +1,173 @@
+"""Reading executions. Nothing here changes state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core import keys
+from flowfabric.core.contracts.events import Event, decode_history
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    ExecutionContext,
+    ExecutionInfo,
+    ExecutionSnapshot,
+    WhyWaiting,
+)
+from flowfabric.core.errors import NotFoundError, invalid_input
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.engine.calls import Calls
+from flowfabric.engine.record import Record
+
+__all__ = ["Reads"]
+
+
+class Reads(Calls):
+    """Single-execution reads."""
+
+    async def _record(self, execution_id: ExecutionId) -> Record | None:
+        key = keys.core(execution_id.tag, execution_id)
+        fields: Any = await self.transport.call("HGETALL", key, key=key)
+        return Record.decode(execution_id, fields) if fields else None
+
+    async def _existing(self, execution_id: ExecutionId, op: str) -> Record:
+        record = await self._record(self.checked(execution_id))
+        if record is None:
+            raise NotFoundError("execution_not_found", op=op)
+        return record
+
+    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
+        """An execution as operators read it."""
+        return (await self._existing(execution_id, "read_execution_info")).info()
+
+    async def read_execution_state(self, execution_id: ExecutionId) -> PublicState:
+        """The public state: the authoritative completion signal."""
+        return (await self._existing(execution_id, "read_execution_state")).public_state
+
+    async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+        """A strictly decoded picture, or None when there is no such execution."""
+        execution_id = self.checked(execution_id)
+        record, tags = await asyncio.gather(self._record(execution_id), self._tags(execution_id))
+        return None if record is None else record.snapshot(tags)
+
+    async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        key = keys.tags(execution_id.tag, execution_id)
+        fields: Any = await self.transport.call("HGETALL", key, key=key)
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
+        """The result bytes, or None when there is none (yet, or any more)."""
+        execution_id = self.checked(execution_id)
+        key = keys.result(execution_id.tag, execution_id)
+        result: Any = await self.transport.call("GET", key, key=key)
+        return result
+
+    async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
+        """State and result of one moment: what a waiter needs when the execution ended."""
+        execution_id = self.checked(execution_id)
+        key = keys.result(execution_id.tag, execution_id)
+        info, result = await asyncio.gather(
+            self._existing(execution_id, "read_outcome"),
+            self.transport.call("GET", key, key=key),
+        )
+        payload: Any = result
+        return info.info(), payload
+
+    async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
+        """What a handler would be given."""
+        execution_id = self.checked(execution_id)
+        key = keys.payload(execution_id.tag, execution_id)
+        record, tags, payload = await asyncio.gather(
+            self._record(execution_id),
+            self._tags(execution_id),
+            self.transport.call("GET", key, key=key),
+        )
+        if record is None:
+            raise invalid_input("execution_id", "no such execution")
+        raw: Any = payload or b""
+        return ExecutionContext(raw, record.kind, tags, record.get("payload_encoding", ""))
+
+    async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
+        """The namespace, or None when there is no such execution."""
+        record = await self._record(self.checked(execution_id))
+        return None if record is None else record.namespace
+
+    async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
+        """One tag's value, or None."""
+        execution_id = self.checked(execution_id)
+        name = keys.tags(execution_id.tag, execution_id)
+        value: Any = await self.transport.call("HGET", name, key, key=name)
+        return None if value is None else value.decode()
+
+    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        """All tags of an execution."""
+        return await self._tags(self.checked(execution_id))
+
+    async def read_exec_core_fields(
+        self, execution_id: ExecutionId, names: Sequence[str]
+    ) -> dict[str, str | None]:
+        """Record fields by their documented names, for tools; None where unset."""
+        record = await self._record(self.checked(execution_id))
+        known = {} if record is None else record.named_fields()
+        return {name: known.get(name) for name in names}
+
+    async def read_current_attempt_index(self, execution_id: ExecutionId) -> int:
+        """The number of the last attempt, 0 before the first claim."""
+        record = await self._record(self.checked(execution_id))
+        return 0 if record is None else max(0, record.attempt_count - 1)
+
+    async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
+        """How many attempts there were; the index the next new one gets."""
+        record = await self._record(self.checked(execution_id))
+        return 0 if record is None else record.attempt_count
+
+    async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
+        """Every attempt, oldest first."""
+        record = await self._existing(execution_id, "read_attempts")
+        names = [
+            keys.attempt(record.execution_id.tag, record.execution_id, index)
+            for index in range(record.attempt_count)
+        ]
+        archived: list[Any] = await asyncio.gather(
+            *(self.transport.call("HGETALL", name, key=name) for name in names)
+        )
+        return record.attempts(archived)
+
+    async def read_execution_history(self, execution_id: ExecutionId) -> list[Event]:
+        """The newest unusual lease events of one execution, oldest first."""
+        record = await self._existing(execution_id, "read_execution_history")
+        key = keys.history(record.execution_id.tag, record.execution_id)
+        entries: Any = await self.transport.call("LRANGE", key, 0, -1, key=key)
+        return [
+            decode_history(record.execution_id.partition, msgspec.msgpack.decode(entry))
+            for entry in entries
+        ]
+
+    async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
+        """Why an execution is not running."""
+        record = await self._existing(execution_id, "explain_execution")
+        tag = record.execution_id.tag
+        lane_key = keys.lane(tag, record.lane_id, "config")
+        edges_key = keys.unresolved(tag, record.execution_id)
+        lane_state, edges = await asyncio.gather(
+            self.transport.call("HGET", lane_key, "state", key=lane_key),
+            self.transport.call("SCARD", edges_key, key=edges_key),
+        )
+        state: Any = lane_state
+        count: Any = edges
+        required = caps.from_csv(record.get("required_capabilities", ""))
+        return WhyWaiting(
+            public_state=record.public_state,
+            blocking_reason=record.vector.blocking_reason.value,
+            blocking_detail=record.get("blocking_detail", ""),
+            since=record.last_transition_at,
+            lane_state=state.decode() if state else "active",
+            retry_at=record.number("delay_until"),
+            missing_capabilities=required if record.get("last_capability_mismatch_at") else (),
+            unresolved_edges=count,
+        )

@@ -1,0 +1,135 @@
+"""Which worker processes exist. Advisory: it never decides on a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core import keys
+from flowfabric.core.errors import invalid_input
+from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, validate_worker_id
+from flowfabric.engine.calls import Calls, text
+
+__all__ = ["Registry", "WorkerEntry"]
+
+_REASON_BYTES = 256
+_LANE_SEPARATOR = "\x1f"
+"""Lane names may contain commas but no control characters."""
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One registered worker process."""
+
+    worker_id: str
+    worker_instance_id: str
+    namespace: str
+    lanes: tuple[str, ...]
+    capabilities: tuple[str, ...]
+    last_heartbeat_ms: int
+    liveness_ttl_ms: int
+    registered_at_ms: int
+
+
+def _tag(namespace: str) -> str:
+    return f"{{{validate_namespace(namespace)}}}"
+
+
+class Registry(Calls):
+    """Registering, heartbeats and listing."""
+
+    # Tells a repeat of our own registration from another process with the same instance id.
+    nonce: str = ""
+
+    async def register_worker(
+        self,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lanes: Iterable[str],
+        capabilities: Iterable[str] = (),
+        liveness_ttl_ms: int = 60_000,
+        namespace: str = "default",
+        only_if_absent: bool = False,
+    ) -> Literal["registered", "refreshed"]:
+        """Announce a worker process, or refresh what is known of it."""
+        tag = _tag(namespace)
+        validate_worker_id(worker_id)
+        validate_worker_id(worker_instance_id, "worker_instance_id")
+        if liveness_ttl_ms <= 0:
+            raise invalid_input("liveness_ttl_ms", "must be positive")
+        self.nonce = self.nonce or new_uuid()
+        args = (
+            worker_id,
+            worker_instance_id,
+            _LANE_SEPARATOR.join(sorted({validate_lane(lane) for lane in lanes})),
+            caps.to_csv(caps.normalise(list(capabilities), "worker")),
+            liveness_ttl_ms,
+            "1" if only_if_absent else "0",
+            self.nonce,
+        )
+        if namespace not in self.known_namespaces:
+            await self.transport.call(
+                "SADD", keys.NAMESPACES, namespace, key=keys.NAMESPACES, replay_safe=True
+            )
+            self.known_namespaces.add(namespace)
+        reply = await self.fcall("ff_worker_register", tag, args, op="register_worker")
+        return "registered" if reply[2] == b"registered" else "refreshed"
+
+    known_namespaces: set[str]
+
+    async def heartbeat_worker(
+        self, worker_instance_id: str, namespace: str = "default"
+    ) -> int | None:
+        """Renew a registration; its next expiry in ms, or None when it is not registered."""
+        tag = _tag(namespace)
+        args = (worker_instance_id,)
+        reply = await self.fcall("ff_worker_heartbeat", tag, args, op="heartbeat_worker")
+        return int(reply[3]) if reply[2] == b"refreshed" else None
+
+    async def mark_worker_dead(
+        self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
+    ) -> Literal["marked", "not_registered"]:
+        """Remove a worker process from the registry; its leases are judged by their expiry."""
+        tag = _tag(namespace)
+        if len(reason.encode()) > _REASON_BYTES or not reason.isprintable():
+            raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
+        args = (worker_instance_id, reason)
+        reply = await self.fcall("ff_worker_dead", tag, args, op="mark_worker_dead")
+        return "marked" if reply[2] == b"marked" else "not_registered"
+
+    async def list_workers(
+        self, namespace: str = "default", after: str = "", limit: int = 1000
+    ) -> list[WorkerEntry]:
+        """Live worker processes by instance id; entries whose record is gone are skipped."""
+        tag = _tag(namespace)
+        index = f"ff:idx:{tag}:workers"
+        members: Any = await self.transport.call("SMEMBERS", index, key=index)
+        instances = sorted(text(member) for member in members)
+        page = [instance for instance in instances if instance > after][:limit]
+        names = [f"ff:worker:{tag}:{instance}:caps" for instance in page]
+        records: list[Any] = await asyncio.gather(
+            *(self.transport.call("HGETALL", name, key=name) for name in names)
+        )
+        return [
+            _entry(namespace, instance, record)
+            for instance, record in zip(page, records, strict=True)
+            if record
+        ]
+
+
+def _entry(namespace: str, instance: str, raw: dict[bytes, bytes]) -> WorkerEntry:
+    fields = {name.decode(): value.decode() for name, value in raw.items()}
+    return WorkerEntry(
+        worker_id=fields["worker_id"],
+        worker_instance_id=instance,
+        namespace=namespace,
+        lanes=tuple(fields["lanes_csv"].split(_LANE_SEPARATOR)),
+        capabilities=caps.from_csv(fields["caps_csv"], "worker"),
+        last_heartbeat_ms=int(fields["last_heartbeat_ms"]),
+        liveness_ttl_ms=int(fields["ttl_ms"]),
+        registered_at_ms=int(fields["registered_at_ms"]),
+    )

@@ -1,0 +1,207 @@
+"""Taking work from lanes, and the lanes themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import Claim, ClaimedMany
+from flowfabric.core.errors import CorruptionError, EngineError, invalid_input
+from flowfabric.core.ids import ExecutionId, new_uuid, stored_lane, validate_lane
+from flowfabric.engine.calls import refusal, text
+from flowfabric.engine.executions import BATCH, Completion, Executions
+from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
+
+__all__ = ["LaneSettings", "Scheduling", "Want"]
+
+_FAN_OUT = 16
+_LANE_STATES = ("active", "paused", "draining", "disabled")
+
+
+class Want(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks for work, of which lane, and how much of it."""
+
+    lane_id: str
+    worker: str
+    """`<worker_id> <worker_instance_id>`, see `Want.of`."""
+    capabilities: str = ""
+    """Sorted CSV of the tokens the worker offers."""
+    lease_ttl_ms: int = 30_000
+
+    @classmethod
+    def of(
+        cls,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        *,
+        capabilities: str = "",
+        lease_ttl_ms: int = 30_000,
+    ) -> Want:
+        """A validated request; build it once and use it for every claim."""
+        return cls(
+            lane_id=validate_lane(lane_id),
+            worker=worker_pair(worker_id, worker_instance_id),
+            capabilities=capabilities,
+            lease_ttl_ms=positive_ms(lease_ttl_ms, "lease_ttl_ms"),
+        )
+
+    @property
+    def worker_instance_id(self) -> str:
+        """The process that will hold the leases."""
+        return self.worker.partition(" ")[2]
+
+    def args(self, max_n: int, request_id: str) -> tuple[Any, ...]:
+        """The claim arguments; lease and attempt ids are derived from the request id."""
+        return (
+            self.lane_id,
+            self.worker,
+            self.capabilities,
+            self.lease_ttl_ms,
+            max_n,
+            request_id[:32],
+            # Another UUID of the same request: the last group tells the two apart.
+            f"{request_id[:24]}{request_id[28:36]}",
+        )
+
+    def claims(self, rows: Sequence[Any]) -> list[Claim]:
+        """The claims of a reply."""
+        lane, ttl, instance = self.lane_id, self.lease_ttl_ms, self.worker_instance_id
+        return [claim_from_row(row, lane, ttl, instance) for row in rows]
+
+
+class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a lane is set to; a lane without stored settings has these defaults."""
+
+    lane_id: str
+    state: str = "active"
+    reason: str = ""
+    priority_weight_ms: int = 10**12
+    reclaim_grace_ms: int = 0
+    emit_renewals: bool = False
+
+
+class Scheduling(Executions):
+    """Claims without a grant, fused completions, and lane administration."""
+
+    async def claim_many(
+        self, want: Want, tag: str, max_n: int, *, request_id: str | None = None
+    ) -> ClaimedMany:
+        """Take up to `max_n` executions of one lane and partition in one step.
+
+        The engine picks fresh, resumed or reclaimed per candidate. Repeating a request id gives
+        the first answer again.
+        """
+        if max_n < 1:
+            return ClaimedMany([], 0)
+        args = want.args(min(max_n, BATCH), request_id or new_uuid())
+        reply = await self.fcall("ff_claim_many", tag, args, op="claim_many")
+        return ClaimedMany(want.claims(reply[2]), int(reply[3]))
+
+    async def complete_and_claim(
+        self, tag: str, items: Sequence[Completion], want: Want, max_n: int
+    ) -> tuple[list[EngineError | None], ClaimedMany]:
+        """Complete executions of one partition and take the next ones there, in one trip.
+
+        The completions commit first and never depend on the claim. None stands for success.
+        """
+        args: list[Any] = [len(items)]
+        for item in items:
+            args += self._completion_args(
+                item.handle.execution_id, item.handle, item.result_payload, item.result_encoding
+            )
+        if max_n > 0:
+            args += want.args(min(max_n, BATCH), new_uuid())
+        reply = await self.fcall("ff_complete", tag, args, op="complete_many")
+        outcomes = [refusal(answer, "complete") for answer in reply[2]]
+        if max_n > 0:
+            return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
+        return outcomes, ClaimedMany([], 0)
+
+    async def scan_eligible_executions(
+        self, lane_id: str, tag: str, limit: int
+    ) -> list[ExecutionId]:
+        """Up to `limit` claimable executions without requirements, in claim order. Reads only."""
+        if limit < 1:
+            return []
+        key = keys.eligible(tag, validate_lane(lane_id))
+        members: Any = await self.transport.call("ZRANGE", key, 0, limit - 1, key=key)
+        try:
+            return [ExecutionId.parse(member.decode()) for member in members]
+        except EngineError as error:
+            raise CorruptionError(
+                "corruption", f"scan_eligible_executions: member: {error.detail}"
+            ) from error
+
+    # --- lanes ------------------------------------------------------------------
+
+    async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
+        """Registered lanes by name after `cursor`, and the next cursor when more follow."""
+        members: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
+        lanes = sorted(stored_lane(text(member), "list_lanes") for member in members)
+        rest = [lane for lane in lanes if lane > cursor]
+        page = rest[: max(0, limit)]
+        return page, page[-1] if page and len(rest) > len(page) else None
+
+    async def get_lane(self, lane_id: str) -> LaneSettings:
+        """The lane's settings."""
+        key = keys.lane_config(validate_lane(lane_id))
+        stored: Any = await self.transport.call("HGETALL", key, key=key)
+        fields = {text(name): text(value) for name, value in stored.items()}
+        return LaneSettings(
+            lane_id=lane_id,
+            state=fields.get("state", "active"),
+            reason=fields.get("reason", ""),
+            priority_weight_ms=int(fields.get("priority_weight_ms", 10**12)),
+            reclaim_grace_ms=int(fields.get("reclaim_grace_ms", 0)),
+            emit_renewals=fields.get("emit_renewals") == "1",
+        )
+
+    async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
+        """Pause, drain, disable or re-activate a lane; returns the state it had."""
+        if state not in _LANE_STATES:
+            raise invalid_input("state", f"must be one of {', '.join(_LANE_STATES)}")
+        before = (await self.get_lane(lane_id)).state
+        await self._store_lane(lane_id, ("state", state, "reason", reason))
+        return before
+
+    async def set_lane_config(
+        self,
+        lane_id: str,
+        *,
+        priority_weight_ms: int | None = None,
+        reclaim_grace_ms: int | None = None,
+        emit_renewals: bool | None = None,
+    ) -> None:
+        """Change a lane's scheduling settings."""
+        fields: list[Any] = []
+        for name, value, low in (
+            ("priority_weight_ms", priority_weight_ms, 1),
+            ("reclaim_grace_ms", reclaim_grace_ms, 0),
+        ):
+            if value is not None:
+                if isinstance(value, bool) or not low <= value <= 10**12:
+                    raise invalid_input(name, f"must be between {low} and {10**12}")
+                fields += (name, value)
+        if emit_renewals is not None:
+            fields += ("emit_renewals", "1" if emit_renewals else "0")
+        if fields:
+            await self._store_lane(lane_id, fields)
+
+    async def _store_lane(self, lane_id: str, fields: Sequence[Any]) -> None:
+        """The global settings first, then every partition's copy; running it again converges."""
+        key = keys.lane_config(validate_lane(lane_id))
+        await self.transport.call("SADD", keys.LANES, lane_id, key=keys.LANES, replay_safe=True)
+        await self.transport.call("HSET", key, *fields, key=key, replay_safe=True)
+        gate = asyncio.Semaphore(_FAN_OUT)
+
+        async def copy(partition: int) -> None:
+            async with gate:
+                tag = f"{{fp:{partition}}}"
+                await self.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
+
+        await asyncio.gather(*(copy(partition) for partition in range(self.counts.flow)))

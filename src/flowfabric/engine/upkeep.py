@@ -1,0 +1,108 @@
+"""What scanners call: due timers, lapsed leases, retention, index repair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from flowfabric.core import keys
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.calls import Calls, text
+
+__all__ = ["DuePage", "Upkeep"]
+
+
+class DuePage(msgspec.Struct, frozen=True):
+    """Due members of one index."""
+
+    tag: str
+    index: str
+    ids: list[str]
+
+
+class Upkeep(Calls):
+    """Engine-internal operations. Each re-checks its own condition, so a late call is harmless."""
+
+    async def scan_due(
+        self, indexes: Sequence[str], tags: Sequence[str], limit: int, offset: int = 0
+    ) -> list[DuePage]:
+        """Members of the named indexes whose time has come, for every partition named.
+
+        On a single server one call covers all partitions; in a cluster each takes its own.
+        """
+        groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
+        pages: list[DuePage] = []
+        for group in groups:
+            if not group:
+                continue
+            args = (limit, offset, len(indexes), *indexes, *group)
+            reply = await self.fcall("ff_scan_due", group[0], args, op="scan_due")
+            pages += [
+                DuePage(text(tag), text(index), [text(member) for member in ids])
+                for tag, index, ids in reply[3]
+            ]
+        return pages
+
+    async def _each(self, function: str, tag: str, *args: Any) -> list[str]:
+        reply = await self.fcall(function, tag, args, op=function.removeprefix("ff_"))
+        return [text(answer) for answer in reply[2]]
+
+    async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
+        """Move lapsed leases to where the next claim finds them."""
+        return await self._each("ff_mark_expired", tag, *ids)
+
+    async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
+        """Make due delayed executions eligible."""
+        return await self._each("ff_promote_delayed", tag, lane_id, *ids)
+
+    async def expire_execution(
+        self, tag: str, reason: ExpireReason, ids: Iterable[str]
+    ) -> list[str]:
+        """End executions whose attempt ran too long or whose lifetime is over."""
+        return await self._each("ff_expire", tag, reason.value, *ids)
+
+    async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
+        """Delete terminal executions whose retention is over."""
+        return await self._each("ff_trim", tag, lane_id, *ids)
+
+    async def purge(self, tag: str) -> int:
+        """Go on deleting what trimmed executions left; how many executions are still to do."""
+        reply = await self.fcall("ff_purge", tag, (), op="purge")
+        return int(reply[3])
+
+    async def trim_events(self, tag: str, older_than_ms: int) -> int:
+        """Drop feed entries from before a time."""
+        key = keys.events(tag)
+        trimmed: Any = await self.transport.call(
+            "XTRIM", key, "MINID", f"{older_than_ms}-0", key=key, replay_safe=True
+        )
+        return int(trimmed)
+
+    async def reconcile_execution_index(
+        self, tag: str, ids: Iterable[str], mode: Literal["check", "repair"] = "repair"
+    ) -> list[str]:
+        """Compare executions with the indexes their records demand; repair where asked."""
+        return await self._each("ff_reconcile", tag, mode, *ids)
+
+    async def ring_waiting(self, tags: Sequence[str], lanes: Sequence[str]) -> int:
+        """Ring the doorbells of lanes that hold claimable work, in case a ring was lost."""
+        groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
+        rings = 0
+        for group in groups:
+            if group and lanes:
+                args = (len(lanes), *lanes, *group)
+                reply = await self.fcall("ff_ring_waiting", group[0], args, op="ring_waiting")
+                rings += int(reply[2])
+        return rings
+
+    async def used_partitions(self) -> list[str]:
+        """The tags of partitions that hold or held work."""
+        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
+        return [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+
+    async def server_time_ms(self) -> int:
+        """The engine's clock."""
+        reply = await self.fcall("ff_scan_due", "{fp:0}", (1, 0, 0), op="server_time_ms")
+        return int(reply[2])

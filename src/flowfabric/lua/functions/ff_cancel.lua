@@ -1,0 +1,32 @@
+-- ff_cancel: end an execution deliberately, from any phase that is not terminal.
+-- Keys: core, every index of the current state, lane terminal, timers, grant.
+-- Arguments: execution_id, reason, source, fence.
+-- Replies: `cancelled`. Errors: execution_not_found, execution_not_active and, for lease
+--   holders, those of the fence. Events: completion.
+local UNFENCED = { operator_override = true, flow_cascade = true, system_timeout = true }
+
+server.register_function('ff_cancel', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, reason, source, text = args[1], args[2], args[3], args[4]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local unfenced = UNFENCED[source]
+  if S.phase(rec.state) == 't' and unfenced then
+    if S.outcome(rec.state) == 'c' then return reply.ok('cancelled') end
+    return reply.not_active(rec)
+  end
+  if not unfenced then
+    local problem = fence.check(c, id, rec, text, false, false)
+    if problem then
+      local own = fence.own_attempt(c, id, rec, text)
+      if own and own.state == 'ended_cancelled' then return reply.ok('cancelled') end
+      return problem
+    end
+  end
+  ending.finish(c, id, rec, {
+    outcome = 'c', reason = 'cancelled', source = source,
+    fields = { 'cancellation_reason', reason, 'cancelled_by', source },
+  })
+  c:flush()
+  return reply.ok('cancelled')
+end)

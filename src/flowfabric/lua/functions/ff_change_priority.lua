@@ -1,0 +1,21 @@
+-- ff_change_priority: store a new priority and re-score an eligible execution.
+-- Keys: core, lane eligible. Arguments: execution_id, priority.
+-- Replies: old, new. Errors: execution_not_found, execution_not_eligible. Events: priority_changed.
+local MAX_PRIORITY = 9000
+
+server.register_function('ff_change_priority', function(keys, args)
+  local c = Context.open(keys[1])
+  local id = args[1]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_eligible') end
+  local old = tonumber(rec.priority or 0)
+  rec.priority = math.max(0, math.min(MAX_PRIORITY, tonumber(args[2])))
+  server.call('HSET', K.core(c.tag, id), 'priority', rec.priority, 'last_mutation_at', c.now)
+  if S.eligibility(rec.state) == 'e' then
+    server.call('ZADD', K.eligible(c.tag, rec.lane_id, rec.required_capabilities), 'XX',
+      c:score(rec), id)
+  end
+  events.emit(c, 'priority_changed', id, rec, 'op', old, 'np', rec.priority)
+  return reply.ok(old, rec.priority)
+end)

@@ -1,0 +1,12 @@
+-- ff_claim_many: take the best claimable executions of one lane and partition, fresh,
+-- resumed or reclaimed, and return all that their handlers need.
+-- Keys: lane eligible, sigs, reclaimable, active, claimed; core, payload, tags; lease_expiry;
+--   worker leases; attempt_timeout.
+-- Arguments: lane, worker (`id instance`), capabilities CSV, lease ttl ms, max, lease id prefix,
+--   attempt id prefix (the first 32 characters of a UUID; the engine appends four hex digits).
+-- Replies: rows, number left. Errors: none. Events: acquired, reclaimed, completion (at the cap).
+server.register_function('ff_claim_many', function(keys, args)
+  local c = Context.open(keys[1])
+  local rows, left = claiming.many(c, claiming.wanted(args, 1))
+  return reply.ok(rows, left)
+end)

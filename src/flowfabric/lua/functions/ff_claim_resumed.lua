@@ -1,0 +1,26 @@
+-- ff_claim_resumed: turn a grant into a new lease on the same, paused attempt.
+-- Keys: core, claim_grant, payload, tags, lane eligible / active, lease_expiry, worker leases,
+--   attempt_timeout.
+-- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms, lease_id.
+-- Replies: claim row. Errors: execution_not_found, execution_not_leaseable,
+--   not_a_resumed_execution, invalid_claim_grant, claim_grant_expired,
+--   invalid_input (lane_mismatch). Events: acquired (reason claim_resumed).
+server.register_function('ff_claim_resumed', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, lane, worker, token = args[1], args[2], args[3], args[4]
+  local ttl, lease_id = tonumber(args[5]), args[6]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local before = granting.replayed(c, id, rec, lease_id, '', 'resumed')
+  if before then return before end
+  local problem = granting.lane_problem(rec, lane)
+  if problem then return problem end
+  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_leaseable') end
+  if S.attempt(rec.state) ~= 'i' then return reply.err('not_a_resumed_execution') end
+  if S.eligibility(rec.state) ~= 'e' then return reply.err('execution_not_leaseable') end
+  problem = granting.refusal(c, id, rec, worker, token)
+  if problem then return problem end
+  claiming.take(c, id, rec, 'resumed', { lease_id = lease_id, worker = worker, ttl = ttl })
+  c:flush()
+  return reply.ok(claiming.row(c, id, rec, 'resumed'))
+end)

@@ -1,0 +1,176 @@
+-- ff_create: accept executions, each at most once per id and per idempotency key.
+-- Keys: core, payload, policy, tags, idem, all_executions, lane eligible / delayed, execution_deadline.
+-- Arguments: common options (msgpack map or empty), then per item: execution_id, kind, payload,
+--   payload encoding, options (msgpack map or empty; they win over the common ones).
+--   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay, deadline.
+-- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
+-- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities. Events: none.
+local MAX_PRIORITY = 9000
+local DEFAULT_DEDUP_MS = 86400000
+local MAX_CAPABILITIES = 256
+local MAX_CAPABILITY_BYTES = 4096
+local NONE = {}
+
+local function positive(value)
+  local number = tonumber(value)
+  if number and number > 0 then return number end
+end
+
+-- The last line of defence: callers validate policies before they send them.
+local function required_signature(policy)
+  local routing = policy.routing_requirements
+  if routing == nil then return nil end
+  if type(routing) ~= 'table' then
+    return nil, reply.err('invalid_policy_json', 'routing_requirements:not_object')
+  end
+  local tokens = routing.required_capabilities
+  if tokens == nil then return nil end
+  if type(tokens) ~= 'table' then return nil, reply.err('invalid_capabilities', 'required:not_array') end
+  local seen, list = {}, {}
+  for key, token in pairs(tokens) do
+    if type(key) ~= 'number' then return nil, reply.err('invalid_capabilities', 'required:not_array') end
+    if type(token) ~= 'string' then
+      return nil, reply.err('invalid_capabilities', 'required:non_string_token')
+    end
+    if token == '' then return nil, reply.err('invalid_capabilities', 'required:empty_token') end
+    if string.find(token, ',', 1, true) then
+      return nil, reply.err('invalid_capabilities', 'required:comma_in_token')
+    end
+    if string.find(token, '[%z\1-\32\127]') then
+      return nil, reply.err('invalid_capabilities', 'required:control_or_whitespace')
+    end
+    if not seen[token] then
+      seen[token] = true
+      list[#list + 1] = token
+    end
+  end
+  if #list == 0 then return nil end
+  if #list > MAX_CAPABILITIES then
+    return nil, reply.err('invalid_capabilities', 'required:too_many_tokens')
+  end
+  table.sort(list)
+  local csv = table.concat(list, ',')
+  if #csv > MAX_CAPABILITY_BYTES then
+    return nil, reply.err('invalid_capabilities', 'required:too_many_bytes')
+  end
+  return csv
+end
+
+-- What the record needs of a policy; computed once per distinct policy in a call.
+local function digest(c, text)
+  local known = c.policies[text]
+  if known then return known end
+  local ok, policy = pcall(cjson.decode, text)
+  if not ok then
+    known = { error = reply.err('invalid_policy_json', 'malformed') }
+  elseif type(policy) ~= 'table' or (#policy > 0) then
+    known = { error = reply.err('invalid_policy_json', 'not_object') }
+  else
+    local signature, problem = required_signature(policy)
+    local timeouts = policy.timeout_policy or NONE
+    local budgets = policy.budget_ids
+    known = {
+      error = problem,
+      priority = policy.priority,
+      delay = policy.delay_until,
+      dedup = policy.dedup_window_ms,
+      deadline_in = positive(timeouts.execution_deadline_ms),
+      fields = {
+        required_capabilities = signature,
+        attempt_timeout_ms = positive(timeouts.attempt_timeout_ms),
+        max_reclaim_count = policy.max_reclaim_count,
+        retention_ms = (policy.stream_policy or NONE).retention_ttl_ms,
+        budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
+        quota_policy_id = policy.quota_policy_id,
+      },
+    }
+  end
+  c.policies[text] = known
+  return known
+end
+
+local function options(common, packed)
+  if packed == '' then return common end
+  local own = cmsgpack.unpack(packed)
+  return setmetatable(own, { __index = common })
+end
+
+-- The id that already stands for this submission, if there is one.
+local function existing(c, id, namespace, idem)
+  if idem then
+    local stored = server.call('GET', K.idem(c.tag, namespace, idem))
+    if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
+  end
+  if server.call('EXISTS', K.core(c.tag, id)) == 1 then return id end
+end
+
+local function write(c, id, rec, args)
+  for name, value in pairs(rec) do
+    if not (name == 'lane_id' or name == 'namespace') or value ~= 'default' then
+      args[#args + 1] = name
+      args[#args + 1] = value
+    end
+  end
+  server.call(unpack(args))
+end
+
+local function create(c, id, kind, payload, encoding, opts)
+  local namespace, lane = opts.ns or 'default', opts.lane or 'default'
+  local idem = opts.idem
+  local found = existing(c, id, namespace, idem)
+  if found then return reply.duplicate(found) end
+  local accepting = c:lane(lane).state
+  if accepting == 'draining' or accepting == 'disabled' then
+    return reply.err('lane_not_accepting', accepting)
+  end
+  local policy = opts.policy and digest(c, opts.policy) or NONE
+  if policy.error then return policy.error end
+
+  local rec = {
+    execution_kind = kind, created_at = c.now, lane_id = lane, namespace = namespace,
+    creator_identity = opts.creator,
+  }
+  for name, value in pairs(policy.fields or NONE) do rec[name] = value end
+  local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
+  if priority ~= 0 then rec.priority = priority end
+  if encoding ~= '' then rec.payload_encoding = encoding end
+  if opts.tags then rec.tagged = 1 end
+  local delay = tonumber(opts.delay or policy.delay or 0)
+  rec.state = S.eligible('f')
+  if delay > c.now then
+    rec.state = S.delayed('d', 'f')
+    rec.delay_until = delay
+  end
+  rec.execution_deadline_at = opts.deadline or (policy.deadline_in and c.now + policy.deadline_in)
+    or nil
+
+  write(c, id, rec, { 'HSET', K.core(c.tag, id) })
+  if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
+  if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
+  if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end
+  c:zadd(K.index(c.tag, 'all_executions'), 0, id)
+  waiting.enter(c, id, rec)
+  if rec.execution_deadline_at then
+    c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
+  end
+  local window = tonumber(policy.dedup or DEFAULT_DEDUP_MS)
+  if idem and window > 0 then
+    server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window)
+  end
+  if S.eligibility(rec.state) == 'e' then c.rings[lane] = true end
+  return S.public(rec.state)
+end
+
+server.register_function('ff_create', function(keys, args)
+  local c = Context.open(keys[1])
+  c.policies, c.rings = {}, {}
+  local common = args[1] ~= '' and cmsgpack.unpack(args[1]) or NONE
+  local replies = {}
+  for i = 2, #args, 5 do
+    replies[#replies + 1] =
+      create(c, args[i], args[i + 1], args[i + 2], args[i + 3], options(common, args[i + 4]))
+  end
+  c:flush()
+  for lane in pairs(c.rings) do c:ring(lane) end
+  return reply.ok(replies)
+end)

@@ -1,0 +1,47 @@
+-- ff_expire: end executions whose attempt ran too long or whose lifetime is over.
+-- Keys: core, policy, timers, every index of the current state, lane terminal / delayed.
+-- Arguments: reason (attempt_timeout | execution_deadline), then execution ids.
+-- Replies per id: expired | retry_scheduled | already_terminal | not_yet_due | not_found_cleaned.
+-- Errors: none. Events: completion | released.
+local function drop_timers(c, id)
+  c:zrem(K.index(c.tag, 'attempt_timeout'), id)
+  c:zrem(K.index(c.tag, 'execution_deadline'), id)
+end
+
+local function expire(c, id, reason)
+  local rec = record.read(c, id)
+  if not rec then
+    drop_timers(c, id)
+    return 'not_found_cleaned'
+  end
+  if S.phase(rec.state) == 't' then
+    drop_timers(c, id)
+    return 'already_terminal'
+  end
+  local due = server.call('ZSCORE', K.index(c.tag, reason), id)
+  local active = S.phase(rec.state) == 'a'
+  if not due or tonumber(due) > c.now or (reason == 'attempt_timeout' and not active) then
+    return 'not_yet_due'
+  end
+  if reason == 'attempt_timeout' then
+    local policy = retry.policy(c, id)
+    if retry.on_timeout(policy) and retry.allowed(rec, policy, 'timeout') then
+      retry.schedule(c, id, rec, policy,
+        { reason = 'attempt_timeout', category = 'timeout', ended_by = 'expire' })
+      return 'retry_scheduled'
+    end
+  end
+  ending.finish(c, id, rec, {
+    outcome = 'x', reason = 'expired:' .. reason, category = 'timeout',
+    fields = { 'failure_reason', reason, 'failure_category', 'timeout', 'ended_by', 'expire' },
+  })
+  return 'expired'
+end
+
+server.register_function('ff_expire', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies = {}
+  for i = 2, #args do replies[i - 1] = expire(c, args[i], args[1]) end
+  c:flush()
+  return reply.ok(replies)
+end)

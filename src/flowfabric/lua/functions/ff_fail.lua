@@ -1,0 +1,39 @@
+-- ff_fail: the lease holder ends the attempt unsuccessfully; the stored policy decides on a retry.
+-- Keys: core, policy, attempt, lane active / delayed / terminal, lease_expiry, worker leases, timers.
+-- Arguments: execution_id, fence, source, reason, category, retry policy JSON (operator only).
+-- Replies: `retry_scheduled`, delay_until, next index | `terminal_failed`.
+-- Errors: execution_not_found and those of the fence. Events: released | completion.
+server.register_function('ff_fail', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, text, source, reason, category = args[1], args[2], args[3], args[4], args[5]
+  local override = source == 'operator_override'
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local problem = fence.check(c, id, rec, text, override, true)
+  if problem then
+    local own = fence.own_attempt(c, id, rec, text)
+    if own and own.state == 'ended_failure' and own.ended_by == 'fail' then
+      if own.delay_until then
+        return reply.ok('retry_scheduled', own.delay_until, own.next_attempt_index)
+      end
+      return reply.ok('terminal_failed')
+    end
+    c:flush()
+    return problem
+  end
+  local policy = retry.policy(c, id)
+  if override and args[6] ~= '' then policy = cjson.decode(args[6]) end
+  if retry.allowed(rec, policy, category) then
+    local due, next_index = retry.schedule(c, id, rec, policy,
+      { reason = reason, category = category, ended_by = 'fail' })
+    c:flush()
+    return reply.ok('retry_scheduled', string.format('%.0f', due), tostring(next_index))
+  end
+  ending.finish(c, id, rec, {
+    outcome = 'f', reason = 'failed_terminal', category = category,
+    source = override and source or nil,
+    fields = { 'failure_reason', reason, 'failure_category', category, 'ended_by', 'fail' },
+  })
+  c:flush()
+  return reply.ok('terminal_failed')
+end)

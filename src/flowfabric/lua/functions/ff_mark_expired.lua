@@ -1,0 +1,31 @@
+-- ff_mark_expired: move lapsed leases to where the next claim finds them.
+-- Keys: core, lease_expiry, lane reclaimable. Arguments: execution ids.
+-- Replies per id: marked_expired | execution_not_found | not_active | already_expired |
+--   already_revoked | unowned | not_yet_expired. Errors: none. Events: expired.
+local function mark(c, id)
+  local live = K.index(c.tag, 'lease_expiry')
+  local rec = record.read(c, id)
+  if not rec or S.phase(rec.state) ~= 'a' then
+    server.call('ZREM', live, id)
+    return rec and 'not_active' or 'execution_not_found'
+  end
+  local ownership = S.ownership(rec.state)
+  if ownership == 'u' then
+    server.call('ZREM', live, id)
+    return 'unowned'
+  end
+  if ownership == 'x' or ownership == 'v' then
+    lease.offer_for_reclaim(c, id, rec)
+    return ownership == 'x' and 'already_expired' or 'already_revoked'
+  end
+  if tonumber(rec.lease_expires_at) > c.now then return 'not_yet_expired' end
+  lease.mark_expired(c, id, rec)
+  return 'marked_expired'
+end
+
+server.register_function('ff_mark_expired', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies = {}
+  for i = 1, #args do replies[i] = mark(c, args[i]) end
+  return reply.ok(replies)
+end)

@@ -1,0 +1,32 @@
+-- ff_promote_delayed: make due delayed executions eligible; the attempt state is kept.
+-- Keys: core, lane delayed, lane eligible. Arguments: lane, then execution ids.
+-- Replies per id: promoted | not_yet_due | not_found_cleaned | not_runnable_cleaned |
+--   not_delayed_cleaned. Errors: none. Events: none; rings the doorbell.
+local function promote(c, lane, id)
+  local rec = record.read(c, id)
+  if not rec or rec.lane_id ~= lane or S.phase(rec.state) ~= 'r'
+      or S.eligibility(rec.state) ~= 'd' then
+    c:zrem(K.lane(c.tag, lane, 'delayed'), id)
+    if not rec then return 'not_found_cleaned' end
+    return S.phase(rec.state) ~= 'r' and 'not_runnable_cleaned' or 'not_delayed_cleaned'
+  end
+  if tonumber(rec.delay_until) > c.now then return 'not_yet_due' end
+  waiting.leave(c, id, rec)
+  rec.state = S.eligible(S.attempt(rec.state))
+  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now)
+  record.clear(c, id, rec, 'delay_until', 'blocking_detail')
+  waiting.enter(c, id, rec)
+  return 'promoted'
+end
+
+server.register_function('ff_promote_delayed', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies, promoted = {}, false
+  for i = 2, #args do
+    replies[i - 1] = promote(c, args[1], args[i])
+    promoted = promoted or replies[i - 1] == 'promoted'
+  end
+  c:flush()
+  if promoted then c:ring(args[1]) end
+  return reply.ok(replies)
+end)

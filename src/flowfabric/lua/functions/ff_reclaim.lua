@@ -1,0 +1,35 @@
+-- ff_reclaim: turn a reclaim grant into a lease and a new attempt, or fail at the cap.
+-- Keys: core, claim_grant, attempt, payload, tags, lane reclaimable / active / terminal,
+--   lease_expiry, both workers' leases, attempt_timeout, execution_deadline.
+-- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms,
+--   lease_id, attempt_id, caller's cap or empty.
+-- Replies: claim row. Errors: execution_not_found, execution_not_reclaimable,
+--   max_retries_exhausted (now failed), invalid_claim_grant, claim_grant_expired,
+--   invalid_input (lane_mismatch). Events: reclaimed | completion.
+server.register_function('ff_reclaim', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, lane, worker, token = args[1], args[2], args[3], args[4]
+  local ttl, lease_id, attempt_id = tonumber(args[5]), args[6], args[7]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local before = granting.replayed(c, id, rec, lease_id, attempt_id, 'reclaimed')
+  if before then return before end
+  local problem = granting.lane_problem(rec, lane)
+  if problem then return problem end
+  local ownership = S.ownership(rec.state)
+  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v') then
+    return reply.err('execution_not_reclaimable')
+  end
+  local cap = claiming.reclaim_cap(rec, args[8] ~= '' and args[8] or nil)
+  if tonumber(rec.lease_reclaim_count or 0) >= cap then
+    claiming.end_at_cap(c, id, rec)
+    c:flush()
+    return reply.err('max_retries_exhausted', string.format('%d', cap))
+  end
+  problem = granting.refusal(c, id, rec, worker, token)
+  if problem then return problem end
+  claiming.take(c, id, rec, 'reclaimed',
+    { lease_id = lease_id, attempt_id = attempt_id, worker = worker, ttl = ttl })
+  c:flush()
+  return reply.ok(claiming.row(c, id, rec, 'reclaimed'))
+end)

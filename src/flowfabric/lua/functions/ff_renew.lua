@@ -1,0 +1,29 @@
+-- ff_renew: extend leases that their holders still own.
+-- Keys: core, lease_expiry, lane active.
+-- Arguments: per lease: execution_id, fence, ttl ms.
+-- Replies per lease: expires_at | [0, code, detail...].
+-- Errors: execution_not_found and those of the fence. Events: renewed, where the lane asks for it.
+local function renew(c, id, text, ttl)
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local problem = fence.check(c, id, rec, text, false, true)
+  if problem then return problem end
+  local expires = c.now + ttl
+  server.call('HSET', K.core(c.tag, id), 'lease_expires_at', expires, 'lease_last_renewed_at', c.now)
+  c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
+  c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
+  if c:lane(rec.lane_id).emit_renewals then
+    events.emit(c, 'renewed', id, rec, 'f', events.fence(rec), 'w', rec.worker)
+  end
+  return expires
+end
+
+server.register_function('ff_renew', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies = {}
+  for i = 1, #args, 3 do
+    replies[#replies + 1] = renew(c, args[i], args[i + 1], tonumber(args[i + 2]))
+  end
+  c:flush()
+  return reply.ok(replies)
+end)

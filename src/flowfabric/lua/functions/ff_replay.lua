@@ -1,0 +1,73 @@
+-- ff_replay: run a terminal execution again under the same id.
+-- Keys: core, policy, result, attempt, steps, lane terminal, lane eligible, execution_deadline.
+-- Arguments: execution_id, reason, requested_by, expected replay count or empty, keep steps (0 | 1),
+--   request id (a repeat of the same request is answered again, not carried out).
+-- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
+--   max_replays_exhausted, replay_not_allowed. Events: replayed.
+local DEFAULT_MAX_REPLAYS = 10
+local ENDED = { s = 'ended_success', f = 'ended_failure', c = 'ended_cancelled', x = 'ended_failure' }
+
+local function stored_policy(c, id)
+  local text = server.call('GET', K.policy(c.tag, id))
+  return text and cjson.decode(text) or {}
+end
+
+server.register_function('ff_replay', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, reason, requested_by = args[1], args[2], args[3]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  if S.phase(rec.state) ~= 't' then
+    if rec.replay_request == args[6] then return reply.ok('waiting') end
+    return reply.err('execution_not_terminal')
+  end
+  local policy = stored_policy(c, id)
+  local count = tonumber(rec.replay_count or 0)
+  if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then
+    return reply.err('max_replays_exhausted')
+  end
+  if args[4] ~= '' and tonumber(args[4]) ~= count then
+    return reply.err('replay_not_allowed', tostring(count))
+  end
+
+  if S.attempt(rec.state) == 'z'
+      and server.call('EXISTS', K.attempt(c.tag, id, record.attempt_index(rec))) == 0 then
+    local ended = rec.ended_by == 'reclaim_cap' and 'interrupted_reclaimed'
+      or ENDED[S.outcome(rec.state)]
+    record.archive(c, id, rec, ended, {
+      failure_reason = rec.failure_reason, failure_category = rec.failure_category,
+      ended_by = rec.ended_by,
+    })
+  end
+  server.call('DEL', K.result(c.tag, id))
+  if args[5] ~= '1' then server.call('DEL', K.steps(c.tag, id)) end
+  record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
+    'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
+    'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
+    'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
+    'pending_replay_requested_by', 'attempt_timeout_remaining_ms')
+  rec.state = S.eligible('p')
+  local update = {
+    'HSET', K.core(c.tag, id), 'state', rec.state, 'replay_count', count + 1,
+    'last_transition_at', c.now, 'replay_request', args[6],
+  }
+  local function set(name, value)
+    update[#update + 1] = name
+    update[#update + 1] = value
+  end
+  if reason ~= '' then set('pending_replay_reason', reason) end
+  if requested_by ~= '' then set('pending_replay_requested_by', requested_by) end
+  local lifetime = tonumber((policy.timeout_policy or {}).execution_deadline_ms or 0)
+  if lifetime > 0 then
+    set('execution_deadline_at', c.now + lifetime)
+    c:zadd(K.index(c.tag, 'execution_deadline'), c.now + lifetime, id)
+  end
+  server.call(unpack(update))
+  c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
+  waiting.enter(c, id, rec)
+  c:flush()
+  events.emit(c, 'replayed', id, rec, 'b', 'normal', 'rc', count + 1,
+    'by', requested_by ~= '' and requested_by, 'r', reason ~= '' and reason)
+  c:ring(rec.lane_id)
+  return reply.ok(S.public(rec.state))
+end)

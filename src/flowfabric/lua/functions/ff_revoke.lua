@@ -1,0 +1,27 @@
+-- ff_revoke: take a lease away now; the execution goes on with the next claim.
+-- Keys: core, lease_expiry, lane reclaimable, worker leases.
+-- Arguments: execution_id, expected lease_id or empty, reason, revoked_by.
+-- Replies: OK lease_id, epoch | ALREADY_SATISFIED no_active_lease, already_revoked, already_expired.
+-- Errors: execution_not_found, stale_lease. Events: revoked.
+server.register_function('ff_revoke', function(keys, args)
+  local c = Context.open(keys[1])
+  local id, expected, reason = args[1], args[2], args[3]
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  if S.phase(rec.state) ~= 'a' then return reply.already('no_active_lease') end
+  if S.ownership(rec.state) == 'v' then return reply.already('already_revoked') end
+  if S.ownership(rec.state) == 'x' then return reply.already('already_expired') end
+  local held = record.lease_id(rec)
+  if expected ~= '' and expected ~= held then
+    return reply.err('stale_lease', 'expected ' .. expected .. ', current ' .. held)
+  end
+  rec.state = S.REVOKED
+  server.call('HSET', K.core(c.tag, id), 'state', S.REVOKED, 'lease_revoked_at', c.now,
+    'lease_revoke_reason', reason, 'blocking_detail', 'lease revoked: ' .. reason,
+    'last_transition_at', c.now)
+  server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
+  events.emit(c, 'revoked', id, rec, 'f', events.fence(rec), 'w', rec.worker, 'r', reason,
+    'by', args[4])
+  lease.offer_for_reclaim(c, id, rec)
+  return reply.ok(held, record.epoch(rec))
+end)

@@ -1,0 +1,42 @@
+-- ff_trim: delete terminal executions whose retention is over, each with all its keys.
+-- Keys: every key of the execution, lane terminal, all_executions, purge_backlog.
+-- Arguments: lane, then execution ids.
+-- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal |
+--   orphan_removed. Errors: none. Events: none.
+local MAX_KEYS = 500
+
+local function trim(c, lane, id)
+  local index = K.lane(c.tag, lane, 'terminal')
+  local rec = record.read(c, id)
+  if not rec then
+    server.call('ZREM', index, id)
+    return 'orphan_removed'
+  end
+  if S.phase(rec.state) ~= 't' then
+    server.call('ZREM', index, id)
+    return 'not_terminal'
+  end
+  local due = server.call('ZSCORE', index, id)
+  if not due or tonumber(due) > c.now then return 'not_due' end
+  local attempts = record.attempt_count(rec)
+  server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
+    K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
+    K.steps(c.tag, id))
+  server.call('ZREM', index, id)
+  server.call('ZREM', K.index(c.tag, 'all_executions'), id)
+  if attempts > MAX_KEYS then
+    server.call('HSET', K.index(c.tag, 'purge_backlog'), id, attempts)
+    return 'purging'
+  end
+  local keys = {}
+  for i = 0, attempts - 1 do keys[#keys + 1] = K.attempt(c.tag, id, i) end
+  if #keys > 0 then server.call('DEL', unpack(keys)) end
+  return 'purged'
+end
+
+server.register_function('ff_trim', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies = {}
+  for i = 2, #args do replies[i - 1] = trim(c, args[1], args[i]) end
+  return reply.ok(replies)
+end)

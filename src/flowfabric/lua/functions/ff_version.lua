@@ -1,0 +1,9 @@
+-- ff_version: which library this is.
+-- Arguments: none. Replies: version, content hash, oldest library version whose callers it serves.
+server.register_function({
+  function_name = 'ff_version',
+  flags = { 'no-writes', 'allow-stale' },
+  callback = function()
+    return { SETTINGS.version, SETTINGS.content_hash, SETTINGS.min_client }
+  end,
+})

@@ -1,0 +1,13 @@
+-- ff_worker_heartbeat: a registered worker is still there; its own ttl is renewed.
+-- Keys (tag = namespace): worker alive, worker caps. Arguments: instance.
+-- Replies: `refreshed`, next expiry ms | `not_registered`. Errors: none. Events: none.
+server.register_function('ff_worker_heartbeat', function(keys, args)
+  local tag, now = keys[1], clock.now()
+  local alive, rec = workers.alive(tag, args[1]), workers.record(tag, args[1])
+  local ttl = tonumber(server.call('HGET', rec, 'ttl_ms') or 0)
+  if ttl <= 0 or server.call('EXISTS', alive) == 0 then return reply.ok('not_registered') end
+  server.call('SET', alive, now, 'PX', ttl)
+  server.call('HSET', rec, 'last_heartbeat_ms', now)
+  server.call('PEXPIRE', rec, ttl)
+  return reply.ok('refreshed', now + ttl)
+end)

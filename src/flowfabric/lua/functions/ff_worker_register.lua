@@ -1,0 +1,26 @@
+-- ff_worker_register: announce a worker process, or refresh what is known of it.
+-- Keys (tag = namespace): worker alive, worker caps, workers, worker events.
+-- Arguments: worker_id, instance, lanes CSV, capabilities CSV, ttl ms, only_if_absent (0 | 1), nonce.
+--   The nonce is the process's own: with it a repeated registration is not taken for another's.
+-- Replies: registered | refreshed. Errors: invalid_input. Events: worker_registered.
+server.register_function('ff_worker_register', function(keys, args)
+  local tag, now = keys[1], clock.now()
+  local worker_id, instance, ttl = args[1], args[2], tonumber(args[5])
+  local alive, rec = workers.alive(tag, instance), workers.record(tag, instance)
+  local known = server.call('HMGET', rec, 'worker_id', 'nonce')
+  if known[1] and known[1] ~= worker_id then
+    return reply.err('invalid_input', 'worker_instance_id: instance_id reassigned: it belongs to ' .. known[1])
+  end
+  local was_alive = server.call('EXISTS', alive) == 1
+  if was_alive and args[6] == '1' and known[2] ~= args[7] then
+    return reply.err('invalid_input', 'worker_instance_id: instance_id in use')
+  end
+  server.call('SET', alive, now, 'PX', ttl)
+  server.call('HSET', rec, 'worker_id', worker_id, 'lanes_csv', args[3], 'caps_csv', args[4],
+    'ttl_ms', ttl, 'registered_at_ms', now, 'last_heartbeat_ms', now, 'nonce', args[7])
+  server.call('PEXPIRE', rec, ttl)
+  server.call('SADD', workers.index(tag), instance)
+  if was_alive then return reply.ok('refreshed') end
+  workers.event(tag, now, 'worker_registered', worker_id, instance)
+  return reply.ok('registered')
+end)

@@ -1,0 +1,58 @@
+-- The state vector is one six-letter code on the record: phase, ownership,
+-- eligibility, blocking reason, outcome, attempt (letters: core/state.py).
+-- Every transition of the engine writes one of the codes below.
+local S = {
+  ACTIVE = 'alnnnr',
+  EXPIRED = 'axnwni',
+  REVOKED = 'avnwni',
+  COMPLETED = 'tunnsz',
+  FAILED = 'tunnfz',
+}
+
+local PHASES = { s = 'submitted', r = 'runnable', a = 'active', p = 'suspended', t = 'terminal' }
+local OUTCOMES = {
+  n = 'none', s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped',
+}
+
+function S.phase(code) return string.sub(code, 1, 1) end
+function S.ownership(code) return string.sub(code, 2, 2) end
+function S.eligibility(code) return string.sub(code, 3, 3) end
+function S.outcome(code) return string.sub(code, 5, 5) end
+function S.attempt(code) return string.sub(code, 6, 6) end
+function S.phase_name(code) return PHASES[S.phase(code)] or 'unknown' end
+function S.outcome_name(code) return OUTCOMES[S.outcome(code)] or 'unknown' end
+
+function S.eligible(attempt) return 'ruewn' .. attempt end
+function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt end
+function S.waiting_children(attempt) return 'ruccn' .. attempt end
+
+-- A terminal attempt letter says whether an attempt ever existed.
+local NEVER_ATTEMPTED = { n = true, f = true }
+function S.terminal(outcome, attempt)
+  return 'tunn' .. outcome .. (NEVER_ATTEMPTED[attempt] and attempt or 'z')
+end
+
+local PUBLIC_TERMINAL = { s = 'completed', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
+local PUBLIC_RUNNABLE = { d = 'delayed', c = 'waiting_children', b = 'rate_limited', q = 'rate_limited' }
+function S.public(code)
+  local phase = S.phase(code)
+  if phase == 't' then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
+  if phase == 'p' then return 'suspended' end
+  if phase == 'a' then return 'active' end
+  return PUBLIC_RUNNABLE[S.eligibility(code)] or 'waiting'
+end
+
+local BLOCKED = {
+  c = 'blocked:dependencies', b = 'blocked:budget', q = 'blocked:quota',
+  r = 'blocked:route', l = 'blocked:lane', o = 'blocked:operator',
+}
+-- The one lane index that holds an execution in this state.
+function S.index_suffix(code)
+  local phase = S.phase(code)
+  if phase == 'a' then return 'active' end
+  if phase == 'p' then return 'suspended' end
+  if phase == 't' then return 'terminal' end
+  local eligibility = S.eligibility(code)
+  if eligibility == 'd' then return 'delayed' end
+  return BLOCKED[eligibility] or 'eligible'
+end

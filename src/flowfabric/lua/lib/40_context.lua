@@ -1,0 +1,96 @@
+-- One call's context: partition, time, lane settings, and index changes that
+-- are joined into one command per index. Records are written before indexes.
+local Context = {}
+Context.__index = Context
+
+-- Lua's unpack puts every argument on its stack; larger batches go in pieces.
+local MAX_ARGS = 400
+
+function Context.open(tag)
+  return setmetatable(
+    { tag = tag, now = clock.now(), lane_settings = {}, commands = {}, order = {} },
+    Context
+  )
+end
+
+local function queue(self, command, key)
+  local slot = command .. key
+  local args = self.commands[slot]
+  if not args then
+    args = { command, key }
+    self.commands[slot] = args
+    self.order[#self.order + 1] = args
+  end
+  return args
+end
+
+function Context:zadd(key, score, member)
+  local args = queue(self, 'ZADD', key)
+  args[#args + 1] = score
+  args[#args + 1] = member
+end
+
+function Context:zrem(key, member)
+  local args = queue(self, 'ZREM', key)
+  args[#args + 1] = member
+end
+
+function Context:sadd(key, member)
+  local args = queue(self, 'SADD', key)
+  args[#args + 1] = member
+end
+
+function Context:srem(key, member)
+  local args = queue(self, 'SREM', key)
+  args[#args + 1] = member
+end
+
+function Context:flush()
+  for _, args in ipairs(self.order) do
+    if #args <= MAX_ARGS then
+      server.call(unpack(args))
+    else
+      for first = 3, #args, MAX_ARGS do
+        server.call(args[1], args[2], unpack(args, first, math.min(first + MAX_ARGS - 1, #args)))
+      end
+    end
+  end
+  self.commands = {}
+  self.order = {}
+end
+
+local DEFAULT_WEIGHT_MS = 1e12
+
+-- The partition's copy of the lane settings; no copy means the defaults.
+function Context:lane(lane)
+  local settings = self.lane_settings[lane]
+  if not settings then
+    local stored = server.call('HMGET', K.lane(self.tag, lane, 'config'),
+      'state', 'priority_weight_ms', 'reclaim_grace_ms', 'emit_renewals')
+    settings = {
+      state = stored[1] or 'active',
+      weight = tonumber(stored[2] or DEFAULT_WEIGHT_MS),
+      reclaim_grace = tonumber(stored[3] or 0),
+      emit_renewals = stored[4] == '1',
+    }
+    self.lane_settings[lane] = settings
+  end
+  return settings
+end
+
+-- Lowest score first: higher priority, then older.
+function Context:score(rec)
+  local priority = tonumber(rec.priority or 0)
+  if priority == 0 then return tonumber(rec.created_at) end
+  return tonumber(rec.created_at) - priority * self:lane(rec.lane_id).weight
+end
+
+-- Tells idle workers that a lane of this partition has claimable work. One ring
+-- wakes one worker; a claim that leaves work behind rings again.
+function Context:ring(lane)
+  if SETTINGS.cluster then
+    server.call('SPUBLISH', K.wake(self.tag, lane), lane)
+  else
+    server.call('ZADD', K.wake(self.tag, lane), 'NX', self.now, string.match(self.tag, '%d+'))
+  end
+end

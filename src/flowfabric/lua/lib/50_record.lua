@@ -1,0 +1,79 @@
+-- Reading and writing execution records. A record is a small hash; an absent
+-- field has its default (namespace and lane `default`, counters 0).
+-- `lease` is `<lease_id>/<epoch>`, `attempt` is `<attempt_id>/<index>`,
+-- `worker` is `<worker_id> <worker_instance_id>`: the last ones issued. Whether
+-- they are current follows from the state alone, so ending a lease clears nothing.
+local record = {}
+
+function record.read(c, id)
+  local flat = server.call('HGETALL', K.core(c.tag, id))
+  if #flat == 0 then return nil end
+  local rec = { lane_id = 'default', namespace = 'default' }
+  for i = 1, #flat, 2 do rec[flat[i]] = flat[i + 1] end
+  return rec
+end
+
+function record.attempt_index(rec)
+  return rec.attempt and tonumber(string.match(rec.attempt, '/(%d+)$')) or nil
+end
+
+function record.attempt_id(rec)
+  return rec.attempt and string.sub(rec.attempt, 1, 36) or ''
+end
+
+-- Every attempt takes the next index, so the count follows from the last one.
+function record.attempt_count(rec)
+  local index = record.attempt_index(rec)
+  return index and index + 1 or 0
+end
+
+function record.lease_id(rec)
+  return rec.lease and string.sub(rec.lease, 1, 36) or ''
+end
+
+function record.epoch(rec)
+  return rec.lease and tonumber(string.sub(rec.lease, 38)) or 0
+end
+
+function record.worker_instance(rec)
+  return rec.worker and string.match(rec.worker, ' (.*)$') or ''
+end
+
+-- Deletes those of the named fields that the record has.
+function record.clear(c, id, rec, ...)
+  local args = { 'HDEL', K.core(c.tag, id) }
+  for _, name in ipairs({ ... }) do
+    if rec[name] then
+      args[#args + 1] = name
+      rec[name] = nil
+    end
+  end
+  if #args > 2 then server.call(unpack(args)) end
+end
+
+-- Keeps what an ended attempt was, once the record is about to describe the next.
+function record.archive(c, id, rec, state, extra)
+  local args = {
+    'HSET', K.attempt(c.tag, id, record.attempt_index(rec)),
+    'attempt', rec.attempt, 'lease', rec.lease, 'worker', rec.worker,
+    'attempt_type', rec.attempt_type or 'initial', 'attempt_state', state,
+    'started_at', rec.attempt_started_at or rec.started_at,
+    'ended_at', (extra and extra.ended_at) or rec.completed_at or c.now,
+  }
+  for _, name in ipairs({
+    'retry_reason', 'replay_reason', 'replay_requested_by', 'reclaim_reason',
+    'previous_attempt_index',
+  }) do
+    if rec[name] then
+      args[#args + 1] = name
+      args[#args + 1] = rec[name]
+    end
+  end
+  for name, value in pairs(extra or {}) do
+    if name ~= 'ended_at' then
+      args[#args + 1] = name
+      args[#args + 1] = value
+    end
+  end
+  server.call(unpack(args))
+end

@@ -1,0 +1,19 @@
+-- The reply envelope of every function.
+local reply = {}
+
+function reply.ok(...) return { 1, 'OK', ... } end
+function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
+function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
+function reply.err(code, ...) return { 0, code, ... } end
+
+function reply.not_active(rec)
+  return reply.err('execution_not_active', S.outcome_name(rec.state),
+    tostring(record.epoch(rec)), S.phase_name(rec.state), record.attempt_id(rec))
+end
+
+-- A whole number in range, or nil.
+function reply.integer(text, low, high)
+  local value = tonumber(text)
+  if not value or value ~= math.floor(value) or value < low or value > high then return nil end
+  return value
+end

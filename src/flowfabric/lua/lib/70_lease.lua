@@ -1,0 +1,122 @@
+-- Opening, marking and ending leases.
+local lease = {}
+
+-- Removes an active execution from every index its lease put it in.
+function lease.leave_indexes(c, id, rec)
+  c:zrem(K.index(c.tag, 'lease_expiry'), id)
+  c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
+  c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
+  if S.ownership(rec.state) ~= 'l' then
+    c:zrem(K.lane(c.tag, rec.lane_id, 'reclaimable'), id)
+  end
+  if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
+  lease.drop_grant(c, id, rec)
+end
+
+function lease.drop_grant(c, id, rec)
+  if rec.grant_expires_at then
+    server.call('DEL', K.grant(c.tag, id))
+    record.clear(c, id, rec, 'grant_expires_at')
+  end
+end
+
+-- Moves a lapsed lease to the lane's reclaimable index. Lease, worker and timers
+-- stay: reclaim and the operator's view need them.
+function lease.mark_expired(c, id, rec)
+  if rec.state ~= S.ACTIVE then return end
+  rec.state = S.EXPIRED
+  rec.lease_expired_at = c.now
+  server.call('HSET', K.core(c.tag, id), 'state', S.EXPIRED, 'lease_expired_at', c.now,
+    'last_transition_at', c.now, 'blocking_detail', 'lease expired, awaiting reclaim')
+  lease.offer_for_reclaim(c, id, rec)
+  events.emit(c, 'expired', id, rec, 'f', events.fence(rec), 'w', rec.worker)
+end
+
+function lease.offer_for_reclaim(c, id, rec)
+  server.call('ZREM', K.index(c.tag, 'lease_expiry'), id)
+  server.call('ZADD', K.lane(c.tag, rec.lane_id, 'reclaimable'), c:score(rec), id)
+  c:ring(rec.lane_id)
+end
+
+local LINEAGE = { t = 'retry', p = 'replay' }
+
+-- Fields of the record that describe waiting, a pause, or the attempt before.
+local WAITING_FIELDS = {
+  'blocking_detail', 'delay_until', 'paused', 'suspended_at', 'attempt_timeout_remaining_ms',
+  'lease_expired_at', 'lease_revoked_at', 'lease_revoke_reason', 'lease_last_renewed_at',
+  'grant_expires_at',
+}
+local ATTEMPT_FIELDS = {
+  'progress_pct', 'progress_message', 'progress_updated_at', 'resumed_at',
+  'pending_replay_reason', 'pending_replay_requested_by', 'retry_reason', 'replay_reason',
+  'replay_requested_by', 'reclaim_reason', 'ended_by',
+}
+
+local function lineage(rec, mode)
+  local kind = mode == 'reclaimed' and 'reclaim' or LINEAGE[S.attempt(rec.state)] or 'initial'
+  local fields = { attempt_type = kind }
+  if kind == 'initial' then return fields end
+  fields.previous_attempt_index = record.attempt_index(rec)
+  if kind == 'retry' then
+    fields.retry_reason = rec.failure_reason
+  elseif kind == 'replay' then
+    fields.replay_reason = rec.pending_replay_reason
+    fields.replay_requested_by = rec.pending_replay_requested_by
+  else
+    fields.reclaim_reason = S.ownership(rec.state) == 'v' and 'lease_revoked' or 'lease_expired'
+    fields.lease_reclaim_count = tonumber(rec.lease_reclaim_count or 0) + 1
+  end
+  return fields
+end
+
+-- Writes the new lease. `mode` is fresh, resumed or reclaimed; `grant` carries
+-- lease_id, attempt_id, worker, ttl and an optional event reason.
+function lease.open(c, id, rec, mode, grant)
+  local expires = c.now + grant.ttl
+  local old_epoch = record.epoch(rec)
+  local timeout = tonumber(rec.attempt_timeout_ms or 0)
+  local fields = {}
+  if mode == 'resumed' then
+    timeout = tonumber(rec.attempt_timeout_remaining_ms or timeout)
+    fields.resumed_at = c.now
+  elseif rec.started_at then
+    fields = lineage(rec, mode)
+    fields.attempt_started_at = c.now
+  else
+    fields.started_at = c.now
+  end
+  if rec.last_transition_at or rec.grant_expires_at then
+    record.clear(c, id, rec, unpack(WAITING_FIELDS))
+    if mode ~= 'resumed' then record.clear(c, id, rec, unpack(ATTEMPT_FIELDS)) end
+  end
+  if mode ~= 'resumed' then
+    rec.attempt = grant.attempt_id .. '/' .. string.format('%d', record.attempt_count(rec))
+  end
+  rec.state = S.ACTIVE
+  rec.lease = grant.lease_id .. '/' .. string.format('%d', old_epoch + 1)
+  rec.worker = grant.worker
+  rec.lease_expires_at = expires
+  local args = {
+    'HSET', K.core(c.tag, id), 'state', S.ACTIVE, 'lease', rec.lease, 'attempt', rec.attempt,
+    'worker', rec.worker, 'lease_expires_at', expires, 'last_transition_at', c.now,
+  }
+  for name, value in pairs(fields) do
+    rec[name] = value
+    args[#args + 1] = name
+    args[#args + 1] = value
+  end
+  server.call(unpack(args))
+  c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
+  c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
+  c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)
+  if timeout > 0 then
+    c:zadd(K.index(c.tag, 'attempt_timeout'), c.now + math.max(1, timeout), id)
+  end
+  if mode == 'reclaimed' then
+    events.emit(c, 'reclaimed', id, rec, 'f', events.fence(rec), 'w', rec.worker, 'oe', old_epoch)
+  else
+    events.emit(c, 'acquired', id, rec, 'f', events.fence(rec), 'w', rec.worker,
+      'ty', rec.attempt_type or 'initial',
+      'r', grant.reason or (mode == 'resumed' and 'claim_resumed') or false)
+  end
+end

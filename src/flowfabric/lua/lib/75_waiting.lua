@@ -1,0 +1,29 @@
+-- Entering and leaving the one index that holds an execution without a lease.
+local waiting = {}
+
+-- Puts a runnable record where its state says it belongs.
+function waiting.enter(c, id, rec)
+  local suffix = S.index_suffix(rec.state)
+  local score = c.now
+  if suffix == 'eligible' then
+    local signature = rec.required_capabilities
+    if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end
+    c:zadd(K.eligible(c.tag, rec.lane_id, signature), c:score(rec), id)
+    return
+  elseif suffix == 'delayed' then
+    score = tonumber(rec.delay_until)
+  elseif suffix == 'blocked:dependencies' then
+    score = tonumber(rec.created_at)
+  end
+  c:zadd(K.lane(c.tag, rec.lane_id, suffix), score, id)
+end
+
+-- Takes a runnable or suspended record out of its index.
+function waiting.leave(c, id, rec)
+  local suffix = S.index_suffix(rec.state)
+  if suffix == 'eligible' then
+    c:zrem(K.eligible(c.tag, rec.lane_id, rec.required_capabilities), id)
+  else
+    c:zrem(K.lane(c.tag, rec.lane_id, suffix), id)
+  end
+end

@@ -1,0 +1,64 @@
+-- Proof of ownership. A fence is `<lease_id>/<epoch>/<attempt_id>/<attempt_index>`;
+-- missing parts are empty.
+local fence = {}
+
+function fence.parse(text)
+  local lease_id, epoch, attempt_id, index =
+    string.match(text, '^([^/]*)/([^/]*)/([^/]*)/([^/]*)$')
+  return { lease_id = lease_id or '', epoch = epoch or '', attempt_id = attempt_id or '',
+    index = index or '' }
+end
+
+-- Checks 2 to 6 of the fence order. Returns nil when the caller holds the lease,
+-- else the error; `marks` lets a lapsed lease be marked expired.
+function fence.check(c, id, rec, text, override, marks)
+  if rec.state == S.ACTIVE and text == rec.lease .. '/' .. rec.attempt
+      and tonumber(rec.lease_expires_at) > c.now then
+    return nil
+  end
+  local given = fence.parse(text)
+  local set = (given.lease_id ~= '' and 1 or 0) + (given.epoch ~= '' and 1 or 0)
+    + (given.attempt_id ~= '' and 1 or 0)
+  if set == 0 then
+    if not override then return reply.err('fence_required') end
+  elseif set < 3 then
+    return reply.err('partial_fence_triple')
+  end
+  if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
+  if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end
+  if tonumber(rec.lease_expires_at) <= c.now then
+    if marks then lease.mark_expired(c, id, rec) end
+    return reply.err('lease_expired')
+  end
+  if set == 3 then
+    if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)
+        or given.attempt_id ~= record.attempt_id(rec)
+        or (given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec)) then
+      return reply.err('stale_lease')
+    end
+  end
+  return nil
+end
+
+-- What the attempt that the caller names looks like now, or nil when it is not
+-- the caller's: the current one on the record, else its archived form.
+function fence.own_attempt(c, id, rec, text)
+  local given = fence.parse(text)
+  if given.attempt_id == '' or given.epoch == '' or given.index == '' then return nil end
+  local function mine(attempt, held)
+    return attempt == given.attempt_id .. '/' .. given.index
+      and held and string.sub(held, 38) == given.epoch
+  end
+  local archived = server.call('HMGET', K.attempt(c.tag, id, given.index),
+    'attempt', 'lease', 'attempt_state', 'ended_by', 'delay_until', 'next_attempt_index')
+  if archived[1] then
+    if not mine(archived[1], archived[2]) then return nil end
+    return { state = archived[3], ended_by = archived[4], delay_until = archived[5],
+      next_attempt_index = archived[6] }
+  end
+  if not mine(rec.attempt, rec.lease) then return nil end
+  local outcome = S.phase(rec.state) == 't' and S.outcome(rec.state) or nil
+  local ended = outcome == 's' and 'ended_success' or outcome == 'c' and 'ended_cancelled'
+    or (outcome and 'ended_failure') or nil
+  return { state = ended, ended_by = rec.ended_by, paused = rec.paused }
+end

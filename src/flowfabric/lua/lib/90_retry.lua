@@ -1,0 +1,76 @@
+-- Whether a failed attempt is retried, when, and the transition itself.
+local retry = {}
+
+local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
+local MAX_DELAY_MS = 9007199254740991
+
+function retry.policy(c, id)
+  local text = server.call('GET', K.policy(c.tag, id))
+  if not text then return nil end
+  local ok, policy = pcall(cjson.decode, text)
+  if not ok or type(policy) ~= 'table' then return nil end
+  return policy.retry_policy
+end
+
+local function lists(categories, wanted)
+  for _, name in ipairs(categories) do
+    if name == wanted then return true end
+  end
+  return false
+end
+
+function retry.on_timeout(policy)
+  return type(policy) == 'table'
+    and (policy.retry_on_timeout == true or lists(policy.retryable_categories or {}, 'timeout'))
+end
+
+function retry.allowed(rec, policy, category)
+  if type(policy) ~= 'table' or NEVER[category] then return false end
+  local categories = policy.retryable_categories or {}
+  if #categories > 0 and not lists(categories, category) then return false end
+  return tonumber(rec.retry_count or 0) < tonumber(policy.max_retries or 3)
+end
+
+-- Spreads a delay over its upper half. Scripts see the same math.random on every
+-- run, so the draw comes from a hash of what is unique to this failure.
+local function jittered(delay, seed)
+  local low = math.ceil(delay / 2)
+  local draw = tonumber(string.sub(server.sha1hex(seed), 1, 8), 16) / 4294967296
+  return low + math.floor(draw * (delay - low + 1))
+end
+
+function retry.backoff_ms(policy, n, seed)
+  local backoff = policy.backoff or {}
+  local delay
+  if backoff.type == 'fixed' then
+    delay = tonumber(backoff.delay_ms)
+  else
+    delay = tonumber(backoff.initial_delay_ms or 1000) * tonumber(backoff.multiplier or 2) ^ n
+    delay = math.min(delay, tonumber(backoff.max_delay_ms or 60000))
+  end
+  delay = math.floor(math.min(delay, MAX_DELAY_MS))
+  if backoff.jitter == true and delay > 0 then return jittered(delay, seed) end
+  return delay
+end
+
+-- Ends the attempt and parks the execution until its backoff is over.
+function retry.schedule(c, id, rec, policy, failure)
+  local count = tonumber(rec.retry_count or 0)
+  local due = math.min(c.now + retry.backoff_ms(policy, count, rec.lease .. c.now), MAX_DELAY_MS)
+  local next_index = record.attempt_count(rec)
+  record.archive(c, id, rec, 'ended_failure', {
+    ended_at = c.now, failure_reason = failure.reason, failure_category = failure.category,
+    ended_by = failure.ended_by, delay_until = due, next_attempt_index = next_index,
+  })
+  lease.leave_indexes(c, id, rec)
+  record.clear(c, id, rec, 'blocking_detail', 'lease_expired_at', 'lease_revoked_at',
+    'lease_revoke_reason')
+  server.call('HSET', K.core(c.tag, id), 'state', S.delayed('b', 't'), 'delay_until', due,
+    'retry_count', count + 1, 'failure_reason', failure.reason,
+    'failure_category', failure.category, 'last_transition_at', c.now)
+  events.emit(c, 'released', id, rec, 'r', 'failed_retry_scheduled',
+    'f', events.fence(rec), 'w', rec.worker, 'du', due)
+  rec.state, rec.delay_until, rec.retry_count = S.delayed('b', 't'), due, count + 1
+  waiting.enter(c, id, rec)
+  return due, next_index
+end

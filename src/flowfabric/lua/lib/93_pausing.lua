@@ -1,0 +1,34 @@
+-- Giving a lease back while the same attempt stays open.
+local pausing = {}
+
+-- Releases the lease and parks the record in `state`; the attempt resumes later.
+function pausing.release(c, id, rec, state, marker, fields)
+  local timer = rec.attempt_timeout_ms
+    and server.call('ZSCORE', K.index(c.tag, 'attempt_timeout'), id)
+  lease.leave_indexes(c, id, rec)
+  local args = {
+    'HSET', K.core(c.tag, id), 'state', state, 'paused', marker, 'suspended_at', c.now,
+    'last_transition_at', c.now,
+  }
+  if timer then
+    args[#args + 1] = 'attempt_timeout_remaining_ms'
+    args[#args + 1] = math.max(1, tonumber(timer) - c.now)
+  end
+  for name, value in pairs(fields) do
+    args[#args + 1] = name
+    args[#args + 1] = value
+    rec[name] = value
+  end
+  server.call(unpack(args))
+  events.emit(c, 'released', id, rec, 'r', string.match(marker, '^[^:]+'),
+    'f', events.fence(rec), 'w', rec.worker, 'du', fields.delay_until or false)
+  rec.state = state
+  waiting.enter(c, id, rec)
+  c:flush()
+end
+
+-- The answer an earlier, identical call got, when its reply was lost.
+function pausing.replayed(c, id, rec, text, marker)
+  local own = fence.own_attempt(c, id, rec, text)
+  if own and own.paused then return string.match(own.paused, '^' .. marker .. ':(.+)$') end
+end

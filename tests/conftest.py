@@ -1,0 +1,48 @@
+"""Fixtures: one private Valkey per test process, a fresh engine per test, and a leak check."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
+from flowfabric.valkey.address import parse_url
+from tests.support.engine import Engine
+from tests.support.leaks import find_leaks
+from tests.support.server import TestServer
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[TestServer]:
+    """The test process's own server; tests share it and each starts with an empty keyspace."""
+    server = TestServer("--maxmemory-policy", "noeviction", "--appendonly", "yes")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def backend(valkey: TestServer) -> AsyncIterator[Backend]:
+    """A prepared engine on an empty keyspace, with the test clock at the server's time."""
+    connected = await Backend.connect(
+        parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+    )
+    await connected.transport.call("FLUSHALL")
+    await connected.prepare()
+    await connected.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
+    yield connected
+    await connected.aclose()
+
+
+@pytest.fixture
+async def engine(backend: Backend, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    """The engine with shorthands. Afterwards no key may be left without an owner.
+
+    A test that damages stored data on purpose says so with `@pytest.mark.corrupts`.
+    """
+    helper = Engine(backend)
+    yield helper
+    if request.node.get_closest_marker("corrupts") is None:
+        assert await find_leaks(backend) == []

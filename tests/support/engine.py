@@ -1,0 +1,126 @@
+"""Shorthands for engine tests: make, claim, move the clock, look at everything stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core.contracts.events import Event, decode_entry
+from flowfabric.core.contracts.executions import Created, NewExecution
+from flowfabric.core.contracts.leases import Claim, Handle
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.keys import events
+from flowfabric.core.policy import parse_policy
+from flowfabric.core.state import StateVector
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.scheduling import Want
+
+LANE = "default"
+TTL = 30_000
+
+
+class Engine:
+    """One engine under test."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self._offset = 0
+
+    def new_id(self, lane: str = LANE) -> ExecutionId:
+        return ExecutionId.solo(lane, self.backend.counts)
+
+    async def create(
+        self,
+        *,
+        lane: str = LANE,
+        policy: Mapping[str, Any] | None = None,
+        execution_id: ExecutionId | None = None,
+        **fields: Any,
+    ) -> ExecutionId:
+        """Create one execution and return its id."""
+        outcome = await self.backend.create_execution(
+            NewExecution(
+                execution_id=execution_id or self.new_id(lane),
+                execution_kind=fields.pop("execution_kind", "job"),
+                lane_id=lane,
+                policy=None if policy is None else parse_policy(dict(policy)),
+                **fields,
+            )
+        )
+        assert isinstance(outcome, Created)
+        return outcome.execution_id
+
+    def want(
+        self,
+        *,
+        lane: str = LANE,
+        worker: str = "w",
+        instance: str = "w-1",
+        capabilities: Iterable[str] = (),
+        ttl: int = TTL,
+    ) -> Want:
+        csv = caps.to_csv(caps.normalise(list(capabilities), "worker"))
+        return Want.of(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
+
+    async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:
+        """Claim from the lane's own partition."""
+        tag = self.new_id(lane).tag
+        claimed = await self.backend.claim_many(self.want(lane=lane, **want), tag, max_n)
+        return claimed.claims
+
+    async def claim(self, **want: Any) -> Claim:
+        """Claim exactly one."""
+        (claim,) = await self.claim_all(1, **want)
+        return claim
+
+    async def running(self, **create: Any) -> Handle:
+        """Create one execution and claim it."""
+        await self.create(**create)
+        lane = create.get("lane", LANE)
+        return (await self.claim(lane=lane)).handle
+
+    async def advance(self, ms: int) -> None:
+        """Move the engine's clock forward (backward when negative)."""
+        self._offset += ms
+        await self.backend.fcall("ff_test_clock", "{fp:0}", (self._offset,), op="test")
+
+    async def now(self) -> int:
+        return await self.backend.server_time_ms()
+
+    async def vector(self, execution_id: ExecutionId) -> StateVector:
+        return (await self.backend.read_execution_info(execution_id)).state_vector
+
+    async def events(self, execution_id: ExecutionId) -> list[Event]:
+        """Everything the partition's feed says of one execution, in order."""
+        entries: Any = await self.backend.transport.call(
+            "XRANGE", events(execution_id.tag), "-", "+"
+        )
+        decoded = [decode_entry(execution_id.partition, entry, flat) for entry, flat in entries]
+        return [event for event in decoded if event.execution_id == execution_id]
+
+    async def dump(self) -> dict[bytes, Any]:
+        """Every key with its full content, to compare before and after."""
+        call = self.backend.transport.call
+        names: Any = await call("KEYS", "*")
+        dumped: dict[bytes, Any] = {}
+        for name in sorted(names):
+            kind: Any = await call("TYPE", name)
+            dumped[name] = await _content(call, name, kind.decode())
+        return dumped
+
+
+async def _content(call: Any, name: bytes, kind: str) -> Any:
+    match kind:
+        case "hash":
+            return dict(sorted((await call("HGETALL", name)).items()))
+        case "string":
+            return await call("GET", name)
+        case "set":
+            return sorted(await call("SMEMBERS", name))
+        case "zset":
+            return await call("ZRANGE", name, 0, -1, "WITHSCORES")
+        case "list":
+            return await call("LRANGE", name, 0, -1)
+        case _:
+            return await call("XRANGE", name, "-", "+")

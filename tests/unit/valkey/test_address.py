@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.valkey.address import Address, from_env, parse_url
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("valkey://db:6380", Address(host="db", port=6380)),
+        ("valkey://db", Address(host="db", port=6379)),
+        ("valkey://db:6380/3", Address(host="db", port=6380, db=3)),
+        ("valkey://u:p%40ss@db", Address(host="db", username="u", password="p@ss")),
+        ("valkey://:secret@db", Address(host="db", password="secret")),
+        ("valkey://[::1]:7000", Address(host="::1", port=7000)),
+        ("valkeys://db", Address(host="db", tls=True)),
+        ("unix:///run/v.sock", Address(socket_path="/run/v.sock")),
+        ("unix://rel/v.sock", Address(socket_path="rel/v.sock")),
+        ("unix:///run/v.sock?db=2", Address(socket_path="/run/v.sock", db=2)),
+        (
+            "unix://u:p@/run/v.sock",
+            Address(socket_path="/run/v.sock", username="u", password="p"),
+        ),
+        (
+            "valkey+cluster://a:7001,b:7002,c",
+            Address(
+                host="a", port=7001, cluster=True, seeds=(("a", 7001), ("b", 7002), ("c", 6379))
+            ),
+        ),
+        (
+            "valkeys+cluster://u:p@a",
+            Address(
+                host="a",
+                tls=True,
+                cluster=True,
+                username="u",
+                password="p",
+                seeds=(("a", 6379),),
+            ),
+        ),
+    ],
+)
+def test_url_forms(url: str, expected: Address) -> None:
+    assert parse_url(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://db",
+        "db:6379",
+        "",
+        "valkey://",
+        "valkey://db:0",
+        "valkey://db:70000",
+        "valkey://db:x",
+        "valkey://db/x",
+        "valkey://db/-1",
+        "valkey://user@db",
+        "valkey://a:1,b:2",
+        "valkey+cluster://a/1",
+        "valkey://db?db=1",
+        "valkey://db#x",
+        "unix://",
+        "unix:///run/v.sock?timeout=1",
+    ],
+)
+def test_bad_urls_name_the_variable(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url(url)
+    assert caught.value.message.startswith("invalid value for FF_URL: ")
+
+
+def test_a_bad_url_never_shows_the_password() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url("valkey://user:hunter2@db:notaport")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_password_is_not_in_the_repr() -> None:
+    address = parse_url("valkey://user:hunter2@db:1")
+    assert "hunter2" not in repr(address)
+    assert "***" in repr(address)
+    assert "password=None" in repr(parse_url("valkey://db"))
+
+
+def test_environment_without_address_means_embedded() -> None:
+    assert from_env({}) is None
+    assert from_env({"FF_PORT": "7000", "FF_URL": " ", "FF_HOST": ""}) is None
+
+
+def test_environment_variables() -> None:
+    environ = {
+        "FF_HOST": "db",
+        "FF_PORT": "7000",
+        "FF_TLS": "TRUE",
+        "FF_USERNAME": "u",
+        "FF_PASSWORD": "p",
+        "FF_TLS_CA": "/ca.pem",
+        "FF_DB": "4",
+    }
+    assert from_env(environ) == Address(
+        host="db", port=7000, tls=True, username="u", password="p", tls_ca="/ca.pem", db=4
+    )
+    cluster = from_env({"FF_HOST": "db", "FF_CLUSTER": "1"})
+    assert cluster == Address(host="db", cluster=True, seeds=(("db", 6379),))
+    assert from_env({"FF_HOST": "db", "FF_TLS": "yes"}) == Address(host="db")
+
+
+def test_the_url_wins_and_the_variables_fill_in() -> None:
+    environ = {"FF_URL": "valkey://a:1", "FF_HOST": "b", "FF_PASSWORD": "p", "FF_DB": "2"}
+    assert from_env(environ) == Address(host="a", port=1, password="p", db=2)
+    environ = {"FF_URL": "valkey://u:q@a:1/7", "FF_USERNAME": "x", "FF_PASSWORD": "p", "FF_DB": "2"}
+    assert from_env(environ) == Address(host="a", port=1, username="u", password="q", db=7)
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable"),
+    [
+        ({"FF_PORT": "x"}, "FF_PORT"),
+        ({"FF_PORT": "0"}, "FF_PORT"),
+        ({"FF_PORT": "65536"}, "FF_PORT"),
+        ({"FF_PORT": "12ab"}, "FF_PORT"),
+        ({"FF_DB": "-1"}, "FF_DB"),
+        ({"FF_DB": "1", "FF_CLUSTER": "1"}, "FF_DB"),
+        ({"FF_USERNAME": "u"}, "FF_USERNAME"),
+        ({"FF_URL": "http://x"}, "FF_URL"),
+    ],
+)
+def test_bad_variables(environ: dict[str, str], variable: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_env({"FF_HOST": "db", **environ})
+    assert caught.value.message.startswith(f"invalid value for {variable}: ")
+
+
+def test_a_node_keeps_credentials_and_drops_the_seeds() -> None:
+    node = parse_url("valkeys+cluster://u:p@a:1,b:2").node("c", 3)
+    assert node == Address(host="c", port=3, username="u", password="p", tls=True)
+    assert node.peer == "c:3"
+    assert parse_url("valkey://[::1]:5").peer == "[::1]:5"
+    assert parse_url("unix:///x.sock").peer == "unix:/x.sock"

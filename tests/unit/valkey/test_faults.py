@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pickle
+import ssl
+
+import pytest
+
+from flowfabric.valkey.faults import RedirectError, from_connect, from_reply, lost, timed_out
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        ("NOAUTH Authentication required.", "auth"),
+        ("WRONGPASS invalid username-password pair or user is disabled.", "auth"),
+        ("NOPERM User x has no permissions to run the 'get' command", "auth"),
+        ("LOADING Valkey is loading the dataset in memory", "busy_loading"),
+        ("OOM command not allowed when used memory > 'maxmemory'.", "out_of_memory"),
+        ("READONLY You can't write against a read only replica.", "read_only"),
+        ("BUSY Valkey is busy running a script.", "busy_script"),
+        ("MASTERDOWN Link with MASTER is down", "cluster"),
+        ("CLUSTERDOWN The cluster is down", "cluster"),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", "cluster"),
+        ("MOVED 3999 127.0.0.1:6381", "cluster"),
+        ("ASK 3999 127.0.0.1:6381", "cluster"),
+        ("ERR Function not found", "script_not_loaded"),
+        ("NOSCRIPT No matching function", "script_not_loaded"),
+        ("CROSSSLOT Keys in request don't hash to the same slot", "protocol"),
+        ("NOPROTO unsupported protocol version", "protocol"),
+        ("ERR Protocol error: invalid bulk length", "protocol"),
+        ("ERR unknown command 'HELLO'", "protocol"),
+        ("ERR max number of clients reached", "transport"),
+        ("ERR syntax error", "other"),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", "other"),
+        ("", "other"),
+    ],
+)
+def test_error_replies(reply: str, kind: str) -> None:
+    error = from_reply(reply)
+    assert error.kind == kind
+    assert not error.ambiguous
+    assert reply in error.message
+
+
+@pytest.mark.parametrize(
+    ("reply", "asking", "slot", "host", "port"),
+    [
+        ("MOVED 3999 127.0.0.1:6381", False, 3999, "127.0.0.1", 6381),
+        ("ASK 1 host.example:7000", True, 1, "host.example", 7000),
+        ("MOVED 0 :6381", False, 0, "", 6381),
+        ("MOVED 5 2001:db8::1:6381", False, 5, "2001:db8::1", 6381),
+    ],
+)
+def test_redirects(reply: str, asking: bool, slot: int, host: str, port: int) -> None:
+    error = from_reply(reply)
+    assert isinstance(error, RedirectError)
+    assert (error.asking, error.slot, error.host, error.port) == (asking, slot, host, port)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.slot, copy.port) == (slot, port)
+
+
+def test_connection_failures() -> None:
+    assert from_connect(ConnectionRefusedError(111, "Connection refused"), "h:1").safe_to_repeat
+    assert "did not answer" in from_connect(TimeoutError(), "h:1").message
+    untrusted = from_connect(ssl.SSLCertVerificationError(1, "bad"), "h:1")
+    assert untrusted.kind == "auth"
+    assert not untrusted.retryable
+    assert lost("h:1", "gone", sent=True).ambiguous
+    assert lost("h:1", "gone", sent=False).safe_to_repeat
+    assert timed_out("h:1", sent=True).ambiguous
+    assert timed_out("h:1", sent=False).safe_to_repeat
