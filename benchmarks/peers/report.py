@@ -43,8 +43,9 @@ def as_table(n: int, rows: Sequence[Row]) -> Table:
     table.add_column("queue", no_wrap=True)
     table.add_column("version", no_wrap=True)
     times = "× of the fastest peer"  # noqa: RUF001
-    for heading in ("n", "submit/s", "process/s", "lifecycle/s", times):
-        table.add_column(heading, justify="right", min_width=min(len(heading), 11))
+    for heading in ("n", "submit/s", "process/s", "lifecycle/s"):
+        table.add_column(heading, justify="right", min_width=len(heading))
+    table.add_column(times, justify="right", width=7)
     for row in ordered(rows):
         ratio = _ratio(row, fastest)
         table.add_row(
