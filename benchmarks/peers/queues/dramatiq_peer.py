@@ -3,8 +3,8 @@
 import os
 import threading
 
-# The user guide's knobs for many short tasks: 8 threads (its default) and a prefetch
-# large enough that a fetch brings many messages.
+# 8 threads is dramatiq's default. The prefetch is its documented variable; the value is our
+# choice: of 16 (the default here), 128, 512 and 2000, 512 and 2000 were fastest in trials.
 os.environ.setdefault("dramatiq_queue_prefetch", "512")
 
 import dramatiq

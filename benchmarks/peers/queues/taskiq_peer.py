@@ -31,7 +31,8 @@ class Taskiq(harness.Queue):
         await asyncio.gather(*(enqueue() for _ in range(32)))
 
     async def work(self):
-        # No parameter to validate in a no-op; 100 tasks at a time is the CLI's default.
+        # 100 tasks at a time is the CLI's default; the prefetch (default 0) is our choice.
+        # A no-op has no parameter to validate.
         await run_receiver_task(
             self.broker,
             run_startup=True,
