@@ -11,7 +11,7 @@ from flowfabric.core import keys
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.calls import Calls, text
 
-__all__ = ["DuePage", "Upkeep"]
+__all__ = ["DuePage", "DueScan", "Upkeep"]
 
 
 class DuePage(msgspec.Struct, frozen=True):
@@ -22,28 +22,41 @@ class DuePage(msgspec.Struct, frozen=True):
     ids: list[str]
 
 
+class DueScan(msgspec.Struct, frozen=True):
+    """What a look at time-ordered indexes found. An index in neither part is empty."""
+
+    now_ms: int
+    pages: list[DuePage]
+    armed: dict[tuple[str, str], int]
+    """The earliest time in each (tag, index) where nothing is due yet."""
+
+
 class Upkeep(Calls):
     """Engine-internal operations. Each re-checks its own condition, so a late call is harmless."""
 
     async def scan_due(
         self, indexes: Sequence[str], tags: Sequence[str], limit: int, offset: int = 0
-    ) -> list[DuePage]:
+    ) -> DueScan:
         """Members of the named indexes whose time has come, for every partition named.
 
         On a single server one call covers all partitions; in a cluster each takes its own.
         """
         groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
+        now = 0
         pages: list[DuePage] = []
+        armed: dict[tuple[str, str], int] = {}
         for group in groups:
             if not group:
                 continue
             args = (limit, offset, len(indexes), *indexes, *group)
             reply = await self.fcall("ff_scan_due", group[0], args, op="scan_due")
+            now = int(reply[2])
             pages += [
                 DuePage(text(tag), text(index), [text(member) for member in ids])
                 for tag, index, ids in reply[3]
             ]
-        return pages
+            armed |= {(text(tag), text(index)): int(score) for tag, index, score in reply[4]}
+        return DueScan(now, pages, armed)
 
     async def _each(self, function: str, tag: str, *args: Any) -> list[str]:
         reply = await self.fcall(function, tag, args, op=function.removeprefix("ff_"))

@@ -1,7 +1,8 @@
 -- ff_expire: end executions whose attempt ran too long or whose lifetime is over.
 -- Keys: core, policy, timers, every index of the current state, lane terminal / delayed.
 -- Arguments: reason (attempt_timeout | execution_deadline), then execution ids.
--- Replies per id: expired | retry_scheduled | already_terminal | not_yet_due | not_found_cleaned.
+-- Replies per id: expired | retry_scheduled | failed (a timeout that counts as a failed attempt) |
+--   already_terminal | not_yet_due | not_found_cleaned | error:<why>.
 -- Errors: none. Events: completion | released.
 local function drop_timers(c, id)
   c:zrem(K.index(c.tag, 'attempt_timeout'), id)
@@ -25,10 +26,17 @@ local function expire(c, id, reason)
   end
   if reason == 'attempt_timeout' then
     local policy = retry.policy(c, id)
-    if retry.on_timeout(policy) and retry.allowed(rec, policy, 'timeout') then
-      retry.schedule(c, id, rec, policy,
-        { reason = 'attempt_timeout', category = 'timeout', ended_by = 'expire' })
-      return 'retry_scheduled'
+    if retry.on_timeout(policy) then
+      if retry.allowed(rec, policy, 'timeout') then
+        retry.schedule(c, id, rec, policy,
+          { reason = 'attempt_timeout', category = 'timeout', ended_by = 'expire' })
+        return 'retry_scheduled'
+      end
+      ending.finish(c, id, rec, {
+        outcome = 'f', reason = 'failed_terminal', category = 'timeout',
+        fields = { 'failure_reason', reason, 'failure_category', 'timeout', 'ended_by', 'expire' },
+      })
+      return 'failed'
     end
   end
   ending.finish(c, id, rec, {
@@ -40,8 +48,7 @@ end
 
 server.register_function('ff_expire', function(keys, args)
   local c = Context.open(keys[1])
-  local replies = {}
-  for i = 2, #args do replies[i - 1] = expire(c, args[i], args[1]) end
+  local replies = batch.each(args, 2, function(id) return expire(c, id, args[1]) end)
   c:flush()
   return reply.ok(replies)
 end)

@@ -1,7 +1,7 @@
 -- ff_mark_expired: move lapsed leases to where the next claim finds them.
 -- Keys: core, lease_expiry, lane reclaimable. Arguments: execution ids.
 -- Replies per id: marked_expired | execution_not_found | not_active | already_expired |
---   already_revoked | unowned | not_yet_expired. Errors: none. Events: expired.
+--   already_revoked | unowned | not_yet_expired | error:<why>. Errors: none. Events: expired.
 local function mark(c, id)
   local live = K.index(c.tag, 'lease_expiry')
   local rec = record.read(c, id)
@@ -25,7 +25,5 @@ end
 
 server.register_function('ff_mark_expired', function(keys, args)
   local c = Context.open(keys[1])
-  local replies = {}
-  for i = 1, #args do replies[i] = mark(c, args[i]) end
-  return reply.ok(replies)
+  return reply.ok(batch.each(args, 1, function(id) return mark(c, id) end))
 end)

@@ -1,7 +1,7 @@
 -- ff_promote_delayed: make due delayed executions eligible; the attempt state is kept.
 -- Keys: core, lane delayed, lane eligible. Arguments: lane, then execution ids.
 -- Replies per id: promoted | not_yet_due | not_found_cleaned | not_runnable_cleaned |
---   not_delayed_cleaned. Errors: none. Events: none; rings the doorbell.
+--   not_delayed_cleaned | error:<why>. Errors: none. Events: none; rings the doorbell.
 local function promote(c, lane, id)
   local rec = record.read(c, id)
   if not rec or rec.lane_id ~= lane or S.phase(rec.state) ~= 'r'
@@ -10,7 +10,7 @@ local function promote(c, lane, id)
     if not rec then return 'not_found_cleaned' end
     return S.phase(rec.state) ~= 'r' and 'not_runnable_cleaned' or 'not_delayed_cleaned'
   end
-  if tonumber(rec.delay_until) > c.now then return 'not_yet_due' end
+  if tonumber(rec.delay_until or 0) > c.now then return 'not_yet_due' end
   waiting.leave(c, id, rec)
   rec.state = S.eligible(S.attempt(rec.state))
   server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now)
@@ -21,11 +21,12 @@ end
 
 server.register_function('ff_promote_delayed', function(keys, args)
   local c = Context.open(keys[1])
-  local replies, promoted = {}, false
-  for i = 2, #args do
-    replies[i - 1] = promote(c, args[1], args[i])
-    promoted = promoted or replies[i - 1] == 'promoted'
-  end
+  local promoted = false
+  local replies = batch.each(args, 2, function(id)
+    local answer = promote(c, args[1], id)
+    promoted = promoted or answer == 'promoted'
+    return answer
+  end)
   c:flush()
   if promoted then c:ring(args[1]) end
   return reply.ok(replies)

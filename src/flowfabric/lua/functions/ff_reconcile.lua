@@ -1,7 +1,8 @@
 -- ff_reconcile: compare executions with the indexes their records demand; repair on request.
 -- Keys: core, every lane index, lease_expiry, all_executions.
 -- Arguments: check | repair, then execution ids.
--- Replies per id: consistent | drifted:<expected> | repaired:<from>><to> | orphan | orphan_removed.
+-- Replies per id: consistent | drifted:<expected> | repaired:<from>><to> | orphan | orphan_removed |
+--   error:<why>.
 -- Errors: none. Events: none.
 local LANE_INDEXES = {
   'delayed', 'active', 'reclaimable', 'suspended', 'terminal', 'blocked:dependencies',
@@ -11,16 +12,38 @@ local DEFAULT_RETENTION_MS = 86400000
 
 local function eligible_key(c, rec) return K.eligible(c.tag, rec.lane_id, rec.required_capabilities) end
 
-local function has(key, id) return server.call('ZSCORE', key, id) ~= false end
+local function group(groups, name, id)
+  groups[name] = groups[name] or {}
+  table.insert(groups[name], id)
+end
 
--- Which indexes hold it, by suffix.
-local function held_by(c, id, rec)
-  local found = {}
-  if has(eligible_key(c, rec), id) then found.eligible = true end
-  for _, suffix in ipairs(LANE_INDEXES) do
-    if has(K.lane(c.tag, rec.lane_id, suffix), id) then found[suffix] = true end
+local function note(found, key, suffix, ids)
+  local scores = server.call('ZMSCORE', key, unpack(ids))
+  for i, id in ipairs(ids) do
+    if scores[i] then found[id][suffix] = true end
   end
-  if has(K.index(c.tag, 'lease_expiry'), id) then found.lease_expiry = true end
+end
+
+-- Which indexes hold each record, by suffix; one command per index, not per record.
+local function held_by(c, ids, records)
+  local found, known, lanes, eligible = {}, {}, {}, {}
+  for _, id in ipairs(ids) do
+    local rec = records[id]
+    if rec and not found[id] then
+      found[id] = {}
+      known[#known + 1] = id
+      group(lanes, rec.lane_id, id)
+      group(eligible, eligible_key(c, rec), id)
+    end
+  end
+  if #known == 0 then return found end
+  note(found, K.index(c.tag, 'lease_expiry'), 'lease_expiry', known)
+  for key, members in pairs(eligible) do note(found, key, 'eligible', members) end
+  for lane, members in pairs(lanes) do
+    for _, suffix in ipairs(LANE_INDEXES) do
+      note(found, K.lane(c.tag, lane, suffix), suffix, members)
+    end
+  end
   return found
 end
 
@@ -65,14 +88,13 @@ local function names(set)
   return #list > 0 and table.concat(list, '+') or 'none'
 end
 
-local function reconcile(c, id, repair)
-  local rec = record.read(c, id)
+local function reconcile(c, id, rec, found, repair)
   if not rec then
     if not repair then return 'orphan' end
     c:zrem(K.index(c.tag, 'all_executions'), id)
     return 'orphan_removed'
   end
-  local found, want = held_by(c, id, rec), demanded(rec)
+  local want = demanded(rec)
   if names(found) == names(want) then return 'consistent' end
   if not repair then return 'drifted:' .. names(want) end
   for suffix in pairs(found) do
@@ -86,10 +108,29 @@ local function reconcile(c, id, repair)
   return 'repaired:' .. names(found) .. '>' .. names(want)
 end
 
+local function reconcile_some(c, ids, repair)
+  local records, broken = {}, {}
+  local problems = batch.each(ids, 1, function(id)
+    records[id] = record.read(c, id)
+    return false
+  end)
+  for i, id in ipairs(ids) do broken[id] = problems[i] end
+  local found = held_by(c, ids, records)
+  local answers = batch.each(ids, 1, function(id)
+    return broken[id] or reconcile(c, id, records[id], found[id], repair)
+  end)
+  c:flush()
+  return answers
+end
+
 server.register_function('ff_reconcile', function(keys, args)
   local c = Context.open(keys[1])
   local replies = {}
-  for i = 2, #args do replies[i - 1] = reconcile(c, args[i], args[1] == 'repair') end
-  c:flush()
+  for first = 2, #args, MAX_ARGS do
+    local ids = { unpack(args, first, math.min(first + MAX_ARGS - 1, #args)) }
+    for _, answer in ipairs(reconcile_some(c, ids, args[1] == 'repair')) do
+      replies[#replies + 1] = answer
+    end
+  end
   return reply.ok(replies)
 end)

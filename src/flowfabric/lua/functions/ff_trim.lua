@@ -2,7 +2,7 @@
 -- Keys: every key of the execution, lane terminal, all_executions, purge_backlog.
 -- Arguments: lane, then execution ids.
 -- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal |
---   orphan_removed. Errors: none. Events: none.
+--   orphan_removed | error:<why>. Errors: none. Events: none.
 local MAX_KEYS = 500
 
 local function trim(c, lane, id)
@@ -21,7 +21,7 @@ local function trim(c, lane, id)
   local attempts = record.attempt_count(rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
-    K.steps(c.tag, id))
+    K.steps(c.tag, id), K.unresolved(c.tag, id))
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
   if attempts > MAX_KEYS then
@@ -36,7 +36,5 @@ end
 
 server.register_function('ff_trim', function(keys, args)
   local c = Context.open(keys[1])
-  local replies = {}
-  for i = 2, #args do replies[i - 1] = trim(c, args[1], args[i]) end
-  return reply.ok(replies)
+  return reply.ok(batch.each(args, 2, function(id) return trim(c, args[1], id) end))
 end)
