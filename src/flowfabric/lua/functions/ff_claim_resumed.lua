@@ -17,7 +17,9 @@ server.register_function('ff_claim_resumed', function(keys, args)
   if problem then return problem end
   if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_leaseable') end
   if S.attempt(rec.state) ~= 'i' then return reply.err('not_a_resumed_execution') end
-  if S.eligibility(rec.state) ~= 'e' then return reply.err('execution_not_leaseable') end
+  if S.eligibility(rec.state) ~= 'e' or granting.lane_closed(c, rec) then
+    return reply.err('execution_not_leaseable')
+  end
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end
   claiming.take(c, id, rec, 'resumed', { lease_id = lease_id, worker = worker, ttl = ttl })

@@ -12,7 +12,8 @@ server.register_function('ff_issue_claim_grant', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   local problem = granting.lane_problem(rec, args[2])
   if problem then return problem end
-  if S.phase(rec.state) ~= 'r' or S.eligibility(rec.state) ~= 'e' then
+  if S.phase(rec.state) ~= 'r' or S.eligibility(rec.state) ~= 'e'
+      or granting.lane_closed(c, rec) then
     return reply.err('execution_not_eligible')
   end
   if granting.live(c, rec) then return granting.repeated(c, id, rec, args[6]) end

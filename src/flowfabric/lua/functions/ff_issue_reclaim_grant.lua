@@ -13,7 +13,8 @@ server.register_function('ff_issue_reclaim_grant', function(keys, args)
   local problem = granting.lane_problem(rec, args[2])
   if problem then return problem end
   local ownership = S.ownership(rec.state)
-  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v') then
+  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v')
+      or granting.lane_closed(c, rec) then
     return reply.err('execution_not_reclaimable')
   end
   if granting.live(c, rec) then return granting.repeated(c, id, rec, args[6]) end

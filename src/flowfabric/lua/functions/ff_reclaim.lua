@@ -17,7 +17,8 @@ server.register_function('ff_reclaim', function(keys, args)
   local problem = granting.lane_problem(rec, lane)
   if problem then return problem end
   local ownership = S.ownership(rec.state)
-  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v') then
+  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v')
+      or granting.lane_closed(c, rec) then
     return reply.err('execution_not_reclaimable')
   end
   local cap = claiming.reclaim_cap(rec, args[8] ~= '' and args[8] or nil)

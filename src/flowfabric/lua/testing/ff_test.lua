@@ -1,8 +1,18 @@
--- Loaded by tests only: moves the engine's clock and shows how keys are built.
+-- Loaded by tests only: moves or stops the engine's clock and shows how keys are built.
+local running = clock.now
+
 server.register_function('ff_test_clock', function(_, args)
   clock.offset = tonumber(args[1])
   clock.last = 0
+  clock.now = running
   return reply.ok(clock.now())
+end)
+
+-- Stops the clock, so that a test can stand exactly on a deadline.
+server.register_function('ff_test_freeze', function(_, args)
+  local at = tonumber(args[1])
+  clock.now = function() return at end
+  return reply.ok(at)
 end)
 
 server.register_function('ff_test_key', function(keys, args)
