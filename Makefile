@@ -49,4 +49,4 @@ lock: setup ## renew requirements.lock from pyproject.toml
 		--group dev pyproject.toml -o requirements.lock
 
 clean: ## remove the environment and all caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .flowfabric
+	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .hypothesis .flowfabric

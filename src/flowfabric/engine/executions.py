@@ -28,6 +28,7 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
+    PartitionKey,
     new_uuid,
     validate_creator_identity,
     validate_execution_kind,
@@ -36,7 +37,7 @@ from flowfabric.core.ids import (
     validate_namespace,
 )
 from flowfabric.core.keys import LANES, PARTITIONS
-from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags, validate_tags
 from flowfabric.core.text import truncate_utf8
@@ -65,7 +66,7 @@ class Completion(msgspec.Struct, frozen=True):
     result_encoding: str = ""
 
 
-def _timestamp(value: Any, field: str, *, low: int = 0) -> int:
+def _timestamp(value: Any, field: str, *, low: int = -_MAX_TIMESTAMP) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid_input(field, "must be a whole number of milliseconds since 1970")
     if not low <= value <= _MAX_TIMESTAMP:
@@ -101,7 +102,7 @@ class Executions(Calls):
             else:
                 batches.setdefault(item.execution_id.tag, []).append(position)
         for tag, positions in batches.items():
-            await self._register(items[positions[0]], tag)
+            await self._register(tag, {items[i].lane_id for i in positions})
             for start in range(0, len(positions), BATCH):
                 part = positions[start : start + BATCH]
                 await self._create_part(tag, [items[i] for i in part], part, outcomes)
@@ -144,6 +145,8 @@ class Executions(Calls):
             _timestamp(item.delay_until, "delay_until")
         if item.execution_deadline_at is not None:
             _timestamp(item.execution_deadline_at, "execution_deadline_at")
+        if item.policy is not None:
+            _policy_json(item.policy)
 
     def _too_large(self, field: str, size: int) -> ValidationError:
         return ValidationError(
@@ -151,13 +154,14 @@ class Executions(Calls):
             f"{field} has {size} bytes, the limit is {self.limits.max_payload_bytes}",
         )
 
-    async def _register(self, item: NewExecution, tag: str) -> None:
+    async def _register(self, tag: str, lanes: set[str]) -> None:
         """Scanners walk registered lanes and partitions only; ours are added before first use."""
-        if item.lane_id not in self.known_lanes:
-            await self.transport.call("SADD", LANES, item.lane_id, key=LANES, replay_safe=True)
-            self.known_lanes.add(item.lane_id)
+        unseen = lanes - self.known_lanes
+        if unseen:
+            await self.transport.call("SADD", LANES, *unseen, key=LANES, replay_safe=True)
+            self.known_lanes |= unseen
         if tag not in self.known_partitions:
-            index = item.execution_id.partition
+            index = PartitionKey.trusted(tag).index_number
             await self.transport.call("SADD", PARTITIONS, index, key=PARTITIONS, replay_safe=True)
             self.known_partitions.add(tag)
 
@@ -243,6 +247,10 @@ class Executions(Calls):
     ) -> FailOutcome:
         """End the attempt unsuccessfully; the stored policy decides on a retry."""
         execution_id = self.checked(execution_id)
+        if source != "operator_override":
+            retry_policy_json = ""
+        elif retry_policy_json:
+            _check_retry_policy(retry_policy_json)
         args = (
             execution_id,
             fence.wire,
@@ -356,9 +364,8 @@ class Executions(Calls):
         """Store a new priority (clamped to 0..9000) for an execution that is not running yet."""
         priority = _whole(new_priority, "new_priority")
         execution_id = self.checked(execution_id)
-        reply = await self.fcall(
-            "ff_change_priority", execution_id.tag, (execution_id, priority), op="change_priority"
-        )
+        args = (execution_id, priority, new_uuid())
+        reply = await self.fcall("ff_change_priority", execution_id.tag, args, op="change_priority")
         return PriorityChanged(execution_id, int(reply[2]), int(reply[3]))
 
     async def replay_execution(
@@ -384,7 +391,7 @@ class Executions(Calls):
         return Replayed(PublicState(text(reply[2])))
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
-        """Add or replace tags in any phase; returns how many the execution has now."""
+        """Add or replace tags in any phase; returns how many pairs were written."""
         execution_id = self.checked(execution_id)
         validate_tags(tags)
         flat = (part for pair in tags.items() for part in pair)
@@ -396,6 +403,14 @@ class Executions(Calls):
     async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
         """`set_execution_tags` with one pair."""
         return await self.set_execution_tags(execution_id, {key: value})
+
+
+def _check_retry_policy(text_: str) -> None:
+    try:
+        value: Any = msgspec.json.decode(text_)
+    except (msgspec.DecodeError, UnicodeError):
+        raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
+    parse_policy({"retry_policy": value})
 
 
 def _options(item: NewExecution) -> bytes:
@@ -427,13 +442,15 @@ _POLICY_CACHE = 256
 
 
 def _policy_json(policy: ExecutionPolicy) -> str:
-    """A task's policy is one object for all its submissions: encode it once."""
+    """A task's policy is one object for all its submissions: check and encode it once."""
     known = _policies.get(id(policy))
     if known is not None and known[0] is policy:
         return known[1]
     if len(_policies) >= _POLICY_CACHE:
         _policies.clear()
-    encoded = policy.to_json().decode()
+    # A policy built by hand may hold anything; what breaks a rule is refused here.
+    checked = parse_policy(policy) or policy
+    encoded = checked.to_json().decode()
     _policies[id(policy)] = (policy, encoded)
     return encoded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from flowfabric.core import capabilities as caps
@@ -38,6 +39,15 @@ _ENDED = {
 }
 
 
+_FAILED = frozenset({AttemptRecordState.ENDED_FAILURE, AttemptRecordState.INTERRUPTED_RECLAIMED})
+_is_uuid = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
+_INTERNAL = (
+    *("state", "lease", "attempt", "worker", "tagged"),
+    *("paused", "ended_by", "priority_request", "replay_request"),
+)
+_LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
+
+
 class Record:
     """The fields of one execution, decoded strictly: what cannot be read is `corruption`.
 
@@ -66,6 +76,9 @@ class Record:
     def get(self, name: str, default: str = "") -> str:
         """A text field."""
         return self._fields.get(name, default)
+
+    def _set(self, name: str) -> str | None:
+        return self._fields.get(name) or None
 
     def number(self, name: str) -> int | None:
         """A numeric field; anything but a whole number is corruption."""
@@ -135,7 +148,7 @@ class Record:
         if value is None:
             return None
         identity, slash, number = value.rpartition("/")
-        if not slash or not number.isdecimal():
+        if not slash or not number.isdecimal() or not _is_uuid(identity):
             raise self._corrupt(name, f"{value!r} is not <id>/<number>")
         return identity, int(number)
 
@@ -208,10 +221,10 @@ class Record:
             retry_count=self.number("retry_count") or 0,
             replay_count=self.number("replay_count") or 0,
             lease_reclaim_count=self.number("lease_reclaim_count") or 0,
-            failure_reason=self._fields.get("failure_reason"),
-            failure_category=self._fields.get("failure_category"),
-            cancellation_reason=self._fields.get("cancellation_reason"),
-            cancelled_by=self._fields.get("cancelled_by"),
+            failure_reason=self._set("failure_reason"),
+            failure_category=self._set("failure_category"),
+            cancellation_reason=self._set("cancellation_reason"),
+            cancelled_by=self._set("cancelled_by"),
             progress_pct=self.number("progress_pct"),
             progress_message=self._fields.get("progress_message"),
             payload_encoding=self.get("payload_encoding"),
@@ -281,6 +294,15 @@ class Record:
             return AttemptRecordState.SUSPENDED.value
         return AttemptRecordState.STARTED.value
 
+    def _attempt_failure(self, state: str) -> tuple[str | None, str | None]:
+        """What ended the attempt; the record itself also remembers an earlier one's failure."""
+        if state == AttemptRecordState.ENDED_CANCELLED:
+            archived = self._set("failure_reason") if "ended_at" in self._fields else None
+            return archived or f"cancelled: {self.get('cancellation_reason')}", None
+        if state in _FAILED:
+            return self._set("failure_reason"), self._set("failure_category")
+        return None, None
+
     def attempt_record(self, index: int, state: str) -> AttemptRecord:
         """One attempt as this record, or its archived form, describes it."""
         attempt, lease = self.attempt, self._pair("lease")
@@ -288,6 +310,7 @@ class Record:
             raise self._corrupt("attempt", f"attempt {index} has no id or lease")
         worker_id, instance = self.worker
         ended = self.number("ended_at") or self.number("completed_at")
+        failure = self._attempt_failure(state)
         return AttemptRecord(
             attempt_index=index,
             attempt_id=attempt[0],
@@ -302,8 +325,8 @@ class Record:
             resumed_at=self.number("resumed_at"),
             suspended_at=self.number("suspended_at"),
             suspension_id=self.get("paused").partition(":")[0] or None,
-            failure_reason=self._fields.get("failure_reason") if ended else None,
-            failure_category=self._fields.get("failure_category") if ended else None,
+            failure_reason=failure[0],
+            failure_category=failure[1],
             retry_reason=self._fields.get("retry_reason"),
             replay_reason=self._fields.get("replay_reason"),
             replay_requested_by=self._fields.get("replay_requested_by"),
@@ -316,7 +339,7 @@ class Record:
     def named_fields(self) -> dict[str, str]:
         """Every field under its documented name, the derived ones included."""
         known = dict(self._fields)
-        for composite in ("state", "lease", "attempt", "worker", "tagged"):
+        for composite in _INTERNAL:
             known.pop(composite, None)
         vector = self.vector
         known |= {
@@ -348,5 +371,16 @@ class Record:
             known["current_lease_id"] = lease.lease_id
             known["current_worker_id"], known["current_worker_instance_id"] = self.worker
         else:
-            known.pop("lease_expires_at", None)
-        return known
+            for name in _LEASE_FIELDS:
+                known.pop(name, None)
+        return known | self._lineage()
+
+    def _lineage(self) -> dict[str, str]:
+        """What the next attempt will say of the one before it."""
+        if self.attempt is None or self.vector.attempt_state not in _NO_CURRENT_ATTEMPT:
+            return {}
+        lineage = {"pending_previous_attempt_index": str(self.attempt[1])}
+        reason = self._set("failure_reason")
+        if self.vector.attempt_state is AttemptState.PENDING_RETRY_ATTEMPT and reason:
+            lineage["pending_retry_reason"] = reason
+        return lineage

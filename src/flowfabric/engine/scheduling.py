@@ -10,7 +10,7 @@ import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Claim, ClaimedMany
-from flowfabric.core.errors import CorruptionError, EngineError, invalid_input
+from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, stored_lane, validate_lane
 from flowfabric.engine.calls import refusal, text
 from flowfabric.engine.executions import BATCH, Completion, Executions
@@ -103,21 +103,36 @@ class Scheduling(Executions):
         return ClaimedMany(want.claims(reply[2]), int(reply[3]))
 
     async def complete_and_claim(
-        self, tag: str, items: Sequence[Completion], want: Want, max_n: int
+        self,
+        tag: str,
+        items: Sequence[Completion],
+        want: Want,
+        max_n: int,
+        *,
+        request_id: str | None = None,
     ) -> tuple[list[EngineError | None], ClaimedMany]:
         """Complete executions of one partition and take the next ones there, in one trip.
 
         The completions commit first and never depend on the claim. None stands for success.
         """
-        args: list[Any] = [len(items)]
-        for item in items:
-            args += self._completion_args(
-                item.handle.execution_id, item.handle, item.result_payload, item.result_encoding
-            )
+        outcomes: list[EngineError | None] = [None] * len(items)
+        sent: list[int] = []
+        args: list[Any] = [0]
+        for position, item in enumerate(items):
+            try:
+                args += self._completion_args(
+                    item.handle.execution_id, item.handle, item.result_payload, item.result_encoding
+                )
+            except ValidationError as error:
+                outcomes[position] = error
+            else:
+                sent.append(position)
+        args[0] = len(sent)
         if max_n > 0:
-            args += want.args(min(max_n, BATCH), new_uuid())
+            args += want.args(min(max_n, BATCH), request_id or new_uuid())
         reply = await self.fcall("ff_complete", tag, args, op="complete_many")
-        outcomes = [refusal(answer, "complete") for answer in reply[2]]
+        for position, answer in zip(sent, reply[2], strict=True):
+            outcomes[position] = refusal(answer, "complete")
         if max_n > 0:
             return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
         return outcomes, ClaimedMany([], 0)
@@ -136,6 +151,25 @@ class Scheduling(Executions):
             raise CorruptionError(
                 "corruption", f"scan_eligible_executions: member: {error.detail}"
             ) from error
+
+    async def any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
+        """Whether any of these partitions holds claimable work of the lane: one cheap command.
+
+        A cluster cannot ask many slots at once, so there the answer is always to go and see.
+        """
+        if self.transport.is_cluster:
+            return True
+        names = [
+            name
+            for tag in tags
+            for name in (
+                keys.eligible(tag, lane_id),
+                keys.lane(tag, lane_id, "sigs"),
+                keys.lane(tag, lane_id, "reclaimable"),
+            )
+        ]
+        count: Any = await self.transport.call("EXISTS", *names, key=names[0], replay_safe=True)
+        return count > 0
 
     # --- lanes ------------------------------------------------------------------
 

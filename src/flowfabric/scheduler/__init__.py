@@ -1,0 +1,1 @@
+"""Where to look for work next."""

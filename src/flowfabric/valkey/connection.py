@@ -31,6 +31,8 @@ MAX_IN_FLIGHT: Final = 4096
 # A reply this late after its deadline means the peer is gone, though its socket looks alive.
 STALL_GRACE: Final = 5.0
 
+# At most this much longer may a call wait when its deadline passed while the loop was held.
+_HELD_GRACE: Final = 0.05
 _WRITE_HIGH_WATER: Final = 1 << 20
 _NOTHING: Final = object()
 # Subscription confirmations are not here: they answer the SUBSCRIBE call that caused them.
@@ -61,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._gone = self.loop.create_future()
-        self._why = "not connected"
+        self._why, self._kind = "not connected", "transport"
         # A slot is (future, deadline). Unsent slots pair with packed commands one to one.
         self._sent: deque[tuple[asyncio.Future[Reply], float]] = deque()
         self._unsent: deque[tuple[asyncio.Future[Reply], float]] = deque()
@@ -123,7 +125,7 @@ class Connection(asyncio.Protocol):
 
     def ended(self) -> TransportError:
         """Why no call can be sent."""
-        return faults.lost(self.peer, self._why, sent=False)
+        return faults.lost(self.peer, self._why, sent=False, kind=self._kind)
 
     async def wait_closed(self) -> None:
         """Return when the connection has ended, for whatever reason."""
@@ -213,14 +215,15 @@ class Connection(asyncio.Protocol):
         if self._alarm is not None:
             self._alarm.cancel()
         self._alarm_at = at
-        self._alarm = self.loop.call_at(at, self._ring, 2)
+        self._alarm = self.loop.call_at(at, self._ring)
 
-    def _ring(self, turns: int) -> None:
-        # If user code held the loop past the deadline, the reply may be waiting in the socket and
-        # some loops run timers first. Two turns guarantee that the socket was read in between.
-        if turns:
-            self.loop.call_soon(self._ring, turns - 1)
-            return
+    def _ring(self) -> None:
+        # If user code held the loop past the deadline, the reply may be waiting in the socket, or
+        # the request may not have left. That time is not the server's fault: give some of it back.
+        held = self.loop.time() - self._alarm_at
+        self._alarm = self.loop.call_later(min(max(held, 0.001), _HELD_GRACE), self._sweep)
+
+    def _sweep(self) -> None:
         self._alarm, self._alarm_at = None, inf
         if self._transport is not None:
             self._expire(self.loop.time())
@@ -263,7 +266,7 @@ class Connection(asyncio.Protocol):
         transport, self._transport = self._transport, None
         if transport is None:
             return
-        self._why = why
+        self._why, self._kind = why, kind
         if self._alarm is not None:
             self._alarm.cancel()
         for slots, sent in ((self._sent, True), (self._unsent, False)):

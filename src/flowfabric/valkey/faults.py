@@ -60,7 +60,8 @@ def from_reply(text: str) -> TransportError:
 def from_connect(error: BaseException, peer: str) -> TransportError:
     """The typed error for a failed connect: nothing was sent, so it is never ambiguous."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        reason = f"the certificate of {peer} is not trusted: {error.verify_message}"
+        problem = getattr(error, "verify_message", "") or str(error)
+        reason = f"the certificate of {peer} is not trusted: {problem}"
         return TransportError("auth", f"{reason} (set FF_TLS_CA to the right CA file)")
     if isinstance(error, TimeoutError):
         return TransportError("transport", f"no connection to {peer}: it did not answer in time")

@@ -11,12 +11,13 @@ server.register_function('ff_cancel', function(keys, args)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
   local unfenced = UNFENCED[source]
-  if S.phase(rec.state) == 't' and unfenced then
+  local ended = S.phase(rec.state) == 't'
+  if ended and unfenced then
     if S.outcome(rec.state) == 'c' then return reply.ok('cancelled') end
     return reply.not_active(rec)
   end
   if not unfenced then
-    local problem = fence.check(c, id, rec, text, false, false)
+    local problem = ended and reply.not_active(rec) or fence.check(c, id, rec, text, false, false)
     if problem then
       local own = fence.own_attempt(c, id, rec, text)
       if own and own.state == 'ended_cancelled' then return reply.ok('cancelled') end

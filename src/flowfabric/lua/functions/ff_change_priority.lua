@@ -1,5 +1,6 @@
 -- ff_change_priority: store a new priority and re-score an eligible execution.
--- Keys: core, lane eligible. Arguments: execution_id, priority.
+-- Keys: core, lane eligible. Arguments: execution_id, priority, request id (a repeat of the same
+--   request is answered again, not carried out).
 -- Replies: old, new. Errors: execution_not_found, execution_not_eligible. Events: priority_changed.
 local MAX_PRIORITY = 9000
 
@@ -8,10 +9,13 @@ server.register_function('ff_change_priority', function(keys, args)
   local id = args[1]
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
+  local request, before = string.match(rec.priority_request or '', '^(%S+) (%d+)$')
+  if request == args[3] then return reply.ok(tonumber(before), tonumber(rec.priority)) end
   if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_eligible') end
   local old = tonumber(rec.priority or 0)
   rec.priority = math.max(0, math.min(MAX_PRIORITY, tonumber(args[2])))
-  server.call('HSET', K.core(c.tag, id), 'priority', rec.priority, 'last_mutation_at', c.now)
+  server.call('HSET', K.core(c.tag, id), 'priority', rec.priority, 'last_mutation_at', c.now,
+    'priority_request', args[3] .. ' ' .. old)
   if S.eligibility(rec.state) == 'e' then
     server.call('ZADD', K.eligible(c.tag, rec.lane_id, rec.required_capabilities), 'XX',
       c:score(rec), id)

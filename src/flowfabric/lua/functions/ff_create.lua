@@ -10,10 +10,12 @@ local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
 local MAX_CAPABILITY_BYTES = 4096
 local NONE = {}
+-- Policies may carry any u64; beyond this a double is no longer exact.
+local MAX_MS = 9007199254740991
 
 local function positive(value)
   local number = tonumber(value)
-  if number and number > 0 then return number end
+  if number and number > 0 then return math.min(number, MAX_MS) end
 end
 
 -- The last line of defence: callers validate policies before they send them.
@@ -135,14 +137,14 @@ local function create(c, id, kind, payload, encoding, opts)
   if priority ~= 0 then rec.priority = priority end
   if encoding ~= '' then rec.payload_encoding = encoding end
   if opts.tags then rec.tagged = 1 end
-  local delay = tonumber(opts.delay or policy.delay or 0)
+  local delay = math.min(tonumber(opts.delay or policy.delay or 0), MAX_MS)
   rec.state = S.eligible('f')
   if delay > c.now then
     rec.state = S.delayed('d', 'f')
     rec.delay_until = delay
   end
-  rec.execution_deadline_at = opts.deadline or (policy.deadline_in and c.now + policy.deadline_in)
-    or nil
+  rec.execution_deadline_at = opts.deadline
+    or (policy.deadline_in and math.min(c.now + policy.deadline_in, MAX_MS)) or nil
 
   write(c, id, rec, { 'HSET', K.core(c.tag, id) })
   if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
@@ -153,7 +155,7 @@ local function create(c, id, kind, payload, encoding, opts)
   if rec.execution_deadline_at then
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
   end
-  local window = tonumber(policy.dedup or DEFAULT_DEDUP_MS)
+  local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), MAX_MS - c.now)
   if idem and window > 0 then
     server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window)
   end

@@ -9,9 +9,12 @@ server.register_function('ff_progress', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
   if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end
-  if tonumber(rec.lease_expires_at) <= c.now then return reply.err('lease_expired') end
+  if S.ownership(rec.state) == 'x' or tonumber(rec.lease_expires_at) <= c.now then
+    return reply.err('lease_expired')
+  end
   if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)
-      or (given.attempt_id ~= '' and given.attempt_id ~= record.attempt_id(rec)) then
+      or (given.attempt_id ~= '' and given.attempt_id ~= record.attempt_id(rec))
+      or (given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec)) then
     return reply.err('stale_lease')
   end
   local update = { 'HSET', K.core(c.tag, id), 'progress_updated_at', c.now, 'last_mutation_at', c.now }
@@ -19,7 +22,9 @@ server.register_function('ff_progress', function(keys, args)
     update[#update + 1] = 'progress_pct'
     update[#update + 1] = args[3]
   end
-  if args[4] == '1' then
+  if args[4] == '1' and args[5] == '' then
+    record.clear(c, id, rec, 'progress_message')
+  elseif args[4] == '1' then
     update[#update + 1] = 'progress_message'
     update[#update + 1] = args[5]
   end

@@ -3,13 +3,27 @@
 -- Arguments: execution_id, reason, requested_by, expected replay count or empty, keep steps (0 | 1),
 --   request id (a repeat of the same request is answered again, not carried out).
 -- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
---   max_replays_exhausted, replay_not_allowed. Events: replayed.
+--   max_replays_exhausted, replay_not_allowed, corruption. Events: replayed.
 local DEFAULT_MAX_REPLAYS = 10
+local MAX_MS = 9007199254740991
 local ENDED = { s = 'ended_success', f = 'ended_failure', c = 'ended_cancelled', x = 'ended_failure' }
 
 local function stored_policy(c, id)
   local text = server.call('GET', K.policy(c.tag, id))
-  return text and cjson.decode(text) or {}
+  if not text then return {} end
+  local ok, policy = pcall(cjson.decode, text)
+  return ok and type(policy) == 'table' and policy or nil
+end
+
+-- The record keeps the last failure of any attempt; the archive only what ended this one.
+local function ended_with(rec)
+  local outcome = S.outcome(rec.state)
+  if outcome == 's' then return nil end
+  if outcome == 'c' then
+    return { failure_reason = 'cancelled: ' .. (rec.cancellation_reason or '') }
+  end
+  return { failure_reason = rec.failure_reason, failure_category = rec.failure_category,
+    ended_by = rec.ended_by }
 end
 
 server.register_function('ff_replay', function(keys, args)
@@ -17,11 +31,11 @@ server.register_function('ff_replay', function(keys, args)
   local id, reason, requested_by = args[1], args[2], args[3]
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
-  if S.phase(rec.state) ~= 't' then
-    if rec.replay_request == args[6] then return reply.ok('waiting') end
-    return reply.err('execution_not_terminal')
-  end
+  -- Asked first: the new run may have ended before the repeat arrived.
+  if rec.replay_request == args[6] then return reply.ok('waiting') end
+  if S.phase(rec.state) ~= 't' then return reply.err('execution_not_terminal') end
   local policy = stored_policy(c, id)
+  if not policy then return reply.err('corruption', id .. ': policy: is not a JSON object') end
   local count = tonumber(rec.replay_count or 0)
   if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then
     return reply.err('max_replays_exhausted')
@@ -34,10 +48,7 @@ server.register_function('ff_replay', function(keys, args)
       and server.call('EXISTS', K.attempt(c.tag, id, record.attempt_index(rec))) == 0 then
     local ended = rec.ended_by == 'reclaim_cap' and 'interrupted_reclaimed'
       or ENDED[S.outcome(rec.state)]
-    record.archive(c, id, rec, ended, {
-      failure_reason = rec.failure_reason, failure_category = rec.failure_category,
-      ended_by = rec.ended_by,
-    })
+    record.archive(c, id, rec, ended, ended_with(rec))
   end
   server.call('DEL', K.result(c.tag, id))
   if args[5] ~= '1' then server.call('DEL', K.steps(c.tag, id)) end
@@ -45,7 +56,7 @@ server.register_function('ff_replay', function(keys, args)
     'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
     'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
-    'pending_replay_requested_by', 'attempt_timeout_remaining_ms')
+    'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at')
   rec.state = S.eligible('p')
   local update = {
     'HSET', K.core(c.tag, id), 'state', rec.state, 'replay_count', count + 1,
@@ -59,8 +70,9 @@ server.register_function('ff_replay', function(keys, args)
   if requested_by ~= '' then set('pending_replay_requested_by', requested_by) end
   local lifetime = tonumber((policy.timeout_policy or {}).execution_deadline_ms or 0)
   if lifetime > 0 then
-    set('execution_deadline_at', c.now + lifetime)
-    c:zadd(K.index(c.tag, 'execution_deadline'), c.now + lifetime, id)
+    local deadline = math.min(c.now + lifetime, MAX_MS)
+    set('execution_deadline_at', deadline)
+    c:zadd(K.index(c.tag, 'execution_deadline'), deadline, id)
   end
   server.call(unpack(update))
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)

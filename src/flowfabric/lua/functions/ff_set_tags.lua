@@ -1,6 +1,6 @@
 -- ff_set_tags: add or replace tags in any phase.
 -- Keys: core, tags. Arguments: execution_id, then key, value pairs (validated by the caller).
--- Replies: number of tags the execution has now. Errors: execution_not_found. Events: none.
+-- Replies: number of pairs written. Errors: execution_not_found. Events: none.
 server.register_function('ff_set_tags', function(keys, args)
   local c = Context.open(keys[1])
   local core = K.core(c.tag, args[1])
@@ -8,5 +8,5 @@ server.register_function('ff_set_tags', function(keys, args)
   local tags = K.tags(c.tag, args[1])
   server.call('HSET', core, 'tagged', 1, 'last_mutation_at', c.now)
   server.call('HSET', tags, unpack(args, 2))
-  return reply.ok(server.call('HLEN', tags))
+  return reply.ok((#args - 1) / 2)
 end)

@@ -27,9 +27,8 @@ function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt
 function S.waiting_children(attempt) return 'ruccn' .. attempt end
 
 -- A terminal attempt letter says whether an attempt ever existed.
-local NEVER_ATTEMPTED = { n = true, f = true }
-function S.terminal(outcome, attempt)
-  return 'tunn' .. outcome .. (NEVER_ATTEMPTED[attempt] and attempt or 'z')
+function S.terminal(outcome, attempt, attempted)
+  return 'tunn' .. outcome .. (attempted and 'z' or attempt)
 end
 
 local PUBLIC_TERMINAL = { s = 'completed', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }

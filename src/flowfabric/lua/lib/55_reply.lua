@@ -6,9 +6,13 @@ function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
 function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
 function reply.err(code, ...) return { 0, code, ... } end
 
+-- A retry or replay that is still to come has no attempt yet.
+local PENDING = { t = true, p = true }
+
 function reply.not_active(rec)
+  local attempt = not PENDING[S.attempt(rec.state)] and record.attempt_id(rec) or ''
   return reply.err('execution_not_active', S.outcome_name(rec.state),
-    tostring(record.epoch(rec)), S.phase_name(rec.state), record.attempt_id(rec))
+    tostring(record.epoch(rec)), S.phase_name(rec.state), attempt)
 end
 
 -- A whole number in range, or nil.

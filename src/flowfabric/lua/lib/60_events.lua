@@ -36,7 +36,10 @@ function events.emit(c, kind, id, rec, ...)
   local entry = server.call(unpack(args))
   if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[extra[2]]) then
     local fields = { 'event_id', entry }
-    for i = 7, #args do fields[#fields + 1] = tostring(args[i]) end
+    for i = 7, #args do
+      local value = args[i]
+      fields[#fields + 1] = type(value) == 'number' and string.format('%.0f', value) or value
+    end
     local key = K.history(c.tag, id)
     server.call('RPUSH', key, cmsgpack.pack(fields))
     server.call('LTRIM', key, -HISTORY_MAX, -1)

@@ -26,7 +26,7 @@ function fence.check(c, id, rec, text, override, marks)
   end
   if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
   if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end
-  if tonumber(rec.lease_expires_at) <= c.now then
+  if S.ownership(rec.state) == 'x' or tonumber(rec.lease_expires_at) <= c.now then
     if marks then lease.mark_expired(c, id, rec) end
     return reply.err('lease_expired')
   end
@@ -44,7 +44,9 @@ end
 -- the caller's: the current one on the record, else its archived form.
 function fence.own_attempt(c, id, rec, text)
   local given = fence.parse(text)
-  if given.attempt_id == '' or given.epoch == '' or given.index == '' then return nil end
+  if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' or given.index == '' then
+    return nil
+  end
   local function mine(attempt, held)
     return attempt == given.attempt_id .. '/' .. given.index
       and held and string.sub(held, 38) == given.epoch

@@ -8,8 +8,8 @@ local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expir
 -- `fields`, a flat list of record fields to store; source and category for the event.
 function ending.finish(c, id, rec, how)
   local args = {
-    'HSET', K.core(c.tag, id), 'state', S.terminal(how.outcome, S.attempt(rec.state)),
-    'completed_at', c.now,
+    'HSET', K.core(c.tag, id), 'state',
+    S.terminal(how.outcome, S.attempt(rec.state), rec.attempt), 'completed_at', c.now,
   }
   for _, value in ipairs(how.fields or {}) do args[#args + 1] = value end
   local held = S.phase(rec.state) == 'a'

@@ -45,7 +45,9 @@ function retry.backoff_ms(policy, n, seed)
   if backoff.type == 'fixed' then
     delay = tonumber(backoff.delay_ms)
   else
-    delay = tonumber(backoff.initial_delay_ms or 1000) * tonumber(backoff.multiplier or 2) ^ n
+    -- 0 times an overflow is not a number, so nothing is left to multiply.
+    delay = tonumber(backoff.initial_delay_ms or 1000)
+    if delay > 0 then delay = delay * tonumber(backoff.multiplier or 2) ^ n end
     delay = math.min(delay, tonumber(backoff.max_delay_ms or 60000))
   end
   delay = math.floor(math.min(delay, MAX_DELAY_MS))

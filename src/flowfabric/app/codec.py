@@ -1,0 +1,57 @@
+"""Arguments and results as bytes. JSON through msgspec is the default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.errors import invalid_input
+from flowfabric.core.ids import dec_hook, enc_hook
+
+__all__ = ["JSON", "decode", "decode_call", "encode", "encode_call"]
+
+JSON = "json"
+
+_encoder = msgspec.json.Encoder(enc_hook=enc_hook)
+_decode_any = msgspec.json.Decoder().decode
+
+
+def encode(value: Any) -> tuple[bytes, str]:
+    """A value as bytes and their label; bytes stay as they are."""
+    if isinstance(value, bytes):
+        return value, ""
+    try:
+        return _encoder.encode(value), JSON
+    except (TypeError, ValueError, RecursionError) as error:
+        raise invalid_input("value", f"cannot be written as JSON: {error}") from error
+
+
+def decode(data: bytes | None, encoding: str, wanted: Any = Any) -> Any:
+    """The value behind bytes, converted to `wanted` when a type is given."""
+    if data is None:
+        return None
+    if encoding != JSON:
+        return data
+    if wanted is Any:
+        return _decode_any(data)
+    return msgspec.json.decode(data, type=wanted, dec_hook=dec_hook)
+
+
+def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A call's arguments: a JSON array of positional ones, or an object of named ones."""
+    if kwargs and args:
+        raise invalid_input("arguments", "pass them all by position or all by name")
+    return encode(kwargs or args)[0] if kwargs or args else b""
+
+
+def decode_call(payload: bytes) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a call; a value that is neither array nor object is one argument."""
+    if not payload:
+        return [], {}
+    value = _decode_any(payload)
+    if isinstance(value, list):
+        return value, {}  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, dict):
+        return [], value  # pyright: ignore[reportUnknownVariableType]
+    return [value], {}

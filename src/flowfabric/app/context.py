@@ -1,0 +1,95 @@
+"""What a handler may know and do about its own run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from flowfabric.core.ids import ExecutionId
+from flowfabric.sdk.task import ClaimedTask
+
+__all__ = ["Context"]
+
+
+class Context:
+    """The first parameter of a handler that asks for it.
+
+    In a `def` handler the operations block the handler's thread; in an `async def` handler they
+    are awaited.
+
+    >>> @app.task()
+    ... async def reindex(ctx: Context, name: str) -> int:
+    ...     await ctx.progress(50, "half way")
+    ...     return ctx.attempt
+    """
+
+    __slots__ = ("_loop", "_shutting_down", "_task")
+
+    def __init__(
+        self,
+        task: ClaimedTask,
+        shutting_down: Callable[[], bool],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self._task = task
+        self._shutting_down = shutting_down
+        self._loop = loop
+
+    @property
+    def execution_id(self) -> ExecutionId:
+        """The execution being run."""
+        return self._task.execution_id
+
+    @property
+    def kind(self) -> str:
+        """The task's name."""
+        return self._task.execution_kind
+
+    @property
+    def attempt(self) -> int:
+        """0 for the first attempt; a retry or a reclaim counts up, a resume does not."""
+        return self._task.attempt_index
+
+    @property
+    def lease_epoch(self) -> int:
+        """A number that only grows with every claim: hand it to external systems as a fence."""
+        return self._task.lease_epoch
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        """The tags at claim time."""
+        return self._task.tags
+
+    @property
+    def lease_healthy(self) -> bool:
+        """Whether this run still owns the execution; look before an irreversible side effect."""
+        return self._task.is_lease_healthy()
+
+    @property
+    def shutting_down(self) -> bool:
+        """Whether the worker is about to stop: come to a good end soon."""
+        return self._shutting_down()
+
+    @property
+    def log(self) -> logging.LoggerAdapter[logging.Logger]:
+        """A logger with the ids of this run bound to every record."""
+        return logging.LoggerAdapter(
+            logging.getLogger(f"flowfabric.task.{self.kind}"),
+            {"execution_id": str(self.execution_id), "attempt_index": self.attempt},
+        )
+
+    def progress(self, pct: int | None = None, message: str | None = None) -> Any:
+        """Tell how far the run is; shown by `flowfabric show`."""
+        return self._do(self._task.update_progress(pct, message))
+
+    def check(self) -> None:
+        """Raise `LeaseLost` when another worker may have taken over."""
+        if self._task.lease_lost is not None:
+            raise self._task.lease_lost
+
+    def _do(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            return operation
+        return asyncio.run_coroutine_threadsafe(operation, self._loop).result()

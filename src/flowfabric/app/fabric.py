@@ -1,0 +1,244 @@
+"""The application object."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, ParamSpec, Self, TypeVar
+
+from flowfabric.app import codec
+from flowfabric.app.place import Place
+from flowfabric.app.run import Run
+from flowfabric.app.tasks import Task, TaskOptions
+from flowfabric.app.worker import AppWorker
+from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
+from flowfabric.core.durations import Duration, to_ms
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import validate_namespace
+from flowfabric.core.retry import Retry
+from flowfabric.sdk.client import Client
+from flowfabric.sdk.config import WorkerConfig, default_worker_id
+
+__all__ = ["Fabric"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Fabric:
+    """An application: its tasks, and the deployment they run on.
+
+    Without a url it uses `FF_URL`, else `FF_HOST`, else an embedded Valkey under `./.flowfabric`
+    that all processes of the project share.
+
+    >>> app = Fabric()
+    >>> @app.task(retry=Retry(3), timeout="5m")
+    ... async def greet(name: str) -> str:
+    ...     return f"Hello, {name}!"
+    """
+
+    def __init__(self, url: str | None = None, namespace: str = "default") -> None:
+        self.namespace = validate_namespace(namespace)
+        self.tasks: dict[str, Task[..., Any]] = {}
+        self.place = Place(url)
+        self._client: Client | None = None
+        self._opening: asyncio.Task[Client] | None = None
+
+    # --- tasks --------------------------------------------------------------------------
+
+    def task(
+        self,
+        name: str | None = None,
+        *,
+        lane: str = "default",
+        timeout: Duration | None = None,
+        deadline: Duration | None = None,
+        retry: Retry | None = None,
+        capabilities: Iterable[str] = (),
+        retention: Duration | None = None,
+    ) -> Callable[[Callable[P, Awaitable[R]] | Callable[P, R]], Task[P, R]]:
+        """Register a function, `async def` or `def`, as a task.
+
+        `timeout` limits one attempt, `deadline` the whole execution, `retention` is how long it
+        is kept after its end. A first parameter annotated `Context` is filled by the worker.
+        """
+        options = TaskOptions(
+            lane=lane,
+            timeout=timeout,
+            deadline=deadline,
+            retry=retry,
+            capabilities=tuple(capabilities),
+            retention=retention,
+        )
+
+        def register(function: Any) -> Task[P, R]:
+            task: Task[P, R] = Task(function, name, options)
+            if task.name in self.tasks:
+                raise ConfigError("task", f"there are two tasks named {task.name!r}", "name")
+            self.tasks[task.name] = task
+            return task
+
+        return register
+
+    # --- submitting -----------------------------------------------------------------------
+
+    async def client(self) -> Client:
+        """The connected client of this application and event loop."""
+        if self._client is None:
+            if self._opening is None:
+                self._opening = asyncio.create_task(self._open())
+            self._client = await self._opening
+        return self._client
+
+    async def _open(self) -> Client:
+        return Client(await self.place.open(), self.namespace)
+
+    def call(
+        self,
+        task: Task[..., Any] | str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[str, str, bytes, Any]:
+        """Kind, default lane, payload and policy of a call, checked against the signature."""
+        if isinstance(task, str):
+            return task, "default", codec.encode_call(args, kwargs), None
+        task.check_call(args, kwargs)
+        return task.name, task.lane, codec.encode_call(args, kwargs), task.policy
+
+    async def submit(
+        self,
+        task: Task[..., R] | str,
+        /,
+        *args: Any,
+        lane: str | None = None,
+        priority: int | None = None,
+        idempotency_key: str = "",
+        delay: Duration | None = None,
+        tags: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Run[R]:
+        """Submit one execution and return a handle on it. Arguments become JSON.
+
+        >>> run = await app.submit(greet, "Ada", priority=5, idempotency_key="greet-ada")
+        """
+        client = await self.client()
+        kind, home, payload, policy = self.call(task, args, kwargs)
+        outcome = await client.submit(
+            kind,
+            payload,
+            lane=lane or home,
+            payload_encoding=codec.JSON,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            tags=tags,
+            policy=policy,
+            delay_until=None if delay is None else _from_now(delay),
+        )
+        return self._run(client, task, outcome)
+
+    async def submit_many(
+        self,
+        task: Task[..., R] | str,
+        calls: Sequence[Sequence[Any] | Mapping[str, Any]],
+        *,
+        lane: str | None = None,
+        priority: int | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> list[Run[R]]:
+        """Submit many executions of one task in few round trips.
+
+        Each call is a sequence of positional arguments or a mapping of named ones.
+
+        >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
+        """
+        client = await self.client()
+        prepared = [
+            self.call(task, (), dict(call))
+            if isinstance(call, Mapping)
+            else self.call(task, tuple(call), {})
+            for call in calls
+        ]
+        if not prepared:
+            return []
+        at = lane or prepared[0][1]
+        new = [
+            NewExecution(
+                execution_id=execution_id,
+                execution_kind=kind,
+                input_payload=payload,
+                payload_encoding=codec.JSON,
+                namespace=self.namespace,
+                lane_id=at,
+                priority=priority,
+                policy=policy,
+                tags=tags or {},
+            )
+            for execution_id, (kind, _, payload, policy) in zip(
+                client.mint(at, len(prepared)), prepared, strict=True
+            )
+        ]
+        outcomes = await client.submit_many(new)
+        for outcome in outcomes:
+            if isinstance(outcome, EngineError):
+                raise outcome
+        return [self._run(client, task, o) for o in outcomes if not isinstance(o, EngineError)]
+
+    def _run(self, client: Client, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
+        returns = Any if isinstance(task, str) else task.returns
+        duplicate = not isinstance(outcome, Created)
+        return Run(client, outcome.execution_id, returns, duplicate=duplicate)
+
+    # --- working ----------------------------------------------------------------------------
+
+    def worker(
+        self,
+        *,
+        concurrency: int = 64,
+        lanes: Sequence[str] | None = None,
+        capabilities: Iterable[str] = (),
+        lease_ttl: Duration = 30,
+        scanners: bool = True,
+        on_unknown_kind: Literal["fail", "release"] = "fail",
+        worker_id: str | None = None,
+    ) -> AppWorker:
+        """A worker for this application's tasks; `await worker.run()` serves.
+
+        Without `lanes` it serves every lane that a task names.
+        """
+        served = lanes or list(dict.fromkeys(task.lane for task in self.tasks.values()))
+        config = WorkerConfig(
+            namespace=self.namespace,
+            lanes=tuple(served or ("default",)),
+            capabilities=tuple(capabilities),
+            lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
+            max_concurrent_tasks=concurrency,
+            scanners=scanners,
+            worker_id=worker_id or default_worker_id(),
+        )
+        return AppWorker(self.place, self.tasks, config, on_unknown_kind=on_unknown_kind)
+
+    # --- ending -----------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        """Close connections and let the embedded server go."""
+        client, self._client, self._opening = self._client, None, None
+        if client is not None:
+            await client.aclose()
+        self.place.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _from_now(delay: Duration) -> int:
+    return int(time.time() * 1000) + to_ms(delay, "delay")

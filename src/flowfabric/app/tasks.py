@@ -1,0 +1,124 @@
+"""Task definitions: what `@app.task` makes of a function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+
+import msgspec
+
+from flowfabric.app.context import Context
+from flowfabric.core.durations import Duration, to_ms
+from flowfabric.core.errors import ConfigError, invalid_input
+from flowfabric.core.ids import validate_execution_kind, validate_lane
+from flowfabric.core.policy import ExecutionPolicy, parse_policy
+from flowfabric.core.retry import Retry
+
+__all__ = ["Task", "TaskOptions"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How executions of a task are run."""
+
+    lane: str = "default"
+    timeout: Duration | None = None
+    deadline: Duration | None = None
+    retry: Retry | None = None
+    capabilities: Iterable[str] = ()
+    retention: Duration | None = None
+
+    def policy(self) -> ExecutionPolicy | None:
+        """The execution policy these options amount to; None when all are defaults."""
+        policy: dict[str, Any] = {}
+        if self.retry is not None:
+            policy["retry_policy"] = msgspec.to_builtins(self.retry.policy())
+        timeouts = {
+            "attempt_timeout_ms": self.timeout,
+            "execution_deadline_ms": self.deadline,
+        }
+        set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
+        if set_timeouts:
+            policy["timeout_policy"] = set_timeouts
+        tokens = list(self.capabilities)
+        if tokens:
+            policy["routing_requirements"] = {"required_capabilities": tokens}
+        if self.retention is not None:
+            policy["stream_policy"] = {"retention_ttl_ms": to_ms(self.retention, "retention")}
+        return parse_policy(policy) if policy else None
+
+
+class Task(Generic[P, R]):
+    """A registered function. Calling it runs it right here; `app.submit` runs it on a worker."""
+
+    def __init__(
+        self,
+        function: Callable[P, R | Awaitable[R]],
+        name: str | None,
+        options: TaskOptions,
+    ) -> None:
+        self.function = function
+        self.name = validate_execution_kind(name or getattr(function, "__name__", ""))
+        self.lane = validate_lane(options.lane)
+        self.options = options
+        self.policy = options.policy()
+        self.is_async = inspect.iscoroutinefunction(function)
+        self._signature = inspect.signature(function)
+        hints = _hints(function)
+        self.returns: Any = hints.get("return", Any)
+        self._converters = self._parameter_types(hints)
+        self.__name__ = self.name
+        self.__doc__ = function.__doc__
+
+    def _parameter_types(self, hints: dict[str, Any]) -> dict[str, Any]:
+        """The declared types of the arguments a submitter gives; checks the signature once."""
+        wanted: dict[str, Any] = {}
+        self.takes_context = False
+        for position, (name, parameter) in enumerate(self._signature.parameters.items()):
+            if position == 0 and hints.get(name) is Context:
+                self.takes_context = True
+                continue
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                raise ConfigError(
+                    "task", f"{self.name}: *args and **kwargs cannot be submitted", name
+                )
+            wanted[name] = hints.get(name, Any)
+        return wanted
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | Awaitable[R]:
+        return self.function(*args, **kwargs)
+
+    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse arguments the function could not be called with, before anything is sent."""
+        placeholders = (None, *args) if self.takes_context else args
+        try:
+            self._signature.bind(*placeholders, **kwargs)
+        except TypeError as error:
+            raise invalid_input("arguments", f"{self.name}: {error}") from error
+
+    def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
+        types = self._converters
+        positional = [
+            value if wanted is Any else msgspec.convert(value, wanted)
+            for value, wanted in zip(args, types.values(), strict=False)
+        ]
+        if len(args) > len(types):
+            raise TypeError(f"{self.name} takes {len(types)} arguments, got {len(args)}")
+        named = {
+            name: value if types.get(name, Any) is Any else msgspec.convert(value, types[name])
+            for name, value in kwargs.items()
+        }
+        return positional, named
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(function)
+    except NameError as error:
+        raise ConfigError(
+            "task", f"annotation of {function!r} cannot be resolved: {error}"
+        ) from error

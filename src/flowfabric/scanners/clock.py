@@ -1,0 +1,36 @@
+"""The server's time between two answers: good enough to decide when to ask, never what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+__all__ = ["ServerClock"]
+
+
+class ServerClock:
+    """Carries the last server time forward on the loop's clock. It lags by at most one trip."""
+
+    def __init__(self) -> None:
+        self._offset_ms = 0.0
+        self._seen_at: float | None = None
+
+    def observe(self, server_ms: int) -> None:
+        """Take over what the server just said."""
+        self._seen_at = asyncio.get_running_loop().time()
+        self._offset_ms = server_ms - self._seen_at * 1000
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the server last told its time; infinite before the first."""
+        if self._seen_at is None:
+            return math.inf
+        return asyncio.get_running_loop().time() - self._seen_at
+
+    def now_ms(self) -> float:
+        """The server's time by our estimate."""
+        return asyncio.get_running_loop().time() * 1000 + self._offset_ms
+
+    def loop_time(self, server_ms: float) -> float:
+        """When, on the loop's clock, the server's time will be `server_ms`."""
+        return (server_ms - self._offset_ms) / 1000

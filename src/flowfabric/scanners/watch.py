@@ -1,0 +1,133 @@
+"""Deciding with one cheap command that nothing is due, for all due-index scanners at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flowfabric.core import keys
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.upkeep import DueScan
+from flowfabric.scanners.clock import ServerClock
+from flowfabric.scanners.territory import Territory
+
+__all__ = ["DueWatch"]
+
+Key = tuple[str, str]
+"""A partition's tag and the name of an index there."""
+Indexes = Callable[[Sequence[str]], Iterable[str]]
+"""The index names a scanner reads, given the lanes."""
+
+_MAX_PEEKS = 16
+_EXISTS_KEYS = 500
+
+
+class DueWatch:
+    """What the last looks at the due indexes found, and the cheapest next look.
+
+    An index that did not exist needs no scan until it exists: one EXISTS covers all of those,
+    whoever asks, so an idle deployment costs one command per tick. An index whose earliest entry
+    lies ahead is asked for its head, because another process may have added an earlier one.
+    """
+
+    def __init__(self, backend: Backend, indexes: Mapping[str, Indexes], trust_s: float) -> None:
+        self.clock = ServerClock()
+        self._backend = backend
+        self._indexes = indexes
+        self._trust_s = trust_s
+        # Earliest time per index, None where it does not exist; not here: must be scanned.
+        self._heads: dict[Key, int | None] = {}
+        self._covered: dict[str, float] = {}
+        self._territory: Territory | None = None
+        self._keys: dict[str, list[Key]] = {}
+
+    def watches(self, scanner: str) -> bool:
+        """Whether a scanner's indexes are among those looked at."""
+        return scanner in self._indexes
+
+    def covered_at(self, scanner: str) -> float:
+        """When, on the loop's clock, a look last showed that the scanner has nothing to do."""
+        return self._covered.get(scanner, 0.0)
+
+    def next_due(self, scanner: str) -> float | None:
+        """When, on the loop's clock, the scanner's earliest known entry is due."""
+        heads = [self._heads.get(key) for key in self._keys.get(scanner, ())]
+        known = [head for head in heads if head is not None]
+        return self.clock.loop_time(min(known)) if known else None
+
+    def learn(self, indexes: Sequence[str], tags: Sequence[str], scan: DueScan) -> None:
+        """Take over what a scan of these indexes found."""
+        self.clock.observe(scan.now_ms)
+        due = {(page.tag, page.index) for page in scan.pages}
+        for tag in tags:
+            for index in indexes:
+                if (tag, index) in due:
+                    self._heads.pop((tag, index), None)
+                else:
+                    self._heads[tag, index] = scan.armed.get((tag, index))
+
+    async def quiet(self, scanner: str, territory: Territory) -> bool:
+        """Whether the scanner can be left out; False when only a scan can tell."""
+        self._enter(territory)
+        mine = self._keys[scanner]
+        if any(key not in self._heads for key in mine):
+            return False
+        armed = [key for key in mine if self._heads[key] is not None]
+        if armed and (len(armed) > _MAX_PEEKS or self.clock.age_s > self._trust_s):
+            return False
+        absent = [key for key, head in self._heads.items() if head is None]
+        asked_at = asyncio.get_running_loop().time()
+        appeared, heads = await asyncio.gather(
+            self._any_exists(absent), asyncio.gather(*(self._head(key) for key in armed))
+        )
+        if appeared:
+            # Which one is not told: every scanner looks for itself at its own time.
+            for key in absent:
+                self._heads.pop(key, None)
+            return False
+        self._heads.update(zip(armed, heads, strict=True))
+        self._cover(absent, asked_at)
+        now = self.clock.now_ms()
+        return all(head is None or head > now for head in heads)
+
+    def _enter(self, territory: Territory) -> None:
+        if territory is self._territory:
+            return
+        self._territory = territory
+        self._keys = {
+            scanner: [(tag, index) for tag in territory.tags for index in indexes(territory.lanes)]
+            for scanner, indexes in self._indexes.items()
+        }
+        known = {key for own in self._keys.values() for key in own}
+        self._heads = {key: head for key, head in self._heads.items() if key in known}
+
+    def _cover(self, absent: list[Key], asked_at: float) -> None:
+        empty = set(absent)
+        for scanner, own in self._keys.items():
+            if empty.issuperset(own):
+                self._covered[scanner] = asked_at
+
+    async def _any_exists(self, absent: list[Key]) -> bool:
+        groups: dict[str, list[str]] = {}
+        for tag, index in absent:
+            group = tag if self._backend.transport.is_cluster else ""
+            groups.setdefault(group, []).append(keys.index(tag, index))
+        calls = [
+            self._backend.transport.call("EXISTS", *part, key=part[0], replay_safe=True)
+            for names in groups.values()
+            for part in _parts(names)
+        ]
+        counts: list[Any] = await asyncio.gather(*calls)
+        return any(counts)
+
+    async def _head(self, key: Key) -> int | None:
+        name = keys.index(*key)
+        found: Any = await self._backend.transport.call(
+            "ZRANGE", name, 0, 0, "WITHSCORES", key=name, replay_safe=True
+        )
+        return int(found[0][1]) if found else None
+
+
+def _parts(names: list[str]) -> list[list[str]]:
+    return [names[start : start + _EXISTS_KEYS] for start in range(0, len(names), _EXISTS_KEYS)]

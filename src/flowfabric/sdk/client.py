@@ -1,0 +1,251 @@
+"""Submitting and inspecting executions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from flowfabric.core.contracts.executions import (
+    Cancelled,
+    CreateOutcome,
+    ExecutionContext,
+    ExecutionInfo,
+    ExecutionPage,
+    ExecutionSnapshot,
+    NewExecution,
+    PriorityChanged,
+    Replayed,
+)
+from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import PublicState
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.listing import Filter
+
+__all__ = [
+    "Client",
+    "ExecutionCancelled",
+    "ExecutionExpired",
+    "ExecutionFailed",
+    "NotFinished",
+    "Outcome",
+    "RunError",
+]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How an execution ended."""
+
+    execution_id: ExecutionId
+    state: PublicState
+    result: bytes | None
+    result_encoding: str
+    failure_reason: str | None
+    failure_category: str | None
+    attempts: int
+
+
+class RunError(FlowFabricError):
+    """The execution did not end with a result. `info` tells all about it."""
+
+    def __init__(self, info: ExecutionInfo) -> None:
+        super().__init__(info)
+        self.info = info
+
+    def __str__(self) -> str:
+        info = self.info
+        reason = info.failure_reason or info.cancellation_reason or "no reason given"
+        count = info.total_attempt_count
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        return f"{info.execution_kind} {info.public_state.value} after {attempts}: {reason}"
+
+
+class NotFinished(RunError):
+    """The execution has not ended yet."""
+
+    def __str__(self) -> str:
+        return f"{self.info.execution_kind} is {self.info.public_state.value}: wait for it"
+
+
+class ExecutionFailed(RunError):
+    """The execution failed for good."""
+
+
+class ExecutionExpired(RunError):
+    """The execution ran out of time."""
+
+
+class ExecutionCancelled(RunError):
+    """The execution was cancelled."""
+
+
+_ERRORS: dict[PublicState, type[RunError]] = {
+    PublicState.FAILED: ExecutionFailed,
+    PublicState.EXPIRED: ExecutionExpired,
+    PublicState.CANCELLED: ExecutionCancelled,
+    PublicState.SKIPPED: ExecutionCancelled,
+}
+
+
+class Client:
+    """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
+
+    >>> async with Client(await Backend.connect(address)) as client:
+    ...     created = await client.submit("resize", b'{"width": 80}')
+    ...     print(await client.result(created.execution_id))
+    """
+
+    def __init__(self, backend: Backend, namespace: str = "default") -> None:
+        self.backend = backend
+        self.namespace = namespace
+        self._watch = CompletionWatch(backend)
+
+    def new_execution(
+        self,
+        kind: str,
+        payload: bytes = b"",
+        *,
+        lane: str = "default",
+        execution_id: ExecutionId | None = None,
+        **fields: Any,
+    ) -> NewExecution:
+        """One execution to submit, with an id minted for its lane unless one is given."""
+        return NewExecution(
+            execution_id=execution_id or ExecutionId.solo(lane, self.backend.counts),
+            execution_kind=kind,
+            input_payload=payload,
+            lane_id=lane,
+            namespace=self.namespace,
+            **fields,
+        )
+
+    async def submit(
+        self,
+        kind: str,
+        payload: bytes = b"",
+        *,
+        lane: str = "default",
+        payload_encoding: str = "",
+        priority: int | None = None,
+        creator_identity: str = "",
+        idempotency_key: str = "",
+        tags: Mapping[str, str] | None = None,
+        policy: ExecutionPolicy | None = None,
+        delay_until: int | None = None,
+        execution_deadline_at: int | None = None,
+        execution_id: ExecutionId | None = None,
+    ) -> CreateOutcome:
+        """Submit one execution; with an idempotency key or a fixed id at most once."""
+        new = self.new_execution(
+            kind,
+            payload,
+            lane=lane,
+            execution_id=execution_id,
+            payload_encoding=payload_encoding,
+            priority=priority,
+            creator_identity=creator_identity,
+            idempotency_key=idempotency_key,
+            tags=tags or {},
+            policy=policy,
+            delay_until=delay_until,
+            execution_deadline_at=execution_deadline_at,
+        )
+        return await self.backend.create_execution(new)
+
+    async def submit_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
+        """Submit many in few round trips; answers stand in input order."""
+        return await self.backend.create_many(items)
+
+    async def inspect(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+        """A snapshot, or None when it never existed or was trimmed."""
+        return await self.backend.describe_execution(execution_id)
+
+    async def wait(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+        """Wait until the execution has ended; the end is pushed, not polled for."""
+        execution_id = self.backend.checked(execution_id)
+        async with asyncio.timeout(timeout):
+            while True:
+                await self._watch.wait_ended(execution_id)
+                info, result = await self.backend.read_outcome(execution_id)
+                # A replay may have started it again between the event and the read.
+                if info.completed_at is not None:
+                    return _outcome(info, result)
+
+    async def result(self, execution_id: ExecutionId, timeout: float | None = None) -> bytes | None:
+        """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
+        outcome = await self.wait(execution_id, timeout)
+        if outcome.state is PublicState.COMPLETED:
+            return outcome.result
+        raise _ERRORS[outcome.state](await self.backend.read_execution_info(execution_id))
+
+    async def result_now(self, execution_id: ExecutionId) -> bytes | None:
+        """The result bytes without waiting; `NotFinished` when it has not ended."""
+        info, result = await self.backend.read_outcome(self.backend.checked(execution_id))
+        if info.public_state is PublicState.COMPLETED:
+            return result
+        raise _ERRORS.get(info.public_state, NotFinished)(info)
+
+    async def cancel(self, execution_id: ExecutionId, reason: str = "") -> Cancelled:
+        """Cancel from any phase; a running handler learns of it with its next renewal."""
+        return await self.backend.cancel_execution(execution_id, reason)
+
+    async def replay(self, execution_id: ExecutionId, reason: str = "") -> Replayed:
+        """Run an ended execution again under the same id."""
+        return await self.backend.replay_execution(execution_id, reason=reason)
+
+    async def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
+        """Move an execution that is not running yet forward or back."""
+        return await self.backend.change_priority(execution_id, priority)
+
+    async def read_context(self, execution_id: ExecutionId) -> ExecutionContext | None:
+        """Payload, kind and tags, or None when there is no such execution."""
+        try:
+            return await self.backend.read_execution_context(execution_id)
+        except ValidationError:
+            if await self.backend.describe_execution(execution_id) is None:
+                return None
+            raise
+
+    async def list(
+        self, *, cursor: str = "", limit: int = 50, where: Filter | None = None
+    ) -> ExecutionPage:
+        """Executions, page by page."""
+        return await self.backend.list_executions(cursor=cursor, limit=limit, where=where)
+
+    def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
+        """New ids for executions of a lane."""
+        return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        await self._watch.aclose()
+        await self.backend.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def _outcome(info: ExecutionInfo, result: bytes | None) -> Outcome:
+    return Outcome(
+        info.execution_id,
+        info.public_state,
+        result,
+        info.result_encoding,
+        info.failure_reason or info.cancellation_reason,
+        info.failure_category,
+        info.total_attempt_count,
+    )

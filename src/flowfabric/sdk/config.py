@@ -1,0 +1,87 @@
+"""How a worker is set up."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, validate_worker_id
+
+__all__ = ["WorkerConfig", "default_worker_id"]
+
+_MIN_LEASE_TTL_MS = 1_000
+
+
+def default_worker_id() -> str:
+    """The pool a worker belongs to unless it says otherwise: its host."""
+    return "".join(socket.gethostname().split()) or "worker"
+
+
+def _default_instance_id() -> str:
+    return f"{default_worker_id()}-{os.getpid()}-{new_uuid()[:8]}"
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one worker process. Everything has a default.
+
+    >>> WorkerConfig(lanes=["emails"], max_concurrent_tasks=32).lease_ttl_ms
+    30000
+    """
+
+    worker_id: str = msgspec.field(default_factory=default_worker_id)
+    """The pool: stable over restarts, shared by its processes; grants are bound to it."""
+    worker_instance_id: str = msgspec.field(default_factory=_default_instance_id)
+    """This process: leases are bound to it."""
+    namespace: str = "default"
+    lanes: Sequence[str] = ("default",)
+    capabilities: Sequence[str] = ()
+    lease_ttl_ms: int = 30_000
+    claim_poll_interval_ms: int = 1_000
+    """The longest pause after an empty claim when no doorbell rings."""
+    max_concurrent_tasks: int = 1
+    scanners: bool = True
+    """Whether this process may also run the deployment's scanners; one process at a time does."""
+
+    def __post_init__(self) -> None:
+        if not self.lanes:
+            raise ConfigError("worker", "at least one lane is required")
+        if isinstance(self.lease_ttl_ms, bool) or self.lease_ttl_ms < _MIN_LEASE_TTL_MS:
+            raise ConfigError("worker", f"must be at least {_MIN_LEASE_TTL_MS}", "lease_ttl_ms")
+        if self.claim_poll_interval_ms < 1:
+            raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
+        for field, check in (
+            ("worker_id", lambda: validate_worker_id(self.worker_id)),
+            ("worker_instance_id", lambda: validate_worker_id(self.worker_instance_id)),
+            ("namespace", lambda: validate_namespace(self.namespace)),
+            ("lanes", lambda: [validate_lane(lane) for lane in self.lanes]),
+            ("capabilities", lambda: self.capabilities_csv),
+        ):
+            try:
+                check()
+            except EngineError as error:
+                raise ConfigError("worker", error.detail, field) from error
+
+    @property
+    def capabilities_csv(self) -> str:
+        """The offered tokens in their stored form."""
+        return caps.to_csv(caps.normalise(list(self.capabilities), "worker"))
+
+    @property
+    def permits(self) -> int:
+        """How many tasks may run at once."""
+        return max(1, self.max_concurrent_tasks)
+
+    @property
+    def renewal_interval_ms(self) -> int:
+        """How often each lease is renewed."""
+        return max(1, self.lease_ttl_ms // 3)
+
+    @property
+    def liveness_ttl_ms(self) -> int:
+        """How long the registry believes in this process without a heartbeat."""
+        return max(2 * self.lease_ttl_ms, 1_000)
