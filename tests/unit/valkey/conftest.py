@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
 
 import pytest
 import uvloop
 
 from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.connection import Connection
 from flowfabric.valkey.transport import Client
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
+
+Kept = TypeVar("Kept", Client, Connection)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -29,6 +33,28 @@ def shared_server() -> Iterator[TestServer]:
 def proxy(shared_server: TestServer) -> Iterator[FaultProxy]:
     with FaultProxy(shared_server.socket_path) as proxy:
         yield proxy
+
+
+class Keeper:
+    """Closes what a test opened, even if the test fails: uvloop hangs on a socket left open."""
+
+    def __init__(self) -> None:
+        self._kept: list[Client | Connection] = []
+
+    def __call__(self, opened: Kept) -> Kept:
+        self._kept.append(opened)
+        return opened
+
+    async def close(self) -> None:
+        for opened in self._kept:
+            await opened.aclose()
+
+
+@pytest.fixture
+async def keep() -> AsyncIterator[Keeper]:
+    keeper = Keeper()
+    yield keeper
+    await keeper.close()
 
 
 @pytest.fixture

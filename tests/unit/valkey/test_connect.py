@@ -1,0 +1,104 @@
+"""Connecting, and the version gate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.connect import check_server, connect
+from tests.support.server import TestServer
+from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
+
+
+def speaking(*bodies: str) -> Callable[[list[bytes]], bytes]:
+    """A server whose INFO shows these bodies one after the other, the last one for ever."""
+    left = list(bodies)
+
+    def answer(command: list[bytes]) -> bytes:
+        if command[0] == b"INFO":
+            return bulk(left.pop(0) if len(left) > 1 else left[0])
+        return HELLO if command[0] == b"HELLO" else b"+PONG\r\n"
+
+    return answer
+
+
+async def gate(*bodies: str, budget: float = 0.0) -> tuple[int, int]:
+    async with scripted_peer(speaking(*bodies)) as port:
+        transport = await connect(parse_url(f"valkey://127.0.0.1:{port}"))
+        try:
+            return await check_server(transport, budget=budget)
+        finally:
+            await transport.aclose()
+
+
+async def test_the_real_server_passes(shared_server: TestServer) -> None:
+    transport = await connect(parse_url(shared_server.url), name="checker")
+    assert await check_server(transport) >= (8, 0)
+    assert await transport.call("CLIENT", "GETNAME") == b"checker"
+    await transport.aclose()
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        ("# Server\r\nredis_version:7.2.4\r\nvalkey_version:8.1.3\r\n", (8, 1)),
+        ("server_name:Valkey\r\nredis_version:8.0.1\r\n", (8, 0)),
+        ("valkey_version:10.0-rc1\r\n", None),
+        ("valkey_version:9.1.2\r\nserver_name:valkey\r\n", (9, 1)),
+    ],
+)
+async def test_reading_the_version(body: str, version: tuple[int, int] | None) -> None:
+    if version is None:
+        with pytest.raises(EngineError, match="does not say its version"):
+            await gate(body)
+    else:
+        assert await gate(body) == version
+
+
+async def test_too_old_is_refused_when_the_budget_is_spent() -> None:
+    with pytest.raises(EngineError) as caught:
+        await gate("valkey_version:7.2.5\r\n", budget=0.3)
+    assert caught.value.code == "valkey_version_too_low"
+    assert "valkey_version_too_low: detected 7.2, required >= 8.0" in str(caught.value)
+
+
+async def test_an_upgrade_under_way_is_waited_for() -> None:
+    old, new = "valkey_version:7.2.5\r\n", "valkey_version:8.0.0\r\n"
+    assert await gate(old, "", new, budget=5) == (8, 0)
+
+
+async def test_redis_is_refused_at_once() -> None:
+    with pytest.raises(EngineError, match="not Valkey") as caught:
+        await asyncio.wait_for(gate("redis_version:7.4.1\r\n", budget=60), 5)
+    assert caught.value.code == "valkey_version_too_low"
+
+
+async def test_a_refused_login_is_final(shared_server: TestServer) -> None:
+    address = Address(
+        socket_path=str(shared_server.socket_path), username="nobody", password="none"
+    )
+    with pytest.raises(TransportError) as caught:
+        await asyncio.wait_for(connect(address, connect_timeout=30), 5)
+    assert caught.value.kind == "auth"
+
+
+async def test_connect_gives_up_at_its_timeout(tmp_path: Path) -> None:
+    with pytest.raises(TransportError) as caught:
+        await connect(Address(socket_path=str(tmp_path / "none")), connect_timeout=0.1)
+    assert caught.value.safe_to_repeat
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_standalone_server_is_not_a_cluster(shared_server: TestServer) -> None:
+    async with scripted_peer(
+        lambda c: (
+            HELLO if c[0] == b"HELLO" else b"-ERR This instance has cluster support disabled\r\n"
+        )
+    ) as port:
+        with pytest.raises(TransportError, match="cluster support disabled"):
+            await connect(parse_url(f"valkey+cluster://127.0.0.1:{port}"), connect_timeout=30)
