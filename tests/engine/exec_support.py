@@ -1,0 +1,241 @@
+"""Executions in every reachable state, and what the keyspace says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import ExpireReason
+from tests.support.engine import LANE, TTL, Engine
+
+ATTEMPT_TIMEOUT = 20_000
+DEADLINE = 3_600_000
+BACKOFF = 1000
+POLICY: dict[str, Any] = {
+    "retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": BACKOFF}},
+    "timeout_policy": {"attempt_timeout_ms": ATTEMPT_TIMEOUT, "execution_deadline_ms": DEADLINE},
+}
+
+
+def foreign_fence() -> Fence:
+    """A complete fence that no lease ever had."""
+    return Fence(new_uuid(), 1, new_uuid(), 0)
+
+
+async def refused(call: Awaitable[Any], code: str) -> EngineError:
+    """The typed error a call was refused with; its code must be this one."""
+    with pytest.raises(EngineError) as caught:
+        await call
+    assert caught.value.code == code, str(caught.value)
+    return caught.value
+
+
+async def unchanged(engine: Engine, call: Callable[[], Awaitable[Any]]) -> Any:
+    """Runs a call that must leave every key as it was; its answer, or the error it raised."""
+    before = await engine.dump()
+    try:
+        answer: Any = await call()
+    except EngineError as error:
+        answer = error
+    assert await engine.dump() == before
+    return answer
+
+
+async def indexes(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
+    """Every index that holds the execution, with its score (None in a plain set)."""
+    member = execution_id.encode()
+    prefix = keys.index(execution_id.tag, "").encode()
+    held: dict[str, float | None] = {}
+    for name, content in (await engine.dump()).items():
+        if not name.startswith(prefix) or not isinstance(content, list):
+            continue
+        rows: list[Any] = cast("list[Any]", content)
+        for row in rows:
+            if row == member:
+                held[name.removeprefix(prefix).decode()] = None
+            elif isinstance(row, list):
+                scored = cast("list[Any]", row)
+                if scored[0] != member:
+                    continue
+                held[name.removeprefix(prefix).decode()] = float(scored[1])
+    held.pop("all_executions")
+    return held
+
+
+async def raw(engine: Engine, key: str) -> dict[str, str]:
+    """A stored hash as it is."""
+    fields: Any = await engine.backend.transport.call("HGETALL", key)
+    return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+async def record(engine: Engine, execution_id: ExecutionId) -> dict[str, str]:
+    """The stored record as it is."""
+    return await raw(engine, keys.core(execution_id.tag, execution_id))
+
+
+async def promote(engine: Engine, execution_id: ExecutionId, lane: str = LANE) -> str:
+    (verdict,) = await engine.backend.promote_delayed(execution_id.tag, lane, [execution_id])
+    return verdict
+
+
+async def expire(engine: Engine, execution_id: ExecutionId, reason: ExpireReason) -> str:
+    (verdict,) = await engine.backend.expire_execution(execution_id.tag, reason, [execution_id])
+    return verdict
+
+
+async def expire_attempt(engine: Engine, execution_id: ExecutionId) -> str:
+    return await expire(engine, execution_id, ExpireReason.ATTEMPT_TIMEOUT)
+
+
+async def expire_deadline(engine: Engine, execution_id: ExecutionId) -> str:
+    return await expire(engine, execution_id, ExpireReason.EXECUTION_DEADLINE)
+
+
+async def mark(engine: Engine, execution_id: ExecutionId) -> str:
+    (verdict,) = await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+    return verdict
+
+
+async def trim(engine: Engine, execution_id: ExecutionId, lane: str = LANE) -> str:
+    (verdict,) = await engine.backend.trim_retention(execution_id.tag, lane, [execution_id])
+    return verdict
+
+
+async def block(engine: Engine, execution_id: ExecutionId) -> None:
+    """Give the execution an open dependency, as a flow would."""
+    key = keys.unresolved(execution_id.tag, execution_id)
+    await engine.backend.transport.call("SADD", key, "edge")
+
+
+class Case:
+    """One execution driven into a named state, and the last lease it had."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.backend = engine.backend
+        self.execution_id = engine.new_id()
+        self.handle: Handle | None = None
+
+    @classmethod
+    async def make(cls, engine: Engine, state: str) -> Case:
+        case = cls(engine)
+        await getattr(case, f"_{state}")()
+        return case
+
+    @property
+    def fence(self) -> Handle | Fence:
+        return self.handle or foreign_fence()
+
+    @property
+    def held(self) -> Handle:
+        assert self.handle is not None
+        return self.handle
+
+    async def _waiting(self, **fields: Any) -> None:
+        await self.engine.create(execution_id=self.execution_id, policy=POLICY, **fields)
+
+    async def _delayed(self) -> None:
+        await self._waiting(delay_until=await self.engine.now() + 5000)
+
+    async def claim(self) -> None:
+        self.handle = (await self.engine.claim()).handle
+
+    async def _active(self) -> None:
+        await self._waiting()
+        await self.claim()
+
+    async def _lease_expired(self) -> None:
+        await self._active()
+        await self.engine.advance(TTL)
+        assert await mark(self.engine, self.execution_id) == "marked_expired"
+
+    async def _revoked(self) -> None:
+        await self._active()
+        await self.backend.revoke_lease(self.execution_id)
+
+    async def _retry_delayed(self) -> None:
+        await self._active()
+        await self.backend.fail(self.held, "boom", "transient")
+
+    async def _retry_waiting(self) -> None:
+        await self._retry_delayed()
+        await self.engine.advance(BACKOFF)
+        assert await promote(self.engine, self.execution_id) == "promoted"
+
+    async def _paused_delayed(self) -> None:
+        await self._active()
+        await self.backend.delay(self.held, await self.engine.now() + 5000)
+
+    async def _paused_waiting(self) -> None:
+        await self._active()
+        await self.backend.delay(self.held, 1)
+
+    async def _waiting_children(self) -> None:
+        await self._active()
+        await block(self.engine, self.execution_id)
+        await self.backend.wait_children(self.held)
+
+    async def _completed(self) -> None:
+        await self._active()
+        await self.backend.complete(self.held, b"result")
+
+    async def _failed(self) -> None:
+        await self._active()
+        await self.backend.fail(self.held, "broken", "permanent")
+
+    async def _cancelled(self) -> None:
+        await self._active()
+        await self.backend.cancel_execution(self.execution_id, "enough")
+
+    async def _cancelled_early(self) -> None:
+        await self._waiting()
+        await self.backend.cancel_execution(self.execution_id, "enough")
+
+    async def _expired(self) -> None:
+        await self._active()
+        await self.engine.advance(ATTEMPT_TIMEOUT)
+        assert await expire_attempt(self.engine, self.execution_id) == "expired"
+
+    async def _expired_early(self) -> None:
+        await self._waiting()
+        await self.engine.advance(DEADLINE)
+        assert await expire_deadline(self.engine, self.execution_id) == "expired"
+
+    async def _replayed(self) -> None:
+        await self._completed()
+        await self.backend.replay_execution(self.execution_id)
+
+    async def _replayed_early(self) -> None:
+        await self._cancelled_early()
+        await self.backend.replay_execution(self.execution_id)
+
+
+CODES = {
+    "waiting": "ruewnf",
+    "delayed": "ruddnf",
+    "active": "alnnnr",
+    "lease_expired": "axnwni",
+    "revoked": "avnwni",
+    "retry_delayed": "rudbnt",
+    "retry_waiting": "ruewnt",
+    "paused_delayed": "ruddni",
+    "paused_waiting": "ruewni",
+    "waiting_children": "ruccni",
+    "completed": "tunnsz",
+    "failed": "tunnfz",
+    "cancelled": "tunncz",
+    "cancelled_early": "tunncf",
+    "expired": "tunnxz",
+    "expired_early": "tunnxf",
+    "replayed": "ruewnp",
+    "replayed_early": "ruewnp",
+}
+RUNNABLE = [name for name, code in CODES.items() if code[0] == "r"]
+ACTIVE = ["active", "lease_expired", "revoked"]
+TERMINAL = [name for name, code in CODES.items() if code[0] == "t"]
