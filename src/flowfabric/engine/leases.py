@@ -278,12 +278,19 @@ class Leases(Calls):
         lane_id: str = "",
         worker_id: str = "operator",
         worker_instance_id: str = "operator",
+        request_id: str | None = None,
     ) -> Claim:
-        """An operator takes one named execution: no capability, budget or quota check."""
+        """An operator takes one named execution: no capability, budget or quota check.
+
+        Repeating a request id gives the first answer again.
+        """
         execution_id = self.checked(execution_id)
         ttl = positive_ms(lease_duration_ms, "lease_duration_ms")
         worker = worker_pair(worker_id, worker_instance_id)
-        args = (execution_id, lane_id, worker, ttl, new_uuid(), new_uuid())
+        lease_id = _uuid(request_id, "request_id")
+        # Derived, so that a repeat of the request names the same attempt.
+        attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
+        args = (execution_id, lane_id, worker, ttl, lease_id, attempt_id)
         reply = await self.fcall(
             "ff_grant_and_claim", execution_id.tag, args, op="issue_grant_and_claim"
         )

@@ -79,11 +79,11 @@ function lease.open(c, id, rec, mode, grant)
   if mode == 'resumed' then
     timeout = tonumber(rec.attempt_timeout_remaining_ms or timeout)
     fields.resumed_at = c.now
-  elseif rec.started_at then
-    fields = lineage(rec, mode)
-    fields.attempt_started_at = c.now
-  else
+  elseif S.attempt(rec.state) == 'f' then
     fields.started_at = c.now
+  else
+    fields = lineage(rec, mode)
+    fields[rec.started_at and 'attempt_started_at' or 'started_at'] = c.now
   end
   if rec.last_transition_at or rec.grant_expires_at then
     record.clear(c, id, rec, unpack(WAITING_FIELDS))

@@ -1,0 +1,543 @@
+"""Claims by grant: fresh, resumed and the operator's fused form (03 §6, §7, §8, D1 to D5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import Claim, ClaimGrant, ResumeGrant
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import StateVector
+from tests.engine.probes import (
+    OTHER,
+    WORKER,
+    event_types,
+    fields,
+    freeze,
+    grant,
+    grant_fields,
+    lapsed,
+    lossy,
+    paused,
+    placed,
+    refused,
+    untouched,
+    write,
+)
+from tests.support.engine import TTL, Engine
+from tests.support.server import TestServer
+
+ACTIVE = StateVector.from_code("alnnnr")
+RETRY = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 10}}}
+
+
+async def claim_fresh(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
+    arguments: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL} | options
+    return await engine.backend.claim_execution(await grant(engine, execution_id), **arguments)
+
+
+async def claim_resumed(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
+    arguments: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL} | options
+    held = await grant(engine, execution_id)
+    return await engine.backend.claim_resumed_execution(held, **arguments)
+
+
+async def fused(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
+    arguments: dict[str, Any] = {"lease_duration_ms": TTL} | options
+    return await engine.backend.issue_grant_and_claim(execution_id, **arguments)
+
+
+def a_grant(execution_id: ExecutionId) -> ClaimGrant:
+    """A grant nobody issued."""
+    return ClaimGrant(
+        execution_id=execution_id,
+        partition_key=execution_id.tag,
+        grant_key="k#t",
+        expires_at_ms=1,
+    )
+
+
+# --- fresh ---------------------------------------------------------------------
+
+
+async def test_a_fresh_claim_carries_everything_and_moves_to_active(engine: Engine) -> None:
+    execution_id = await engine.create(
+        lane="a:b%",
+        input_payload=b"\x00\xff",
+        payload_encoding="raw",
+        namespace="tenant",
+        tags={"app.k": "v", "odd key": ""},
+        policy={"timeout_policy": {"attempt_timeout_ms": 700}},
+        execution_kind="mail",
+    )
+    await freeze(engine, await engine.now())
+    lease_id, attempt_id = new_uuid(), new_uuid()
+    claim = await claim_fresh(engine, execution_id, lease_id=lease_id, attempt_id=attempt_id)
+    now = await engine.now()
+
+    handle = claim.handle
+    assert (handle.lease_id, handle.lease_epoch) == (lease_id, 1)
+    assert (handle.attempt_id, handle.attempt_index) == (attempt_id, 0)
+    assert (handle.kind, handle.lane_id, handle.worker_instance_id) == ("fresh", "a:b%", "w-1")
+    assert (handle.lease_ttl_ms, claim.lease_expires_at) == (TTL, now + TTL)
+    assert (claim.input_payload, claim.payload_encoding) == (b"\x00\xff", "raw")
+    assert (claim.execution_kind, claim.attempt_type) == ("mail", "initial")
+    assert (claim.namespace, claim.tags) == ("tenant", {"app.k": "v", "odd key": ""})
+    assert claim.attempt_timeout_ms == 700
+
+    assert await engine.vector(execution_id) == ACTIVE
+    assert await placed(engine, execution_id) == {
+        "lane:a%3Ab%25:active": now + TTL,
+        "lease_expiry": now + TTL,
+        "worker:w-1:leases": None,
+        "attempt_timeout": now + 700,
+    }
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert snapshot.current_lease is not None
+    assert snapshot.current_lease.lease_id == lease_id
+    assert snapshot.current_lease.worker_instance_id == "w-1"
+    assert snapshot.current_attempt is not None
+    assert snapshot.current_attempt.attempt_id == attempt_id
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.started_at, info.total_attempt_count) == (str(now), 1)
+    assert await grant_fields(engine, execution_id) == {}
+    assert "grant_expires_at" not in await fields(engine, execution_id)
+
+    (event,) = await engine.events(execution_id)
+    assert (event.type, event.at, event.lane_id) == ("acquired", now, "a:b%")
+    assert (event.namespace, event.execution_kind) == ("tenant", "mail")
+    assert dict(event.fields) == {
+        "lease_id": lease_id,
+        "lease_epoch": 1,
+        "attempt_id": attempt_id,
+        "attempt_index": 0,
+        "attempt_type": "initial",
+        "worker_id": "w",
+        "worker_instance_id": "w-1",
+    }
+
+
+async def test_a_bare_claim_has_the_defaults(engine: Engine) -> None:
+    claim = await claim_fresh(engine, await engine.create())
+    assert (claim.input_payload, claim.payload_encoding, claim.tags) == (b"", "", {})
+    assert (claim.namespace, claim.attempt_timeout_ms) == ("default", None)
+
+
+async def test_minted_ids_differ(engine: Engine) -> None:
+    one = await claim_fresh(engine, await engine.create())
+    two = await claim_fresh(engine, await engine.create())
+    ids = {one.handle.lease_id, two.handle.lease_id, one.handle.attempt_id, two.handle.attempt_id}
+    assert len(ids) == 4
+
+
+async def test_a_retry_attempt_has_its_lineage(engine: Engine) -> None:
+    handle = await engine.running(policy=RETRY)
+    execution_id = handle.execution_id
+    started = (await engine.backend.read_execution_info(execution_id)).started_at
+    await engine.backend.progress(handle, 40, "half")
+    await engine.backend.fail(handle, "boom", "transient")
+    await engine.advance(11)
+    assert await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id]) == [
+        "promoted"
+    ]
+    claim = await claim_fresh(engine, execution_id, **OTHER | {"worker_id": "w"})
+    assert (claim.attempt_type, claim.attempt_index, claim.handle.lease_epoch) == ("retry", 1, 2)
+    first, second = await engine.backend.read_attempts(execution_id)
+    assert (first.attempt_state, first.failure_reason) == ("ended_failure", "boom")
+    assert (first.attempt_id, first.lease_epoch) == (handle.attempt_id, 1)
+    assert first.worker_instance_id == "w-1"
+    assert (second.attempt_state, second.attempt_type) == ("started", "retry")
+    assert (second.retry_reason, second.previous_attempt_index) == ("boom", 0)
+    assert second.failure_reason is None
+    info = await engine.backend.read_execution_info(execution_id)
+    assert info.started_at == started
+    assert (info.progress_pct, info.progress_message) == (None, None)
+    assert (info.retry_count, info.total_attempt_count) == (1, 2)
+
+
+async def test_a_replay_attempt_has_its_lineage(engine: Engine) -> None:
+    handle = await engine.running()
+    execution_id = handle.execution_id
+    await engine.backend.complete(handle)
+    await engine.backend.replay_execution(execution_id, reason="again", requested_by="ops")
+    claim = await claim_fresh(engine, execution_id)
+    assert (claim.attempt_type, claim.attempt_index, claim.handle.lease_epoch) == ("replay", 1, 2)
+    first, second = await engine.backend.read_attempts(execution_id)
+    assert (first.attempt_state, first.attempt_type) == ("ended_success", "initial")
+    assert (second.replay_reason, second.replay_requested_by) == ("again", "ops")
+    assert second.previous_attempt_index == 0
+    stored = await fields(engine, execution_id)
+    assert not {name for name in stored if name.startswith("pending_")}
+
+
+async def test_a_replay_of_an_execution_that_never_ran_is_a_replay(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.replay_execution(execution_id, reason="again")
+    await freeze(engine, await engine.now())
+    claim = await claim_fresh(engine, execution_id)
+    assert (claim.attempt_type, claim.attempt_index) == ("replay", 0)
+    (attempt,) = await engine.backend.read_attempts(execution_id)
+    assert (attempt.attempt_type, attempt.replay_reason) == ("replay", "again")
+    assert attempt.previous_attempt_index is None
+    info = await engine.backend.read_execution_info(execution_id)
+    assert info.started_at == str(await engine.now())
+
+
+async def test_an_execution_that_never_ran_can_end_and_be_replayed_repeatedly(
+    engine: Engine,
+) -> None:
+    execution_id = await engine.create()
+    for letter in ("f", "p", "p"):
+        await engine.backend.cancel_execution(execution_id)
+        assert (await engine.vector(execution_id)).code == f"tunnc{letter}"
+        await engine.backend.replay_execution(execution_id)
+    assert (await claim_fresh(engine, execution_id)).attempt_index == 0
+
+
+@pytest.mark.parametrize("ttl", [0, -5, "x", 1.5, True, 2**60])
+async def test_a_lease_needs_a_positive_number_of_ms(engine: Engine, ttl: Any) -> None:
+    unknown = engine.new_id()
+    backend = engine.backend
+    async with untouched(engine):
+        for work in (
+            backend.claim_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
+            backend.claim_resumed_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
+            backend.issue_grant_and_claim(unknown, lease_duration_ms=ttl),
+        ):
+            await refused("invalid_input", work)
+
+
+@pytest.mark.parametrize("field", ["lease_id", "attempt_id"])
+async def test_given_ids_must_be_uuids(engine: Engine, field: str) -> None:
+    ids: dict[str, Any] = {field: "no-uuid"}
+    await refused(
+        "invalid_input",
+        engine.backend.claim_execution(a_grant(engine.new_id()), **WORKER, lease_ttl_ms=TTL, **ids),
+    )
+
+
+@pytest.mark.corrupts
+async def test_check_order_of_a_fresh_claim(engine: Engine) -> None:
+    """The state is set to each fault in turn while no grant exists: state comes before grant."""
+    execution_id = engine.new_id()
+    held = a_grant(execution_id)
+
+    async def attempt(grant_value: ClaimGrant) -> Claim:
+        return await engine.backend.claim_execution(grant_value, **WORKER, lease_ttl_ms=TTL)
+
+    await refused("execution_not_found", attempt(held))
+    await engine.create(execution_id=execution_id)
+    await write(engine, execution_id, lease=f"{new_uuid()}/1", lease_expires_at=1)
+    for state, code in (
+        ("tlnnsr", "execution_not_leaseable"),  # the phase comes before the ownership
+        ("alnnnr", "execution_not_leaseable"),
+        ("axnwni", "execution_not_leaseable"),
+        ("punsni", "execution_not_leaseable"),
+        ("rlddnr", "lease_conflict"),  # before the eligibility
+        ("ruddsr", "execution_not_leaseable"),
+        ("ruccnf", "execution_not_leaseable"),
+        ("ruewsr", "execution_not_leaseable"),  # an outcome, before the attempt
+        ("ruewnr", "active_attempt_exists"),
+        ("ruewni", "use_claim_resumed_execution"),
+        ("ruewnf", "invalid_claim_grant"),
+        ("ruewnt", "invalid_claim_grant"),
+    ):
+        await write(engine, execution_id, state=state)
+        async with untouched(engine):
+            await refused(code, attempt(held))
+    await write(engine, execution_id, state="ruewnf")
+    issued = await grant(engine, execution_id)
+    await engine.advance(5001)
+    await refused("claim_grant_expired", attempt(issued))
+
+
+async def test_a_wrong_lane_is_refused_and_leaves_the_grant(engine: Engine) -> None:
+    fresh, resumable = await engine.create(), (await paused(engine, lane="second")).execution_id
+    backend = engine.backend
+    one, two = await grant(engine, fresh), await grant(engine, resumable)
+    async with untouched(engine):
+        for work in (
+            backend.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="x"),
+            backend.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="x"),
+            backend.issue_grant_and_claim(fresh, lease_duration_ms=TTL, lane_id="x"),
+        ):
+            assert "lane_mismatch" in (await refused("invalid_input", work)).detail
+    await backend.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="default")
+    await backend.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="second")
+
+
+# --- resumed -------------------------------------------------------------------
+
+
+async def test_a_paused_attempt_is_resumed_with_the_grant_of_the_wrong_claim(
+    engine: Engine,
+) -> None:
+    handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 60_000}})
+    execution_id = handle.execution_id
+    await engine.backend.progress(handle, 10)
+    started = (await engine.backend.read_execution_info(execution_id)).started_at
+    await engine.backend.delay(handle, 1)
+    held = await grant(engine, execution_id, **OTHER)
+    async with untouched(engine):
+        await refused(
+            "use_claim_resumed_execution",
+            engine.backend.claim_execution(held, **OTHER, lease_ttl_ms=TTL),
+        )
+    await freeze(engine, await engine.now())
+    lease_id = new_uuid()
+    claim = await engine.backend.claim_resumed_execution(
+        held, **OTHER, lease_ttl_ms=TTL, lease_id=lease_id
+    )
+    now = await engine.now()
+    assert claim.handle.kind == "resumed"
+    assert (claim.handle.lease_id, claim.handle.lease_epoch) == (lease_id, 2)
+    assert (claim.handle.attempt_id, claim.attempt_index) == (handle.attempt_id, 0)
+    assert claim.attempt_type == "initial"
+    assert await engine.vector(execution_id) == ACTIVE
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.total_attempt_count, info.started_at, info.progress_pct) == (1, started, 10)
+    (attempt,) = await engine.backend.read_attempts(execution_id)
+    assert (attempt.attempt_state, attempt.resumed_at) == ("started", now)
+    assert (attempt.suspended_at, attempt.suspension_id) == (None, None)
+    assert (attempt.lease_id, attempt.worker_instance_id) == (lease_id, "v-1")
+    indexes = await placed(engine, execution_id)
+    assert set(indexes) == {
+        "lane:default:active",
+        "lease_expiry",
+        "attempt_timeout",
+        "worker:v-1:leases",
+    }
+    assert await grant_fields(engine, execution_id) == {}
+    last = (await engine.events(execution_id))[-1]
+    assert (last.type, last.get("reason")) == ("acquired", "claim_resumed")
+    assert (last.get("lease_epoch"), last.get("attempt_type")) == (2, "initial")
+
+
+async def test_a_resume_grant_is_consumed_on_its_lane(engine: Engine) -> None:
+    handle = await paused(engine)
+    held = await grant(engine, handle.execution_id)
+    resume = ResumeGrant(
+        execution_id=held.execution_id,
+        partition_key=held.partition_key,
+        grant_key=held.grant_key,
+        expires_at_ms=held.expires_at_ms,
+        lane_id="default",
+    )
+    claim = await engine.backend.claim_from_resume_grant(resume, **WORKER, lease_ttl_ms=TTL)
+    assert claim.handle.kind == "resumed"
+
+
+@pytest.mark.corrupts
+async def test_check_order_of_a_resumed_claim(engine: Engine) -> None:
+    execution_id = engine.new_id()
+    held = a_grant(execution_id)
+
+    async def attempt(grant_value: ClaimGrant) -> Claim:
+        return await engine.backend.claim_resumed_execution(grant_value, **WORKER, lease_ttl_ms=TTL)
+
+    await refused("execution_not_found", attempt(held))
+    await engine.create(execution_id=execution_id)
+    await write(engine, execution_id, lease=f"{new_uuid()}/1", lease_expires_at=1)
+    for state, code in (
+        ("alnnnr", "execution_not_leaseable"),
+        ("axnwni", "execution_not_leaseable"),
+        ("tunncz", "execution_not_leaseable"),
+        ("ruewnf", "not_a_resumed_execution"),
+        ("ruewnt", "not_a_resumed_execution"),
+        ("ruewnp", "not_a_resumed_execution"),
+        ("ruddnf", "not_a_resumed_execution"),
+        ("ruddni", "execution_not_leaseable"),
+        ("ruccni", "execution_not_leaseable"),
+        ("ruewni", "invalid_claim_grant"),
+    ):
+        await write(engine, execution_id, state=state)
+        async with untouched(engine):
+            await refused(code, attempt(held))
+    issued = await grant(engine, execution_id)
+    await engine.advance(5001)
+    await refused("claim_grant_expired", attempt(issued))
+    assert await grant_fields(engine, execution_id) == {}
+
+
+async def test_a_paused_lane_resumes_nothing(engine: Engine) -> None:
+    held = await grant(engine, (await paused(engine)).execution_id)
+    await engine.backend.set_lane_state("default", "paused")
+    async with untouched(engine):
+        await refused(
+            "execution_not_leaseable",
+            engine.backend.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
+        )
+
+
+# --- fused ---------------------------------------------------------------------
+
+
+async def test_an_operator_takes_a_named_execution(engine: Engine) -> None:
+    policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    await engine.create(priority=9)
+    execution_id = await engine.create(policy=policy)
+    claim = await fused(engine, execution_id)
+    assert (claim.handle.kind, claim.attempt_type) == ("fresh", "initial")
+    assert claim.handle.worker_instance_id == "operator"
+    assert await grant_fields(engine, execution_id) == {}
+    assert set(await placed(engine, execution_id)) == {
+        "lane:default:active",
+        "lease_expiry",
+        "worker:operator:leases",
+    }
+    (event,) = await engine.events(execution_id)
+    assert event.get("reason") == "issue_grant_and_claim"
+    await engine.backend.complete(claim.handle, b"by hand")
+
+
+async def test_an_operator_resumes_a_paused_execution(engine: Engine) -> None:
+    handle = await paused(engine)
+    claim = await fused(engine, handle.execution_id, worker_id="me", worker_instance_id="me-1")
+    assert (claim.handle.kind, claim.handle.attempt_id) == ("resumed", handle.attempt_id)
+    assert (claim.handle.lease_epoch, claim.handle.worker_instance_id) == (2, "me-1")
+    last = (await engine.events(handle.execution_id))[-1]
+    assert last.get("reason") == "issue_grant_and_claim_resumed"
+    await engine.backend.complete(claim.handle)
+
+
+async def test_an_operator_passes_by_a_paused_lane(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await engine.backend.set_lane_state("default", "paused")
+    assert (await fused(engine, execution_id)).execution_id == execution_id
+
+
+@pytest.mark.corrupts
+async def test_check_order_of_the_fused_claim(engine: Engine) -> None:
+    execution_id = engine.new_id()
+    await refused("execution_not_found", fused(engine, execution_id))
+    await engine.create(execution_id=execution_id)
+    await write(engine, execution_id, lease=f"{new_uuid()}/1", lease_expires_at=1)
+    await grant(engine, execution_id)
+    for state, code in (
+        ("alnnnr", "execution_not_eligible"),
+        ("avnwni", "execution_not_eligible"),
+        ("tunnsz", "execution_not_eligible"),
+        ("rlewsr", "lease_conflict"),
+        ("ruewsr", "execution_not_eligible"),
+        ("ruewnr", "active_attempt_exists"),
+        ("ruddni", "grant_already_exists"),
+        ("ruewnf", "grant_already_exists"),
+    ):
+        await write(engine, execution_id, state=state)
+        async with untouched(engine):
+            await refused(code, fused(engine, execution_id))
+    await engine.advance(5001)
+    await write(engine, execution_id, state="ruddni")
+    await refused("execution_not_eligible", fused(engine, execution_id))
+    await write(engine, execution_id, state="ruddnf")
+    await engine.backend.transport.call(
+        "ZREM", keys.eligible(execution_id.tag, "default"), execution_id
+    )
+    await refused("execution_not_in_eligible_set", fused(engine, execution_id))
+    await write(engine, execution_id, state="ruewnf")
+    await refused("execution_not_in_eligible_set", fused(engine, execution_id))
+    await engine.backend.transport.call(
+        "ZADD", keys.eligible(execution_id.tag, "default"), 1, execution_id
+    )
+    await write(engine, execution_id, state="ruddnf")
+    await refused("execution_not_eligible", fused(engine, execution_id))
+
+
+async def test_a_lapsed_grant_does_not_stop_the_operator(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await grant(engine, execution_id)
+    await engine.advance(5001)
+    await fused(engine, execution_id)
+    assert await grant_fields(engine, execution_id) == {}
+
+
+# --- lost replies (D1) ---------------------------------------------------------
+
+
+async def test_a_repeated_fresh_claim_gives_the_same_claim(engine: Engine) -> None:
+    execution_id = await engine.create(input_payload=b"x", tags={"a.b": "c"})
+    held = await grant(engine, execution_id)
+    ids: dict[str, Any] = {"lease_id": new_uuid(), "attempt_id": new_uuid()}
+    first = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+    async with untouched(engine):
+        again = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+        assert again == first
+        for other in ({**ids, "lease_id": new_uuid()}, {**ids, "attempt_id": new_uuid()}):
+            await refused(
+                "execution_not_leaseable",
+                engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **other),
+            )
+
+
+async def test_a_repeated_resumed_claim_gives_the_same_claim(engine: Engine) -> None:
+    held = await grant(engine, (await paused(engine)).execution_id)
+    lease_id = new_uuid()
+    first = await engine.backend.claim_resumed_execution(
+        held, **WORKER, lease_ttl_ms=TTL, lease_id=lease_id
+    )
+    async with untouched(engine):
+        again = await engine.backend.claim_resumed_execution(
+            held, **WORKER, lease_ttl_ms=TTL, lease_id=lease_id
+        )
+    assert again == first
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_a_repeated_fused_claim_gives_the_same_claim(engine: Engine, resumed: bool) -> None:
+    execution_id = (await paused(engine)).execution_id if resumed else await engine.create()
+    request_id = new_uuid()
+    first = await fused(engine, execution_id, request_id=request_id)
+    async with untouched(engine):
+        assert await fused(engine, execution_id, request_id=request_id) == first
+        await refused("execution_not_eligible", fused(engine, execution_id, request_id=new_uuid()))
+    await refused("invalid_input", fused(engine, execution_id, request_id="mine"))
+
+
+async def test_a_repeat_after_the_lease_ran_out_is_refused(engine: Engine) -> None:
+    execution_id = await engine.create()
+    held = await grant(engine, execution_id)
+    ids: dict[str, Any] = {"lease_id": new_uuid(), "attempt_id": new_uuid()}
+    await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+    await engine.advance(TTL)
+    async with untouched(engine):
+        await refused(
+            "execution_not_leaseable",
+            engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids),
+        )
+
+
+@pytest.mark.parametrize(
+    "function", ["ff_claim_execution", "ff_claim_resumed", "ff_grant_and_claim"]
+)
+async def test_a_lost_claim_reply_is_answered_again(
+    engine: Engine, valkey: TestServer, function: str
+) -> None:
+    resumed = function == "ff_claim_resumed"
+    execution_id = (await paused(engine)).execution_id if resumed else await engine.create()
+    held = a_grant(execution_id)
+    if function != "ff_grant_and_claim":
+        held = await grant(engine, execution_id)
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(function.encode())
+        if function == "ff_grant_and_claim":
+            claim = await client.issue_grant_and_claim(execution_id, lease_duration_ms=TTL)
+        elif resumed:
+            claim = await client.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
+        else:
+            claim = await client.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+        assert proxy.dropped == 1
+    await engine.backend.complete(claim.handle)
+    acquired = [kind for kind in await event_types(engine, execution_id) if kind == "acquired"]
+    assert len(acquired) == (2 if resumed else 1)
+
+
+async def test_terminal_and_lost_executions_take_no_claim(engine: Engine) -> None:
+    lost = await lapsed(engine)
+    await refused("execution_not_eligible", grant(engine, lost.execution_id))
+    await engine.backend.cancel_execution(lost.execution_id)
+    await refused("execution_not_eligible", grant(engine, lost.execution_id))
+    await refused("execution_not_eligible", fused(engine, lost.execution_id))
