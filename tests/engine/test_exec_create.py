@@ -1,0 +1,373 @@
+"""create_execution: what is stored, where it waits, and what is refused without a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy, parse_policy
+from flowfabric.core.state import PublicState
+from tests.engine.exec_support import indexes, raw, record, refused, unchanged
+from tests.support.engine import LANE, Engine
+
+U64 = 2**64 - 1
+MAX_MS = 2**53 - 1
+
+
+def new(engine: Engine, **fields: Any) -> NewExecution:
+    lane = fields.get("lane_id", LANE)
+    fields.setdefault("execution_id", engine.new_id(lane))
+    fields.setdefault("execution_kind", "job")
+    return NewExecution(**fields)
+
+
+async def test_smallest_record(engine: Engine) -> None:
+    before = await engine.now()
+    execution_id = await engine.create()
+    fields = await record(engine, execution_id)
+    assert set(fields) == {"execution_kind", "created_at", "state"}
+    assert before <= int(fields["created_at"]) <= await engine.now()
+    assert await indexes(engine, execution_id) == {
+        f"lane:{LANE}:eligible": float(fields["created_at"])
+    }
+    assert await engine.events(execution_id) == []
+    owned = [name for name in await engine.dump() if execution_id.encode() in name]
+    assert owned == [keys.core(execution_id.tag, execution_id).encode()]
+
+
+async def test_everything_given_is_readable(engine: Engine) -> None:
+    deadline = await engine.now() + 99_000
+    execution_id = await engine.create(
+        lane="lane: 100%",
+        namespace="tenant",
+        execution_kind="kind",
+        input_payload=b"\x00\xff\xfe",
+        payload_encoding="raw",
+        priority=7,
+        creator_identity="me",
+        tags={"Any Key": "ü"},
+        execution_deadline_at=deadline,
+        policy={
+            "budget_ids": ["11111111-2222-4333-8444-555555555555"],
+            "quota_policy_id": "550e8400-e29b-41d4-a716-446655440000",
+            "routing_requirements": {"required_capabilities": ["gpu", "cuda"]},
+        },
+    )
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.namespace, info.lane_id, info.execution_kind) == ("tenant", "lane: 100%", "kind")
+    assert (info.priority, info.payload_encoding) == (7, "raw")
+    assert info.execution_deadline_at == deadline
+    assert info.required_capabilities == ("cuda", "gpu")
+    context = await engine.backend.read_execution_context(execution_id)
+    assert context.input_payload == b"\x00\xff\xfe"
+    assert context.tags == {"Any Key": "ü"}
+    assert context.payload_encoding == "raw"
+    fields = await engine.backend.read_exec_core_fields(
+        execution_id, ["creator_identity", "budget_ids", "quota_policy_id", "nonsense"]
+    )
+    assert fields == {
+        "creator_identity": "me",
+        "budget_ids": "11111111-2222-4333-8444-555555555555",
+        "quota_policy_id": "550e8400-e29b-41d4-a716-446655440000",
+        "nonsense": None,
+    }
+    lane = "lane:lane%3A 100%25"
+    assert set(await indexes(engine, execution_id)) == {
+        f"{lane}:eligible:cuda,gpu",
+        "execution_deadline",
+    }
+    claim = await engine.claim(lane="lane: 100%", capabilities=["gpu", "cuda", "more"])
+    assert (claim.namespace, claim.input_payload) == ("tenant", b"\x00\xff\xfe")
+    assert claim.tags == {"Any Key": "ü"}
+    assert claim.payload_encoding == "raw"
+
+
+@pytest.mark.parametrize(
+    ("given", "policy", "stored"),
+    [
+        (None, None, 0),
+        (-5, None, 0),
+        (10_000, None, 9000),
+        (-(10**30), None, 0),
+        (10**30, None, 9000),
+        (3, {"priority": 9}, 3),
+        (None, {"priority": 9}, 9),
+        (0, {"priority": 9}, 0),
+        (None, {"priority": 2**31 - 1}, 9000),
+        (None, {"priority": -1, "max_replay_count": 1}, 0),
+    ],
+)
+async def test_priority(
+    engine: Engine, given: int | None, policy: dict[str, Any] | None, stored: int
+) -> None:
+    execution_id = await engine.create(priority=given, policy=policy)
+    info = await engine.backend.read_execution_info(execution_id)
+    assert info.priority == stored
+    held = await indexes(engine, execution_id)
+    assert held == {f"lane:{LANE}:eligible": int(info.created_at) - stored * 10**12}
+
+
+async def test_priority_then_age(engine: Engine) -> None:
+    first = await engine.create()
+    await engine.advance(1)
+    second = await engine.create()
+    await engine.advance(1)
+    urgent = await engine.create(priority=9000)
+    claims = await engine.claim_all(3)
+    assert [claim.execution_id for claim in claims] == [urgent, first, second]
+
+
+@pytest.mark.parametrize("source", ["argument", "policy"])
+@pytest.mark.parametrize("offset", [-(10**9), 0, 1])
+async def test_delay(engine: Engine, source: str, offset: int) -> None:
+    await engine.advance(0)
+    due = await engine.now() + offset * 60_000
+    outcome = await engine.backend.create_execution(
+        new(engine, delay_until=due)
+        if source == "argument"
+        else new(engine, policy=parse_policy({"delay_until": due}))
+    )
+    assert isinstance(outcome, Created)
+    delayed = offset > 0
+    assert outcome.public_state is (PublicState.DELAYED if delayed else PublicState.WAITING)
+    info = await engine.backend.read_execution_info(outcome.execution_id)
+    assert info.delay_until == (due if delayed else None)
+    suffix, score = ("delayed", due) if delayed else ("eligible", int(info.created_at))
+    assert await indexes(engine, outcome.execution_id) == {f"lane:{LANE}:{suffix}": score}
+
+
+async def test_own_delay_wins_over_the_policy(engine: Engine) -> None:
+    now = await engine.now()
+    outcome = await engine.backend.create_execution(
+        new(engine, delay_until=1, policy=parse_policy({"delay_until": now + 60_000}))
+    )
+    assert isinstance(outcome, Created)
+    assert outcome.public_state is PublicState.WAITING
+
+
+@pytest.mark.parametrize("absolute", [None, 1, -5, 10**13])
+async def test_deadline(engine: Engine, absolute: int | None) -> None:
+    execution_id = await engine.create(
+        execution_deadline_at=absolute,
+        policy={"timeout_policy": {"execution_deadline_ms": 5000}},
+    )
+    info = await engine.backend.read_execution_info(execution_id)
+    expected = int(info.created_at) + 5000 if absolute is None else absolute
+    assert info.execution_deadline_at == expected
+    assert (await indexes(engine, execution_id))["execution_deadline"] == expected
+
+
+async def test_durations_beyond_exact_numbers_are_capped(engine: Engine) -> None:
+    execution_id = await engine.create(
+        idempotency_key="k",
+        policy={
+            "delay_until": 2**63 - 1,
+            "dedup_window_ms": U64,
+            "timeout_policy": {"execution_deadline_ms": U64, "attempt_timeout_ms": U64},
+            "stream_policy": {"retention_ttl_ms": U64},
+        },
+    )
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.execution_deadline_at, info.delay_until) == (MAX_MS, MAX_MS)
+    other = await engine.create(
+        policy={"timeout_policy": {"attempt_timeout_ms": U64, "execution_deadline_ms": U64}}
+    )
+    claim = await engine.claim()
+    assert claim.attempt_timeout_ms == MAX_MS
+    await engine.backend.complete(claim.handle)
+    await engine.backend.replay_execution(other)
+    assert (await engine.backend.read_execution_info(other)).execution_deadline_at == MAX_MS
+
+
+async def test_zero_durations_are_off(engine: Engine) -> None:
+    execution_id = await engine.create(
+        policy={"timeout_policy": {"execution_deadline_ms": 0, "attempt_timeout_ms": 0}}
+    )
+    await engine.claim()
+    assert set(await indexes(engine, execution_id)) == {
+        *("lease_expiry", f"lane:{LANE}:active", "worker:w-1:leases")
+    }
+
+
+async def test_payload_limit_is_inclusive(engine: Engine) -> None:
+    execution_id = await engine.create(input_payload=b"\xff" * 1_048_576)
+    context = await engine.backend.read_execution_context(execution_id)
+    assert context.input_payload == b"\xff" * 1_048_576
+    error = await unchanged(engine, lambda: engine.create(input_payload=bytes(1_048_577)))
+    assert error.code == "payload_too_large"
+    error = await unchanged(engine, lambda: engine.create(input_payload=bytes(10_000_000)))
+    assert error.code == "payload_too_large"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"execution_kind": ""}, "execution_kind"),
+        ({"execution_kind": "x" * 1025}, "execution_kind"),
+        ({"namespace": ""}, "namespace"),
+        ({"namespace": "a:b"}, "namespace"),
+        ({"namespace": "a b"}, "namespace"),
+        ({"lane_id": ""}, "lane"),
+        ({"lane_id": "x" * 65}, "lane"),
+        ({"lane_id": "ünicode"}, "lane"),
+        ({"lane_id": "tab\t"}, "lane"),
+        ({"priority": "7"}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": True}, "priority"),
+        ({"idempotency_key": "x" * 1025}, "idempotency_key"),
+        ({"creator_identity": "x" * 1025}, "creator_identity"),
+        ({"tags": {"": "v"}}, "tags"),
+        ({"tags": {"k": "v" * 4097}}, "tags"),
+        ({"tags": {f"k{i}": "v" for i in range(129)}}, "tags"),
+        ({"delay_until": "soon"}, "delay_until"),
+        ({"delay_until": 2**53}, "delay_until"),
+        ({"execution_deadline_at": 1.5}, "execution_deadline_at"),
+        ({"partition_id": 5}, "partition_id"),
+    ],
+)
+async def test_invalid_input(engine: Engine, fields: dict[str, Any], part: str) -> None:
+    item = new(engine, execution_id=engine.new_id(), **fields)
+    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    assert isinstance(error, EngineError)
+    assert error.code == "invalid_input"
+    assert error.detail.startswith(part)
+
+
+async def test_partition_of_the_id(engine: Engine) -> None:
+    beyond = ExecutionId.trusted("{fp:256}:11111111-2222-4333-8444-555555555555")
+    await refused(
+        engine.backend.create_execution(new(engine, execution_id=beyond)), "invalid_input"
+    )
+    execution_id = engine.new_id()
+    outcome = await engine.backend.create_execution(
+        new(engine, execution_id=execution_id, partition_id=execution_id.partition)
+    )
+    assert isinstance(outcome, Created)
+
+
+BAD_CAPABILITIES: list[tuple[Any, str]] = [
+    (("gpu", None), "required:non_string_token"),
+    ("gpu", "required:not_array"),
+    ({"x": 1}, "required:not_array"),
+    (("a,b",), "required:comma_in_token"),
+    (("a b",), "required:control_or_whitespace"),
+    (("",), "required:empty_token"),
+    (tuple(f"t{i}" for i in range(257)), "required:too_many_tokens"),
+    (("x" * 4097,), "required:too_many_bytes"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "detail"), BAD_CAPABILITIES)
+async def test_policy_objects_are_checked_too(engine: Engine, tokens: Any, detail: str) -> None:
+    policy = ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=tokens))
+    item = new(engine, policy=policy)
+    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    assert (error.code, error.detail) == ("invalid_capabilities", detail)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ExecutionPolicy(max_reclaim_count=-1),
+        ExecutionPolicy(timeout_policy=TimeoutPolicy(attempt_timeout_ms="5s")),  # pyright: ignore[reportArgumentType]
+        ExecutionPolicy(budget_ids=("not-a-uuid",)),
+    ],
+)
+async def test_broken_policy_objects(engine: Engine, policy: ExecutionPolicy) -> None:
+    item = new(engine, policy=policy)
+    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    assert error.code == "invalid_policy_json"
+
+
+async def _raw_create(engine: Engine, policy: str) -> Any:
+    """What the engine itself says to a policy that no caller checked."""
+    import msgspec
+
+    options = msgspec.msgpack.encode({"policy": policy})
+    execution_id = engine.new_id()
+    reply = await engine.backend.fcall(
+        "ff_create", execution_id.tag, ("", execution_id, "job", b"", "", options), op="test"
+    )
+    return reply[2][0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "detail"),
+    [
+        ("{", b"invalid_policy_json", b"malformed"),
+        ("[1]", b"invalid_policy_json", b"not_object"),
+        ('"x"', b"invalid_policy_json", b"not_object"),
+        ('{"routing_requirements": 1}', b"invalid_policy_json", b"routing_requirements:not_object"),
+        *(
+            (
+                f'{{"routing_requirements": {{"required_capabilities": {tokens}}}}}',
+                b"invalid_capabilities",
+                detail,
+            )
+            for tokens, detail in (
+                ('["gpu", null]', b"required:non_string_token"),
+                ('"gpu"', b"required:not_array"),
+                ('{"x": 1}', b"required:not_array"),
+                ('["a,b"]', b"required:comma_in_token"),
+                ('["a b"]', b"required:control_or_whitespace"),
+                ('[""]', b"required:empty_token"),
+                (str([f"t{i}" for i in range(257)]).replace("'", '"'), b"required:too_many_tokens"),
+                (f'["{"x" * 4097}"]', b"required:too_many_bytes"),
+            )
+        ),
+    ],
+)
+async def test_the_engine_is_the_last_line(
+    engine: Engine, policy: str, code: bytes, detail: bytes
+) -> None:
+    reply = await unchanged(engine, lambda: _raw_create(engine, policy))
+    assert reply == [0, code, detail]
+
+
+@pytest.mark.parametrize("state", ["draining", "disabled"])
+async def test_lane_not_accepting(engine: Engine, state: str) -> None:
+    known = await engine.create(lane="closed", idempotency_key="k")
+    await engine.backend.set_lane_state("closed", state)
+    item = new(engine, lane_id="closed")
+    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    assert (error.code, error.detail) == ("lane_not_accepting", state)
+    # What was accepted before is still recognised: duplicates are found first.
+    again = new(engine, lane_id="closed", idempotency_key="k")
+    assert await engine.backend.create_execution(again) == Duplicate(known)
+    await engine.backend.set_lane_state("closed", "paused")
+    assert isinstance(await engine.backend.create_execution(item), Created)
+
+
+async def test_lane_is_checked_before_the_policy(engine: Engine) -> None:
+    await engine.backend.set_lane_state(LANE, "draining")
+    reply = await _raw_create(engine, "{")
+    assert reply == [0, b"lane_not_accepting", b"draining"]
+
+
+async def test_new_lanes_and_partitions_are_registered(engine: Engine) -> None:
+    first = engine.new_id("one")
+    items = [
+        new(engine, execution_id=first, lane_id="one"),
+        # Another lane's execution may live in the same partition.
+        new(engine, execution_id=ExecutionId.solo("one", engine.backend.counts), lane_id="two"),
+        new(engine, lane_id="three"),
+    ]
+    await engine.backend.create_many(items)
+    lanes, _ = await engine.backend.list_lanes()
+    assert {"one", "two", "three"} <= set(lanes)
+    assert {first.tag, items[2].execution_id.tag} <= set(await engine.backend.used_partitions())
+
+
+async def test_policy_is_stored_as_given(engine: Engine) -> None:
+    policy = {"max_replay_count": 2, "retry_policy": {"max_retries": 1}}
+    execution_id = await engine.create(policy=policy)
+    stored: Any = await engine.backend.transport.call(
+        "GET", keys.policy(execution_id.tag, execution_id)
+    )
+    assert parse_policy(stored) == parse_policy(policy)
+    assert await raw(engine, keys.tags(execution_id.tag, execution_id)) == {}
