@@ -43,11 +43,11 @@ class TerritoryMap:
         self._current = Territory()
         self._gate = asyncio.Lock()
 
-    async def current(self) -> Territory:
-        """The same object as long as nothing changed."""
+    async def current(self, *, fresh: bool = False) -> Territory:
+        """The same object as long as nothing changed; `fresh` reads it now."""
         async with self._gate:
             now = asyncio.get_running_loop().time()
-            if self._read_at is None or now - self._read_at >= self._refresh_s:
+            if fresh or self._read_at is None or now - self._read_at >= self._refresh_s:
                 self._stored = await read_territory(self._backend)
                 self._read_at = now
         tags = {*self._stored.tags, *self._backend.known_partitions}

@@ -1,0 +1,29 @@
+"""Attempts that run too long end, or are retried where the policy says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.due import DueScanner
+
+__all__ = ["AttemptTimeout"]
+
+
+class AttemptTimeout(DueScanner):
+    """Expires executions whose current attempt passed its timeout."""
+
+    name = "attempt_timeout"
+    settled = frozenset(
+        {"expired", "retry_scheduled", "failed", "already_terminal", "not_found_cleaned"}
+    )
+    left = frozenset({"not_yet_due"})
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+        """One index for all lanes."""
+        return {"attempt_timeout": ""}
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Expire what is due."""
+        return await backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)

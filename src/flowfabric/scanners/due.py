@@ -1,0 +1,183 @@
+"""The loop shared by all scanners of time-ordered indexes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.upkeep import DuePage, DueScan
+from flowfabric.scanners.base import ScanResult, Scope, Tally
+from flowfabric.scanners.tracker import FailureTracker
+
+__all__ = ["DueScanner", "lane_indexes"]
+
+log = logging.getLogger(__name__)
+
+_INDEXES_PER_CALL = 512
+
+
+def lane_indexes(lanes: Sequence[str], suffix: str) -> dict[str, str]:
+    """The index of each lane, with the lane it belongs to."""
+    return {f"lane:{keys.lane_part(lane)}:{suffix}": lane for lane in lanes}
+
+
+class DueScanner:
+    """Acts on the due members of its indexes, page by page, until a short page or the budget.
+
+    Members that stay (they failed, rest, or belong to another deployment) are stepped over with
+    an offset, so they never hide what stands behind them.
+    """
+
+    name: str
+    page: int = 50
+    #: Answers that took the member out of the index.
+    settled: frozenset[str]
+    #: Answers that leave the member where it is, rightly.
+    left: frozenset[str]
+
+    def __init__(self) -> None:
+        self.tracker = FailureTracker()
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
+        """Index names after `ff:idx:T:`, each with its lane (empty: not lane-scoped)."""
+        raise NotImplementedError
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
+        """The engine call; one answer per id."""
+        raise NotImplementedError
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        """One cycle over every index of the territory."""
+        self.tracker.begin_cycle()
+        indexes = self.indexes(scope.territory.lanes)
+        tally = Tally()
+        for page in await self._survey(backend, scope, list(indexes), tally):
+            if scope.spent():
+                tally.more = True
+                break
+            await self._drain(backend, scope, page, indexes[page.index], tally)
+        return tally.result()
+
+    async def _survey(
+        self, backend: Backend, scope: Scope, indexes: list[str], tally: Tally
+    ) -> list[DuePage]:
+        """The first page of every index; one call where all partitions are on one server."""
+        tags = scope.territory.tags
+        if not indexes or not tags:
+            return []
+        size = 1 if backend.transport.is_cluster else max(1, _INDEXES_PER_CALL // len(indexes))
+        groups = [tags[start : start + size] for start in range(0, len(tags), size)]
+        scans: list[DueScan | BaseException] = await asyncio.gather(
+            *(backend.scan_due(indexes, group, self.page) for group in groups),
+            return_exceptions=True,
+        )
+        if all(isinstance(scan, EngineError) for scan in scans):
+            raise next(scan for scan in scans if isinstance(scan, EngineError))
+        pages: list[DuePage] = []
+        for group, scan in zip(groups, scans, strict=True):
+            if isinstance(scan, DueScan):
+                scope.progress()
+                pages += scan.pages
+                if scope.watch is not None:
+                    scope.watch.learn(indexes, group, scan)
+            elif isinstance(scan, EngineError):
+                tally.errors += 1
+                self._warn("index not readable", partition=",".join(group), error=str(scan))
+            else:
+                raise scan
+        return pages
+
+    async def _drain(
+        self, backend: Backend, scope: Scope, page: DuePage, lane: str, tally: Tally
+    ) -> None:
+        """Everything due in one index, beginning with a page already read."""
+        tag, ids, offset = page.tag, page.ids, 0
+        seen: set[str] = set()
+        while True:
+            fresh = [member for member in ids if member not in seen]
+            gone = await self._handle(backend, scope, tag, lane, fresh, tally)
+            seen.update(fresh)
+            if len(ids) < self.page:
+                return
+            if scope.spent():
+                tally.more = True
+                return
+            offset += len(ids) - gone
+            try:
+                scan = await backend.scan_due([page.index], [tag], self.page, offset)
+            except EngineError as error:
+                tally.errors += 1
+                self._warn("index not readable", partition=tag, error=str(error))
+                return
+            scope.progress()
+            ids = scan.pages[0].ids if scan.pages else []
+
+    async def _handle(
+        self, backend: Backend, scope: Scope, tag: str, lane: str, ids: list[str], tally: Tally
+    ) -> int:
+        """Act on one page; how many members left the index."""
+        awake = [member for member in ids if not self.tracker.skips(member)]
+        accepted = await scope.filter.accepted(backend, awake)
+        if not accepted:
+            return 0
+        gone = 0
+        for member, answer in await self._answers(backend, tag, lane, accepted, tally):
+            if answer in self.settled:
+                gone += 1
+                tally.processed += 1
+                self.tracker.succeeded(member)
+            elif answer in self.left:
+                self.tracker.succeeded(member)
+            else:
+                tally.errors += 1
+                self._failed(member, tag, answer)
+        return gone
+
+    async def _answers(
+        self, backend: Backend, tag: str, lane: str, ids: list[str], tally: Tally
+    ) -> list[tuple[str, str]]:
+        try:
+            return list(zip(ids, await self.act(backend, tag, lane, ids), strict=True))
+        except EngineError as error:
+            if error.retryable:
+                # The server's trouble is not the items': nothing is held against them.
+                tally.errors += 1
+                self._warn("call failed", partition=tag, error=str(error))
+                return []
+            if len(ids) == 1:
+                return [(ids[0], f"error:{error}")]
+        answers: list[tuple[str, str]] = []
+        for member in ids:
+            answers += await self._answers(backend, tag, lane, [member], tally)
+        return answers
+
+    def _failed(self, member: str, tag: str, answer: str) -> None:
+        if self.tracker.failed(member):
+            log.error(
+                "persistent %s failure: %s rests for %d cycles",
+                self.name,
+                member,
+                self.tracker.BACKOFF_CYCLES,
+                extra={
+                    "action": "scanner_poison",
+                    "scanner": self.name,
+                    "item": member,
+                    "failures": self.tracker.STRIKES,
+                    "backoff_cycles": self.tracker.BACKOFF_CYCLES,
+                },
+            )
+        else:
+            self._warn("item failed", execution_id=member, partition=tag, error=answer)
+
+    def _warn(self, what: str, **fields: str) -> None:
+        log.warning(
+            "%s: %s: %s",
+            self.name,
+            what,
+            fields.get("error", ""),
+            extra={"action": "scanner_failure", "scanner": self.name, **fields},
+        )

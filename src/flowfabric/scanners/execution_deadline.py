@@ -1,0 +1,27 @@
+"""Executions end when their total lifetime is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.due import DueScanner
+
+__all__ = ["ExecutionDeadline"]
+
+
+class ExecutionDeadline(DueScanner):
+    """Expires executions in any phase whose deadline passed."""
+
+    name = "execution_deadline"
+    settled = frozenset({"expired", "already_terminal", "not_found_cleaned"})
+    left = frozenset({"not_yet_due"})
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+        """One index for all lanes."""
+        return {"execution_deadline": ""}
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Expire what is due."""
+        return await backend.expire_execution(tag, ExpireReason.EXECUTION_DEADLINE, ids)

@@ -1,0 +1,124 @@
+"""One process scans for all: an advisory lease that saves commands and decides nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.backend import Backend
+
+__all__ = ["LEADER_KEY", "Leadership"]
+
+log = logging.getLogger(__name__)
+
+LEADER_KEY = "ff:leader:scanners"
+
+_POLL_S = 3.0
+_RETRY_S = 1.0
+_RELEASE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+
+class Leadership:
+    """Whether this process should scan. Two that think so at once do the same work twice, safely.
+
+    A process whose scanners are stuck gives the lease up for others, but goes on scanning what it
+    can until another process holds it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        key: str = LEADER_KEY,
+        ttl_s: float = 4.5,
+        healthy: Callable[[], bool],
+    ) -> None:
+        self.key = key
+        self.identity = f"{socket.gethostname()}:{os.getpid()}:{new_uuid()}"
+        self.scanning = asyncio.Event()
+        """Set while this process should scan."""
+        self.holds = False
+        """Whether the lease is ours."""
+        self.since = 0.0
+        """When, on the loop's clock, scanning last began."""
+        self._backend = backend
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+        # A renewal may be lost once before the lease is.
+        self._renew_s = ttl_s * 4 / 9
+        self._poll_s = min(_POLL_S, ttl_s * 2 / 3)
+        self._healthy = healthy
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Acquire, renew and watch the lease until told to stop."""
+        while not stop.is_set():
+            try:
+                pause = await self._step()
+            except EngineError as error:
+                log.debug(
+                    "leader lease not readable: %s", error, extra={"action": "leader_unreadable"}
+                )
+                pause = _RETRY_S
+            try:
+                async with asyncio.timeout(pause):
+                    await stop.wait()
+            except TimeoutError:
+                pass
+
+    async def _step(self) -> float:
+        """One look at the lease; the pause before the next."""
+        if self.holds:
+            if not self._healthy():
+                log.warning(
+                    "a scanner makes no progress, other processes may take over",
+                    extra={"action": "leader_unhealthy"},
+                )
+                await self.release()
+                return self._poll_s
+            # GETEX renews and reads in one command; on a foreign lease it is harmless.
+            owner = await self._call("GETEX", self.key, "PX", self._ttl_ms)
+            if owner == self.identity.encode():
+                return self._renew_s
+            self.holds = False
+        left = await self._call("PTTL", self.key)
+        if left >= 0:
+            self._follow()
+            # Sleeping through the rest of the lease finds it either renewed or gone.
+            return max(self._poll_s, left / 1000 + 0.05)
+        if not self._healthy():
+            self._scan()
+            return self._poll_s
+        taken = await self._call("SET", self.key, self.identity, "NX", "PX", self._ttl_ms)
+        if taken is None:
+            self._follow()
+            return self._poll_s
+        self.holds = True
+        self._scan()
+        return self._renew_s
+
+    def _scan(self) -> None:
+        if not self.scanning.is_set():
+            self.since = asyncio.get_running_loop().time()
+            self.scanning.set()
+            log.info("this process runs the scanners", extra={"action": "leader_acquired"})
+
+    def _follow(self) -> None:
+        if self.scanning.is_set():
+            self.scanning.clear()
+            log.info("another process runs the scanners", extra={"action": "leader_lost"})
+
+    async def release(self) -> None:
+        """Let others lead at once; touches the lease only while it is ours."""
+        self.holds = False
+        await self._call("EVAL", _RELEASE, 1, self.key, self.identity)
+
+    async def _call(self, *args: str | int) -> Any:
+        return await self._backend.transport.call(*args, key=self.key, replay_safe=True)

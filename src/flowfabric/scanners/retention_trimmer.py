@@ -1,0 +1,71 @@
+"""Finished executions and old events are deleted when their retention is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.base import ScanResult, Scope, Tally
+from flowfabric.scanners.due import DueScanner, lane_indexes
+
+__all__ = ["RetentionTrimmer"]
+
+
+class RetentionTrimmer(DueScanner):
+    """Trims lanes' terminal indexes in order of due time, finishes large purges, ages the feeds."""
+
+    name = "retention_trimmer"
+    page = 20
+    settled = frozenset({"purged", "purging", "not_terminal", "orphan_removed"})
+    left = frozenset({"not_due"})
+
+    def __init__(self, events_retention_ms: int) -> None:
+        super().__init__()
+        self._events_retention_ms = events_retention_ms
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
+        """One index per lane, ordered by the end of retention."""
+        return lane_indexes(lanes, "terminal")
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
+        """Delete what is due, each execution with all its keys."""
+        return await backend.trim_retention(tag, lane, ids)
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        """Trim executions, then what large ones left behind, then event feeds."""
+        trimmed = await super().scan(backend, scope)
+        tally = Tally()
+        tally.processed, tally.errors, tally.more = trimmed.processed, trimmed.errors, trimmed.more
+        tags = scope.territory.tags
+        if tags:
+            oldest = await backend.server_time_ms() - self._events_retention_ms
+            for tag in tags:
+                if scope.spent():
+                    tally.more = True
+                    break
+                await self._finish(backend, scope, tag, oldest, tally)
+        return tally.result()
+
+    async def _finish(
+        self, backend: Backend, scope: Scope, tag: str, oldest: int, tally: Tally
+    ) -> None:
+        backlog = keys.index(tag, "purge_backlog")
+        try:
+            owed: Any
+            owed, _ = await asyncio.gather(
+                backend.transport.call("EXISTS", backlog, key=backlog),
+                backend.trim_events(tag, max(0, oldest)),
+            )
+            while owed:
+                owed = await backend.purge(tag)
+                scope.progress()
+                if scope.spent():
+                    tally.more = tally.more or owed > 0
+                    return
+        except EngineError as error:
+            tally.errors += 1
+            self._warn("feed or purge failed", partition=tag, error=str(error))

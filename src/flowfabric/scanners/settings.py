@@ -1,0 +1,131 @@
+"""How often each scanner runs, which ones do, and for whom."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import validate_namespace
+from flowfabric.scanners.filter import ScannerFilter
+
+__all__ = ["INTERVALS_S", "ScannerSettings"]
+
+INTERVALS_S: Mapping[str, float] = {
+    "lease_expiry": 1.5,
+    "delayed_promoter": 0.75,
+    "attempt_timeout": 2.0,
+    "execution_deadline": 5.0,
+    "doorbell": 2.0,
+    "index_reconciler": 45.0,
+    "retention_trimmer": 60.0,
+}
+"""Every scanner with its interval: nothing waits longer than that after it is due."""
+
+_number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch
+
+
+class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one process's scanners.
+
+    >>> ScannerSettings.from_env({"FF_LEASE_EXPIRY_INTERVAL_MS": "500"}).interval("lease_expiry")
+    0.5
+    """
+
+    intervals_s: Mapping[str, float] = {}
+    """Only what differs from `INTERVALS_S`."""
+    disabled: frozenset[str] = frozenset()
+    namespace: str | None = None
+    instance_tag: tuple[str, str] | None = None
+    events_retention_ms: int = 86_400_000
+    restart_backoff_s: float = 5.0
+    """The pause before a crashed scanner starts again."""
+    territory_refresh_s: float = 5.0
+    """How long a lane or partition of another process may stay unseen."""
+    clock_trust_s: float = 5.0
+    """How long the server's clock is carried forward before it is asked again."""
+    leader_ttl_s: float = 4.5
+    """How long the other processes wait for a leader that no longer renews."""
+
+    def interval(self, scanner: str) -> float:
+        """Seconds between two cycles; never less than 0.1."""
+        return max(0.1, self.intervals_s.get(scanner, INTERVALS_S[scanner]))
+
+    @property
+    def filter(self) -> ScannerFilter:
+        """The executions these scanners may touch."""
+        return ScannerFilter(namespace=self.namespace, instance_tag=self.instance_tag)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ScannerSettings:
+        """The settings of the environment; a bad value is a `ConfigError` that names it."""
+        env = os.environ if environ is None else environ
+        intervals = {name: _interval(env, name) for name in INTERVALS_S}
+        return cls(
+            intervals_s={name: value for name, value in intervals.items() if value is not None},
+            disabled=_disabled(env),
+            namespace=_namespace(env),
+            instance_tag=_instance_tag(env),
+            events_retention_ms=_events_retention(env),
+        )
+
+
+def _invalid(variable: str, problem: str) -> ConfigError:
+    return ConfigError("environment", f"invalid value for {variable}: {problem}")
+
+
+def _interval(env: Mapping[str, str], scanner: str) -> float | None:
+    found: float | None = None
+    stem = f"FF_{scanner.upper()}_INTERVAL"
+    for variable, unit in ((f"{stem}_S", 1.0), (f"{stem}_MS", 0.001)):
+        text = env.get(variable)
+        if text is None:
+            continue
+        if not _number(text) or float(text) <= 0:
+            raise _invalid(variable, f"must be a positive number, got {text!r}")
+        if found is not None:
+            raise _invalid(variable, f"{stem}_S is set too; keep one of them")
+        found = float(text) * unit
+    return found
+
+
+def _disabled(env: Mapping[str, str]) -> frozenset[str]:
+    text = env.get("FF_SCANNERS_DISABLED", "")
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    unknown = sorted(names - INTERVALS_S.keys())
+    if unknown:
+        raise _invalid(
+            "FF_SCANNERS_DISABLED",
+            f"no scanner is called {', '.join(unknown)}; there are {', '.join(INTERVALS_S)}",
+        )
+    return names
+
+
+def _namespace(env: Mapping[str, str]) -> str | None:
+    text = env.get("FF_SCANNER_NAMESPACE")
+    if not text:
+        return None
+    try:
+        return validate_namespace(text)
+    except EngineError as error:
+        raise _invalid("FF_SCANNER_NAMESPACE", error.detail) from error
+
+
+def _instance_tag(env: Mapping[str, str]) -> tuple[str, str] | None:
+    text = env.get("FF_SCANNER_INSTANCE_TAG")
+    if not text:
+        return None
+    key, equals, value = text.partition("=")
+    if not key or not equals or not value:
+        raise _invalid("FF_SCANNER_INSTANCE_TAG", f"must be <key>=<value>, got {text!r}")
+    return key, value
+
+
+def _events_retention(env: Mapping[str, str]) -> int:
+    text = env.get("FF_EVENTS_RETENTION_MS", "86400000")
+    if not text.isdecimal() or not 1 <= int(text) < 2**53:
+        raise _invalid("FF_EVENTS_RETENTION_MS", f"must be a positive number, got {text!r}")
+    return int(text)
