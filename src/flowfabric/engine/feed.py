@@ -139,9 +139,9 @@ class CompletionWatch:
                 self._positions[tag] = entries[-1][0].decode()
             waiting = self._waiters.get(tag, {})
             for _, flat in entries:
-                # Every entry begins with its type, time and execution.
+                # Every entry begins with its type and its execution.
                 if flat[1] == b"completion":
-                    for ended in waiting.get(flat[5], ()):
+                    for ended in waiting.get(flat[3], ()):
                         if not ended.done():
                             ended.set_result(None)
 

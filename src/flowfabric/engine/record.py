@@ -124,12 +124,15 @@ class Record:
 
     @property
     def last_transition_at(self) -> int:
-        """When the state last changed: ending writes `completed_at` only."""
-        return max(
-            self.required("created_at"),
-            self.number("last_transition_at") or 0,
-            self.number("completed_at") or 0,
+        """When the state last changed: claims and endings write their own time only."""
+        times = (
+            "last_transition_at",
+            "started_at",
+            "attempt_started_at",
+            "resumed_at",
+            "completed_at",
         )
+        return max(self.required("created_at"), *(self.number(name) or 0 for name in times))
 
     @property
     def last_mutation_at(self) -> int:

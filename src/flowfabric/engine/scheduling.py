@@ -11,7 +11,13 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Claim, ClaimedMany
 from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, new_uuid, stored_lane, validate_lane
+from flowfabric.core.ids import (
+    ExecutionId,
+    new_uuid,
+    stored_lane,
+    validate_lane,
+    validate_uuid,
+)
 from flowfabric.engine.calls import refusal, text
 from flowfabric.engine.executions import BATCH, Completion, Executions
 from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
@@ -98,7 +104,8 @@ class Scheduling(Executions):
         """
         if max_n < 1:
             return ClaimedMany([], 0)
-        args = want.args(min(max_n, BATCH), request_id or new_uuid())
+        request = new_uuid() if request_id is None else validate_uuid(request_id, "request_id")
+        args = want.args(min(max_n, BATCH), request)
         reply = await self.fcall("ff_claim_many", tag, args, op="claim_many")
         return ClaimedMany(want.claims(reply[2]), int(reply[3]))
 

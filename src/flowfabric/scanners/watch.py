@@ -76,7 +76,10 @@ class DueWatch:
         armed = [key for key in mine if self._heads[key] is not None]
         if armed and (len(armed) > _MAX_PEEKS or self.clock.age_s > self._trust_s):
             return False
+        # The same command asks for the other scanners, so that they need not ask themselves.
         absent = [key for key, head in self._heads.items() if head is None]
+        if len(armed) == len(mine):
+            absent = []
         asked_at = asyncio.get_running_loop().time()
         appeared, heads = await asyncio.gather(
             self._any_exists(absent), asyncio.gather(*(self._head(key) for key in armed))
@@ -105,7 +108,7 @@ class DueWatch:
     def _cover(self, absent: list[Key], asked_at: float) -> None:
         empty = set(absent)
         for scanner, own in self._keys.items():
-            if empty.issuperset(own):
+            if own and empty.issuperset(own):
                 self._covered[scanner] = asked_at
 
     async def _any_exists(self, absent: list[Key]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from typing import Final
 
@@ -66,6 +67,9 @@ def from_connect(error: BaseException, peer: str) -> TransportError:
     if isinstance(error, TimeoutError):
         return TransportError("transport", f"no connection to {peer}: it did not answer in time")
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    if isinstance(error, ConnectionError) and error.errno:
+        # The event loop puts the address there instead of the system's words.
+        reason = os.strerror(error.errno)
     return TransportError("transport", f"no connection to {peer}: {reason}")
 
 

@@ -32,6 +32,7 @@ _NAMES = {
     "op": "old_priority",
     "np": "new_priority",
 }
+_PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
 _NUMBERS = frozenset(
     {"delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"}
 )
@@ -70,13 +71,15 @@ def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
         fields: dict[str, Any] = {}
         for i in range(0, len(flat), 2):
             name, value = flat[i], flat[i + 1]
-            if name == "f":
-                fields |= _fence(value)
+            if name in _PAIRS:
+                fields |= _pair(_PAIRS[name], value)
             elif name == "w":
                 fields["worker_id"], _, fields["worker_instance_id"] = value.partition(" ")
             else:
                 known = _NAMES.get(name, name)
                 fields[known] = int(value) if known in _NUMBERS else value
+        if fields["type"] == "acquired":
+            fields.setdefault("attempt_type", "initial")
         if fields["type"] == "revoked":
             fields["revoked_by"] = fields.pop("requested_by", "operator")
         if fields["type"] == "reclaimed":
@@ -87,7 +90,7 @@ def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
         return Event(
             event_id,
             fields.pop("type"),
-            int(fields.pop("at")),
+            int(fields.pop("at", None) or entry_id.partition("-")[0]),
             fields.pop("execution_id"),
             fields.pop("namespace", "default"),
             fields.pop("lane_id", "default"),
@@ -98,9 +101,7 @@ def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
         raise CorruptionError("corruption", f"event {event_id}: {error!r}") from error
 
 
-def _fence(text: str) -> dict[str, Any]:
-    lease_id, epoch, attempt_id, index = text.split("/")
-    parts: dict[str, Any] = {"attempt_id": attempt_id, "attempt_index": int(index)}
-    if lease_id:
-        parts |= {"lease_id": lease_id, "lease_epoch": int(epoch)}
-    return parts
+def _pair(names: tuple[str, str], text: str) -> dict[str, Any]:
+    """`<id>/<number>`, the form of leases and attempts."""
+    identity, _, number = text.rpartition("/")
+    return {names[0]: identity, names[1]: int(number)}

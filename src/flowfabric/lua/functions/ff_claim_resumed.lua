@@ -22,7 +22,7 @@ server.register_function('ff_claim_resumed', function(keys, args)
   end
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end
-  claiming.take(c, id, rec, 'resumed', { lease_id = lease_id, worker = worker, ttl = ttl })
+  claiming.take(c, id, rec, 'resumed', { lease_prefix = lease_id, suffix = '', worker = worker, ttl = ttl })
   c:flush()
   return reply.ok(claiming.row(c, id, rec, 'resumed'))
 end)

@@ -33,7 +33,7 @@ server.register_function('ff_grant_and_claim', function(keys, args)
   if problem then return problem end
   mode = S.attempt(rec.state) == 'i' and 'resumed' or 'fresh'
   claiming.take(c, id, rec, mode, {
-    lease_id = lease_id, attempt_id = attempt_id, worker = worker, ttl = ttl,
+    lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl,
     reason = mode == 'resumed' and 'issue_grant_and_claim_resumed' or 'issue_grant_and_claim',
   })
   c:flush()

@@ -30,7 +30,7 @@ server.register_function('ff_reclaim', function(keys, args)
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end
   claiming.take(c, id, rec, 'reclaimed',
-    { lease_id = lease_id, attempt_id = attempt_id, worker = worker, ttl = ttl })
+    { lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl })
   c:flush()
   return reply.ok(claiming.row(c, id, rec, 'reclaimed'))
 end)

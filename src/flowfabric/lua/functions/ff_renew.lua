@@ -13,7 +13,7 @@ local function renew(c, id, text, ttl)
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   if c:lane(rec.lane_id).emit_renewals then
-    events.emit(c, 'renewed', id, rec, 'f', events.fence(rec), 'w', rec.worker)
+    events.emit_lease(c, 'renewed', id, rec)
   end
   return expires
 end

@@ -78,8 +78,16 @@ server.register_function('ff_replay', function(keys, args)
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
   waiting.enter(c, id, rec)
   c:flush()
-  events.emit(c, 'replayed', id, rec, 'b', 'normal', 'rc', count + 1,
-    'by', requested_by ~= '' and requested_by, 'r', reason ~= '' and reason)
+  local told = { 'b', 'normal', 'rc', count + 1 }
+  if requested_by ~= '' then
+    told[#told + 1] = 'by'
+    told[#told + 1] = requested_by
+  end
+  if reason ~= '' then
+    told[#told + 1] = 'r'
+    told[#told + 1] = reason
+  end
+  events.emit(c, 'replayed', id, rec, unpack(told))
   c:ring(rec.lane_id)
   return reply.ok(S.public(rec.state))
 end)

@@ -20,8 +20,7 @@ server.register_function('ff_revoke', function(keys, args)
     'lease_revoke_reason', reason, 'blocking_detail', 'lease revoked: ' .. reason,
     'last_transition_at', c.now)
   server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
-  events.emit(c, 'revoked', id, rec, 'f', events.fence(rec), 'w', rec.worker, 'r', reason,
-    'by', args[4])
+  events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])
   lease.offer_for_reclaim(c, id, rec)
   return reply.ok(held, record.epoch(rec))
 end)

@@ -2,6 +2,7 @@
 -- eligibility, blocking reason, outcome, attempt (letters: core/state.py).
 -- Every transition of the engine writes one of the codes below.
 local S = {
+  NEW = 'ruewnf',
   ACTIVE = 'alnnnr',
   EXPIRED = 'axnwni',
   REVOKED = 'avnwni',
@@ -47,6 +48,7 @@ local BLOCKED = {
 }
 -- The one lane index that holds an execution in this state.
 function S.index_suffix(code)
+  if code == S.NEW then return 'eligible' end
   local phase = S.phase(code)
   if phase == 'a' then return 'active' end
   if phase == 'p' then return 'suspended' end

@@ -8,17 +8,17 @@ local MAX_ARGS = 400
 
 function Context.open(tag)
   return setmetatable(
-    { tag = tag, now = clock.now(), lane_settings = {}, commands = {}, order = {} },
+    { tag = tag, now = clock.now(), lane_settings = {}, order = {},
+      commands = { ZADD = {}, ZREM = {}, SADD = {}, SREM = {} } },
     Context
   )
 end
 
 local function queue(self, command, key)
-  local slot = command .. key
-  local args = self.commands[slot]
+  local args = self.commands[command][key]
   if not args then
     args = { command, key }
-    self.commands[slot] = args
+    self.commands[command][key] = args
     self.order[#self.order + 1] = args
   end
   return args
@@ -55,7 +55,7 @@ function Context:flush()
       end
     end
   end
-  self.commands = {}
+  self.commands = { ZADD = {}, ZREM = {}, SADD = {}, SREM = {} }
   self.order = {}
 end
 

@@ -35,8 +35,20 @@ function record.epoch(rec)
   return rec.lease and tonumber(string.sub(rec.lease, 38)) or 0
 end
 
+local instances, instance_count = {}, 0
+function record.instance_of(worker)
+  local known = instances[worker]
+  if not known then
+    if instance_count >= 1000 then instances, instance_count = {}, 0 end
+    known = string.match(worker, ' (.*)$') or ''
+    instances[worker] = known
+    instance_count = instance_count + 1
+  end
+  return known
+end
+
 function record.worker_instance(rec)
-  return rec.worker and string.match(rec.worker, ' (.*)$') or ''
+  return rec.worker and record.instance_of(rec.worker) or ''
 end
 
 -- Deletes those of the named fields that the record has.
@@ -47,6 +59,17 @@ function record.clear(c, id, rec, ...)
       args[#args + 1] = name
       rec[name] = nil
     end
+  end
+  if #args > 2 then server.call(unpack(args)) end
+end
+
+-- Writes fields, in the store and in the record at hand.
+function record.set(c, id, rec, fields)
+  local args = { 'HSET', K.core(c.tag, id) }
+  for name, value in pairs(fields) do
+    rec[name] = value
+    args[#args + 1] = name
+    args[#args + 1] = value
   end
   if #args > 2 then server.call(unpack(args)) end
 end

@@ -1,40 +1,28 @@
 -- The partition's event feed, and the short per-execution list of unusual events.
--- Stored names are short (decoded by core/contracts/events.py): t type, at time,
--- id execution, ns namespace, l lane, k kind, f fence, w worker; defaults left out.
+-- Stored names are short (decoded by core/contracts/events.py): t type, id execution,
+-- k kind, L lease, A attempt, w worker, ns namespace, l lane, at time; left out when
+-- they have their default, `at` when the entry's own id tells it.
 local events = {}
 
 local HISTORY_MAX = 32
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
-local function common(c, kind, id, rec)
+-- Appends one entry; `...` are further name, value pairs, none of them nil or false.
+function events.emit(c, kind, id, rec, ...)
   local args = {
     'XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
-    't', kind, 'at', c.now, 'id', id, 'k', rec.execution_kind,
+    't', kind, 'id', id, 'k', rec.execution_kind, ...
   }
-  if rec.namespace ~= 'default' then
-    args[#args + 1] = 'ns'
-    args[#args + 1] = rec.namespace
+  local function add(name, value)
+    args[#args + 1] = name
+    args[#args + 1] = value
   end
-  if rec.lane_id ~= 'default' then
-    args[#args + 1] = 'l'
-    args[#args + 1] = rec.lane_id
-  end
-  return args
-end
-
--- Appends one entry; `...` are further name, value pairs.
-function events.emit(c, kind, id, rec, ...)
-  local args = common(c, kind, id, rec)
-  local extra = { ... }
-  for i = 1, #extra, 2 do
-    if extra[i + 1] then
-      args[#args + 1] = extra[i]
-      args[#args + 1] = extra[i + 1]
-    end
-  end
+  if rec.namespace ~= 'default' then add('ns', rec.namespace) end
+  if rec.lane_id ~= 'default' then add('l', rec.lane_id) end
+  if clock.shifted then add('at', c.now) end
   local entry = server.call(unpack(args))
-  if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[extra[2]]) then
+  if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[args[20]]) then
     local fields = { 'event_id', entry }
     for i = 7, #args do
       local value = args[i]
@@ -46,4 +34,7 @@ function events.emit(c, kind, id, rec, ...)
   end
 end
 
-function events.fence(rec) return rec.lease .. '/' .. rec.attempt end
+-- `emit` with the lease and worker of the record.
+function events.emit_lease(c, kind, id, rec, ...)
+  return events.emit(c, kind, id, rec, 'L', rec.lease, 'A', rec.attempt, 'w', rec.worker, ...)
+end

@@ -29,7 +29,7 @@ function lease.mark_expired(c, id, rec)
   server.call('HSET', K.core(c.tag, id), 'state', S.EXPIRED, 'lease_expired_at', c.now,
     'last_transition_at', c.now, 'blocking_detail', 'lease expired, awaiting reclaim')
   lease.offer_for_reclaim(c, id, rec)
-  events.emit(c, 'expired', id, rec, 'f', events.fence(rec), 'w', rec.worker)
+  events.emit_lease(c, 'expired', id, rec)
 end
 
 function lease.offer_for_reclaim(c, id, rec)
@@ -38,6 +38,7 @@ function lease.offer_for_reclaim(c, id, rec)
   c:ring(rec.lane_id)
 end
 
+local NO_FIELDS = {}
 local LINEAGE = { t = 'retry', p = 'replay' }
 
 -- Fields of the record that describe waiting, a pause, or the attempt before.
@@ -69,43 +70,37 @@ local function lineage(rec, mode)
   return fields
 end
 
--- Writes the new lease. `mode` is fresh, resumed or reclaimed; `grant` carries
--- lease_id, attempt_id, worker, ttl and an optional event reason.
+-- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` carries the lease and
+-- attempt id as prefix and common suffix, the worker, the ttl and an optional event reason.
 function lease.open(c, id, rec, mode, grant)
   local expires = c.now + grant.ttl
   local old_epoch = record.epoch(rec)
   local timeout = tonumber(rec.attempt_timeout_ms or 0)
-  local fields = {}
+  local fields = NO_FIELDS
   if mode == 'resumed' then
     timeout = tonumber(rec.attempt_timeout_remaining_ms or timeout)
-    fields.resumed_at = c.now
-  elseif S.attempt(rec.state) == 'f' then
-    fields.started_at = c.now
-  else
+    fields = { resumed_at = c.now }
+  elseif S.attempt(rec.state) ~= 'f' then
     fields = lineage(rec, mode)
-    fields[rec.started_at and 'attempt_started_at' or 'started_at'] = c.now
   end
-  if rec.last_transition_at or rec.grant_expires_at then
+  if rec.started_at or rec.last_transition_at or rec.grant_expires_at then
     record.clear(c, id, rec, unpack(WAITING_FIELDS))
     if mode ~= 'resumed' then record.clear(c, id, rec, unpack(ATTEMPT_FIELDS)) end
   end
+  local started = 'resumed_at'
   if mode ~= 'resumed' then
-    rec.attempt = grant.attempt_id .. '/' .. string.format('%d', record.attempt_count(rec))
+    rec.attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.attempt_count(rec)
+    started = rec.started_at and 'attempt_started_at' or 'started_at'
   end
   rec.state = S.ACTIVE
-  rec.lease = grant.lease_id .. '/' .. string.format('%d', old_epoch + 1)
+  rec.lease = grant.lease_prefix .. grant.suffix .. '/' .. (old_epoch + 1)
   rec.worker = grant.worker
   rec.lease_expires_at = expires
-  local args = {
-    'HSET', K.core(c.tag, id), 'state', S.ACTIVE, 'lease', rec.lease, 'attempt', rec.attempt,
-    'worker', rec.worker, 'lease_expires_at', expires, 'last_transition_at', c.now,
-  }
-  for name, value in pairs(fields) do
-    rec[name] = value
-    args[#args + 1] = name
-    args[#args + 1] = value
-  end
-  server.call(unpack(args))
+  rec[started] = c.now
+  -- The start of the attempt, or its resumption, is also the time of this transition.
+  server.call('HSET', K.core(c.tag, id), 'state', S.ACTIVE, 'lease', rec.lease,
+    'attempt', rec.attempt, 'worker', rec.worker, 'lease_expires_at', expires, started, c.now)
+  if fields ~= NO_FIELDS then record.set(c, id, rec, fields) end
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)
@@ -113,10 +108,16 @@ function lease.open(c, id, rec, mode, grant)
     c:zadd(K.index(c.tag, 'attempt_timeout'), c.now + math.max(1, timeout), id)
   end
   if mode == 'reclaimed' then
-    events.emit(c, 'reclaimed', id, rec, 'f', events.fence(rec), 'w', rec.worker, 'oe', old_epoch)
+    events.emit_lease(c, 'reclaimed', id, rec, 'oe', old_epoch)
+    return
+  end
+  local reason = grant.reason or (mode == 'resumed' and 'claim_resumed')
+  local kind = rec.attempt_type or 'initial'
+  if reason then
+    events.emit_lease(c, 'acquired', id, rec, 'ty', kind, 'r', reason)
+  elseif kind ~= 'initial' then
+    events.emit_lease(c, 'acquired', id, rec, 'ty', kind)
   else
-    events.emit(c, 'acquired', id, rec, 'f', events.fence(rec), 'w', rec.worker,
-      'ty', rec.attempt_type or 'initial',
-      'r', grant.reason or (mode == 'resumed' and 'claim_resumed') or false)
+    events.emit_lease(c, 'acquired', id, rec)
   end
 end

@@ -9,10 +9,17 @@ function fence.parse(text)
     index = index or '' }
 end
 
+-- Whether a fence text is exactly `lease/attempt`, without building that string.
+local function proves(text, held, attempt)
+  local split = #held
+  return #text == split + 1 + #attempt and string.sub(text, 1, split) == held
+    and string.sub(text, split + 2) == attempt
+end
+
 -- Checks 2 to 6 of the fence order. Returns nil when the caller holds the lease,
 -- else the error; `marks` lets a lapsed lease be marked expired.
 function fence.check(c, id, rec, text, override, marks)
-  if rec.state == S.ACTIVE and text == rec.lease .. '/' .. rec.attempt
+  if rec.state == S.ACTIVE and proves(text, rec.lease, rec.attempt)
       and tonumber(rec.lease_expires_at) > c.now then
     return nil
   end

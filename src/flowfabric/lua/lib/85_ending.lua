@@ -29,8 +29,18 @@ function ending.finish(c, id, rec, how)
   rec.completed_at = c.now
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'),
     c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS), id)
-  events.emit(c, 'completion', id, rec, 'o', OUTCOME_NAMES[how.outcome], 'r', how.reason,
-    'f', held and events.fence(rec) or (rec.attempt and '//' .. rec.attempt) or false,
-    'w', held and rec.worker or false, 's', how.source or false,
-    'c', how.category or false, 'rr', how.has_result and '1' or false)
+  local told = { 'o', OUTCOME_NAMES[how.outcome], 'r', how.reason }
+  local function tell(name, value)
+    told[#told + 1] = name
+    told[#told + 1] = value
+  end
+  if rec.attempt then tell('A', rec.attempt) end
+  if held then
+    tell('L', rec.lease)
+    tell('w', rec.worker)
+  end
+  if how.source then tell('s', how.source) end
+  if how.category then tell('c', how.category) end
+  if how.has_result then tell('rr', '1') end
+  events.emit(c, 'completion', id, rec, unpack(told))
 end

@@ -70,8 +70,7 @@ function retry.schedule(c, id, rec, policy, failure)
   server.call('HSET', K.core(c.tag, id), 'state', S.delayed('b', 't'), 'delay_until', due,
     'retry_count', count + 1, 'failure_reason', failure.reason,
     'failure_category', failure.category, 'last_transition_at', c.now)
-  events.emit(c, 'released', id, rec, 'r', 'failed_retry_scheduled',
-    'f', events.fence(rec), 'w', rec.worker, 'du', due)
+  events.emit_lease(c, 'released', id, rec, 'r', 'failed_retry_scheduled', 'du', due)
   rec.state, rec.delay_until, rec.retry_count = S.delayed('b', 't'), due, count + 1
   waiting.enter(c, id, rec)
   return due, next_index

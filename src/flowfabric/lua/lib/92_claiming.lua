@@ -4,6 +4,10 @@ local claiming = {}
 -- A live grant or a foreign requirement must not hide what stands behind it.
 local LOOK_AHEAD = 16
 local DEFAULT_RECLAIM_CAP = 1000
+-- How many requests of one process are remembered; those in flight at a time may overlap.
+local REMEMBERED = 4
+-- How far a claim looks past lost executions that this worker cannot take.
+local MAX_LOST_PAGES = 16
 
 function claiming.offered(csv)
   local set = {}
@@ -22,8 +26,9 @@ function claiming.missing(required, offered)
   return table.concat(absent, ',')
 end
 
-local function append(candidates, key, limit)
-  local found = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
+local function append(candidates, key, limit, offset)
+  local first = offset or 0
+  local found = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
     candidates[#candidates + 1] = { id = found[i], score = tonumber(found[i + 1]), key = key }
   end
@@ -55,6 +60,7 @@ end
 
 -- How an execution in this state can be taken, or nil when it cannot.
 function claiming.mode(c, rec)
+  if rec.state == S.NEW then return 'fresh' end
   if S.phase(rec.state) == 'r' and S.eligibility(rec.state) == 'e' then
     return S.attempt(rec.state) == 'i' and 'resumed' or 'fresh'
   end
@@ -108,6 +114,17 @@ function claiming.row(c, id, rec, mode)
   }
 end
 
+-- Four hex digits that make a request's prefixes into the ids of one claim.
+local suffixes = {}
+local function suffix(number)
+  local known = suffixes[number]
+  if not known then
+    known = string.format('%04x', number)
+    suffixes[number] = known
+  end
+  return known
+end
+
 local function replayed(c, want, ids)
   local rows = {}
   for id in string.gmatch(ids, '%S+') do
@@ -133,45 +150,83 @@ function claiming.remaining(c, lane, offered)
   return count
 end
 
+-- A request's claims as one line of the memo; the latest stand first.
+local function note_request(memo, want, ids, known)
+  local text = '\n' .. want.lease_prefix .. ' ' .. table.concat(ids, ' ') .. known
+  local at = 1
+  for _ = 1, REMEMBERED do
+    at = string.find(text, '\n', at + 1, true)
+    if not at then break end
+  end
+  server.call('SET', memo, at and string.sub(text, 1, at - 1) or text, 'PX', want.ttl)
+end
+
+local function earlier_claims(known, want)
+  return string.match(known, '\n' .. string.gsub(want.lease_prefix, '%-', '%%-') .. ' ([^\n]*)')
+end
+
+-- Takes one candidate if it is claimable now; true when it stays where it stands.
+local function consider(c, want, offered, candidate, rows, ids)
+  local id = candidate.id
+  local rec = record.read(c, id)
+  local mode = rec and claiming.mode(c, rec)
+  if not mode then
+    -- A lost execution in its lane's grace stays; anything else has no business here.
+    if rec and S.ownership(rec.state) == 'x' then return true end
+    c:zrem(candidate.key, id)
+    return false
+  end
+  if tonumber(rec.grant_expires_at or 0) >= c.now
+      or claiming.missing(rec.required_capabilities, offered) then
+    return true
+  end
+  if mode == 'reclaimed' and tonumber(rec.lease_reclaim_count or 0) >= claiming.reclaim_cap(rec) then
+    claiming.end_at_cap(c, id, rec)
+    return false
+  end
+  want.suffix = suffix(#rows)
+  claiming.take(c, id, rec, mode, want)
+  rows[#rows + 1] = claiming.row(c, id, rec, mode)
+  ids[#ids + 1] = id
+  return false
+end
+
+-- Lost executions share one index whatever they require, so those of other workers may stand
+-- in front. Goes on behind the `passed` ones that stay.
+local function look_further(c, want, offered, passed, rows, ids)
+  local key = K.lane(c.tag, want.lane, 'reclaimable')
+  for _ = 1, MAX_LOST_PAGES do
+    c:flush()
+    local page = {}
+    if #rows == want.max or not append(page, key, want.max + LOOK_AHEAD, passed) then return end
+    for _, candidate in ipairs(page) do
+      if #rows == want.max then return end
+      if consider(c, want, offered, candidate, rows, ids) then passed = passed + 1 end
+    end
+  end
+end
+
 -- Claims up to want.max executions of a lane. A repeat of the same request gives
 -- the same claims. Returns the rows and how many claimable ones stay behind.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, string.match(want.worker, ' (.*)$'))
-  local last = server.call('GET', memo)
-  if last and string.sub(last, 1, 32) == want.lease_prefix then
-    return replayed(c, want, string.sub(last, 34)), claiming.remaining(c, want.lane, offered)
-  end
+  local known = server.call('GET', memo) or ''
+  local before = known ~= '' and earlier_claims(known, want)
+  if before then return replayed(c, want, before), claiming.remaining(c, want.lane, offered) end
   local state = c:lane(want.lane).state
   if state == 'paused' or state == 'disabled' then return {}, 0 end
-  local rows, ids = {}, {}
+  local rows, ids, passed = {}, {}, 0
+  local lost = K.lane(c.tag, want.lane, 'reclaimable')
   for _, candidate in ipairs(claiming.candidates(c, want.lane, offered, want.max + LOOK_AHEAD)) do
     if #rows == want.max then break end
-    local id = candidate.id
-    local rec = record.read(c, id)
-    local mode = rec and claiming.mode(c, rec)
-    if not rec or not (mode or S.phase(rec.state) == 'a') then
-      c:zrem(candidate.key, id)
-    elseif mode and tonumber(rec.grant_expires_at or 0) < c.now
-        and not claiming.missing(rec.required_capabilities, offered) then
-      if mode == 'reclaimed'
-          and tonumber(rec.lease_reclaim_count or 0) >= claiming.reclaim_cap(rec) then
-        claiming.end_at_cap(c, id, rec)
-      else
-        local suffix = string.format('%04x', #rows)
-        claiming.take(c, id, rec, mode, {
-          lease_id = want.lease_prefix .. suffix, attempt_id = want.attempt_prefix .. suffix,
-          worker = want.worker, ttl = want.ttl,
-        })
-        rows[#rows + 1] = claiming.row(c, id, rec, mode)
-        ids[#ids + 1] = id
-      end
+    if consider(c, want, offered, candidate, rows, ids) and candidate.key == lost then
+      passed = passed + 1
     end
   end
+  if passed >= LOOK_AHEAD then look_further(c, want, offered, passed, rows, ids) end
   c:flush()
-  if #ids > 0 then
-    server.call('SET', memo, want.lease_prefix .. ' ' .. table.concat(ids, ' '), 'PX', want.ttl)
-  end
+  if #ids > 0 then note_request(memo, want, ids, known) end
   local left = claiming.remaining(c, want.lane, offered)
   if left > 0 and #rows > 0 then c:ring(want.lane) end
   return rows, left

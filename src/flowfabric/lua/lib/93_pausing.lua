@@ -20,8 +20,12 @@ function pausing.release(c, id, rec, state, marker, fields)
     rec[name] = value
   end
   server.call(unpack(args))
-  events.emit(c, 'released', id, rec, 'r', string.match(marker, '^[^:]+'),
-    'f', events.fence(rec), 'w', rec.worker, 'du', fields.delay_until or false)
+  local reason = string.match(marker, '^[^:]+')
+  if fields.delay_until then
+    events.emit_lease(c, 'released', id, rec, 'r', reason, 'du', fields.delay_until)
+  else
+    events.emit_lease(c, 'released', id, rec, 'r', reason)
+  end
   rec.state = state
   waiting.enter(c, id, rec)
   c:flush()

@@ -11,6 +11,7 @@ end)
 -- Stops the clock, so that a test can stand exactly on a deadline.
 server.register_function('ff_test_freeze', function(_, args)
   local at = tonumber(args[1])
+  clock.shifted = true
   clock.now = function() return at end
   return reply.ok(at)
 end)
