@@ -104,16 +104,22 @@ async def reclaim(engine: Engine, execution_id: ExecutionId, **options: Any) -> 
     return outcome
 
 
+async def running(engine: Engine, **create: Any) -> Handle:
+    """A new execution held by worker `w`, whatever else waits."""
+    held = await grant(engine, await engine.create(**create))
+    return (await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)).handle
+
+
 async def paused(engine: Engine, **create: Any) -> Handle:
     """A handle whose execution was given back and is eligible to be resumed."""
-    handle = await engine.running(**create)
+    handle = await running(engine, **create)
     await engine.backend.delay(handle, 1)
     return handle
 
 
 async def lapsed(engine: Engine, **create: Any) -> Handle:
     """A handle whose lease has run out and is marked."""
-    handle = await engine.running(**create)
+    handle = await running(engine, **create)
     await engine.advance(TTL + 1)
     assert await mark(engine, [handle.execution_id]) == ["marked_expired"]
     return handle

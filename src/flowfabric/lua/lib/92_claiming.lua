@@ -162,7 +162,8 @@ local function note_request(memo, want, ids, known)
 end
 
 local function earlier_claims(known, want)
-  return string.match(known, '\n' .. string.gsub(want.lease_prefix, '%-', '%%-') .. ' ([^\n]*)')
+  local _, at = string.find(known, '\n' .. want.lease_prefix .. ' ', 1, true)
+  return at and string.match(known, '^[^\n]*', at + 1)
 end
 
 -- Takes one candidate if it is claimable now; true when it stays where it stands.

@@ -12,7 +12,10 @@ end)
 server.register_function('ff_test_freeze', function(_, args)
   local at = tonumber(args[1])
   clock.shifted = true
-  clock.now = function() return at end
+  clock.now = function()
+    clock.shifted = true
+    return at
+  end
   return reply.ok(at)
 end)
 

@@ -1,0 +1,476 @@
+"""Claims without a grant: choice, order, capabilities, repeats (04 S2, S3, S6, S8, 03 D7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.leases import Claim, ClaimedMany
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.policy import parse_policy
+from flowfabric.engine.executions import Completion
+from tests.engine.probes import (
+    OTHER,
+    event_types,
+    fields,
+    freeze,
+    grant,
+    grant_fields,
+    lapsed,
+    lossy,
+    mark,
+    paused,
+    placed,
+    refused,
+    untouched,
+)
+from tests.support.engine import TTL, Engine
+from tests.support.server import TestServer
+
+GPU: dict[str, Any] = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+BOTH: dict[str, Any] = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}
+
+
+async def claim_many(
+    engine: Engine, max_n: int = 100, *, request_id: str | None = None, **want: Any
+) -> ClaimedMany:
+    tag = engine.new_id(want.get("lane", "default")).tag
+    return await engine.backend.claim_many(engine.want(**want), tag, max_n, request_id=request_id)
+
+
+def ids(claims: list[Claim]) -> list[ExecutionId]:
+    return [claim.execution_id for claim in claims]
+
+
+async def create_many(engine: Engine, count: int, **options: Any) -> list[ExecutionId]:
+    """Many at one engine time, sorted by id."""
+    made = [
+        NewExecution(execution_id=engine.new_id(), execution_kind="job", **options)
+        for _ in range(count)
+    ]
+    await engine.backend.create_many(made)
+    return sorted(item.execution_id for item in made)
+
+
+# --- choice and order ------------------------------------------------------------
+
+
+async def test_fresh_resumed_and_reclaimed_in_one_call(engine: Engine) -> None:
+    lost = await lapsed(engine, input_payload=b"lost")
+    resumable = await paused(engine, input_payload=b"paused")
+    fresh = await engine.create(input_payload=b"fresh")
+    claimed = await claim_many(engine, worker="v", instance="v-1")
+    kinds = {claim.input_payload: claim for claim in claimed.claims}
+    assert ids(claimed.claims) == [lost.execution_id, resumable.execution_id, fresh]
+    assert claimed.remaining == 0
+
+    assert kinds[b"lost"].handle.kind == "reclaimed"
+    assert (kinds[b"lost"].attempt_type, kinds[b"lost"].attempt_index) == ("reclaim", 1)
+    assert kinds[b"lost"].handle.attempt_id != lost.attempt_id
+    assert kinds[b"paused"].handle.kind == "resumed"
+    assert kinds[b"paused"].handle.attempt_id == resumable.attempt_id
+    assert kinds[b"fresh"].handle.kind == "fresh"
+    assert [claim.handle.lease_epoch for claim in claimed.claims] == [2, 2, 1]
+    lease_ids = {claim.handle.lease_id for claim in claimed.claims}
+    assert len(lease_ids) == 3
+    for claim in claimed.claims:
+        indexes = await placed(engine, claim.execution_id)
+        assert set(indexes) == {"lane:default:active", "lease_expiry", "worker:v-1:leases"}
+        await engine.backend.complete(claim.handle)
+
+
+async def test_order_is_priority_then_age_then_id(engine: Engine) -> None:
+    start = await engine.now()
+    await freeze(engine, start + 1)
+    same_age = await create_many(engine, 3)
+    await freeze(engine, start + 2)
+    younger = await engine.create()
+    urgent = await engine.create(priority=1)
+    most_urgent = await engine.create(priority=9000)
+    await freeze(engine, start)
+    oldest = await engine.create()
+    expected = [most_urgent, urgent, oldest, *same_age, younger]
+    one_by_one = [(await engine.claim()).execution_id for _ in range(3)]
+    rest = ids(await engine.claim_all())
+    assert one_by_one + rest == expected
+
+
+async def test_a_retried_execution_ranks_by_its_original_age(engine: Engine) -> None:
+    policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 5}}}
+    handle = await engine.running(policy=policy)
+    await engine.backend.fail(handle, "boom", "transient")
+    await engine.advance(10)
+    younger = await engine.create()
+    await engine.backend.promote_delayed(handle.execution_id.tag, "default", [handle.execution_id])
+    assert ids(await engine.claim_all()) == [handle.execution_id, younger]
+
+
+async def test_reclaimable_work_ranks_by_priority_and_age(engine: Engine) -> None:
+    older = await engine.create(priority=5)
+    lost = await engine.claim()
+    await engine.advance(TTL + 1)
+    await mark(engine, [lost.execution_id])
+    urgent, plain = await engine.create(priority=6), await engine.create()
+    assert lost.execution_id == older
+    assert ids(await engine.claim_all()) == [urgent, older, plain]
+
+
+async def test_order_holds_across_requirement_signatures(engine: Engine) -> None:
+    made: list[ExecutionId] = []
+    for policy in (None, GPU, BOTH, None, BOTH, GPU):
+        made.append(await engine.create(policy=policy))
+        await engine.advance(2)
+    claims = await engine.claim_all(capabilities=["gpu", "cuda", "x"])
+    assert ids(claims) == made
+
+
+async def test_no_more_than_asked_and_the_rest_is_counted(engine: Engine) -> None:
+    for _ in range(5):
+        await engine.create()
+    await engine.create(policy=GPU)
+    first = await claim_many(engine, 2)
+    assert (len(first.claims), first.remaining) == (2, 3)
+    second = await claim_many(engine, 3, capabilities=["gpu"])
+    assert (len(second.claims), second.remaining) == (3, 1)
+    third = await claim_many(engine, 3, capabilities=["gpu"])
+    assert (len(third.claims), third.remaining) == (1, 0)
+    assert await claim_many(engine) == ClaimedMany([], 0)
+
+
+@pytest.mark.parametrize("max_n", [0, -1])
+async def test_asking_for_nothing_gives_nothing(engine: Engine, max_n: int) -> None:
+    await engine.create()
+    async with untouched(engine):
+        assert await claim_many(engine, max_n) == ClaimedMany([], 0)
+
+
+async def test_a_large_batch(engine: Engine) -> None:
+    made = await create_many(engine, 300)
+    claimed = await claim_many(engine, 300)
+    assert (len(claimed.claims), claimed.remaining) == (256, 44)
+    lease_ids = {claim.handle.lease_id for claim in claimed.claims}
+    assert len(lease_ids) == 256
+    again = await claim_many(engine, 300)
+    assert sorted(ids(claimed.claims) + ids(again.claims)) == made
+
+
+async def test_lanes_and_partitions_are_separate(engine: Engine) -> None:
+    await engine.create(lane="one")
+    assert (await claim_many(engine, lane="two")).claims == []
+    tag = "{fp:1}" if engine.new_id("one").tag != "{fp:1}" else "{fp:2}"
+    claimed = await engine.backend.claim_many(engine.want(lane="one"), tag, 10)
+    assert claimed == ClaimedMany([], 0)
+
+
+async def test_delayed_and_waiting_children_are_not_claimable(engine: Engine) -> None:
+    await engine.create(delay_until=await engine.now() + 60_000)
+    async with untouched(engine):
+        assert await claim_many(engine) == ClaimedMany([], 0)
+
+
+# --- capabilities ------------------------------------------------------------------
+
+
+async def test_only_covered_requirements_are_claimed_and_nothing_is_written(
+    engine: Engine,
+) -> None:
+    both = await engine.create(policy=BOTH)
+    gpu = await engine.create(policy=GPU)
+    async with untouched(engine):
+        assert await claim_many(engine) == ClaimedMany([], 0)
+        assert await claim_many(engine, capabilities=["GPU"]) == ClaimedMany([], 0)
+    assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [gpu]
+    assert ids((await claim_many(engine, capabilities=["cuda", "gpu"])).claims) == [both]
+
+
+async def test_a_niche_requirement_behind_a_long_queue_is_found_at_once(engine: Engine) -> None:
+    await create_many(engine, 60, priority=10)
+    gpu = [await engine.create(policy=GPU, priority=5) for _ in range(40)]
+    niche = await engine.create(policy=BOTH)
+    # A worker that offers both sees plain work first, then gpu, then the niche one.
+    claims = await engine.claim_all(capabilities=["gpu", "cuda"])
+    assert set(ids(claims)[60:]) == set(gpu)
+    assert ids(await engine.claim_all(capabilities=["gpu", "cuda"])) == [niche]
+    # Behind work that the asking worker cannot take.
+    await create_many(engine, 60, priority=9, policy=parse_policy(GPU))
+    plain = await engine.create()
+    assert ids((await claim_many(engine, 1)).claims) == [plain]
+
+
+async def test_a_lost_niche_execution_behind_lost_foreign_work_is_found(engine: Engine) -> None:
+    for _ in range(40):
+        await engine.create(policy=GPU, priority=5)
+    plain = await engine.create()
+    claims = await engine.claim_all(capabilities=["gpu"])
+    await engine.advance(TTL + 1)
+    assert set(await mark(engine, ids(claims))) == {"marked_expired"}
+    taken = await claim_many(engine, 1)
+    assert ids(taken.claims) == [plain]
+    assert taken.claims[0].handle.kind == "reclaimed"
+
+
+async def test_an_emptied_signature_leaves_no_trace(engine: Engine) -> None:
+    await engine.create(policy=GPU)
+    claim = await engine.claim(capabilities=["gpu"])
+    await engine.backend.complete(claim.handle)
+    assert await claim_many(engine, capabilities=["gpu"]) == ClaimedMany([], 0)
+    sigs = keys.lane(claim.execution_id.tag, "default", "sigs")
+    assert await engine.backend.transport.call("EXISTS", sigs) == 0
+    await engine.create(policy=GPU)
+    await engine.claim(capabilities=["gpu"])
+
+
+async def test_a_reclaim_needs_the_capabilities_too(engine: Engine) -> None:
+    await engine.create(policy=GPU)
+    claim = await engine.claim(capabilities=["gpu"])
+    await engine.advance(TTL + 1)
+    await mark(engine, [claim.execution_id])
+    assert (await claim_many(engine)).claims == []
+    assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [claim.execution_id]
+
+
+# --- grants and lane states ----------------------------------------------------------
+
+
+async def test_live_grants_are_skipped_and_hide_nothing(engine: Engine) -> None:
+    held = [await engine.create(priority=1) for _ in range(16)]
+    grants = [await grant(engine, execution_id) for execution_id in held]
+    free = await engine.create()
+    assert ids((await claim_many(engine, 1, worker="v", instance="v-1")).claims) == [free]
+    assert await claim_many(engine) == ClaimedMany([], 16)
+    claim = await engine.backend.claim_execution(
+        grants[3], worker_id="w", worker_instance_id="w-9", lease_ttl_ms=TTL
+    )
+    assert claim.execution_id == held[3]
+
+
+async def test_a_lapsed_grant_is_no_obstacle(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await grant(engine, execution_id, grant_ttl_ms=5000)
+    await engine.advance(5001)
+    assert ids((await claim_many(engine)).claims) == [execution_id]
+    assert await grant_fields(engine, execution_id) == {}
+    assert "grant_expires_at" not in await fields(engine, execution_id)
+
+
+@pytest.mark.parametrize("state", ["paused", "disabled"])
+async def test_a_closed_lane_hands_out_nothing(engine: Engine, state: str) -> None:
+    running = await engine.running()
+    lost = await engine.running()
+    await engine.backend.revoke_lease(lost.execution_id)
+    waiting = await engine.create()
+    assert await engine.backend.set_lane_state("default", state) == "active"
+    async with untouched(engine):
+        assert await claim_many(engine) == ClaimedMany([], 0)
+    # Running work goes on.
+    await engine.backend.renew(running)
+    await engine.backend.complete(running)
+    assert await engine.backend.set_lane_state("default", "active") == state
+    assert ids((await claim_many(engine)).claims) == [lost.execution_id, waiting]
+
+
+async def test_a_draining_lane_is_emptied(engine: Engine) -> None:
+    execution_id = await engine.create()
+    await engine.backend.set_lane_state("default", "draining")
+    await refused("lane_not_accepting", engine.create())
+    assert ids((await claim_many(engine)).claims) == [execution_id]
+
+
+async def test_expired_work_is_offered_after_the_lanes_grace(engine: Engine) -> None:
+    await engine.backend.set_lane_config("default", reclaim_grace_ms=10_000)
+    await freeze(engine, await engine.now())
+    handle = await engine.running()
+    revoked = await engine.running()
+    expiry = await engine.now() + TTL
+    await freeze(engine, expiry - 1)
+    await engine.backend.revoke_lease(revoked.execution_id)
+    await freeze(engine, expiry)
+    assert await mark(engine, [handle.execution_id]) == ["marked_expired"]
+    # Revoked work is offered at once.
+    assert ids((await claim_many(engine)).claims) == [revoked.execution_id]
+    await freeze(engine, expiry + 9_999)
+    assert (await claim_many(engine)).claims == []
+    assert "lane:default:reclaimable" in await placed(engine, handle.execution_id)
+    await freeze(engine, expiry + 10_000)
+    assert ids((await claim_many(engine)).claims) == [handle.execution_id]
+
+
+# --- repeats (D1) --------------------------------------------------------------------
+
+
+async def test_a_repeated_request_gives_the_same_claims(engine: Engine) -> None:
+    await lapsed(engine, input_payload=b"a")
+    await paused(engine)
+    for _ in range(3):
+        await engine.create(tags={"a.b": "c"})
+    request_id = new_uuid()
+    first = await claim_many(engine, 4, request_id=request_id, worker="v", instance="v-1")
+    async with untouched(engine):
+        again = await claim_many(engine, 4, request_id=request_id, worker="v", instance="v-1")
+    assert again == first
+    assert [claim.handle.kind for claim in first.claims] == [
+        "reclaimed",
+        "resumed",
+        "fresh",
+        "fresh",
+    ]
+
+
+async def test_a_repeat_after_another_request_gives_the_same_claims(engine: Engine) -> None:
+    for _ in range(3):
+        await engine.create()
+    one, two = new_uuid(), new_uuid()
+    first = await claim_many(engine, 1, request_id=one)
+    second = await claim_many(engine, 1, request_id=two)
+    async with untouched(engine):
+        assert (await claim_many(engine, 1, request_id=one)).claims == first.claims
+        assert (await claim_many(engine, 1, request_id=two)).claims == second.claims
+
+
+async def test_a_repeat_leaves_out_what_ended_meanwhile(engine: Engine) -> None:
+    for _ in range(4):
+        await engine.create()
+    request_id = new_uuid()
+    first = (await claim_many(engine, 4, request_id=request_id)).claims
+    await engine.backend.complete(first[0].handle)
+    await engine.backend.delay(first[1].handle, 1)
+    await engine.backend.revoke_lease(first[2].execution_id)
+    again = await claim_many(engine, 4, request_id=request_id)
+    assert again.claims == first[3:]
+    await engine.advance(TTL)
+    assert (await claim_many(engine, 4, request_id=request_id)).claims == []
+
+
+async def test_a_request_that_found_nothing_may_find_work_later(engine: Engine) -> None:
+    request_id = new_uuid()
+    assert (await claim_many(engine, request_id=request_id)).claims == []
+    execution_id = await engine.create()
+    assert ids((await claim_many(engine, request_id=request_id)).claims) == [execution_id]
+
+
+async def test_a_request_id_is_a_uuid(engine: Engine) -> None:
+    await refused("invalid_input", claim_many(engine, request_id="once"))
+
+
+async def test_a_lost_reply_costs_no_execution(engine: Engine, valkey: TestServer) -> None:
+    made = {await engine.create() for _ in range(3)}
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_claim_many")
+        claimed = await client.claim_many(engine.want(), engine.new_id().tag, 10)
+        assert proxy.dropped == 1
+        assert set(ids(claimed.claims)) == made
+        for claim in claimed.claims:
+            await client.complete(claim.handle)
+    for execution_id in made:
+        assert await event_types(engine, execution_id) == ["acquired", "completion"]
+
+
+# --- drift ---------------------------------------------------------------------------
+
+
+async def test_members_without_a_record_are_cleaned_and_do_not_hide_others(
+    engine: Engine,
+) -> None:
+    ghost = engine.new_id()
+    call = engine.backend.transport.call
+    for index in (
+        keys.eligible(ghost.tag, "default"),
+        keys.eligible(ghost.tag, "default", "gpu"),
+        keys.lane(ghost.tag, "default", "reclaimable"),
+    ):
+        await call("ZADD", index, 1, ghost)
+    await call("SADD", keys.lane(ghost.tag, "default", "sigs"), "gpu")
+    execution_id = await engine.create()
+    claimed = await claim_many(engine, capabilities=["gpu"])
+    assert (ids(claimed.claims), claimed.remaining) == ([execution_id], 0)
+    assert await placed(engine, ghost) == {}
+
+
+async def test_members_in_the_wrong_state_are_cleaned(engine: Engine) -> None:
+    call = engine.backend.transport.call
+    active = (await engine.running()).execution_id
+    ended = (await engine.running()).execution_id
+    await engine.backend.cancel_execution(ended)
+    delayed = await engine.create(delay_until=await engine.now() + 60_000)
+    for execution_id in (active, ended, delayed):
+        before = await placed(engine, execution_id)
+        for index in ("eligible", "reclaimable"):
+            await call("ZADD", keys.lane(execution_id.tag, "default", index), 1, execution_id)
+            assert await claim_many(engine) == ClaimedMany([], 0)
+            assert await placed(engine, execution_id) == before
+
+
+async def test_an_execution_in_two_indexes_is_claimed_once(engine: Engine) -> None:
+    execution_id = await engine.create()
+    reclaimable = keys.lane(execution_id.tag, "default", "reclaimable")
+    await engine.backend.transport.call("ZADD", reclaimable, 1, execution_id)
+    assert ids((await claim_many(engine)).claims) == [execution_id]
+    assert await claim_many(engine) == ClaimedMany([], 0)
+    assert "lane:default:reclaimable" not in await placed(engine, execution_id)
+
+
+# --- complete and claim (S3) -----------------------------------------------------------
+
+
+async def test_complete_and_take_the_next(engine: Engine) -> None:
+    handles = [await engine.running() for _ in range(3)]
+    await engine.backend.cancel_execution(handles[1].execution_id)
+    waiting = [await engine.create() for _ in range(3)]
+    outcomes, claimed = await engine.backend.complete_and_claim(
+        handles[0].execution_id.tag,
+        [Completion(handle, b"r") for handle in handles],
+        engine.want(),
+        2,
+    )
+    assert [None if error is None else error.code for error in outcomes] == [
+        None,
+        "execution_not_active",
+        None,
+    ]
+    assert set(ids(claimed.claims)) <= set(waiting)
+    assert len(claimed.claims) == 2
+    assert claimed.remaining == 1
+    assert await engine.backend.get_execution_result(handles[2].execution_id) == b"r"
+
+
+async def test_completions_stand_when_nothing_is_claimed(engine: Engine) -> None:
+    handle = await engine.running()
+    await engine.backend.set_lane_state("default", "paused")
+    await engine.create()
+    items = [Completion(handle)]
+    tag = handle.execution_id.tag
+    for max_n in (5, 0):
+        outcomes, claimed = await engine.backend.complete_and_claim(
+            tag, items, engine.want(), max_n
+        )
+        assert outcomes == [None]
+        assert claimed == ClaimedMany([], 0)
+    assert await event_types(engine, handle.execution_id) == ["acquired", "completion"]
+
+
+async def test_a_lost_reply_of_the_fused_call(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    following = await engine.create()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_complete")
+        outcomes, claimed = await client.complete_and_claim(
+            handle.execution_id.tag, [Completion(handle)], engine.want(), 5
+        )
+        assert proxy.dropped == 1
+    assert outcomes == [None]
+    assert ids(claimed.claims) == [following]
+    assert await event_types(engine, handle.execution_id) == ["acquired", "completion"]
+    assert await event_types(engine, following) == ["acquired"]
+
+
+async def test_the_reclaim_cap_ends_an_execution_found_by_a_claim(engine: Engine) -> None:
+    handle = await lapsed(engine, policy={"max_reclaim_count": 0})
+    behind = await engine.create()
+    claimed = await claim_many(engine, 1, worker=OTHER["worker_id"])
+    assert ids(claimed.claims) == [behind]
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert (info.public_state.value, info.failure_reason) == ("failed", "max_reclaims_exceeded")
+    assert set(await placed(engine, handle.execution_id)) == {"lane:default:terminal"}
