@@ -354,7 +354,10 @@ class Leases(Calls):
         outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
         batches: dict[str, list[int]] = {}
         for position, handle in enumerate(handles):
-            batches.setdefault(handle.execution_id.tag, []).append(position)
+            if 0 < handle.lease_ttl_ms <= _MAX_TTL_MS:
+                batches.setdefault(handle.execution_id.tag, []).append(position)
+            else:
+                outcomes[position] = invalid_input("lease_ttl_ms", "is no duration of a lease")
         for tag, positions in batches.items():
             for start in range(0, len(positions), _RENEW_BATCH):
                 part = positions[start : start + _RENEW_BATCH]

@@ -1,0 +1,238 @@
+"""How a lease is lost: expiry marking and revocation (03 §11, §12, D7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import AlreadySatisfied, Revoked
+from flowfabric.core.ids import new_uuid
+from flowfabric.core.state import StateVector
+from tests.engine.probes import (
+    event_types,
+    fields,
+    freeze,
+    grant,
+    lapsed,
+    lossy,
+    mark,
+    paused,
+    placed,
+    reclaim,
+    refused,
+    running,
+    untouched,
+    write,
+)
+from tests.support.engine import TTL, Engine
+from tests.support.server import TestServer
+
+EXPIRED = StateVector.from_code("axnwni")
+REVOKED = StateVector.from_code("avnwni")
+
+
+async def test_marking_keeps_the_lease_and_offers_the_execution(engine: Engine) -> None:
+    await freeze(engine, await engine.now())
+    handle = await engine.running(
+        priority=3, policy={"timeout_policy": {"attempt_timeout_ms": 90_000}}
+    )
+    execution_id = handle.execution_id
+    before, indexes = await fields(engine, execution_id), await placed(engine, execution_id)
+    now = await engine.now() + TTL
+    await freeze(engine, now - 1)
+    async with untouched(engine):
+        assert await mark(engine, [execution_id]) == ["not_yet_expired"]
+    await freeze(engine, now)
+    assert await mark(engine, [execution_id]) == ["marked_expired"]
+
+    assert await engine.vector(execution_id) == EXPIRED
+    assert await fields(engine, execution_id) == before | {
+        "state": "axnwni",
+        "lease_expired_at": str(now),
+        "last_transition_at": str(now),
+        "blocking_detail": "lease expired, awaiting reclaim",
+    }
+    del indexes["lease_expiry"]
+    score = float(before["created_at"]) - 3e12
+    assert await placed(engine, execution_id) == indexes | {"lane:default:reclaimable": score}
+    event = (await engine.events(execution_id))[-1]
+    assert (event.type, event.at) == ("expired", now)
+    assert dict(event.fields) == {
+        "lease_id": handle.lease_id,
+        "lease_epoch": 1,
+        "attempt_id": handle.attempt_id,
+        "attempt_index": 0,
+        "worker_id": "w",
+        "worker_instance_id": "w-1",
+    }
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert snapshot.public_state.value == "active"
+    assert snapshot.current_lease is not None
+    assert snapshot.current_lease.expires_at == now
+    (attempt,) = await engine.backend.read_attempts(execution_id)
+    assert attempt.attempt_state == "started"
+
+
+async def test_marking_twice_changes_nothing(engine: Engine) -> None:
+    handle = await lapsed(engine)
+    async with untouched(engine):
+        assert await mark(engine, [handle.execution_id]) == ["already_expired"]
+    assert await event_types(engine, handle.execution_id) == ["acquired", "expired"]
+
+
+@pytest.mark.corrupts
+async def test_every_situation_and_its_clean_up(engine: Engine) -> None:
+    call = engine.backend.transport.call
+    missing = engine.new_id()
+    waiting = await engine.create()
+    ended = (await running(engine)).execution_id
+    await engine.backend.cancel_execution(ended)
+    unowned = (await running(engine)).execution_id
+    await write(engine, unowned, state="aunnnr")
+    revoked = (await running(engine)).execution_id
+    await engine.backend.revoke_lease(revoked)
+    live = (await running(engine)).execution_id
+    live_expiry = keys.index(missing.tag, "lease_expiry")
+    everyone = [missing, waiting, ended, unowned, revoked, live]
+    for execution_id in everyone:
+        await call("ZADD", live_expiry, 1, execution_id)
+    await call("ZREM", keys.lane(missing.tag, "default", "reclaimable"), revoked)
+    assert await mark(engine, everyone) == [
+        "execution_not_found",
+        "not_active",
+        "not_active",
+        "unowned",
+        "already_revoked",
+        "not_yet_expired",
+    ]
+    assert await call("ZRANGE", live_expiry, 0, -1) == [live.encode()]
+    assert "lane:default:reclaimable" in await placed(engine, revoked)
+
+
+async def test_a_lapsed_lease_is_found_by_the_due_scan_once(engine: Engine) -> None:
+    handle = await engine.running()
+    tag = handle.execution_id.tag
+    await engine.advance(TTL + 1)
+    pages = await engine.backend.scan_due(["lease_expiry"], [tag], 50)
+    assert [page.ids for page in _pages(pages)] == [[handle.execution_id]]
+    await mark(engine, [handle.execution_id])
+    assert _pages(await engine.backend.scan_due(["lease_expiry"], [tag], 50)) == []
+
+
+def _pages(scanned: Any) -> list[Any]:
+    """The pages of a scan, whether or not it also tells what is armed."""
+    return list(getattr(scanned, "pages", scanned))
+
+
+# --- revoke ------------------------------------------------------------------------
+
+
+async def test_revoking_takes_the_lease_and_offers_the_execution(engine: Engine) -> None:
+    handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
+    execution_id = handle.execution_id
+    before, indexes = await fields(engine, execution_id), await placed(engine, execution_id)
+    now = await engine.now() + 10
+    await freeze(engine, now)
+    outcome = await engine.backend.revoke_lease(execution_id, reason="maintenance")
+    assert outcome == Revoked(handle.lease_id, 1)
+    assert await engine.vector(execution_id) == REVOKED
+    assert await fields(engine, execution_id) == before | {
+        "state": "avnwni",
+        "lease_revoked_at": str(now),
+        "lease_revoke_reason": "maintenance",
+        "last_transition_at": str(now),
+        "blocking_detail": "lease revoked: maintenance",
+    }
+    del indexes["lease_expiry"], indexes["worker:w-1:leases"]
+    score = float(before["created_at"])
+    assert await placed(engine, execution_id) == indexes | {"lane:default:reclaimable": score}
+    event = (await engine.events(execution_id))[-1]
+    assert (event.type, event.at) == ("revoked", now)
+    assert (event.get("reason"), event.get("revoked_by")) == ("maintenance", "operator")
+    assert (event.get("lease_id"), event.get("worker_instance_id")) == (handle.lease_id, "w-1")
+    await refused("lease_revoked", engine.backend.complete(handle))
+
+
+async def test_the_expected_lease_is_compared(engine: Engine) -> None:
+    handle = await engine.running()
+    other = new_uuid()
+    async with untouched(engine):
+        error = await refused(
+            "stale_lease",
+            engine.backend.revoke_lease(handle.execution_id, expected_lease_id=other),
+        )
+    assert other in error.detail
+    assert handle.lease_id in error.detail
+    outcome = await engine.backend.revoke_lease(
+        handle.execution_id, expected_lease_id=handle.lease_id
+    )
+    assert outcome.kind == "revoked"
+
+
+async def test_a_lapsed_lease_that_nobody_marked_can_be_revoked(engine: Engine) -> None:
+    handle = await engine.running()
+    await engine.advance(TTL + 1)
+    assert (await engine.backend.revoke_lease(handle.execution_id)).kind == "revoked"
+    assert await event_types(engine, handle.execution_id) == ["acquired", "revoked"]
+
+
+async def test_nothing_to_revoke(engine: Engine) -> None:
+    backend = engine.backend
+    await refused("execution_not_found", backend.revoke_lease(engine.new_id()))
+    waiting = await engine.create()
+    granted = await engine.create()
+    await grant(engine, granted)
+    delayed = await engine.create(delay_until=await engine.now() + 60_000)
+    given_back = (await paused(engine)).execution_id
+    ended = (await running(engine)).execution_id
+    await backend.cancel_execution(ended)
+    expired = (await lapsed(engine)).execution_id
+    revoked = (await running(engine)).execution_id
+    await backend.revoke_lease(revoked)
+    async with untouched(engine):
+        for execution_id, reason in (
+            (waiting, "no_active_lease"),
+            (granted, "no_active_lease"),
+            (delayed, "no_active_lease"),
+            (given_back, "no_active_lease"),
+            (ended, "no_active_lease"),
+            (expired, "already_expired"),
+            (revoked, "already_revoked"),
+        ):
+            outcome = await backend.revoke_lease(execution_id, expected_lease_id=new_uuid())
+            assert outcome == AlreadySatisfied(reason)
+
+
+async def test_a_revocation_reason_is_cut_at_its_limit(engine: Engine) -> None:
+    handle = await engine.running()
+    await engine.backend.revoke_lease(handle.execution_id, reason="ä" * 5000)
+    stored = (await fields(engine, handle.execution_id))["lease_revoke_reason"]
+    assert stored == "ä" * 2048
+
+
+async def test_a_lost_revoke_reply(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_revoke")
+        outcome = await client.revoke_lease(handle.execution_id)
+        assert proxy.dropped == 1
+    # The repeat finds its own work done.
+    assert outcome == AlreadySatisfied("already_revoked")
+    assert await event_types(engine, handle.execution_id) == ["acquired", "revoked"]
+
+
+async def test_loss_is_forgotten_once_somebody_takes_over(engine: Engine) -> None:
+    for lose in ("expire", "revoke"):
+        handle = await running(engine)
+        if lose == "expire":
+            await engine.advance(TTL + 1)
+            await mark(engine, [handle.execution_id])
+        else:
+            await engine.backend.revoke_lease(handle.execution_id)
+        await reclaim(engine, handle.execution_id)
+        stored = await fields(engine, handle.execution_id)
+        assert not {name for name in stored if name.startswith(("lease_revo", "lease_expired"))}
+        assert "blocking_detail" not in stored

@@ -1,0 +1,222 @@
+"""Renewal, one by one and in batches (03 §10, D11)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.leases import Fence, Handle, Renewed
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
+from tests.engine.probes import (
+    event_types,
+    fields,
+    freeze,
+    lossy,
+    paused,
+    placed,
+    refused,
+    running,
+    untouched,
+)
+from tests.support.engine import TTL, Engine
+from tests.support.server import TestServer
+
+
+async def test_a_renewal_extends_the_lease_and_nothing_else(engine: Engine) -> None:
+    handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
+    execution_id = handle.execution_id
+    before = await fields(engine, execution_id)
+    timeout = (await placed(engine, execution_id))["attempt_timeout"]
+    now = await engine.now() + 1000
+    await freeze(engine, now)
+    assert await engine.backend.renew(handle) == Renewed(now + TTL, 1)
+    after = await fields(engine, execution_id)
+    assert after == before | {
+        "lease_expires_at": str(now + TTL),
+        "lease_last_renewed_at": str(now),
+    }
+    assert await placed(engine, execution_id) == {
+        "lane:default:active": now + TTL,
+        "lease_expiry": now + TTL,
+        "attempt_timeout": timeout,
+        "worker:w-1:leases": None,
+    }
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert snapshot.current_lease is not None
+    assert snapshot.current_lease.last_heartbeat_at == now
+    assert snapshot.last_mutation_at == now
+    assert await event_types(engine, execution_id) == ["acquired"]
+
+
+async def test_a_renewal_may_also_shorten(engine: Engine) -> None:
+    handle = await engine.running()
+    await freeze(engine, await engine.now())
+    renewed = await engine.backend.renew_lease(handle.execution_id, handle, 1)
+    assert renewed.expires_at == await engine.now() + 1
+    await freeze(engine, renewed.expires_at)
+    await refused("lease_expired", engine.backend.renew(handle))
+
+
+async def test_a_lease_ends_at_its_expiry_not_after(engine: Engine) -> None:
+    await freeze(engine, await engine.now())
+    handle = await engine.running()
+    now = await engine.now()
+    await freeze(engine, now + TTL - 1)
+    renewed = await engine.backend.renew(handle)
+    assert renewed.expires_at == now + 2 * TTL - 1
+    await freeze(engine, renewed.expires_at)
+    await refused("lease_expired", engine.backend.renew(handle))
+    # The refusal marked it: the next claim may take it.
+    assert "lane:default:reclaimable" in await placed(engine, handle.execution_id)
+
+
+async def test_renewal_events_are_opt_in(engine: Engine) -> None:
+    handle = await engine.running(lane="loud")
+    await engine.backend.renew(handle)
+    await engine.backend.set_lane_config("loud", emit_renewals=True)
+    await engine.backend.renew(handle)
+    await engine.backend.set_lane_config("loud", emit_renewals=False)
+    await engine.backend.renew(handle)
+    events = await engine.events(handle.execution_id)
+    assert [event.type for event in events] == ["acquired", "renewed"]
+    assert events[1].get("lease_id") == handle.lease_id
+    assert events[1].get("worker_instance_id") == "w-1"
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "1", 2.5, None, True, 2**60])
+async def test_numbers_are_checked_first(engine: Engine, ttl: Any) -> None:
+    work = engine.backend.renew_lease(engine.new_id(), Fence(), ttl)
+    await refused("invalid_input", work)
+
+
+async def test_check_order(engine: Engine) -> None:
+    handle = await engine.running()
+    unknown, backend = engine.new_id(), engine.backend
+    partial = Fence(handle.lease_id, handle.lease_epoch, "")
+    async with untouched(engine):
+        await refused("execution_not_found", backend.renew_lease(unknown, Fence(), TTL))
+        await refused("fence_required", backend.renew_lease(handle.execution_id, Fence(), TTL))
+        for fence in (
+            partial,
+            Fence(handle.lease_id, None, handle.attempt_id),
+            Fence("", handle.lease_epoch, handle.attempt_id),
+            Fence(handle.lease_id),
+        ):
+            await refused(
+                "partial_fence_triple", backend.renew_lease(handle.execution_id, fence, TTL)
+            )
+        for fence in (
+            Fence(new_uuid(), 1, handle.attempt_id, 0),
+            Fence(handle.lease_id, 2, handle.attempt_id, 0),
+            Fence(handle.lease_id, 1, new_uuid(), 0),
+            Fence(handle.lease_id, 1, handle.attempt_id, 1),
+        ):
+            await refused("stale_lease", backend.renew_lease(handle.execution_id, fence, TTL))
+    assert (await backend.renew_lease(handle.execution_id, handle.fence, TTL)).lease_epoch == 1
+    await backend.cancel_execution(handle.execution_id)
+    error = await refused("execution_not_active", backend.renew(handle))
+    assert list(error.details) == ["cancelled", "1", "terminal", handle.attempt_id]
+    await refused("partial_fence_triple", backend.renew_lease(handle.execution_id, partial, TTL))
+
+
+async def test_expiry_and_revocation_come_before_identity(engine: Engine) -> None:
+    handle = await engine.running()
+    other = Fence(new_uuid(), 7, new_uuid(), 3)
+    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.advance(TTL + 1)
+    await refused("lease_revoked", engine.backend.renew_lease(handle.execution_id, other, TTL))
+    lapsed = await engine.running()
+    await engine.advance(TTL + 1)
+    await refused("lease_expired", engine.backend.renew_lease(lapsed.execution_id, other, TTL))
+
+
+# --- many ------------------------------------------------------------------------
+
+
+def verdicts(outcomes: list[Renewed | EngineError]) -> list[str]:
+    return [item.code if isinstance(item, EngineError) else item.kind for item in outcomes]
+
+
+async def test_one_failing_handle_affects_no_other(engine: Engine) -> None:
+    good = await running(engine)
+    ended = await running(engine, lane="second")
+    await engine.backend.complete(ended)
+    stale = await running(engine, lane="third")
+    await engine.backend.delay(stale, 1)
+    await engine.claim(lane="third")
+    revoked = await running(engine)
+    await engine.backend.revoke_lease(revoked.execution_id)
+    gone = Handle(
+        execution_id=engine.new_id("fourth"),
+        lease=good.lease,
+        attempt=good.attempt,
+        lease_ttl_ms=TTL,
+        lane_id="fourth",
+        worker_instance_id="w-1",
+    )
+    also_good = await running(engine, lane="second")
+    handles = [good, ended, stale, revoked, gone, also_good]
+    assert verdicts(await engine.backend.renew_many(handles)) == [
+        "renewed",
+        "execution_not_active",
+        "stale_lease",
+        "lease_revoked",
+        "execution_not_found",
+        "renewed",
+    ]
+    assert await engine.backend.renew_many([]) == []
+
+
+async def test_three_hundred_leases_with_their_own_ttls(engine: Engine) -> None:
+    await engine.backend.create_many([_new(engine) for _ in range(300)])
+    claims = await engine.claim_all(256) + await engine.claim_all(256, ttl=5000)
+    assert len(claims) == 300
+    await freeze(engine, await engine.now() + 100)
+    now = await engine.now()
+    outcomes = await engine.backend.renew_many([claim.handle for claim in claims])
+    expiries = [item.expires_at for item in outcomes if isinstance(item, Renewed)]
+    assert expiries == [now + TTL] * 256 + [now + 5000] * 44
+    assert (await placed(engine, claims[-1].execution_id))["lease_expiry"] == now + 5000
+
+
+def _new(engine: Engine) -> Any:
+    return NewExecution(execution_id=engine.new_id(), execution_kind="job")
+
+
+async def test_a_handle_with_an_impossible_ttl_is_refused_alone(engine: Engine) -> None:
+    good, bad = await running(engine), await running(engine)
+    for ttl in (0, 2**60):
+        broken = Handle(
+            execution_id=bad.execution_id,
+            lease=bad.lease,
+            attempt=bad.attempt,
+            lease_ttl_ms=ttl,
+            lane_id="default",
+            worker_instance_id="w-1",
+        )
+        assert verdicts(await engine.backend.renew_many([broken, good])) == [
+            "invalid_input",
+            "renewed",
+        ]
+        await refused("invalid_input", engine.backend.renew(broken))
+
+
+async def test_a_lost_reply_is_harmless(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_renew")
+        (outcome,) = await client.renew_many([handle])
+        assert proxy.dropped == 1
+    assert isinstance(outcome, Renewed)
+    await engine.backend.complete(handle)
+
+
+async def test_a_paused_execution_has_no_lease_to_renew(engine: Engine) -> None:
+    handle = await paused(engine)
+    async with untouched(engine):
+        error = await refused("execution_not_active", engine.backend.renew(handle))
+    assert list(error.details) == ["none", "1", "runnable", handle.attempt_id]
