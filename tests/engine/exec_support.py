@@ -68,6 +68,11 @@ async def indexes(engine: Engine, execution_id: ExecutionId) -> dict[str, float 
     return held
 
 
+async def freeze(engine: Engine, at: int) -> None:
+    """Stop the engine's clock at this millisecond; `engine.advance` starts it again."""
+    await engine.backend.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
+
+
 async def raw(engine: Engine, key: str) -> dict[str, str]:
     """A stored hash as it is."""
     fields: Any = await engine.backend.transport.call("HGETALL", key)

@@ -1,0 +1,368 @@
+"""fail_execution: the retry decision, every backoff, lineage, and repeats of lost replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
+from flowfabric.core.errors import EngineError
+from flowfabric.core.policy import RetryPolicy, backoff_range, parse_policy
+from tests.engine.exec_support import freeze, indexes, promote, record, refused, unchanged
+from tests.support.engine import LANE, Engine
+
+FIXED = {"type": "fixed", "delay_ms": 10}
+
+
+def policy(**retry: Any) -> dict[str, Any]:
+    return {"retry_policy": {"backoff": FIXED, **retry}}
+
+
+async def again(engine: Engine, execution_id: Any, wait: int = 10) -> Any:
+    """The claim of the attempt after a scheduled retry."""
+    await engine.advance(wait)
+    assert await promote(engine, execution_id) == "promoted"
+    return await engine.claim()
+
+
+@pytest.mark.parametrize(
+    ("stored", "category", "retried"),
+    [
+        (None, "transient", False),
+        ({"max_replay_count": 3}, "transient", False),
+        (policy(), "transient", True),
+        (policy(), "anything at all", True),
+        (policy(), "", True),
+        (policy(), "timeout", True),
+        (policy(), "permanent", False),
+        (policy(), "cancelled", False),
+        (policy(), "budget_exceeded", False),
+        (policy(), "step_kind_mismatch", False),
+        (policy(retryable_categories=["permanent"]), "permanent", False),
+        (policy(retryable_categories=["transient", "rate"]), "rate", True),
+        (policy(retryable_categories=["transient", "rate"]), "Rate", False),
+        (policy(retryable_categories=["transient"]), "timeout", False),
+        (policy(max_retries=0), "transient", False),
+    ],
+)
+async def test_decision(
+    engine: Engine, stored: dict[str, Any] | None, category: str, *, retried: bool
+) -> None:
+    handle = await engine.running(policy=stored)
+    outcome = await engine.backend.fail(handle, "reason", category)
+    assert isinstance(outcome, RetryScheduled if retried else TerminalFailed)
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert info.public_state.value == ("delayed" if retried else "failed")
+    assert info.failure_reason == "reason"
+    assert info.failure_category == (category or None)
+    assert info.retry_count == (1 if retried else 0)
+
+
+async def test_retries_run_out(engine: Engine) -> None:
+    handle = await engine.running(policy=policy(max_retries=2))
+    execution_id = handle.execution_id
+    for n in (1, 2):
+        outcome = await engine.backend.fail(handle, f"boom {n}", "transient")
+        assert isinstance(outcome, RetryScheduled)
+        assert outcome.next_attempt_index == n
+        claim = await again(engine, execution_id)
+        assert (claim.attempt_type, claim.attempt_index) == ("retry", n)
+        handle = claim.handle
+    assert isinstance(await engine.backend.fail(handle, "boom 3", "transient"), TerminalFailed)
+    attempts = await engine.backend.read_attempts(execution_id)
+    assert [(a.attempt_type, a.attempt_state, a.failure_reason) for a in attempts] == [
+        ("initial", "ended_failure", "boom 1"),
+        ("retry", "ended_failure", "boom 2"),
+        ("retry", "ended_failure", "boom 3"),
+    ]
+    assert [a.retry_reason for a in attempts] == [None, "boom 1", "boom 2"]
+    assert [a.previous_attempt_index for a in attempts] == [None, 0, 1]
+    assert [a.next_attempt_index for a in attempts] == [1, 2, None]
+    assert all(a.ended_at is not None and a.ended_at >= a.started_at for a in attempts)
+    assert len({a.attempt_id for a in attempts}) == 3
+    assert [a.lease_epoch for a in attempts] == [1, 2, 3]
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.retry_count, info.total_attempt_count) == (2, 3)
+
+
+async def test_a_retry_that_succeeds(engine: Engine) -> None:
+    handle = await engine.running(policy=policy())
+    started = (await engine.backend.read_execution_info(handle.execution_id)).started_at
+    await engine.backend.fail(handle, "boom", "transient")
+    claim = await again(engine, handle.execution_id)
+    await engine.backend.complete(claim.handle, b"r")
+    first, second = await engine.backend.read_attempts(handle.execution_id)
+    assert (first.attempt_state, first.failure_reason) == ("ended_failure", "boom")
+    assert (second.attempt_state, second.failure_reason) == ("ended_success", None)
+    assert second.failure_category is None
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert info.public_state.value == "completed"
+    assert info.started_at == started
+
+
+async def test_between_attempts(engine: Engine) -> None:
+    handle = await engine.running(policy=policy())
+    await engine.backend.progress(handle, 40, "half")
+    outcome = await engine.backend.fail(handle, "boom", "transient")
+    assert isinstance(outcome, RetryScheduled)
+    snapshot = await engine.backend.describe_execution(handle.execution_id)
+    assert snapshot is not None
+    assert snapshot.current_attempt is None
+    assert snapshot.current_lease is None
+    assert snapshot.blocking_reason == "waiting_for_retry_backoff"
+    fields = await engine.backend.read_exec_core_fields(
+        handle.execution_id,
+        [
+            *("pending_retry_reason", "pending_previous_attempt_index", "current_attempt_index"),
+            *("current_attempt_id", "delay_until", "current_lease_epoch", "total_attempt_count"),
+        ],
+    )
+    assert fields == {
+        "pending_retry_reason": "boom",
+        "pending_previous_attempt_index": "0",
+        "current_attempt_index": "0",
+        "current_attempt_id": None,
+        "delay_until": str(outcome.delay_until),
+        "current_lease_epoch": "1",
+        "total_attempt_count": "1",
+    }
+    held = await indexes(engine, handle.execution_id)
+    assert held == {f"lane:{LANE}:delayed": outcome.delay_until}
+    # Progress belongs to an attempt: the next one starts without.
+    await again(engine, handle.execution_id)
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert (info.progress_pct, info.progress_message) == (None, None)
+    assert "pending_retry_reason" not in await record(engine, handle.execution_id)
+
+
+@pytest.mark.parametrize(
+    ("backoff", "delays"),
+    [
+        ({"type": "fixed", "delay_ms": 0}, [0, 0]),
+        ({"type": "fixed", "delay_ms": 250}, [250, 250, 250]),
+        ({"type": "exponential"}, [1000, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000]),
+        (
+            {"type": "exponential", "initial_delay_ms": 100, "multiplier": 1.5},
+            [100, 150, 225, 337],
+        ),
+        (
+            {"type": "exponential", "initial_delay_ms": 1000, "multiplier": 0.5},
+            [1000, 500, 250],
+        ),
+        (
+            {"type": "exponential", "initial_delay_ms": 5000, "max_delay_ms": 700},
+            [700, 700],
+        ),
+        (
+            {"type": "exponential", "initial_delay_ms": 0, "multiplier": 1e300},
+            [0, 0, 0],
+        ),
+        (
+            {"type": "exponential", "multiplier": 1e300, "max_delay_ms": 9000},
+            [1000, 9000, 9000],
+        ),
+    ],
+)
+async def test_backoff(engine: Engine, backoff: dict[str, Any], delays: list[int]) -> None:
+    stored = {"retry_policy": {"max_retries": 100, "backoff": backoff}}
+    handle = await engine.running(policy=stored)
+    now = await engine.now()
+    for delay in delays:
+        await freeze(engine, now)
+        outcome = await engine.backend.fail(handle, "x", "transient")
+        assert isinstance(outcome, RetryScheduled)
+        assert outcome.delay_until - now == delay
+        now += delay
+        await freeze(engine, now)
+        assert await promote(engine, handle.execution_id) == "promoted"
+        handle = (await engine.claim()).handle
+
+
+@pytest.mark.parametrize(
+    "backoff",
+    [
+        {"type": "fixed", "delay_ms": 2**64 - 1},
+        {"type": "exponential", "initial_delay_ms": 2**64 - 1, "max_delay_ms": 2**64 - 1},
+    ],
+)
+async def test_backoff_is_capped(engine: Engine, backoff: dict[str, Any]) -> None:
+    handle = await engine.running(policy={"retry_policy": {"backoff": backoff}})
+    outcome = await engine.backend.fail(handle, "x", "transient")
+    assert isinstance(outcome, RetryScheduled)
+    assert outcome.delay_until == 2**53 - 1
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert info.delay_until == 2**53 - 1
+    (event,) = await engine.backend.read_execution_history(handle.execution_id)
+    assert event.get("delay_until") == 2**53 - 1
+    assert await engine.backend.fail(handle, "x", "transient") == outcome
+
+
+async def test_jitter_stays_in_the_upper_half(engine: Engine) -> None:
+    stored = {"retry_policy": {"backoff": {"type": "exponential", "jitter": True}}}
+    parsed = parse_policy(stored)
+    assert parsed is not None
+    assert parsed.retry_policy is not None
+    low, high = backoff_range(parsed.retry_policy, 0)
+    assert (low, high) == (500, 1000)
+    now = await engine.now()
+    await freeze(engine, now)
+    for _ in range(60):
+        await engine.create(policy=stored)
+    delays: list[int] = []
+    for claim in await engine.claim_all(60):
+        outcome = await engine.backend.fail(claim.handle, "x", "transient")
+        assert isinstance(outcome, RetryScheduled)
+        delays.append(outcome.delay_until - now)
+    assert all(low <= delay <= high for delay in delays)
+    assert len(set(delays)) > 20
+    assert min(delays) < 625
+    assert max(delays) > 875
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 3])
+async def test_jitter_on_tiny_delays(engine: Engine, delay: int) -> None:
+    backoff = {"type": "exponential", "initial_delay_ms": delay, "jitter": True}
+    handle = await engine.running(policy={"retry_policy": {"backoff": backoff}})
+    now = await engine.now()
+    await freeze(engine, now)
+    outcome = await engine.backend.fail(handle, "x", "transient")
+    assert isinstance(outcome, RetryScheduled)
+    assert -(-delay // 2) <= outcome.delay_until - now <= delay
+
+
+async def test_long_texts_are_cut(engine: Engine) -> None:
+    handle = await engine.running()
+    await engine.backend.fail(handle, "ü" * 5000, "permanent")
+    reason = (await engine.backend.read_execution_info(handle.execution_id)).failure_reason
+    assert reason == "ü" * 4096
+
+
+async def test_empty_texts_read_as_unset(engine: Engine) -> None:
+    handle = await engine.running()
+    assert isinstance(await engine.backend.fail(handle, "", ""), TerminalFailed)
+    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert (info.failure_reason, info.failure_category) == (None, None)
+
+
+# --- the stored policy decides ------------------------------------------------------------------
+
+
+GENEROUS = '{"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 5}}'
+
+
+async def test_a_worker_cannot_grant_itself_retries(engine: Engine) -> None:
+    handle = await engine.running()
+    outcome = await engine.backend.fail_execution(
+        handle.execution_id,
+        handle,
+        failure_reason="x",
+        failure_category="transient",
+        retry_policy_json=GENEROUS,
+    )
+    assert isinstance(outcome, TerminalFailed)
+
+
+async def test_an_operator_can(engine: Engine) -> None:
+    handle = await engine.running()
+    outcome = await engine.backend.fail_execution(
+        handle.execution_id,
+        failure_reason="x",
+        failure_category="transient",
+        source="operator_override",
+        retry_policy_json=GENEROUS,
+    )
+    assert isinstance(outcome, RetryScheduled)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"max_retries": -1}', '{"unknown": 1}'])
+async def test_an_operator_policy_is_checked(engine: Engine, text: str) -> None:
+    handle = await engine.running()
+    answer = await unchanged(
+        engine,
+        lambda: engine.backend.fail_execution(
+            handle.execution_id,
+            failure_reason="x",
+            failure_category="transient",
+            source="operator_override",
+            retry_policy_json=text,
+        ),
+    )
+    assert answer.code == "invalid_policy_json"
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("stored", [b"{", b"[]", b"1", b"\xff"])
+async def test_an_unreadable_policy_means_no_retry(engine: Engine, stored: bytes) -> None:
+    from flowfabric.core import keys
+
+    handle = await engine.running(policy=policy())
+    key = keys.policy(handle.execution_id.tag, handle.execution_id)
+    await engine.backend.transport.call("SET", key, stored)
+    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
+
+
+# --- repeats ------------------------------------------------------------------------------------
+
+
+async def test_a_final_failure_repeated(engine: Engine) -> None:
+    handle = await engine.running()
+    await engine.backend.fail(handle, "x", "transient")
+    answer = await unchanged(engine, lambda: engine.backend.fail(handle, "other", "timeout"))
+    assert answer == TerminalFailed()
+
+
+async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) -> None:
+    handle = await engine.running(policy=policy())
+    first = await engine.backend.fail(handle, "x", "transient")
+
+    async def repeated() -> None:
+        answer = await unchanged(engine, lambda: engine.backend.fail(handle, "x", "transient"))
+        assert answer == first
+
+    await repeated()
+    await engine.advance(10)
+    await promote(engine, handle.execution_id)
+    await repeated()
+    other = (await engine.claim(instance="w-2")).handle
+    await repeated()
+    await engine.backend.fail(other, "y", "transient")
+    await repeated()
+    third = await again(engine, handle.execution_id)
+    await engine.backend.complete(third.handle)
+    await repeated()
+    await engine.backend.replay_execution(handle.execution_id)
+    await repeated()
+
+
+async def test_an_operator_replay_is_no_retry(engine: Engine) -> None:
+    handle = await engine.running(policy=policy())
+    await engine.backend.complete(handle)
+    await engine.backend.replay_execution(handle.execution_id)
+    answer = await unchanged(engine, lambda: engine.backend.fail(handle, "x", "transient"))
+    assert isinstance(answer, EngineError)
+    assert answer.code == "execution_not_active"
+
+
+async def test_a_failure_of_someone_else_is_no_repeat(engine: Engine) -> None:
+    """An attempt ended by its timeout was not ended by fail."""
+    from tests.engine.exec_support import expire_attempt
+
+    handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 5}})
+    await engine.advance(5)
+    assert await expire_attempt(engine, handle.execution_id) == "expired"
+    await refused(engine.backend.fail(handle, "x", "transient"), "execution_not_active")
+
+
+def test_default_policy_matches_the_engine_defaults() -> None:
+    assert backoff_range(RetryPolicy(), 0) == (1000, 1000)
+    assert RetryPolicy().max_retries == 3
+
+
+async def test_default_retry_policy_allows_three(engine: Engine) -> None:
+    handle = await engine.running(policy={"retry_policy": {"retry_on_timeout": True}})
+    for n in range(3):
+        outcome = await engine.backend.fail(handle, "x", "transient")
+        assert isinstance(outcome, RetryScheduled)
+        handle = (await again(engine, handle.execution_id, 1000 * 2**n)).handle
+    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
