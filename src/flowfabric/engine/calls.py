@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import msgspec
 
-from flowfabric.core.errors import EngineError, TransportError, engine_error
+from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.errors import EngineError, TransportError, ValidationError, engine_error
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Arg, Transport
 
-__all__ = ["Calls", "Limits", "refusal", "refused", "text"]
+__all__ = ["Calls", "Limits", "proof", "refusal", "refused", "text"]
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,15 @@ def refusal(answer: Any, op: str) -> EngineError | None:
     if type(answer) is list:
         return refused(cast("list[Any]", answer), op)
     return None
+
+
+def proof(holder: Handle | Fence) -> str:
+    """The fence as the functions compare it; another backend's handle proves nothing here."""
+    if isinstance(holder, Handle) and holder.backend != "valkey":
+        raise ValidationError(
+            "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
+        )
+    return holder.wire
 
 
 class Calls:

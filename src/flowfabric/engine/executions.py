@@ -41,7 +41,7 @@ from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags, validate_tags
 from flowfabric.core.text import truncate_utf8
-from flowfabric.engine.calls import Calls, refusal, refused, text
+from flowfabric.engine.calls import Calls, proof, refusal, refused, text
 
 __all__ = ["BATCH", "Completion", "Executions"]
 
@@ -204,10 +204,10 @@ class Executions(Calls):
         self, execution_id: str, fence: Holder, result: bytes | None, encoding: str
     ) -> tuple[Any, ...]:
         if result is None:
-            return (execution_id, fence.wire, "lease_holder", "0", b"")
+            return (execution_id, proof(fence), "lease_holder", "0", b"")
         if len(result) > self.limits.max_payload_bytes:
             raise self._too_large("result_payload", len(result))
-        return (execution_id, fence.wire, "lease_holder", f"1{encoding}", result)
+        return (execution_id, proof(fence), "lease_holder", f"1{encoding}", result)
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
         """Complete many; answers stand in input order and one item's error affects no other."""
@@ -253,7 +253,7 @@ class Executions(Calls):
             _check_retry_policy(retry_policy_json)
         args = (
             execution_id,
-            fence.wire,
+            proof(fence),
             source,
             truncate_utf8(failure_reason, _FAILURE_REASON_BYTES),
             truncate_utf8(failure_category, _REASON_BYTES),
@@ -282,7 +282,7 @@ class Executions(Calls):
         if source in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
         execution_id = self.checked(execution_id)
-        args = (execution_id, truncate_utf8(reason, _REASON_BYTES), source, fence.wire)
+        args = (execution_id, truncate_utf8(reason, _REASON_BYTES), source, proof(fence))
         await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
         return Cancelled(execution_id)
 
@@ -305,7 +305,7 @@ class Executions(Calls):
         """Give the lease back until a time; at or before now, the attempt may resume at once."""
         execution_id = self.checked(execution_id)
         until = _timestamp(delay_until, "delay_until", low=1)
-        args = (execution_id, fence.wire, source, until)
+        args = (execution_id, proof(fence), source, until)
         reply = await self.fcall("ff_delay", execution_id.tag, args, op="delay")
         return Delayed(execution_id, PublicState(text(reply[2])))
 
@@ -318,7 +318,7 @@ class Executions(Calls):
     ) -> WaitChildrenOutcome:
         """Park until the open dependencies are resolved; `Ready` when there are none."""
         execution_id = self.checked(execution_id)
-        args = (execution_id, fence.wire, source)
+        args = (execution_id, proof(fence), source)
         reply = await self.fcall("ff_wait_children", execution_id.tag, args, op="wait_children")
         return Moved(execution_id) if reply[2] == b"moved" else Ready()
 
@@ -343,7 +343,7 @@ class Executions(Calls):
         message = truncate_utf8(progress_message or "", _REASON_BYTES)
         args = (
             execution_id,
-            fence.wire,
+            proof(fence),
             "" if progress_pct is None else progress_pct,
             "0" if progress_message is None else "1",
             message,

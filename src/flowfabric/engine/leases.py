@@ -36,7 +36,7 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.keys import grant as grant_name
 from flowfabric.core.text import truncate_utf8
-from flowfabric.engine.calls import Calls, refusal, text
+from flowfabric.engine.calls import Calls, proof, refusal, text
 
 __all__ = ["Leases", "claim_from_row"]
 
@@ -318,7 +318,7 @@ class Leases(Calls):
             ttl,
             _uuid(lease_id, "lease_id"),
             _uuid(attempt_id, "attempt_id"),
-            "" if max_reclaim_count is None else max_reclaim_count,
+            _cap(max_reclaim_count),
         )
         try:
             reply = await self.fcall("ff_reclaim", execution_id.tag, args, op="reclaim_execution")
@@ -339,7 +339,7 @@ class Leases(Calls):
         """Extend a lease that the caller still owns."""
         execution_id = self.checked(execution_id)
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
-        args = (execution_id, fence.wire, ttl)
+        args = (execution_id, proof(fence), ttl)
         reply = await self.fcall("ff_renew", execution_id.tag, args, op="renew")
         if (error := refusal(reply[2][0], "renew")) is not None:
             raise error
@@ -354,10 +354,13 @@ class Leases(Calls):
         outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
         batches: dict[str, list[int]] = {}
         for position, handle in enumerate(handles):
-            if 0 < handle.lease_ttl_ms <= _MAX_TTL_MS:
-                batches.setdefault(handle.execution_id.tag, []).append(position)
+            try:
+                proof(handle)
+                positive_ms(handle.lease_ttl_ms, "lease_ttl_ms")
+            except EngineError as error:
+                outcomes[position] = error
             else:
-                outcomes[position] = invalid_input("lease_ttl_ms", "is no duration of a lease")
+                batches.setdefault(handle.execution_id.tag, []).append(position)
         for tag, positions in batches.items():
             for start in range(0, len(positions), _RENEW_BATCH):
                 part = positions[start : start + _RENEW_BATCH]
@@ -388,6 +391,14 @@ class Leases(Calls):
         if reply[1] == b"ALREADY_SATISFIED":
             return AlreadySatisfied(text(reply[2]))
         return Revoked(text(reply[2]), int(reply[3]))
+
+
+def _cap(value: Any) -> int | str:
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
+        raise invalid_input("max_reclaim_count", "must be a whole number from 0 to 2^32 - 1")
+    return value
 
 
 def _uuid(value: str | None, field: str) -> str:

@@ -28,6 +28,10 @@ _FAN_OUT = 16
 _LANE_STATES = ("active", "paused", "draining", "disabled")
 
 
+def _request(request_id: str | None) -> str:
+    return new_uuid() if request_id is None else validate_uuid(request_id, "request_id")
+
+
 class Want(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks for work, of which lane, and how much of it."""
 
@@ -104,8 +108,7 @@ class Scheduling(Executions):
         """
         if max_n < 1:
             return ClaimedMany([], 0)
-        request = new_uuid() if request_id is None else validate_uuid(request_id, "request_id")
-        args = want.args(min(max_n, BATCH), request)
+        args = want.args(min(max_n, BATCH), _request(request_id))
         reply = await self.fcall("ff_claim_many", tag, args, op="claim_many")
         return ClaimedMany(want.claims(reply[2]), int(reply[3]))
 
@@ -136,7 +139,7 @@ class Scheduling(Executions):
                 sent.append(position)
         args[0] = len(sent)
         if max_n > 0:
-            args += want.args(min(max_n, BATCH), request_id or new_uuid())
+            args += want.args(min(max_n, BATCH), _request(request_id))
         reply = await self.fcall("ff_complete", tag, args, op="complete_many")
         for position, answer in zip(sent, reply[2], strict=True):
             outcomes[position] = refusal(answer, "complete")
