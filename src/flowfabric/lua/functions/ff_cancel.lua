@@ -25,7 +25,8 @@ server.register_function('ff_cancel', function(keys, args)
     end
   end
   ending.finish(c, id, rec, {
-    outcome = 'c', reason = 'cancelled', source = source,
+    outcome = 'c', reason = 'cancelled', source = source, close_reason = 'cancelled',
+    stream_reason = 'attempt_cancelled',
     fields = { 'cancellation_reason', reason, 'cancelled_by', source },
   })
   c:flush()

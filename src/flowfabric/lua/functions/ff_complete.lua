@@ -21,6 +21,7 @@ local function complete(c, id, text, source, label, result)
   end
   ending.finish(c, id, rec, {
     outcome = 's', reason = 'completed', fields = fields, has_result = stored,
+    stream_reason = 'attempt_success',
     source = source == 'operator_override' and source or nil,
   })
   return 'completed'

@@ -29,11 +29,12 @@ local function expire(c, id, reason)
     if retry.on_timeout(policy) then
       if retry.allowed(rec, policy, 'timeout') then
         retry.schedule(c, id, rec, policy,
-          { reason = 'attempt_timeout', category = 'timeout', ended_by = 'expire' })
+          { reason = 'attempt_timeout', category = 'timeout', ended_by = 'expire',
+            stream_reason = 'expired' })
         return 'retry_scheduled'
       end
       ending.finish(c, id, rec, {
-        outcome = 'f', reason = 'failed_terminal', category = 'timeout',
+        outcome = 'f', reason = 'failed_terminal', category = 'timeout', stream_reason = 'expired',
         fields = { 'failure_reason', reason, 'failure_category', 'timeout', 'ended_by', 'expire' },
       })
       return 'failed'
@@ -41,6 +42,7 @@ local function expire(c, id, reason)
   end
   ending.finish(c, id, rec, {
     outcome = 'x', reason = 'expired:' .. reason, category = 'timeout',
+    close_reason = 'expired:' .. reason, stream_reason = 'expired',
     fields = { 'failure_reason', reason, 'failure_category', 'timeout', 'ended_by', 'expire' },
   })
   return 'expired'

@@ -31,6 +31,7 @@ server.register_function('ff_fail', function(keys, args)
   end
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'failed_terminal', category = category,
+    stream_reason = 'attempt_failure',
     source = override and source or nil,
     fields = { 'failure_reason', reason, 'failure_category', category, 'ended_by', 'fail' },
   })

@@ -1,21 +1,16 @@
--- ff_purge: go on deleting the attempts of trimmed executions, a bounded number a call.
--- Keys: attempts, purge_backlog. Arguments: none.
--- Replies: keys deleted, executions left. Errors: none. Events: none.
-local CHUNK = 500
-
+-- ff_purge: go on deleting what trimmed executions left, a bounded number of keys a call.
+-- Keys: attempts, streams, waitpoints, signals, purge_backlog. Arguments: none.
+-- Replies: executions worked on, executions left. Errors: none. Events: none.
 server.register_function('ff_purge', function(keys)
   local c = Context.open(keys[1])
   local backlog = K.index(c.tag, 'purge_backlog')
   local page = server.call('HSCAN', backlog, 0, 'COUNT', 1)[2]
   if not page[1] then return reply.ok(0, 0) end
-  local id, left = page[1], tonumber(page[2])
-  local doomed = {}
-  for i = left - 1, math.max(0, left - CHUNK), -1 do doomed[#doomed + 1] = K.attempt(c.tag, id, i) end
-  if #doomed > 0 then server.call('DEL', unpack(doomed)) end
-  if left <= CHUNK then
-    server.call('HDEL', backlog, id)
+  local left = purging.step(c, page[1], tonumber(page[2]))
+  if left then
+    server.call('HSET', backlog, page[1], left)
   else
-    server.call('HSET', backlog, id, left - CHUNK)
+    server.call('HDEL', backlog, page[1])
   end
-  return reply.ok(#doomed, server.call('HLEN', backlog))
+  return reply.ok(1, server.call('HLEN', backlog))
 end)

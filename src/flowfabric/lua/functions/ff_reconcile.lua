@@ -65,6 +65,9 @@ local function add(c, id, rec, suffix)
     c:zadd(K.index(c.tag, suffix), tonumber(rec.lease_expires_at), id)
   elseif suffix == 'active' then
     c:zadd(K.lane(c.tag, rec.lane_id, suffix), tonumber(rec.lease_expires_at), id)
+  elseif suffix == 'suspended' then
+    local open = suspension.open(c, id)
+    waiting.enter(c, id, rec, suspension.score(open and open.timeout_at))
   elseif suffix == 'terminal' then
     c:zadd(K.lane(c.tag, rec.lane_id, suffix),
       tonumber(rec.completed_at) + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS), id)

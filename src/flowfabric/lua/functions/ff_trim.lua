@@ -3,8 +3,6 @@
 -- Arguments: lane, then execution ids.
 -- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal |
 --   orphan_removed | error:<why>. Errors: none. Events: none.
-local MAX_KEYS = 500
-
 local function trim(c, lane, id)
   local index = K.lane(c.tag, lane, 'terminal')
   local rec = record.read(c, id)
@@ -21,16 +19,15 @@ local function trim(c, lane, id)
   local attempts = record.attempt_count(rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
-    K.steps(c.tag, id), K.unresolved(c.tag, id))
+    K.steps(c.tag, id), K.unresolved(c.tag, id), suspension.key(c, id),
+    suspension.marks_key(c, id), suspension.satisfiers_key(c, id), suspension.met_key(c, id))
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
-  if attempts > MAX_KEYS then
-    server.call('HSET', K.index(c.tag, 'purge_backlog'), id, attempts)
+  local left = purging.step(c, id, attempts)
+  if left then
+    server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left)
     return 'purging'
   end
-  local keys = {}
-  for i = 0, attempts - 1 do keys[#keys + 1] = K.attempt(c.tag, id, i) end
-  if #keys > 0 then server.call('DEL', unpack(keys)) end
   return 'purged'
 end
 

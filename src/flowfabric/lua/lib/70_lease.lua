@@ -29,6 +29,7 @@ function lease.mark_expired(c, id, rec)
   server.call('HSET', K.core(c.tag, id), 'state', S.EXPIRED, 'lease_expired_at', c.now,
     'last_transition_at', c.now, 'blocking_detail', 'lease expired, awaiting reclaim')
   lease.offer_for_reclaim(c, id, rec)
+  streams.close(c, id, rec, 'lease_expired')
   events.emit_lease(c, 'expired', id, rec)
 end
 

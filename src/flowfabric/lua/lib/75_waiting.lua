@@ -1,10 +1,11 @@
 -- Entering and leaving the one index that holds an execution without a lease.
 local waiting = {}
 
--- Puts a runnable record where its state says it belongs.
-function waiting.enter(c, id, rec)
+-- Puts a record without a lease where its state says it belongs; `score` is for those
+-- whose place the record alone does not tell.
+function waiting.enter(c, id, rec, score)
   local suffix = S.index_suffix(rec.state)
-  local score = c.now
+  score = score or c.now
   if suffix == 'eligible' then
     local signature = rec.required_capabilities
     if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end

@@ -5,7 +5,8 @@ local DEFAULT_RETENTION_MS = 86400000
 local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
 
 -- Ends an execution from any phase. `how`: outcome letter, event reason, and
--- `fields`, a flat list of record fields to store; source and category for the event.
+-- `fields`, a flat list of record fields to store; source and category for the event;
+-- `stream_reason` for the attempt's stream, `close_reason` for an open suspension.
 function ending.finish(c, id, rec, how)
   local args = {
     'HSET', K.core(c.tag, id), 'state',
@@ -14,9 +15,11 @@ function ending.finish(c, id, rec, how)
   for _, value in ipairs(how.fields or {}) do args[#args + 1] = value end
   local held = S.phase(rec.state) == 'a'
   server.call(unpack(args))
+  streams.close(c, id, rec, how.stream_reason)
   if held then
     lease.leave_indexes(c, id, rec)
   else
+    if S.phase(rec.state) == 'p' then suspension.abandon(c, id, rec, how.close_reason) end
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
   end

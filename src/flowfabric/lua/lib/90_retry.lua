@@ -64,6 +64,7 @@ function retry.schedule(c, id, rec, policy, failure)
     ended_at = c.now, failure_reason = failure.reason, failure_category = failure.category,
     ended_by = failure.ended_by, delay_until = due, next_attempt_index = next_index,
   })
+  streams.close(c, id, rec, failure.stream_reason or 'attempt_failure')
   lease.leave_indexes(c, id, rec)
   record.clear(c, id, rec, 'blocking_detail', 'lease_expired_at', 'lease_revoked_at',
     'lease_revoke_reason')

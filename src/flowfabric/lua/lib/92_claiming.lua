@@ -80,7 +80,7 @@ end
 -- Ends an execution that lost its worker too often.
 function claiming.end_at_cap(c, id, rec)
   ending.finish(c, id, rec, {
-    outcome = 'f', reason = 'max_reclaims_exceeded',
+    outcome = 'f', reason = 'max_reclaims_exceeded', stream_reason = 'max_reclaims_exceeded',
     fields = { 'failure_reason', 'max_reclaims_exceeded', 'ended_by', 'reclaim_cap' },
   })
 end
@@ -92,13 +92,16 @@ function claiming.take(c, id, rec, mode, grant)
       ended_at = c.now,
       failure_reason = S.ownership(rec.state) == 'v' and 'lease_revoked' or 'lease_expired',
     })
+    streams.close(c, id, rec, 'reclaimed', true)
     lease.leave_indexes(c, id, rec)
     c:flush()
   else
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
   end
+  local suspended = rec.paused == 'suspend'
   lease.open(c, id, rec, mode, grant)
+  if suspended then suspension.claimed(c, id, rec) end
 end
 
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
@@ -111,6 +114,7 @@ function claiming.row(c, id, rec, mode)
     rec.attempt_type or false, rec.tagged and server.call('HGETALL', K.tags(c.tag, id)) or false,
     rec.namespace ~= 'default' and rec.namespace or false, tonumber(rec.lease_expires_at),
     tonumber(rec.attempt_timeout_ms) or false, rec.lane_id,
+    mode == 'resumed' and suspension.cause(c, id, rec) or false,
   }
 end
 

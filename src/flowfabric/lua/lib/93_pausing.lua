@@ -2,7 +2,8 @@
 local pausing = {}
 
 -- Releases the lease and parks the record in `state`; the attempt resumes later.
-function pausing.release(c, id, rec, state, marker, fields)
+-- `score` places a suspended one in its lane's index.
+function pausing.release(c, id, rec, state, marker, fields, score)
   local timer = rec.attempt_timeout_ms
     and server.call('ZSCORE', K.index(c.tag, 'attempt_timeout'), id)
   lease.leave_indexes(c, id, rec)
@@ -23,11 +24,13 @@ function pausing.release(c, id, rec, state, marker, fields)
   local reason = string.match(marker, '^[^:]+')
   if fields.delay_until then
     events.emit_lease(c, 'released', id, rec, 'r', reason, 'du', fields.delay_until)
+  elseif fields.current_suspension_id then
+    events.emit_lease(c, 'released', id, rec, 'r', reason, 'su', fields.current_suspension_id)
   else
     events.emit_lease(c, 'released', id, rec, 'r', reason)
   end
   rec.state = state
-  waiting.enter(c, id, rec)
+  waiting.enter(c, id, rec, score)
   c:flush()
 end
 

@@ -1,0 +1,75 @@
+-- ff_expire_suspension: carry out what suspensions want when their time is over.
+-- Keys: core, suspension, its waitpoints, suspension_timeout, lane suspended / eligible / terminal.
+-- Arguments: execution ids.
+-- Replies per id: behaviour applied (fail | cancel | expire | auto_resume | escalate) |
+--   not_found_cleaned | not_suspended_cleaned | no_active_suspension_cleaned | not_yet_due.
+-- Errors: none. Events: completion | resumed | escalated.
+local OUTCOMES = { fail = 'f', cancel = 'c', expire = 'x' }
+
+local function finish(c, id, rec, behavior)
+  local reason = 'suspension_timeout:' .. behavior
+  local fields = { 'failure_reason', reason, 'ended_by', 'suspension_timeout' }
+  if behavior == 'cancel' then
+    fields[#fields + 1] = 'cancelled_by'
+    fields[#fields + 1] = 'system_timeout'
+  end
+  ending.finish(c, id, rec, {
+    outcome = OUTCOMES[behavior], reason = reason, fields = fields,
+    source = behavior == 'cancel' and 'system_timeout' or nil,
+    close_reason = 'timed_out_' .. behavior, stream_reason = 'suspension_timeout',
+  })
+  c:flush()
+  return behavior
+end
+
+local function auto_resume(c, id, rec, open)
+  suspension.resume(c, id, rec, open, {
+    reason = 'timed_out_auto_resume', fields = { 'resume_trigger', 'timeout' },
+  })
+  events.emit(c, 'resumed', id, rec, 'su', open.suspension_id, 'tr', 'auto_resume',
+    'cr', 'timed_out_auto_resume')
+  return 'auto_resume'
+end
+
+local function escalate(c, id, rec, open)
+  rec.state = suspension.state('waiting_for_operator_review')
+  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now,
+    'blocking_detail', 'suspension escalated: timeout at ' .. open.timeout_at)
+  local key = suspension.key(c, id)
+  server.call('HSET', key, 'reason_code', 'waiting_for_operator_review')
+  server.call('HDEL', key, 'timeout_at', 'timeout_behavior')
+  server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id)
+  server.call('ZADD', K.lane(c.tag, rec.lane_id, 'suspended'), suspension.score(nil), id)
+  events.emit(c, 'escalated', id, rec, 'su', open.suspension_id, 'tr', 'timeout',
+    'cr', 'escalated')
+  return 'escalate'
+end
+
+local function expire(c, id)
+  local index = K.index(c.tag, 'suspension_timeout')
+  local rec = record.read(c, id)
+  local open = rec and S.phase(rec.state) == 'p' and suspension.open(c, id)
+  if not open then
+    server.call('ZREM', index, id)
+    if not rec then return 'not_found_cleaned' end
+    return S.phase(rec.state) == 'p' and 'no_active_suspension_cleaned' or 'not_suspended_cleaned'
+  end
+  if not open.timeout_at then
+    server.call('ZREM', index, id)
+    return 'not_yet_due'
+  end
+  if tonumber(open.timeout_at) > c.now then return 'not_yet_due' end
+  local behavior = open.timeout_behavior
+  if behavior == 'auto_resume' or behavior == 'auto_resume_with_timeout_signal' then
+    return auto_resume(c, id, rec, open)
+  end
+  if behavior == 'escalate' then return escalate(c, id, rec, open) end
+  return finish(c, id, rec, OUTCOMES[behavior] and behavior or 'fail')
+end
+
+server.register_function('ff_expire_suspension', function(keys, args)
+  local c = Context.open(keys[1])
+  local replies = {}
+  for i = 1, #args do replies[i] = expire(c, args[i]) end
+  return reply.ok(replies)
+end)

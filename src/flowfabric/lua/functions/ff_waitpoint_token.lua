@@ -1,0 +1,20 @@
+-- ff_waitpoint_token: the token of an open waitpoint, minted again when its kid has expired.
+-- Keys: waitpoint, key store. Arguments: execution_id, waitpoint_id.
+-- Replies: token | nothing when unknown, closed or of another execution.
+-- Errors: hmac_secret_not_initialized, invalid_secret. Events: none.
+server.register_function('ff_waitpoint_token', function(keys, args)
+  local c = Context.open(keys[1])
+  local key = suspension.waitpoint(c, args[2])
+  local point = suspension.read_hash(key)
+  if not point or point.execution_id ~= args[1]
+      or not (point.state == 'pending' or point.state == 'active') then
+    return reply.ok(false)
+  end
+  local _, problem = tokens.secret_for(c, point.waitpoint_token or '')
+  if not problem then return reply.ok(point.waitpoint_token) end
+  local token
+  token, problem = tokens.mint(c, args[2], point.waitpoint_key, tonumber(point.created_at))
+  if problem then return problem end
+  server.call('HSET', key, 'waitpoint_token', token)
+  return reply.ok(token)
+end)

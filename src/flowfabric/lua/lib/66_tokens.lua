@@ -1,0 +1,98 @@
+-- Waitpoint tokens: `<kid>:<HMAC-SHA1 as 40 hex digits>` over id, key and creation time,
+-- with the partition's own copy of the signing secrets.
+local tokens = {}
+
+local BLOCK = 64
+local pads, pad_count = {}, 0
+
+function tokens.store_key(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
+
+local function bytes(hex)
+  return (string.gsub(hex, '%x%x', function(pair) return string.char(tonumber(pair, 16)) end))
+end
+
+local function xored(text, with)
+  local out = {}
+  for i = 1, BLOCK do out[i] = string.char(bit.bxor(string.byte(text, i) or 0, with)) end
+  return table.concat(out)
+end
+
+-- The two padded keys of a secret; nil when it is not even-length hex.
+local function padded(secret)
+  local known = pads[secret]
+  if known then return known end
+  if #secret == 0 or #secret % 2 == 1 or string.find(secret, '[^%x]') then return nil end
+  local key = bytes(secret)
+  if #key > BLOCK then key = bytes(server.sha1hex(key)) end
+  known = { inner = xored(key, 0x36), outer = xored(key, 0x5c) }
+  if pad_count >= 16 then pads, pad_count = {}, 0 end
+  pads[secret], pad_count = known, pad_count + 1
+  return known
+end
+
+local function digest(secret, message)
+  local pad = padded(secret)
+  if not pad then return nil end
+  return server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
+end
+
+-- Compares without telling by its duration where the two differ.
+function tokens.equal(a, b)
+  if #a ~= #b then return false end
+  local difference = 0
+  for i = 1, #a do
+    difference = bit.bor(difference, bit.bxor(string.byte(a, i), string.byte(b, i)))
+  end
+  return difference == 0
+end
+
+-- The token of a waitpoint under the current kid, or nil and the error.
+function tokens.mint(c, waitpoint_id, key, created_at)
+  local store = tokens.store_key(c.tag)
+  local kid = server.call('HGET', store, 'current_kid')
+  local secret = kid and server.call('HGET', store, 'secret:' .. kid)
+  if not secret then return nil, reply.err('hmac_secret_not_initialized') end
+  local code = digest(secret, waitpoint_id .. '|' .. key .. '|' .. string.format('%.0f', created_at))
+  if not code then return nil, reply.err('invalid_secret') end
+  return kid .. ':' .. code
+end
+
+-- Whether a past kid still verifies.
+local function in_grace(expires, now)
+  local at = tonumber(expires)
+  return at and at > 0 and at >= now
+end
+
+-- Grammar, kid and secret of a token: the secret, or nil and the error. Depends on the token
+-- and the key store alone, so that it tells nothing about waitpoints.
+function tokens.secret_for(c, token)
+  local kid, code = string.match(token, '^([^:]+):(.*)$')
+  if not kid or #code ~= 40 then return nil, reply.err('invalid_token') end
+  local store = tokens.store_key(c.tag)
+  local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
+  if not found[1] then return nil, reply.err('hmac_secret_not_initialized') end
+  if not found[2] then return nil, reply.err('invalid_token') end
+  if found[1] ~= kid and not in_grace(found[3], c.now) then return nil, reply.err('token_expired') end
+  if not padded(found[2]) then return nil, reply.err('invalid_secret') end
+  return found[2], nil, code
+end
+
+function tokens.proves(secret, code, waitpoint_id, key, created_at)
+  return tokens.equal(digest(secret, waitpoint_id .. '|' .. key .. '|' .. created_at), code)
+end
+
+-- Removes kids that no longer verify; the current one is never touched.
+function tokens.collect(tag, now)
+  local store = tokens.store_key(tag)
+  local flat, removed = server.call('HGETALL', store), 0
+  local fields = {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  for name in pairs(fields) do
+    local kid = string.match(name, '^secret:(.+)$')
+    if kid and kid ~= fields.current_kid and not in_grace(fields['expires_at:' .. kid], now) then
+      server.call('HDEL', store, 'secret:' .. kid, 'expires_at:' .. kid)
+      removed = removed + 1
+    end
+  end
+  return removed
+end
