@@ -8,19 +8,22 @@ from typing import Any
 from flowfabric.engine.backend import Backend
 
 _EXECUTION = re.compile(
-    r"^ff:(?:exec|attempt):(?P<tag>\{fp:\d+\}):(?P<id>\{fp:\d+\}:[0-9a-f-]{36}):(?P<part>.+)$"
+    r"^ff:(?:exec|attempt|stream):(?P<tag>\{fp:\d+\}):(?P<id>\{fp:\d+\}:[0-9a-f-]{36}):(?P<part>.+)$"
 )
 _EXECUTION_PARTS = re.compile(
-    r"^(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved|\d+)$"
+    r"^(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
+    r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints|signals"
+    r"|\d+(:summary|:meta|:closed)?)$"
 )
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
-    r"|purge_backlog|worker:\S+:leases"
+    r"|purge_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
     r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(
     r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions)|ff:lane:.+:config"
+    r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:wp:.+|ff:signal:.+|ff:sigdedup:.+|ff:dedup:suspend:.+"
     r"|ff:part:\{fp:\d+\}:events|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
 )

@@ -14,7 +14,12 @@ from flowfabric.engine.listing import Listing
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.registry import Registry
 from flowfabric.engine.scheduling import Scheduling
+from flowfabric.engine.secrets import Secrets
+from flowfabric.engine.stream_pool import StreamPool
+from flowfabric.engine.streams import Streams
+from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.upkeep import Upkeep
+from flowfabric.engine.waitpoints import Waitpoints
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
@@ -32,7 +37,18 @@ def limits_from_env() -> Limits:
     return Limits(max_payload_bytes=int(value))
 
 
-class Backend(Scheduling, Leases, Reads, Listing, Registry, Upkeep):
+class Backend(
+    Scheduling,
+    Leases,
+    Reads,
+    Listing,
+    Registry,
+    Upkeep,
+    Suspensions,
+    Waitpoints,
+    Secrets,
+    Streams,
+):
     """Every engine operation. One object per event loop; it owns its connection."""
 
     def __init__(
@@ -47,6 +63,7 @@ class Backend(Scheduling, Leases, Reads, Listing, Registry, Upkeep):
         self.known_lanes = set()
         self.known_partitions = set()
         self.known_namespaces = set()
+        self.stream_pool = StreamPool(self)
 
     @classmethod
     async def connect(
@@ -86,7 +103,8 @@ class Backend(Scheduling, Leases, Reads, Listing, Registry, Upkeep):
         await self.transport.call("PING", key="", replay_safe=True)
 
     async def aclose(self) -> None:
-        """Close the connection; pending calls fail."""
+        """Close every connection; pending calls fail."""
+        await self.stream_pool.aclose()
         await self.transport.aclose()
 
     async def __aenter__(self) -> Self:

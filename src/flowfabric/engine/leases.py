@@ -21,6 +21,7 @@ from flowfabric.core.contracts.leases import (
     ReclaimGrantOutcome,
     ReclaimOutcome,
     Renewed,
+    ResumeCause,
     ResumeGrant,
     Revoked,
     RevokeOutcome,
@@ -83,7 +84,13 @@ def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Cl
         namespace="default" if row[9] is None else row[9].decode(),
         lease_expires_at=row[10],
         attempt_timeout_ms=row[11],
+        resume_cause=None if row[13] is None else _cause(row[13]),
     )
+
+
+def _cause(parts: Sequence[bytes | None]) -> ResumeCause:
+    suspension_id, trigger, close_reason, closer = (None if p is None else text(p) for p in parts)
+    return ResumeCause(suspension_id or "", trigger or "", close_reason or "", closer)
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, str]:

@@ -28,6 +28,7 @@ __all__ = [
     "ReclaimGrantOutcome",
     "ReclaimOutcome",
     "Renewed",
+    "ResumeCause",
     "ResumeGrant",
     "RevokeOutcome",
     "Revoked",
@@ -200,6 +201,15 @@ def _decode(opaque: bytes, kind: HandleKind) -> Handle:
     )
 
 
+class ResumeCause(msgspec.Struct, frozen=True):
+    """Why a resumed attempt goes on: the suspension, and what ended it."""
+
+    suspension_id: str
+    trigger: str
+    close_reason: str
+    closer_signal_id: str | None = None
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """A claimed attempt with all its handler needs."""
 
@@ -212,6 +222,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     lease_expires_at: int
     attempt_timeout_ms: int | None
+    resume_cause: ResumeCause | None = None
 
     @property
     def execution_id(self) -> ExecutionId:

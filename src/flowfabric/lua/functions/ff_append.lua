@@ -4,8 +4,8 @@
 --   mode settings (msgpack map), seq of the last frame or empty, then per frame: type, payload,
 --   extra fields (msgpack flat list or empty). No frame at all only checks the fence.
 -- Replies: entry ids, frame_count, summary version or empty, duplicate (0 | 1).
--- Errors: stream_closed, stale_owner_cannot_append; summary_conflict (version, document) when the
---   document has moved on. Events: none.
+-- Errors: stream_closed, stale_owner_cannot_append; invariant_violation (summary_conflict,
+--   version, document) when the document has moved on: merge again. Events: none.
 local DEFAULT_MAXLEN = 10000
 local SUMMARY_KEEP = 64
 
@@ -52,7 +52,7 @@ end
 local function summary_conflict(key, want)
   local stored = server.call('HMGET', key, 'version', 'document')
   if tonumber(stored[1] or 0) ~= want.version - 1 then
-    return reply.err('summary_conflict', stored[1] or '0', stored[2] or '{}')
+    return reply.err('invariant_violation', 'summary_conflict', stored[1] or '0', stored[2] or '{}')
   end
 end
 
@@ -88,10 +88,13 @@ server.register_function('ff_append', function(keys, args)
   for i = 8, #args, 3 do
     local entry = { 'XADD', stream, '*', 't', args[i], 'p', args[i + 1] }
     size = size + #args[i + 1]
-    if mode ~= 'durable' then
-      entry[#entry + 1] = 'm'
-      entry[#entry + 1] = mode
+    local function add(name, value)
+      entry[#entry + 1] = name
+      entry[#entry + 1] = value
     end
+    if mode ~= 'durable' then add('m', mode) end
+    if mode == 'summary' then add('v', want.version) end
+    if mode == 'best_effort' and want.ttl_ms > 0 then add('ttl', want.ttl_ms) end
     if args[i + 2] ~= '' then
       for _, value in ipairs(cmsgpack.unpack(args[i + 2])) do entry[#entry + 1] = value end
     end

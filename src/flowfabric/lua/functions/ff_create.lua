@@ -82,6 +82,7 @@ local function digest(c, text)
         attempt_timeout_ms = positive(timeouts.attempt_timeout_ms),
         max_reclaim_count = policy.max_reclaim_count,
         retention_ms = (policy.stream_policy or NONE).retention_ttl_ms,
+        stream_maxlen = (policy.stream_policy or NONE).retention_maxlen,
         budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
         quota_policy_id = policy.quota_policy_id,
       },

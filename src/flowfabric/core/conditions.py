@@ -1,0 +1,320 @@
+"""Resume conditions: what ends a suspension, its JSON form, its rules, and a pure evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, cast
+
+import msgspec
+
+from flowfabric.core.errors import ValidationError, invalid_input
+
+__all__ = [
+    "AllOf",
+    "Condition",
+    "Count",
+    "CountKind",
+    "OperatorOnly",
+    "Seen",
+    "Single",
+    "TimeoutOnly",
+    "all_of_waitpoints",
+    "check_tree",
+    "condition_json",
+    "parse_condition",
+    "referenced_waitpoint_keys",
+    "satisfied",
+]
+
+MAX_DEPTH = 4
+
+
+class CountKind(StrEnum):
+    """What makes two contributions to a `Count` different."""
+
+    DISTINCT_WAITPOINTS = "DistinctWaitpoints"
+    DISTINCT_SIGNALS = "DistinctSignals"
+    DISTINCT_SOURCES = "DistinctSources"
+
+
+class Single(msgspec.Struct, frozen=True):
+    """Satisfied by one signal on one waitpoint; without a name, by any signal."""
+
+    waitpoint_key: str
+    signal_name: str | None = None
+
+
+class AllOf(msgspec.Struct, frozen=True):
+    """Satisfied when every member is."""
+
+    members: tuple[Condition, ...]
+
+
+class Count(msgspec.Struct, frozen=True, kw_only=True):
+    """Satisfied by `n` distinct contributions; `n=1` is "any of"."""
+
+    n: int
+    waitpoints: tuple[str, ...]
+    count_kind: CountKind = CountKind.DISTINCT_WAITPOINTS
+    signal_name: str | None = None
+
+
+class OperatorOnly(msgspec.Struct, frozen=True):
+    """No signal satisfies it; only an operator resumes."""
+
+
+class TimeoutOnly(msgspec.Struct, frozen=True):
+    """No signal satisfies it; only the timeout ends it."""
+
+
+Condition = Single | AllOf | Count | OperatorOnly | TimeoutOnly
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """An accepted signal as conditions see it."""
+
+    signal_id: str
+    waitpoint_key: str
+    signal_name: str
+    source_type: str = ""
+    source_identity: str = ""
+
+
+def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
+    """Any signal on each of the waitpoints."""
+    return AllOf(tuple(Single(key) for key in keys))
+
+
+def referenced_waitpoint_keys(condition: Condition) -> list[str]:
+    """The keys a condition names, depth first, each once."""
+    found: dict[str, None] = {}
+
+    def visit(node: Condition) -> None:
+        match node:
+            case Single():
+                found.setdefault(node.waitpoint_key)
+            case Count():
+                for key in node.waitpoints:
+                    found.setdefault(key)
+            case AllOf():
+                for member in node.members:
+                    visit(member)
+            case _:
+                pass
+
+    visit(condition)
+    return list(found)
+
+
+# --- JSON ---------------------------------------------------------------------------
+
+
+def _matcher(name: str | None) -> Any:
+    return "Wildcard" if name is None else {"ByName": name}
+
+
+def _plain(condition: Condition) -> Any:
+    match condition:
+        case Single():
+            return {
+                "Single": {
+                    "waitpoint_key": condition.waitpoint_key,
+                    "matcher": _matcher(condition.signal_name),
+                }
+            }
+        case AllOf():
+            members = [_plain(member) for member in condition.members]
+            return {"Composite": {"kind": "AllOf", "members": members}}
+        case Count():
+            body: dict[str, Any] = {
+                "kind": "Count",
+                "n": condition.n,
+                "count_kind": condition.count_kind.value,
+                "waitpoints": list(dict.fromkeys(condition.waitpoints)),
+            }
+            if condition.signal_name is not None:
+                body["matcher"] = _matcher(condition.signal_name)
+            return {"Composite": body}
+        case OperatorOnly():
+            return "OperatorOnly"
+        case TimeoutOnly():
+            return "TimeoutOnly"
+
+
+def condition_json(condition: Condition) -> str:
+    """The stored form."""
+    return msgspec.json.encode(_plain(condition)).decode()
+
+
+def parse_condition(source: bytes | str | Mapping[str, Any]) -> Condition:
+    """A condition from its JSON form; anything else is `invalid_resume_condition`."""
+    try:
+        value: Any = msgspec.json.decode(source) if isinstance(source, bytes | str) else source
+        return _parse(value)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _refuse(f"invalid_resume_condition: {error!r}") from error
+
+
+def _parse(value: Any) -> Condition:
+    if value == "OperatorOnly":
+        return OperatorOnly()
+    if value == "TimeoutOnly":
+        return TimeoutOnly()
+    if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
+        raise ValueError("must be one variant")
+    ((variant, body),) = cast("dict[str, Any]", value).items()
+    if variant == "Single":
+        return Single(_text(body["waitpoint_key"]), _name(body["matcher"]))
+    if variant != "Composite":
+        raise ValueError(variant)
+    if body["kind"] == "AllOf":
+        return AllOf(tuple(_parse(member) for member in body["members"]))
+    if body["kind"] != "Count":
+        raise ValueError(body["kind"])
+    n = body["n"]
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise ValueError("n must be a whole number")
+    return Count(
+        n=n,
+        waitpoints=tuple(_text(key) for key in body["waitpoints"]),
+        count_kind=CountKind(body["count_kind"]),
+        signal_name=_name(body.get("matcher", "Wildcard")),
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("must be text")
+    return value
+
+
+def _name(matcher: Any) -> str | None:
+    if matcher == "Wildcard":
+        return None
+    return _text(matcher["ByName"])
+
+
+# --- rules --------------------------------------------------------------------------
+
+
+def _refuse(detail: str) -> ValidationError:
+    return ValidationError("invalid_input", detail)
+
+
+def has_empty_name(condition: Condition) -> bool:
+    """Whether a matcher asks for a signal without a name anywhere in the tree."""
+    match condition:
+        case Single() | Count():
+            return condition.signal_name == ""
+        case AllOf():
+            return any(has_empty_name(member) for member in condition.members)
+        case _:
+            return False
+
+
+def check_tree(condition: Condition) -> None:
+    """Depth and shape of a composite, top down; the first failure is raised."""
+    if isinstance(condition, AllOf | Count):
+        _check_node(condition, "<root>", 1)
+
+
+def _check_node(node: AllOf | Count, path: str, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        detail = f"condition_depth_exceeded: depth {depth} exceeds cap {MAX_DEPTH} at path {path}"
+        raise _refuse(detail)
+    if isinstance(node, Count):
+        _check_count(node, path)
+        return
+    if not node.members:
+        raise _refuse(f"allof_empty_members at path {path}")
+    for position, member in enumerate(node.members):
+        inside = f"members[{position}]" if path == "<root>" else f"{path}.members[{position}]"
+        if isinstance(member, OperatorOnly | TimeoutOnly):
+            raise _refuse(f"member_not_signal_satisfiable at path {inside}")
+        if isinstance(member, AllOf | Count):
+            _check_node(member, inside, depth + 1)
+
+
+def _check_count(node: Count, path: str) -> None:
+    if node.n == 0:
+        raise _refuse(f"count_n_zero at path {path}")
+    if not node.waitpoints:
+        raise _refuse(f"count_waitpoints_empty at path {path}")
+    distinct = len(set(node.waitpoints))
+    if node.count_kind is CountKind.DISTINCT_WAITPOINTS and node.n > distinct:
+        raise _refuse(
+            f"count_exceeds_waitpoint_set: n={node.n} > waitpoints={distinct} at path {path}"
+        )
+
+
+# --- evaluation ---------------------------------------------------------------------
+
+
+def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
+    """Whether the accepted signals satisfy the condition: pure, monotone, order-free."""
+    match condition:
+        case Single():
+            return any(
+                seen.waitpoint_key == condition.waitpoint_key
+                and condition.signal_name in (None, seen.signal_name)
+                for seen in accepted
+            )
+        case AllOf():
+            members = condition.members
+            return bool(members) and all(satisfied(member, accepted) for member in members)
+        case Count():
+            return len(_satisfiers(condition, accepted)) >= condition.n
+        case _:
+            return False
+
+
+def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:
+    matching = [
+        seen
+        for seen in accepted
+        if seen.waitpoint_key in node.waitpoints and node.signal_name in (None, seen.signal_name)
+    ]
+    match node.count_kind:
+        case CountKind.DISTINCT_WAITPOINTS:
+            return {seen.waitpoint_key for seen in matching}
+        case CountKind.DISTINCT_SIGNALS:
+            return {seen.signal_id for seen in matching}
+        case CountKind.DISTINCT_SOURCES:
+            return {(seen.source_type, seen.source_identity) for seen in matching}
+
+
+def check_bindings(
+    condition: Condition, keys: Sequence[str | None], *, timeout_given: bool
+) -> None:
+    """Rules between a condition and the waitpoints bound to it; None stands for a pending one.
+
+    Raised in the order of the table: the first failure wins.
+    """
+    if not keys:
+        raise _refuse("waitpoints_empty")
+    if isinstance(condition, Single) and keys[0] is not None and keys[0] != condition.waitpoint_key:
+        raise _refuse("waitpoint_key_mismatch")
+    for position, key in enumerate(keys[1:], start=1):
+        if key == "":
+            raise _refuse(f"additional_waitpoint_binding_empty_key at waitpoints[{position}]")
+        if key is None:
+            raise _refuse(f"additional_waitpoint_binding_must_be_fresh at waitpoints[{position}]")
+    _check_references(condition, keys)
+    if isinstance(condition, TimeoutOnly) and not timeout_given:
+        raise _refuse("timeout_only_without_deadline")
+    if has_empty_name(condition):
+        raise invalid_input("resume_condition", "empty signal name (use Wildcard instead)")
+
+
+def _check_references(condition: Condition, keys: Sequence[str | None]) -> None:
+    named = referenced_waitpoint_keys(condition)
+    bound = {key for key in keys if key is not None}
+    if None not in keys:
+        for key in named:
+            if key not in bound:
+                raise _refuse(f"referenced_waitpoint_key_missing_binding: {key}")
+    if len(keys) > 1:
+        for key in keys:
+            if key is not None and key not in named:
+                raise _refuse(f"extra_binding_not_referenced_by_condition: {key}")

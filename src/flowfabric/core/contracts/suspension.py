@@ -1,0 +1,258 @@
+"""Suspensions, waitpoints and signals: inputs and results."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.ids import ExecutionId, WaitpointToken
+from flowfabric.core.state import PublicState
+
+__all__ = [
+    "Accepted",
+    "AlreadySatisfiedSuspension",
+    "Duplicate",
+    "FreshWaitpoint",
+    "HmacKid",
+    "HmacKids",
+    "OpenWaitpoint",
+    "OpenWaitpoints",
+    "PendingWaitpoint",
+    "ResumePolicy",
+    "ResumeSignal",
+    "Resumed",
+    "Rotation",
+    "RotationSummary",
+    "SeedOutcome",
+    "SignalOutcome",
+    "SuspendOutcome",
+    "Suspended",
+    "SuspendedEntry",
+    "SuspendedPage",
+    "SuspensionDetails",
+    "UsePending",
+    "WaitpointDetails",
+]
+
+
+class FreshWaitpoint(msgspec.Struct, frozen=True):
+    """A new waitpoint to be made by the suspension."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+
+
+class UsePending(msgspec.Struct, frozen=True):
+    """A waitpoint that exists already; its key and token are the stored ones."""
+
+    waitpoint_id: str
+
+
+class ResumePolicy(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Stored as given; only the delay has an effect."""
+
+    resume_target: str = "runnable"
+    consume_matched_signals: bool = True
+    retain_signal_buffer_until_closed: bool = False
+    close_waitpoint_on_resume: bool = True
+    resume_delay_ms: int | None = None
+
+
+class WaitpointDetails(msgspec.Struct, frozen=True):
+    """One waitpoint with the credential that lets somebody signal it."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    waitpoint_token: WaitpointToken
+
+
+class SuspensionDetails(msgspec.Struct, frozen=True):
+    """What a suspension made: hand the tokens to whoever shall answer."""
+
+    suspension_id: str
+    waitpoints: tuple[WaitpointDetails, ...]
+
+    @property
+    def waitpoint_id(self) -> str:
+        """The primary waitpoint."""
+        return self.waitpoints[0].waitpoint_id
+
+    @property
+    def waitpoint_key(self) -> str:
+        """The primary waitpoint's logical name."""
+        return self.waitpoints[0].waitpoint_key
+
+    @property
+    def waitpoint_token(self) -> WaitpointToken:
+        """The primary waitpoint's credential."""
+        return self.waitpoints[0].waitpoint_token
+
+    @property
+    def additional_waitpoints(self) -> tuple[WaitpointDetails, ...]:
+        """The others, in input order."""
+        return self.waitpoints[1:]
+
+
+class Suspended(msgspec.Struct, frozen=True):
+    """The lease is gone; the attempt resumes when the condition is met."""
+
+    kind: ClassVar[Literal["suspended"]] = "suspended"
+    details: SuspensionDetails
+    handle: Handle
+
+
+class AlreadySatisfiedSuspension(msgspec.Struct, frozen=True):
+    """Buffered signals satisfied the condition: nothing was parked, the lease is kept."""
+
+    kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
+    details: SuspensionDetails
+
+
+SuspendOutcome = Suspended | AlreadySatisfiedSuspension
+
+
+class PendingWaitpoint(msgspec.Struct, frozen=True):
+    """A waitpoint that buffers signals until a suspension uses it."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    waitpoint_token: WaitpointToken
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The signal was recorded; `effect` says what it did."""
+
+    kind: ClassVar[Literal["accepted"]] = "accepted"
+    signal_id: str
+    effect: str
+
+    @property
+    def resumed(self) -> bool:
+        """Whether this signal ended the suspension."""
+        return self.effect == "resume_condition_satisfied"
+
+
+class Duplicate(msgspec.Struct, frozen=True):
+    """The same signal was accepted before; nothing was written."""
+
+    kind: ClassVar[Literal["duplicate"]] = "duplicate"
+    existing_signal_id: str
+
+
+SignalOutcome = Accepted | Duplicate
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The suspension was ended by hand."""
+
+    kind: ClassVar[Literal["resumed"]] = "resumed"
+    public_state: PublicState
+
+
+class ResumeSignal(msgspec.Struct, frozen=True, kw_only=True):
+    """A signal that helped to satisfy the condition."""
+
+    signal_id: str
+    signal_name: str
+    signal_category: str
+    source_type: str
+    source_identity: str
+    correlation_id: str
+    accepted_at: int
+    payload: bytes | None
+    payload_encoding: str
+    waitpoint_key: str = ""
+
+
+class OpenWaitpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A pending or active waitpoint, without its token."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    state: str
+    required_signal_names: tuple[str, ...]
+    created_at: int
+    execution_id: ExecutionId
+    token_kid: str
+    token_fingerprint: str
+    activated_at: int | None = None
+    expires_at: int | None = None
+
+
+class OpenWaitpoints(msgspec.Struct, frozen=True):
+    """One page of waitpoints."""
+
+    entries: tuple[OpenWaitpoint, ...]
+    next_cursor: str | None = None
+
+
+class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A suspended execution as listed."""
+
+    execution_id: ExecutionId
+    lane_id: str
+    reason: str
+    suspension_id: str
+    requested_by: str
+    suspended_at: int
+    timeout_at: int | None = None
+
+
+class SuspendedPage(msgspec.Struct, frozen=True):
+    """One page of suspended executions."""
+
+    entries: tuple[SuspendedEntry, ...]
+    next_cursor: str | None = None
+
+
+class Rotation(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of the rotation on one partition."""
+
+    partition: int
+    status: Literal["rotated", "noop", "in_progress", "conflict", "failed"]
+    previous_kid: str | None = None
+    gc_count: int | None = None
+    error: str | None = None
+
+
+class RotationSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The rotation on all partitions."""
+
+    new_kid: str
+    entries: tuple[Rotation, ...]
+
+    @property
+    def rotated(self) -> int:
+        """Partitions that now use the new secret."""
+        return sum(entry.status in ("rotated", "noop") for entry in self.entries)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """Partitions that do not."""
+        return tuple(e.partition for e in self.entries if e.status in ("failed", "conflict"))
+
+
+class HmacKid(msgspec.Struct, frozen=True):
+    """A past signing key that still verifies."""
+
+    kid: str
+    expires_at_ms: int
+
+
+class HmacKids(msgspec.Struct, frozen=True):
+    """The signing keys of a partition, without their secrets."""
+
+    current_kid: str | None
+    verifying: tuple[HmacKid, ...]
+
+
+class SeedOutcome(msgspec.Struct, frozen=True):
+    """What seeding found on the partitions."""
+
+    installed: int = 0
+    match: int = 0
+    mismatch: int = 0
+    repaired: int = 0
+    torn: int = 0
