@@ -92,6 +92,30 @@ class Reads(Calls):
         raw: Any = payload or b""
         return ExecutionContext(raw, record.kind, tags, record.get("payload_encoding", ""))
 
+    async def read_execution_policy(self, execution_id: ExecutionId) -> dict[str, Any]:
+        """The policy stored at creation, without its defaults; empty when there is none."""
+        execution_id = self.checked(execution_id)
+        key = keys.policy(execution_id.tag, execution_id)
+        stored: Any = await self.transport.call("GET", key, key=key)
+        return msgspec.json.decode(stored) if stored else {}
+
+    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+        """Executions of any partition whose UUID begins so: how people abbreviate an id."""
+        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
+        tags = [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+        found: list[Any] = await asyncio.gather(
+            *(self._beginning_with(tag, uuid_prefix, limit) for tag in tags)
+        )
+        return [ExecutionId.parse(member.decode()) for page in found for member in page][:limit]
+
+    async def _beginning_with(self, tag: str, uuid_prefix: str, limit: int) -> Any:
+        key = keys.index(tag, "all_executions")
+        first = f"{tag}:{uuid_prefix}"
+        # `~` sorts after everything a UUID is made of.
+        return await self.transport.call(
+            "ZRANGE", key, f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit, key=key
+        )
+
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
         """The namespace, or None when there is no such execution."""
         record = await self._record(self.checked(execution_id))
