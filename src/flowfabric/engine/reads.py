@@ -18,13 +18,21 @@ from flowfabric.core.contracts.executions import (
     ExecutionSnapshot,
     WhyWaiting,
 )
-from flowfabric.core.errors import NotFoundError, invalid_input
+from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.calls import Calls
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
+
+
+def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
+    try:
+        return stored.decode()
+    except UnicodeDecodeError:
+        problem = f"{execution_id}: tags: {stored!r} is not text"
+        raise CorruptionError("corruption", problem) from None
 
 
 class Reads(Calls):
@@ -58,7 +66,10 @@ class Reads(Calls):
     async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         key = keys.tags(execution_id.tag, execution_id)
         fields: Any = await self.transport.call("HGETALL", key, key=key)
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return {
+            _tag_text(execution_id, name): _tag_text(execution_id, value)
+            for name, value in fields.items()
+        }
 
     async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
         """The result bytes, or None when there is none (yet, or any more)."""
@@ -126,7 +137,7 @@ class Reads(Calls):
         execution_id = self.checked(execution_id)
         name = keys.tags(execution_id.tag, execution_id)
         value: Any = await self.transport.call("HGET", name, key, key=name)
-        return None if value is None else value.decode()
+        return None if value is None else _tag_text(execution_id, value)
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         """All tags of an execution."""
