@@ -167,3 +167,14 @@ async def test_a_partition_at_rest_is_audited_slowly_but_still_audited(engine: E
     for _ in range(6):
         await _cycle(reconciler, engine.backend)
     assert reconciler.repaired == 1
+
+
+async def test_another_drift_than_before_is_seen_twice_too(engine: Engine) -> None:
+    one = await engine.create()
+    reconciler = IndexReconciler()
+    await engine.backend.transport.call("DEL", keys.eligible(one.tag, "default"))
+    await _cycle(reconciler, engine.backend)
+    await engine.backend.cancel_execution(one)
+    await engine.backend.transport.call("DEL", keys.lane(one.tag, "default", "terminal"))
+    repaired = [(await _cycle(reconciler, engine.backend)).processed for _ in range(2)]
+    assert repaired == [0, 1]
