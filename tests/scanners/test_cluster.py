@@ -21,7 +21,9 @@ from tests.support.server import TestServer, free_port
 
 @pytest.fixture
 async def clustered() -> AsyncIterator[Engine]:
-    server = TestServer("--cluster-enabled", "yes", port=free_port())
+    # By default the bus port is 10,000 above, which a high free port has no room for.
+    bus = str(free_port())
+    server = TestServer("--cluster-enabled", "yes", "--cluster-port", bus, port=free_port())
     try:
         client = Client(parse_url(server.url))
         await client.call("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
