@@ -89,6 +89,12 @@ async def resumed_by_the_same_worker(engine: Engine) -> Handle:
     return handle
 
 
+async def resumed_and_completed(engine: Engine) -> Handle:
+    handle = await resumed_by_the_same_worker(engine)
+    await engine.backend.complete_execution(handle.execution_id, source="operator_override")
+    return handle
+
+
 async def revoked(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
     await engine.backend.revoke_lease(handle.execution_id)
@@ -189,6 +195,7 @@ MATRIX: list[tuple[Situation, str, set[str]]] = [
     (reclaimed_by_the_same_worker, "stale_lease", set()),
     (reclaimed_and_lapsed_again, "lease_expired", set()),
     (resumed_by_the_same_worker, "stale_lease", set()),
+    (resumed_and_completed, "execution_not_active", set()),
     (revoked, "lease_revoked", set()),
     (revoked_and_reclaimed, "stale_lease", set()),
     (cancelled_by_operator, "execution_not_active", {"cancel"}),
