@@ -3,9 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WHEELS := .wheels
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+COMPILE := $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate \
+	--universal --python-version 3.11
+PEERS := $(wildcard benchmarks/peers/*.in)
+
+# With packages kept by `make wheels`, nothing is asked of the network.
+OFFLINE := $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit chaos lock clean bench peers
+.PHONY: help setup demo test lint types unit chaos bench peers lock wheels errors clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
@@ -13,25 +21,37 @@ help: ## list the targets
 setup: $(STAMP) ## create .venv with everything pinned by requirements.lock
 
 $(STAMP): requirements.lock pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("FlowFabric needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $(STAMP)
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "FlowFabric needs Python 3.11 or newer: install it, or name one with 'make PYTHON=/path/to/python'"; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "FlowFabric needs Python 3.11 or newer, and this is $$($(PYTHON) --version 2>&1)."; \
+		echo "Name a newer one: make PYTHON=python3.13"; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "This Python lacks the venv module. On Debian and Ubuntu: apt install python3-venv"; \
+		exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing what requirements.lock pins (once, about half a minute)"
+	@$(PIP) install $(OFFLINE) --require-hashes -r requirements.lock
+	@$(PIP) install --no-index --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
 
 demo: setup ## a small real application: two workers, one killed mid-task, every result once
-	$(BIN)/python -m examples.demo
+	@$(BIN)/python -m examples.demo
 
 test: lint types unit ## everything CI runs
 
-lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: setup ## style and format
+	@echo "ruff check, ruff format --check"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
 
-types: setup
-	$(BIN)/basedpyright
+types: setup ## strict type check
+	@echo "basedpyright"
+	@$(BIN)/basedpyright
 
-unit: setup
+unit: setup ## every test but the long failure runs
 	$(BIN)/python -m pytest -n 2 -m "not chaos"
 
 chaos: setup ## the long failure runs
@@ -43,10 +63,17 @@ bench: setup ## the headline figures on this machine
 peers: setup ## the same no-op workload on other Python queues
 	$(BIN)/python -m benchmarks.peers
 
-lock: setup ## renew requirements.lock from pyproject.toml
-	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --generate-hashes --no-header --no-annotate --universal --python-version 3.11 \
-		--group dev pyproject.toml -o requirements.lock
+lock: setup ## renew requirements.lock and the peers' lock files
+	$(PIP) install uv
+	$(COMPILE) --group dev pyproject.toml -o requirements.lock
+	$(foreach source,$(PEERS),$(COMPILE) $(source) -o $(source:.in=.lock) &&) true
 
-clean: ## remove the environment and all caches
+wheels: setup ## keep every package in .wheels, so that `make setup` works offline
+	$(PIP) download --require-hashes -r requirements.lock -d $(WHEELS)
+	@echo '*' > $(WHEELS)/.gitignore
+
+errors: setup ## write docs/reference/errors.md again from the catalogue
+	$(BIN)/python docs/errors.py > docs/reference/errors.md
+
+clean: ## remove the environment, caches and the embedded engine's data; .wheels stays
 	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .hypothesis .flowfabric

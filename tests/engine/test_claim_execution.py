@@ -260,12 +260,13 @@ async def test_a_wrong_lane_is_refused_and_leaves_the_grant(engine: Engine) -> N
     backend = engine.backend
     one, two = await grant(engine, fresh), await grant(engine, resumable)
     async with untouched(engine):
-        for work in (
-            backend.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="x"),
-            backend.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="x"),
-            backend.issue_grant_and_claim(fresh, lease_duration_ms=TTL, lane_id="x"),
-        ):
-            assert "lane_mismatch" in (await refused("invalid_input", work)).detail
+        elsewhere: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL, "lane_id": "x"}
+        error = await refused("invalid_input", backend.claim_execution(one, **elsewhere))
+        assert "lane_mismatch" in error.detail
+        error = await refused("invalid_input", backend.claim_resumed_execution(two, **elsewhere))
+        assert "lane_mismatch" in error.detail
+        error = await refused("invalid_input", fused(engine, fresh, lane_id="x"))
+        assert "lane_mismatch" in error.detail
     await backend.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="default")
     await backend.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="second")
 

@@ -147,7 +147,7 @@ class FaultProxy:
         self.accepted += 1
         try:
             up_reader, upstream = await asyncio.open_unix_connection(self._upstream)
-        except OSError:
+        except (OSError, asyncio.CancelledError):
             client.transport.abort()
             self._tasks.discard(task)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +13,8 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.calls import Calls
+from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.engine.calls import Calls, text
 from flowfabric.engine.record import Record
 
 __all__ = ["Filter", "Listing"]
@@ -68,51 +68,61 @@ class Listing(Calls):
         limit: int = 50,
         where: Filter | None = None,
     ) -> ExecutionPage:
-        """Executions by partition and id. A filtered page may be short while a cursor follows."""
-        if partition is not None and not 0 <= partition < self.counts.flow:
-            raise invalid_input("partition", f"must be between 0 and {self.counts.flow - 1}")
+        """Executions by partition and id. A filtered page may be short while a cursor follows.
+
+        With a partition the cursor is the last id looked at; without, it is opaque.
+        """
+        self._check_partition(partition)
         limit = min(limit, _MAX_PAGE)
         if limit <= 0:
             return ExecutionPage(())
         position, after = self._start(partition, cursor)
-        used = await self._used(partition)
+        chunk = _CHUNK if where else min(limit + 1, _CHUNK)
         rows: list[ExecutionSummary] = []
         examined = 0
-        for index in [index for index in used if index >= position]:
+        for index in await self._used(partition, position):
             while True:
-                ids = await self._ids(index, after, _CHUNK)
-                for start in ids:
+                members = await self._ids(index, after, chunk)
+                for member, row in zip(members, await self._rows(members, where), strict=True):
                     if len(rows) == limit or examined == _MAX_EXAMINED:
-                        return ExecutionPage(tuple(rows), _cursor(index, after))
+                        more = after if partition is not None else _cursor(index, after)
+                        return ExecutionPage(tuple(rows), more)
                     examined += 1
-                    row = await self._row(start, where)
-                    after = start
+                    after = member
                     if row is not None:
                         rows.append(row)
-                if len(ids) < _CHUNK:
+                if len(members) < chunk:
                     break
             after = ""
         return ExecutionPage(tuple(rows))
+
+    def _check_partition(self, partition: int | None) -> None:
+        if partition is not None and not 0 <= partition < self.counts.flow:
+            raise invalid_input("partition", f"must be between 0 and {self.counts.flow - 1}")
 
     def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
         if not cursor:
             return (partition or 0), ""
         try:
-            raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
-            index, _, after = raw.partition("|")
-            position = int(index)
-            known = not after or ExecutionId.parse(after).partition == position
-        except (ValueError, binascii.Error, EngineError) as error:
-            raise ValidationError("invalid_cursor", "is not a cursor of this listing") from error
-        if not known or (partition is not None and position != partition):
-            raise ValidationError("invalid_cursor", "belongs to another partition")
+            if partition is not None:
+                position, after = partition, cursor
+            else:
+                index, _, after = _opened(cursor).partition("|")
+                position = int(index)
+            known = (not after and partition is None) or (
+                ExecutionId.parse(after).partition == position
+            )
+        except (ValueError, EngineError) as error:
+            raise _bad_cursor("is not a cursor of this listing") from error
+        if not known:
+            raise _bad_cursor("belongs to another partition")
         return position, after
 
-    async def _used(self, partition: int | None) -> list[int]:
+    async def _used(self, partition: int | None, first: int) -> list[int]:
         if partition is not None:
             return [partition]
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return sorted(int(member) for member in members)
+        return sorted(index for member in members if (index := int(member)) >= first)
 
     async def _ids(self, partition: int, after: str, count: int) -> list[str]:
         key = keys.index(f"{{fp:{partition}}}", "all_executions")
@@ -122,30 +132,27 @@ class Listing(Calls):
         )
         return [member.decode() for member in members]
 
-    async def _row(self, member: str, where: Filter | None) -> ExecutionSummary | None:
-        try:
-            execution_id = ExecutionId.parse(member)
-        except EngineError as error:
-            raise CorruptionError("corruption", f"list_executions: member: {member!r}") from error
-        (record,) = await self._records([execution_id])
-        if record is None:
-            return None
-        row = record.summary()
+    async def _rows(
+        self, members: Sequence[str], where: Filter | None
+    ) -> list[ExecutionSummary | None]:
+        """One row per member; None where there is no record or the filter says no."""
+        ids = [_stored_id(member) for member in members]
+        rows = [record and record.summary() for record in await self._records(ids)]
         if where is None:
-            return row
-        if not where.accepts(row):
-            return None
-        return row if await self._tags_match(execution_id, where.tags) else None
+            return rows
+        accepted = [row if row is not None and where.accepts(row) else None for row in rows]
+        if not where.tags:
+            return accepted
+        matches = await asyncio.gather(
+            *(self._tags_match(row.execution_id, where.tags) for row in accepted if row is not None)
+        )
+        verdicts = iter(matches)
+        return [row if row is not None and next(verdicts) else None for row in accepted]
 
     async def _tags_match(self, execution_id: ExecutionId, wanted: Mapping[str, str]) -> bool:
-        if not wanted:
-            return True
         key = keys.tags(execution_id.tag, execution_id)
         stored: Any = await self.transport.call("HMGET", key, *wanted, key=key)
-        return all(
-            value is not None and value.decode() == expected
-            for value, expected in zip(stored, wanted.values(), strict=True)
-        )
+        return list(stored) == [value.encode() for value in wanted.values()]
 
     async def _records(self, ids: Sequence[ExecutionId]) -> list[Record | None]:
         names = [keys.core(execution_id.tag, execution_id) for execution_id in ids]
@@ -158,18 +165,83 @@ class Listing(Calls):
         ]
 
     async def list_lane(
-        self, lane_id: str, state: str, *, partition: int, limit: int = 50, offset: int = 0
-    ) -> list[ExecutionSummary]:
+        self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
+    ) -> ExecutionPage:
         """Executions of one lane index in its own order: who is next, due, or oldest."""
         suffix = _LANE_INDEXES.get(state)
         if suffix is None:
             raise invalid_input("state", f"must be one of {', '.join(_LANE_INDEXES)}")
-        key = keys.lane(f"{{fp:{partition}}}", lane_id, suffix)
-        stop = offset + min(limit, _MAX_PAGE) - 1
-        members: Any = await self.transport.call("ZRANGE", key, offset, stop, key=key)
-        ids = [ExecutionId.trusted(member.decode()) for member in members]
-        return [record.summary() for record in await self._records(ids) if record is not None]
+        self._check_partition(partition)
+        tag = f"{{fp:{partition}}}"
+        names = [keys.lane(tag, validate_lane(lane_id), suffix)]
+        if suffix == "eligible":
+            signatures = keys.lane(tag, lane_id, "sigs")
+            members: Any = await self.transport.call("SMEMBERS", signatures, key=signatures)
+            names += [keys.eligible(tag, lane_id, text(member)) for member in members]
+        limit = min(limit, _MAX_PAGE)
+        if limit <= 0:
+            return ExecutionPage(())
+        after = _lane_position(cursor, tag) if cursor else None
+        found = await asyncio.gather(*(self._scored(name, after, limit + 1) for name in names))
+        entries = sorted(entry for entries in found for entry in entries)
+        rows = await self._rows([member for _, member in entries[:limit]], None)
+        more = _lane_cursor(entries[limit - 1]) if len(entries) > limit else None
+        return ExecutionPage(tuple(row for row in rows if row is not None), more)
+
+    async def _scored(
+        self, name: str, after: tuple[float, str] | None, count: int
+    ) -> list[tuple[float, str]]:
+        """The next entries of one index by score, then id; equal scores are read through."""
+        low = "-inf" if after is None else repr(after[0])
+        entries: list[tuple[float, str]] = []
+        offset = 0
+        while len(entries) < count:
+            page: Any = await self.transport.call(
+                *("ZRANGE", name, low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
+                key=name,
+            )
+            scored = [(float(score), text(member)) for member, score in page]
+            entries += [entry for entry in scored if after is None or entry > after]
+            if len(page) < count:
+                break
+            offset += count
+        return entries[:count]
+
+
+def _stored_id(member: str) -> ExecutionId:
+    try:
+        return ExecutionId.parse(member)
+    except EngineError as error:
+        raise CorruptionError("corruption", f"list_executions: member: {member!r}") from error
+
+
+def _bad_cursor(problem: str) -> ValidationError:
+    return ValidationError("invalid_cursor", problem)
+
+
+def _opened(cursor: str) -> str:
+    return base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+
+
+def _sealed(content: str) -> str:
+    return base64.urlsafe_b64encode(content.encode()).decode().rstrip("=")
 
 
 def _cursor(partition: int, after: str) -> str:
-    return base64.urlsafe_b64encode(f"{partition}|{after}".encode()).decode().rstrip("=")
+    return _sealed(f"{partition}|{after}")
+
+
+def _lane_cursor(entry: tuple[float, str]) -> str:
+    return _sealed(f"{entry[0]!r}|{entry[1]}")
+
+
+def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
+    try:
+        score, _, member = _opened(cursor).partition("|")
+        known = ExecutionId.parse(member).tag == tag
+        position = (float(score), member)
+    except (ValueError, EngineError) as error:
+        raise _bad_cursor("is not a cursor of this listing") from error
+    if not known or not math.isfinite(position[0]):
+        raise _bad_cursor("belongs to another partition")
+    return position

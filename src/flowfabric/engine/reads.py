@@ -18,13 +18,21 @@ from flowfabric.core.contracts.executions import (
     ExecutionSnapshot,
     WhyWaiting,
 )
-from flowfabric.core.errors import NotFoundError, invalid_input
+from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.calls import Calls
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
+
+
+def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
+    try:
+        return stored.decode()
+    except UnicodeDecodeError:
+        problem = f"{execution_id}: tags: {stored!r} is not text"
+        raise CorruptionError("corruption", problem) from None
 
 
 class Reads(Calls):
@@ -58,7 +66,10 @@ class Reads(Calls):
     async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         key = keys.tags(execution_id.tag, execution_id)
         fields: Any = await self.transport.call("HGETALL", key, key=key)
-        return {name.decode(): value.decode() for name, value in fields.items()}
+        return {
+            _tag_text(execution_id, name): _tag_text(execution_id, value)
+            for name, value in fields.items()
+        }
 
     async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
         """The result bytes, or None when there is none (yet, or any more)."""
@@ -92,6 +103,30 @@ class Reads(Calls):
         raw: Any = payload or b""
         return ExecutionContext(raw, record.kind, tags, record.get("payload_encoding", ""))
 
+    async def read_execution_policy(self, execution_id: ExecutionId) -> dict[str, Any]:
+        """The policy stored at creation, without its defaults; empty when there is none."""
+        execution_id = self.checked(execution_id)
+        key = keys.policy(execution_id.tag, execution_id)
+        stored: Any = await self.transport.call("GET", key, key=key)
+        return msgspec.json.decode(stored) if stored else {}
+
+    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+        """Executions of any partition whose UUID begins so: how people abbreviate an id."""
+        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
+        tags = [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+        found: list[Any] = await asyncio.gather(
+            *(self._beginning_with(tag, uuid_prefix, limit) for tag in tags)
+        )
+        return [ExecutionId.parse(member.decode()) for page in found for member in page][:limit]
+
+    async def _beginning_with(self, tag: str, uuid_prefix: str, limit: int) -> Any:
+        key = keys.index(tag, "all_executions")
+        first = f"{tag}:{uuid_prefix}"
+        # `~` sorts after everything a UUID is made of.
+        return await self.transport.call(
+            "ZRANGE", key, f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit, key=key
+        )
+
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
         """The namespace, or None when there is no such execution."""
         record = await self._record(self.checked(execution_id))
@@ -102,7 +137,7 @@ class Reads(Calls):
         execution_id = self.checked(execution_id)
         name = keys.tags(execution_id.tag, execution_id)
         value: Any = await self.transport.call("HGET", name, key, key=name)
-        return None if value is None else value.decode()
+        return None if value is None else _tag_text(execution_id, value)
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         """All tags of an execution."""

@@ -13,10 +13,12 @@ from flowfabric.core import keys
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, validate_worker_id
 from flowfabric.engine.calls import Calls, text
+from flowfabric.engine.leases import positive_ms
 
 __all__ = ["Registry", "WorkerEntry"]
 
 _REASON_BYTES = 256
+_READ_AHEAD = 100
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
 
@@ -59,8 +61,7 @@ class Registry(Calls):
         tag = _tag(namespace)
         validate_worker_id(worker_id)
         validate_worker_id(worker_instance_id, "worker_instance_id")
-        if liveness_ttl_ms <= 0:
-            raise invalid_input("liveness_ttl_ms", "must be positive")
+        positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
         self.nonce = self.nonce or new_uuid()
         args = (
             worker_id,
@@ -104,21 +105,29 @@ class Registry(Calls):
     async def list_workers(
         self, namespace: str = "default", after: str = "", limit: int = 1000
     ) -> list[WorkerEntry]:
-        """Live worker processes by instance id; entries whose record is gone are skipped."""
+        """Live worker processes by instance id, at most `limit` of those after `after`.
+
+        Instances whose record is gone are skipped; a page shorter than `limit` is the last one.
+        """
         tag = _tag(namespace)
         index = f"ff:idx:{tag}:workers"
         members: Any = await self.transport.call("SMEMBERS", index, key=index)
-        instances = sorted(text(member) for member in members)
-        page = [instance for instance in instances if instance > after][:limit]
-        names = [f"ff:worker:{tag}:{instance}:caps" for instance in page]
-        records: list[Any] = await asyncio.gather(
-            *(self.transport.call("HGETALL", name, key=name) for name in names)
-        )
-        return [
-            _entry(namespace, instance, record)
-            for instance, record in zip(page, records, strict=True)
-            if record
-        ]
+        instances = sorted(name for name in map(text, members) if name > after)
+        found: list[WorkerEntry] = []
+        for start in range(0, len(instances), _READ_AHEAD):
+            if len(found) >= limit:
+                break
+            part = instances[start : start + _READ_AHEAD]
+            names = [f"ff:worker:{tag}:{instance}:caps" for instance in part]
+            records: list[Any] = await asyncio.gather(
+                *(self.transport.call("HGETALL", name, key=name) for name in names)
+            )
+            found += (
+                _entry(namespace, instance, record)
+                for instance, record in zip(part, records, strict=True)
+                if record
+            )
+        return found[: max(0, limit)]
 
 
 def _entry(namespace: str, instance: str, raw: dict[bytes, bytes]) -> WorkerEntry:
@@ -127,7 +136,7 @@ def _entry(namespace: str, instance: str, raw: dict[bytes, bytes]) -> WorkerEntr
         worker_id=fields["worker_id"],
         worker_instance_id=instance,
         namespace=namespace,
-        lanes=tuple(fields["lanes_csv"].split(_LANE_SEPARATOR)),
+        lanes=tuple(lane for lane in fields["lanes_csv"].split(_LANE_SEPARATOR) if lane),
         capabilities=caps.from_csv(fields["caps_csv"], "worker"),
         last_heartbeat_ms=int(fields["last_heartbeat_ms"]),
         liveness_ttl_ms=int(fields["ttl_ms"]),

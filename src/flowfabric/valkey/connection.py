@@ -206,6 +206,9 @@ class Connection(asyncio.Protocol):
             if not slot[0].done():
                 self._sent.append(slot)
                 chosen.append(command)
+        if not packed:
+            # All the rest may have been abandoned: with nothing in flight no reply would call.
+            self._flush_due = self._stuck = False
         if chosen:
             transport.write(b"".join(chosen))
 
@@ -267,6 +270,9 @@ class Connection(asyncio.Protocol):
         if transport is None:
             return
         self._why, self._kind = why, kind
+        # First of all, so that no one is handed this connection again.
+        if self._on_lost is not None:
+            self._on_lost(self)
         if self._alarm is not None:
             self._alarm.cancel()
         for slots, sent in ((self._sent, True), (self._unsent, False)):
@@ -279,8 +285,6 @@ class Connection(asyncio.Protocol):
             transport.abort()
         else:
             transport.close()
-        if self._on_lost is not None:
-            self._on_lost(self)
 
 
 def _is_push(reply: Reply) -> bool:

@@ -175,6 +175,16 @@ async def test_the_number_in_flight_is_bounded_and_the_rest_waits_its_turn(
     assert order == [str(n).encode() for n in range(100) if n != 50]
 
 
+async def test_calls_abandoned_in_the_queue_do_not_block_it(
+    keep: Keeper, shared_server: TestServer
+) -> None:
+    conn = keep(await dial(parse_url(shared_server.url), max_in_flight=1))
+    for call in [conn.submit(("PING",)) for _ in range(3)]:
+        call.cancel()
+    await asyncio.sleep(0)
+    assert await conn.call("ECHO", "through", timeout=1) == b"through"
+
+
 async def test_a_full_socket_holds_calls_back(
     keep: Keeper, proxy: FaultProxy, client: Client
 ) -> None:

@@ -39,6 +39,7 @@ function S.public(code)
   if phase == 't' then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
   if phase == 'p' then return 'suspended' end
   if phase == 'a' then return 'active' end
+  if phase ~= 'r' then return 'waiting' end
   return PUBLIC_RUNNABLE[S.eligibility(code)] or 'waiting'
 end
 

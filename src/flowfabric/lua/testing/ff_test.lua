@@ -1,4 +1,4 @@
--- Loaded by tests only: moves or stops the engine's clock and shows how keys are built.
+-- Loaded by tests only: moves or stops the engine's clock and shows how keys and states are built.
 local running = clock.now
 
 server.register_function('ff_test_clock', function(_, args)
@@ -21,4 +21,10 @@ end)
 
 server.register_function('ff_test_key', function(keys, args)
   return reply.ok(K[args[1]](keys[1], unpack(args, 2)))
+end)
+
+server.register_function('ff_test_state', function(_, args)
+  local member = S[args[1]]
+  if type(member) == 'function' then member = member(unpack(args, 2)) end
+  return reply.ok(member)
 end)

@@ -1,0 +1,69 @@
+"""A worker process of the demo: `python -m examples.demo.worker NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from examples.demo.app import app
+
+LEASE_SECONDS = 2
+"""Short, so that the demo need not wait long until a dead worker's tasks are free again."""
+READY = "ready"
+
+
+class WorkerProcess:
+    """One worker, as the demo sees it: a name, a process, and whether it was killed."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.killed = False
+        self._log = folder / f"{name}.log"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "examples.demo.worker", name],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Return when it serves; say why when it does not."""
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != READY:
+            raise RuntimeError(f"worker {self.name} did not start")
+
+    def log_text(self) -> str:
+        """What it wrote to its log, for the moment something goes wrong."""
+        return f"log of {self.name}:\n{self._log.read_text()}"
+
+    def kill(self) -> None:
+        """`kill -9`: no clean-up, no good-bye."""
+        self.process.kill()
+        self.process.wait()
+        self.killed = True
+
+    def close(self) -> int:
+        """Ask it to finish what it runs; its exit status."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            status = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return status
+
+
+def main(name: str) -> None:
+    """Serve until told to stop."""
+    worker = app.worker(worker_id=name, concurrency=3, lease_ttl=LEASE_SECONDS)
+    asyncio.run(worker.run(ready=lambda: print(READY, flush=True)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,101 @@
+"""A tour in one file: submit, batch, priority, idempotency, delay, typed results, history.
+
+Run it with `python -m examples.quick_tour`; it uses FF_URL, or an embedded Valkey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import flowfabric as ff
+
+app = ff.Fabric()
+served: list[str] = []
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and its words, counted."""
+
+    url: str
+    words: int
+
+
+@app.task(lane="tour")
+async def count_words(url: str, text: str) -> Page:
+    """Arguments and results are typed: they travel as JSON and come back as this class."""
+    return Page(url, len(text.split()))
+
+
+@app.task(lane="tour-ordered")
+def note(name: str) -> None:
+    """A plain function; it runs in a thread and remembers in which order it was called."""
+    served.append(name)
+
+
+async def submit_and_wait() -> None:
+    """One execution and its result."""
+    run = await app.submit(count_words, "example.org", "durable work is calm work")
+    page = await run.result(timeout=10)
+    assert page == Page("example.org", 5)
+    print("result:", page)
+
+
+async def submit_a_batch() -> None:
+    """Many at once: a few round trips, one handle each."""
+    calls = [{"url": f"example.org/{n}", "text": "word " * n} for n in range(200)]
+    started = time.perf_counter()
+    runs = await app.submit_many(count_words, calls)
+    pages = await asyncio.gather(*(run.result(timeout=20) for run in runs))
+    assert [page.words for page in pages] == list(range(200))
+    print(f"batch: 200 results in {time.perf_counter() - started:.2f} s")
+
+
+async def submit_once() -> None:
+    """The same idempotency key is the same execution, whoever submits it."""
+    first = await app.submit(count_words, "a", "b c", idempotency_key="tour-once")
+    again = await app.submit(count_words, "a", "b c", idempotency_key="tour-once")
+    assert again.id == first.id
+    assert again.duplicate
+    print("idempotency: the second submit found", again.id)
+
+
+async def submit_by_priority() -> None:
+    """Before anyone serves the lane: the highest priority goes first, whenever it came."""
+    runs = [
+        await app.submit(note, "whenever"),
+        await app.submit(note, "soon", priority=5),
+        await app.submit(note, "now", priority=100),
+    ]
+    async with app.worker(lanes=["tour-ordered"], concurrency=1):
+        await asyncio.gather(*(run.result(timeout=10) for run in runs))
+    assert served == ["now", "soon", "whenever"]
+    print("priority: served", ", ".join(served))
+
+
+async def submit_for_later() -> None:
+    """A delay holds an execution back; its state says so."""
+    run = await app.submit(count_words, "later", "x", delay="500ms", tags={"tour.part": "delay"})
+    assert await run.state() == "delayed"
+    await run.result(timeout=10)
+    info = await run.info()
+    waited = int(info.started_at or 0) - int(info.created_at)
+    assert waited >= 500
+    print(f"delay: it started {waited} ms after it was submitted")
+
+
+async def main() -> None:
+    """All parts, one after the other."""
+    async with app:
+        await submit_by_priority()
+        async with app.worker(lanes=["tour"]):
+            await submit_and_wait()
+            await submit_a_batch()
+            await submit_once()
+            await submit_for_later()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,116 @@
+"""`flowfabric bench`: cheap to import; what it measures with is loaded when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+__all__ = ["AofChoice", "Scenario", "bench", "register"]
+
+_HELP = """Measure this machine on a private embedded Valkey, which is gone afterwards.
+
+\b
+lifecycle  submit_many, then one worker runs a no-op: n / (submit time + process time).
+           Submit time ends with the last accepted submission and no worker runs in it;
+           process time is from the first handler to the last stored completion.
+           --unbatched: one submit call at a time here and, at the same time, a worker
+           process that claims one execution at a time: n / time of the whole.
+floor      the same transitions as raw batched calls with arguments built beforehand
+latency    idle worker process: submit to handler start, submit to result seen
+memory     bytes of one execution with a 200-byte payload: waiting, running, finished
+idle       commands of one and of 100 idle workers, and what 100 of them cost a submitter:
+           once on a lane it does not use, once on its own lane but unable to take the work
+backlog    one claim at a time with a thousand and with n executions waiting
+recovery   kill -9 of the worker that holds n executions until all run in another process,
+           lease 2 s; once it also runs the scanners, once the other one does
+"""
+
+
+class Scenario(StrEnum):
+    """What can be measured."""
+
+    LIFECYCLE = "lifecycle"
+    FLOOR = "floor"
+    LATENCY = "latency"
+    MEMORY = "memory"
+    IDLE = "idle"
+    BACKLOG = "backlog"
+    RECOVERY = "recovery"
+
+
+class AofChoice(StrEnum):
+    """How often the server flushes its append-only file."""
+
+    NO = "no"
+    EVERYSEC = "everysec"
+    ALWAYS = "always"
+
+
+_DEFAULTS: dict[Scenario, tuple[int, int]] = {
+    Scenario.LIFECYCLE: (20_000, 3),
+    Scenario.FLOOR: (20_000, 3),
+    Scenario.LATENCY: (1_000, 3),
+    Scenario.MEMORY: (20_000, 1),
+    Scenario.IDLE: (2_000, 1),
+    Scenario.BACKLOG: (1_000_000, 1),
+    Scenario.RECOVERY: (8, 3),
+}
+"""How many executions, and how many runs."""
+
+
+def bench(
+    scenario: Annotated[Scenario, typer.Argument(show_default=False)],
+    *,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", min=1, help="Executions; each scenario has its own default."),
+    ] = None,
+    aof: Annotated[AofChoice, typer.Option(help="The server's append-only file.")] = AofChoice.NO,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, help="Runs; the median one is reported.")
+    ] = None,
+    unbatched: Annotated[
+        bool, typer.Option("--unbatched", help="lifecycle: one submit and one claim at a time.")
+    ] = False,
+    with_floor: Annotated[
+        bool, typer.Option("--with-floor", help="lifecycle: measure the floor too, and the ratio.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    for given, name in ((unbatched, "--unbatched"), (with_floor, "--with-floor")):
+        if given and scenario is not Scenario.LIFECYCLE:
+            raise typer.BadParameter(f"{name} belongs to the lifecycle scenario")
+    default_n, default_repeat = _DEFAULTS[scenario]
+
+    # Engine, event loop and tables are loaded for a run only: `flowfabric --help` stays quick.
+    import uvloop  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    from flowfabric.bench.figures import as_table  # noqa: PLC0415
+    from flowfabric.bench.options import Options  # noqa: PLC0415
+    from flowfabric.bench.progress import ProgressBar  # noqa: PLC0415
+    from flowfabric.bench.run import measure  # noqa: PLC0415
+    from flowfabric.core.errors import FlowFabricError  # noqa: PLC0415
+
+    options = Options(n=n or default_n, aof=aof.value, unbatched=unbatched, with_floor=with_floor)
+    try:
+        with ProgressBar() as progress:
+            report = uvloop.run(
+                measure(scenario.value, options, repeat or default_repeat, progress)
+            )
+    except FlowFabricError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        sys.stdout.write(json.dumps(report) + "\n")
+    else:
+        Console().print(as_table(report))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the `bench` command to an application."""
+    app.command("bench", help=_HELP)(bench)

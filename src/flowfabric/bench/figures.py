@@ -1,0 +1,65 @@
+"""What each figure means, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+__all__ = ["as_table", "rounded"]
+
+_MEANING: Mapping[str, tuple[str, str]] = {
+    "submit_per_s": ("submitted", "/s"),
+    "process_per_s": ("claimed, run and completed", "/s"),
+    "lifecycle_per_s": ("whole lifecycles", "/s"),
+    "claim_per_s": ("claimed", "/s"),
+    "complete_per_s": ("completed", "/s"),
+    "floor_per_s": ("floor: raw batched calls", "/s"),
+    "of_floor": ("share of the floor", ""),
+    "server_us": ("server CPU per lifecycle", "µs"),
+    "python_us": ("Python CPU per lifecycle", "µs"),
+    "start_p50_ms": ("submit → handler starts, median", "ms"),
+    "start_p99_ms": ("submit → handler starts, 99 %", "ms"),
+    "result_p50_ms": ("submit → result seen, median", "ms"),
+    "result_p99_ms": ("submit → result seen, 99 %", "ms"),
+    "bytes_waiting": ("one waiting execution", "bytes"),
+    "bytes_active": ("one running execution", "bytes"),
+    "bytes_finished": ("one finished execution", "bytes"),
+    "bytes_feed": ("event feed of the partition, in all", "bytes"),
+    "feed_entries": ("entries in that feed", ""),
+    "commands_per_s": ("one idle worker", "commands/s"),
+    "commands_per_s_100": ("100 idle workers", "commands/s"),
+    "submit_slowdown_pct": ("submitter beside 100 idle workers of another lane", "% slower"),
+    "submit_slowdown_same_lane_pct": ("… of its lane that cannot take the work", "% slower"),
+    "claim_p50_ms_1e3": ("claim, a thousand waiting, median", "ms"),
+    "claim_p99_ms_1e3": ("claim, a thousand waiting, 99 %", "ms"),
+    "claim_p50_ms_1e6": ("claim, n waiting, median", "ms"),
+    "claim_p99_ms_1e6": ("claim, n waiting, 99 %", "ms"),
+    "ratio_p99": ("99 % with n waiting : with a thousand", ""),
+    "recovery_s": ("killed worker also ran the scanners", "s"),
+    "recovery_follower_s": ("killed worker did not", "s"),
+    "lease_ttl_s": ("lease of the killed worker", "s"),
+}
+
+_ABOUT = ("scenario", "n", "aof", "repeat")
+
+
+def rounded(value: float) -> float:
+    """As many digits as a measurement deserves."""
+    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
+
+
+def as_table(report: Mapping[str, object]) -> Table:
+    """The figures of a report with the AOF setting beside each."""
+    repeat = report["repeat"]
+    runs = "" if repeat == 1 else f", median of {repeat} runs"
+    table = Table(title=f"{report['scenario']}: n = {report['n']:,}{runs}")
+    for heading in ("figure", "", "", "key", "AOF"):
+        table.add_column(heading, justify="right" if not heading else "left", no_wrap=True)
+    table.columns[2].justify = "left"
+    for key, value in report.items():
+        if key in _ABOUT:
+            continue
+        label, unit = _MEANING[key]
+        table.add_row(label, f"{value:,}", unit, key, str(report["aof"]))
+    return table

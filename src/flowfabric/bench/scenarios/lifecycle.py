@@ -1,0 +1,99 @@
+"""Submit, claim, run a no-op and complete through the public API."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from flowfabric.bench.arena import Arena, arena
+from flowfabric.bench.child import Plan
+from flowfabric.bench.options import Figures, Options, Progress
+from flowfabric.bench.processes import worker_process
+from flowfabric.bench.scenarios import floor
+from flowfabric.bench.tasks import BenchApp, Count
+
+__all__ = ["run"]
+
+_WARM_UP = 1024
+_CHUNK = 4096
+_CONCURRENCY = 256
+
+
+async def run(options: Options, progress: Progress) -> Figures:
+    """The figures of one run; with a floor measured right after it if asked."""
+    async with arena(options.aof) as at:
+        measure = _unbatched if options.unbatched else _batched
+        figures = await measure(at, options.n, progress)
+    if not options.with_floor:
+        return figures
+    most = (await floor.run(options, progress))["lifecycle_per_s"]
+    return {**figures, "floor_per_s": most, "of_floor": figures["lifecycle_per_s"] / most}
+
+
+async def _batched(at: Arena, n: int, progress: Progress) -> Figures:
+    """Submit everything, then have one worker work it off, both in this process."""
+    app = BenchApp(at.url)
+    async with app.fabric:
+        progress.begin("lifecycle: warm-up", _WARM_UP)
+        await _submit(app, _WARM_UP, progress)
+        await _process(at, app, _WARM_UP)
+        progress.begin("lifecycle: submit", n)
+        server, python = await at.server_cpu_s(), time.process_time()
+        start = time.perf_counter()
+        await _submit(app, n, progress)
+        submit_s = time.perf_counter() - start
+        progress.begin("lifecycle: process", n)
+        process_s = await _process(at, app, n)
+        progress.advance(n)
+        server, python = await at.server_cpu_s() - server, time.process_time() - python
+    return {
+        "submit_per_s": n / submit_s,
+        "process_per_s": n / process_s,
+        "lifecycle_per_s": n / (submit_s + process_s),
+        "server_us": server / n * 1e6,
+        "python_us": python / n * 1e6,
+    }
+
+
+async def _submit(app: BenchApp, n: int, progress: Progress) -> None:
+    for start in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - start)
+        await app.fabric.submit_many(app.noop, [()] * size)
+        progress.advance(size)
+
+
+async def _process(at: Arena, app: BenchApp, n: int) -> float:
+    """Seconds from the first handler to the last stored completion."""
+    reached = asyncio.Event()
+    app.count = count = Count(n, reached.set)
+    async with app.fabric.worker(concurrency=_CONCURRENCY):
+        await reached.wait()
+        await at.until_done()
+        return (time.monotonic_ns() - count.first_ns) / 1e9
+
+
+async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
+    """One submit call after another here, one claim after another in a worker process."""
+    app = BenchApp(at.url)
+    plan = Plan(url=at.url, concurrency=1, goal=_WARM_UP + n)
+    async with app.fabric, worker_process(plan) as worker:
+        progress.begin("lifecycle: warm-up", _WARM_UP)
+        await _submit(app, _WARM_UP, progress)
+        await at.until_done()
+        progress.begin("lifecycle: submit and process, one at a time", n)
+        server = await at.server_cpu_s()
+        start = time.perf_counter()
+        for _ in range(n):
+            await app.fabric.submit(app.noop)
+            progress.advance()
+        submit_s = time.perf_counter() - start
+        await worker.events("reached")
+        await at.until_done()
+        whole_s = time.perf_counter() - start
+        server = await at.server_cpu_s() - server
+    return {
+        "submit_per_s": n / submit_s,
+        "process_per_s": n / whole_s,
+        "lifecycle_per_s": n / whole_s,
+        "server_us": server / n * 1e6,
+    }

@@ -1,0 +1,29 @@
+"""A three-node cluster on loopback, one per test module."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.cluster import ClusterClient
+from tests.cluster.nodes import TestCluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TestCluster]:
+    cluster = TestCluster()
+    asyncio.run(cluster.form())
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def client(cluster: TestCluster) -> AsyncIterator[ClusterClient]:
+    client = ClusterClient(parse_url(cluster.url))
+    await client.wait_ready()
+    await client.call_all_primaries("FLUSHALL")
+    yield client
+    await client.aclose()

@@ -1,0 +1,183 @@
+"""Retention: what a purge deletes, when, and how a long one is finished."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.ids import ExecutionId
+from tests.engine.exec_support import (
+    TERMINAL,
+    Case,
+    block,
+    freeze,
+    indexes,
+    promote,
+    refused,
+    trim,
+    unchanged,
+)
+from tests.support.engine import LANE, Engine
+
+DAY = 86_400_000
+
+
+async def owned(engine: Engine, execution_id: ExecutionId) -> list[bytes]:
+    """Keys of the execution, and indexes that name it; not what expires by itself."""
+    member = execution_id.encode()
+    found: list[bytes] = []
+    for name, content in (await engine.dump()).items():
+        if name.endswith(b":events") or name.startswith(b"ff:idem:") or b":claimed:" in name:
+            continue
+        if member in name or member in repr(content).encode():
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("state", TERMINAL)
+async def test_everything_goes(engine: Engine, state: str) -> None:
+    case = await Case.make(engine, state)
+    await engine.backend.set_execution_tag(case.execution_id, "a.b", "c")
+    await engine.advance(DAY)
+    assert await trim(engine, case.execution_id) == "purged"
+    assert await owned(engine, case.execution_id) == []
+    await refused(engine.backend.read_execution_info(case.execution_id), "execution_not_found")
+    assert await engine.backend.get_execution_result(case.execution_id) is None
+
+
+async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
+    execution_id = await engine.create(
+        input_payload=b"in",
+        idempotency_key="k",
+        tags={"a.b": "c"},
+        policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}},
+    )
+    handle = (await engine.claim()).handle
+    await engine.backend.fail(handle, "x", "transient")
+    await promote(engine, execution_id)
+    handle = (await engine.claim()).handle
+    await block(engine, execution_id)
+    call = engine.backend.transport.call
+    await call("HSET", keys.steps(execution_id.tag, execution_id), "s", "1")
+    await engine.backend.complete(handle, b"out")
+    kinds = {name.rsplit(b":", 1)[-1] for name in await owned(engine, execution_id)}
+    assert kinds == {
+        *(b"core", b"payload", b"result", b"policy", b"tags", b"history", b"steps"),
+        *(b"0", b"unresolved", b"terminal", b"all_executions"),
+    }
+    await engine.advance(DAY)
+    assert await trim(engine, execution_id) == "purged"
+    assert await owned(engine, execution_id) == []
+    # The idempotency entry keeps its own expiry.
+    assert await call("EXISTS", keys.idem(execution_id.tag, "default", "k")) == 1
+
+
+@pytest.mark.parametrize("ttl", [None, 0, 5000, 30 * DAY])
+async def test_due_time(engine: Engine, ttl: int | None) -> None:
+    policy = None if ttl is None else {"stream_policy": {"retention_ttl_ms": ttl}}
+    execution_id = await engine.create(policy=policy)
+    now = await engine.now() + 1000
+    await freeze(engine, now)
+    await engine.backend.cancel_execution(execution_id)
+    due = now + (DAY if ttl is None else ttl)
+    assert await indexes(engine, execution_id) == {f"lane:{LANE}:terminal": due}
+    if ttl != 0:
+        await freeze(engine, due - 1)
+        assert await unchanged(engine, lambda: trim(engine, execution_id)) == "not_due"
+    await freeze(engine, due)
+    assert await trim(engine, execution_id) == "purged"
+
+
+async def test_a_replayed_execution_is_not_purged(engine: Engine) -> None:
+    case = await Case.make(engine, "completed")
+    await engine.advance(DAY)
+    await engine.backend.replay_execution(case.execution_id)
+    answer = await unchanged(engine, lambda: trim(engine, case.execution_id))
+    assert answer == "not_terminal"
+    # Its age counts from the new end.
+    await engine.backend.complete((await engine.claim()).handle)
+    assert await unchanged(engine, lambda: trim(engine, case.execution_id)) == "not_due"
+
+
+async def test_a_purged_execution_is_not_replayed(engine: Engine) -> None:
+    case = await Case.make(engine, "completed")
+    await engine.advance(DAY)
+    await trim(engine, case.execution_id)
+    await refused(engine.backend.replay_execution(case.execution_id), "execution_not_found")
+    await refused(engine.backend.complete(case.held), "execution_not_found")
+
+
+@pytest.mark.corrupts
+async def test_entries_that_do_not_belong_are_removed(engine: Engine) -> None:
+    ghost, waiting = engine.new_id(), await engine.create()
+    index = keys.lane(ghost.tag, LANE, "terminal")
+    await engine.backend.transport.call("ZADD", index, 1, ghost, 1, waiting)
+    verdicts = await engine.backend.trim_retention(ghost.tag, LANE, [ghost, waiting])
+    assert verdicts == ["orphan_removed", "not_terminal"]
+    assert await engine.backend.transport.call("EXISTS", index) == 0
+    assert (await engine.backend.read_execution_state(waiting)).value == "waiting"
+
+
+async def test_trimming_twice(engine: Engine) -> None:
+    case = await Case.make(engine, "completed")
+    await engine.advance(DAY)
+    ids = [case.execution_id, case.execution_id]
+    verdicts = await engine.backend.trim_retention(case.execution_id.tag, LANE, ids)
+    assert verdicts == ["purged", "orphan_removed"]
+
+
+async def test_a_recreated_execution_starts_clean(engine: Engine) -> None:
+    case = await Case.make(engine, "retry_waiting")
+    await engine.backend.cancel_execution(case.execution_id)
+    await engine.advance(DAY)
+    await trim(engine, case.execution_id)
+    await engine.create(execution_id=case.execution_id)
+    claim = await engine.claim()
+    assert (claim.attempt_index, claim.handle.lease_epoch) == (0, 1)
+    assert len(await engine.backend.read_attempts(case.execution_id)) == 1
+
+
+async def _with_attempts(engine: Engine, count: int) -> ExecutionId:
+    """An ended execution that went through this many attempts."""
+    policy: dict[str, Any] = {
+        "retry_policy": {"max_retries": count, "backoff": {"type": "fixed", "delay_ms": 0}}
+    }
+    execution_id = await engine.create(policy=policy)
+    for _ in range(count - 1):
+        handle = (await engine.claim()).handle
+        await engine.backend.fail(handle, "x", "transient")
+        await promote(engine, execution_id)
+    handle = (await engine.claim()).handle
+    await engine.backend.fail(handle, "x", "permanent")
+    assert await engine.backend.read_total_attempt_count(execution_id) == count
+    return execution_id
+
+
+async def test_a_long_purge_goes_on_in_pieces(engine: Engine) -> None:
+    execution_id = await _with_attempts(engine, 505)
+    await engine.advance(DAY)
+    assert await trim(engine, execution_id) == "purging"
+    await refused(engine.backend.read_execution_info(execution_id), "execution_not_found")
+    assert await engine.backend.list_executions() == await engine.backend.list_executions(limit=0)
+    backlog = keys.index(execution_id.tag, "purge_backlog")
+    assert await engine.backend.transport.call("EXISTS", backlog) == 1
+    left = 1
+    rounds = 0
+    while left:
+        left = await engine.backend.purge(execution_id.tag)
+        rounds += 1
+    assert rounds == 2
+    assert await owned(engine, execution_id) == []
+    assert await engine.backend.purge(execution_id.tag) == 0
+
+
+async def test_events_outlive_the_execution(engine: Engine) -> None:
+    case = await Case.make(engine, "completed")
+    before = await engine.events(case.execution_id)
+    await engine.advance(DAY)
+    await trim(engine, case.execution_id)
+    assert await engine.events(case.execution_id) == before
+    trimmed = await engine.backend.trim_events(case.execution_id.tag, 2**45)
+    assert trimmed == len(before)

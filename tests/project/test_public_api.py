@@ -1,0 +1,59 @@
+"""What `import flowfabric` gives is complete, documented and typed."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.resources import files
+
+import pytest
+
+import flowfabric
+
+NAMES = [name for name in flowfabric.__all__ if name != "__version__"]
+
+
+def test_exports_are_sorted_and_exist() -> None:
+    assert list(flowfabric.__all__) == sorted(set(flowfabric.__all__))
+    assert [name for name in flowfabric.__all__ if not hasattr(flowfabric, name)] == []
+
+
+def test_nothing_public_is_left_out() -> None:
+    imported = {
+        name
+        for name, value in vars(flowfabric).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert imported - set(flowfabric.__all__) == {"annotations"} & imported
+
+
+def undocumented(value: type) -> list[str]:
+    """Public members that the class itself defines without a docstring."""
+    missing = [] if value.__dict__.get("__doc__") else [value.__name__]
+    for name in vars(value):
+        target: object = inspect.getattr_static(value, name)
+        if isinstance(target, (classmethod, staticmethod)):
+            target = getattr(value, name)
+        documentable = inspect.isroutine(target) or isinstance(target, property)
+        if documentable and not name.startswith("_") and not inspect.getdoc(target):
+            missing.append(f"{value.__name__}.{name}")
+    return missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    value: object = getattr(flowfabric, name)
+    if isinstance(value, type):
+        assert undocumented(value) == []
+    else:
+        assert inspect.getdoc(value)
+
+
+def test_the_docstring_guard_catches() -> None:
+    class Bare:
+        def method(self) -> None: ...
+
+    assert undocumented(Bare) == ["Bare", "Bare.method"]
+
+
+def test_the_package_is_marked_as_typed() -> None:
+    assert (files("flowfabric") / "py.typed").is_file()

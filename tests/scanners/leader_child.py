@@ -1,0 +1,24 @@
+"""A process that runs the scanners until it is killed. Prints `leading` once it does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners import ScannerSettings, ScannerSupervisor
+from flowfabric.valkey.address import parse_url
+
+
+async def main(url: str) -> None:
+    backend = await Backend.connect(parse_url(url), testing=True)
+    supervisor = ScannerSupervisor(backend, ScannerSettings())
+    supervisor.start()
+    await supervisor.leadership.scanning.wait()
+    sys.stdout.write("leading\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from flowfabric.core import keys
+from tests.scanners.support import idle, rings
+from tests.support.engine import TTL, Engine
+
+
+async def test_a_lost_ring_is_rung_again(engine: Engine) -> None:
+    waiting = await engine.create()
+    await engine.backend.transport.call("DEL", keys.wake("default"))
+    await idle(engine).scan_once("doorbell")
+    assert await rings(engine) == [str(waiting.partition).encode()]
+
+
+async def test_for_work_with_requirements_and_for_reclaims(engine: Engine) -> None:
+    await engine.create(
+        lane="gpu", policy={"routing_requirements": {"required_capabilities": ["gpu"]}}
+    )
+    lost = await engine.running()
+    await engine.advance(TTL)
+    await engine.backend.mark_lease_expired_if_due(lost.execution_id.tag, [lost.execution_id])
+    for lane in ("gpu", "default"):
+        await engine.backend.transport.call("DEL", keys.wake(lane))
+    await idle(engine).scan_once("doorbell")
+    assert len(await rings(engine, "gpu")) == len(await rings(engine, "default")) == 1
+
+
+async def test_silent_without_claimable_work(engine: Engine) -> None:
+    await engine.running()
+    await engine.create(delay_until=await engine.now() + 1000)
+    await engine.backend.transport.call("DEL", keys.wake("default"))
+    await idle(engine).scan_once("doorbell")
+    assert await rings(engine) == []
+
+
+async def test_silent_for_a_paused_lane(engine: Engine) -> None:
+    await engine.create()
+    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.transport.call("DEL", keys.wake("default"))
+    supervisor = idle(engine)
+    await supervisor.scan_once("doorbell")
+    assert await rings(engine) == []
+    await engine.backend.set_lane_state("default", "active")
+    await engine.backend.transport.call("DEL", keys.wake("default"))
+    await supervisor.scan_once("doorbell")
+    assert len(await rings(engine)) == 1

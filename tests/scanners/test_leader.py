@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
+from flowfabric.scanners.leader import LEADER_KEY, Leadership
+from flowfabric.valkey.address import parse_url
+from tests.scanners.support import DEFAULTS, QUICK, create_delayed, running, until
+from tests.support.engine import Engine
+from tests.support.server import TestServer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+async def _owner(backend: Backend) -> bytes | None:
+    found: Any = await backend.transport.call("GET", LEADER_KEY)
+    return found
+
+
+async def test_takes_over_when_the_leaders_process_is_killed(
+    engine: Engine, valkey: TestServer
+) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "tests.scanners.leader_child", valkey.url),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        assert await child.stdout.readline() == b"leading\n"
+        async with running(engine.backend, DEFAULTS) as supervisor:
+            await until(lambda: _follows(engine.backend, supervisor))
+            child.kill()
+            await child.wait()
+            killed_at = asyncio.get_running_loop().time()
+            await asyncio.wait_for(supervisor.leadership.scanning.wait(), 10)
+            assert asyncio.get_running_loop().time() - killed_at < 6
+            assert await _owner(engine.backend) == supervisor.leadership.identity.encode()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+
+
+async def _follows(backend: Backend, supervisor: ScannerSupervisor) -> bool:
+    return await _owner(backend) is not None and not supervisor.leadership.scanning.is_set()
+
+
+async def test_a_clean_stop_hands_over(engine: Engine) -> None:
+    async with running(engine.backend) as first:
+        await first.leadership.scanning.wait()
+        assert await _owner(engine.backend) == first.leadership.identity.encode()
+    assert await _owner(engine.backend) is None
+
+
+async def test_a_stop_leaves_a_foreign_lease_alone(engine: Engine) -> None:
+    async with running(engine.backend) as supervisor:
+        await supervisor.leadership.scanning.wait()
+        await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 60_000)
+    assert await _owner(engine.backend) == b"another"
+
+
+async def test_steps_back_when_another_holds_the_lease(engine: Engine) -> None:
+    settings = ScannerSettings(leader_ttl_s=0.2)
+    async with running(engine.backend, settings) as supervisor:
+        await supervisor.leadership.scanning.wait()
+        await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 60_000)
+        await until(lambda: not supervisor.leadership.scanning.is_set())
+        assert not supervisor.leadership.holds
+
+
+async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine: Engine) -> None:
+    well = True
+    leadership = Leadership(engine.backend, ttl_s=0.2, healthy=lambda: well)
+    stop = asyncio.Event()
+    task = asyncio.create_task(leadership.run(stop))
+    await leadership.scanning.wait()
+    well = False
+
+    async def free() -> bool:
+        return await _owner(engine.backend) is None
+
+    await until(free)
+    assert leadership.scanning.is_set()
+    await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 500)
+    await until(lambda: not leadership.scanning.is_set())
+    well = True
+    await until(lambda: leadership.holds)
+    stop.set()
+    await task
+
+
+async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -> None:
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    ids = await create_delayed(engine, 120, in_ms=100)
+    apart = ScannerSettings(intervals_s=QUICK.intervals_s, disabled=frozenset({"doorbell"}))
+    async with other, running(engine.backend) as one, running(other, apart) as two:
+        await asyncio.gather(one.leadership.scanning.wait(), two.leadership.scanning.wait())
+        assert one.leadership.key != two.leadership.key, "both scan"
+
+        async def all_done() -> bool:
+            done = [s.status()["delayed_promoter"].processed for s in (one, two)]
+            return sum(done) >= 120
+
+        await until(all_done)
+        assert sum(s.status()["delayed_promoter"].errors for s in (one, two)) == 0
+    claims = await engine.claim_all(200)
+    assert sorted(claim.handle.execution_id for claim in claims) == ids
+
+
+async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -> None:
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    async with other, running(engine.backend) as one:
+        await one.leadership.scanning.wait()
+        async with running(other) as two:
+            await create_delayed(engine, 5, in_ms=20)
+            await until(lambda: one.status()["delayed_promoter"].processed == 5)
+            assert two.status()["delayed_promoter"].cycles == 0
+            assert not two.status()["delayed_promoter"].stuck
+
+
+@pytest.mark.parametrize(
+    ("settings", "accept"),
+    [
+        (ScannerSettings(disabled=frozenset({"doorbell"})), None),
+        (ScannerSettings(namespace="acme"), None),
+        (ScannerSettings(), ScannerFilter(instance_tag=("a", "b"))),
+    ],
+)
+async def test_processes_with_other_duties_have_another_leader(
+    engine: Engine, settings: ScannerSettings, accept: ScannerFilter | None
+) -> None:
+    key = ScannerSupervisor(engine.backend, settings, accept).leadership.key
+    assert key.startswith(LEADER_KEY + ":")

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.errors import ValidationError
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners import ScannerSettings, ScannerSupervisor
+from flowfabric.scanners.base import ScanResult, Scope
+from flowfabric.scanners.settings import INTERVALS_S
+from flowfabric.valkey.address import parse_url
+from tests.scanners.support import QUICK, create_delayed, idle, running, until
+from tests.support.engine import Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+
+class _Gate:
+    """A scanner that works until it is let go, and notes whether two cycles ever met."""
+
+    name = "doorbell"
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.release = asyncio.Event()
+        self.inside = self.most = 0
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.entered.set()
+        try:
+            await self.release.wait()
+        finally:
+            self.inside -= 1
+        return ScanResult()
+
+
+@pytest.mark.corrupts
+async def test_a_crashed_scanner_is_started_again(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.create()
+    call = engine.backend.transport.call
+    await call("SADD", keys.PARTITIONS, "not a number")
+    with caplog.at_level(logging.ERROR):
+        async with running(engine.backend) as supervisor:
+            await until(lambda: supervisor.status()["lease_expiry"].restarts >= 2)
+            await call("SREM", keys.PARTITIONS, "not a number")
+            await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
+    fields = [record.__dict__ for record in caplog.records]
+    counts = [f["restart_count"] for f in fields if f["scanner"] == "lease_expiry"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert {f["action"] for f in fields} == {"scanner_crashed"}
+    assert all(f["exc_info"] for f in fields)
+
+
+async def test_a_cancelled_scanner_is_started_again(engine: Engine) -> None:
+    async with running(engine.backend) as supervisor:
+        await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
+        (task,) = [t for t in asyncio.all_tasks() if t.get_name() == "ff-scanner-lease_expiry"]
+        task.cancel()
+        await asyncio.wait([task])
+        seen = supervisor.status()["lease_expiry"].cycles
+        await until(lambda: supervisor.status()["lease_expiry"].cycles > seen + 1)
+
+
+async def test_cycles_of_one_scanner_never_overlap(engine: Engine) -> None:
+    gate = _Gate()
+    async with running(engine.backend) as supervisor:
+        supervisor._runners["doorbell"].scanner = gate
+        await gate.entered.wait()
+        extra = asyncio.create_task(supervisor.scan_once("doorbell"))
+        await until(lambda: supervisor.status()["delayed_promoter"].cycles > 3)
+        assert gate.most == 1
+        gate.release.set()
+        await extra
+    assert gate.most == 1
+
+
+async def test_stop_ends_sleeps_at_once(engine: Engine) -> None:
+    supervisor = ScannerSupervisor(engine.backend, ScannerSettings())
+    supervisor.start()
+    await until(lambda: all(s.cycles for s in supervisor.status().values()))
+    started = asyncio.get_running_loop().time()
+    await supervisor.stop()
+    assert asyncio.get_running_loop().time() - started < 1
+    assert [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("ff-")] == []
+
+
+async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServer) -> None:
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    async with other, running(engine.backend) as leader:
+        await leader.leadership.scanning.wait()
+        follower = ScannerSupervisor(other, QUICK)
+        follower.start()
+        started = asyncio.get_running_loop().time()
+        await follower.stop()
+        assert asyncio.get_running_loop().time() - started < 1
+        assert leader.leadership.holds
+
+
+async def test_stop_abandons_what_does_not_end(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = _Gate()
+    supervisor = ScannerSupervisor(engine.backend, QUICK)
+    supervisor._runners["doorbell"].scanner = gate
+    supervisor.start()
+    await gate.entered.wait()
+    with caplog.at_level(logging.WARNING):
+        await supervisor.stop(timeout=0.05)
+    assert gate.inside == 0
+    assert [record.__dict__["action"] for record in caplog.records] == ["scanners_abandoned"]
+
+
+async def test_stop_twice_and_without_start(engine: Engine) -> None:
+    supervisor = ScannerSupervisor(engine.backend, QUICK)
+    await supervisor.stop()
+    await supervisor.stop()
+
+
+async def test_a_long_cycle_stops_between_pages(engine: Engine) -> None:
+    await create_delayed(engine, 120)
+    await engine.advance(1001)
+    supervisor = idle(engine)
+    supervisor._stop.set()
+    found = await supervisor.scan_once("delayed_promoter")
+    assert found == ScanResult(more=True)
+
+
+async def test_status_counts(engine: Engine) -> None:
+    async with running(engine.backend) as supervisor:
+        await create_delayed(engine, 7, in_ms=10)
+        await until(lambda: supervisor.status()["delayed_promoter"].processed == 7)
+        status = supervisor.status()
+        assert status.keys() == INTERVALS_S.keys()
+        promoter = status["delayed_promoter"]
+        assert promoter.cycles > 0
+        assert promoter.last_duration_s > 0
+        assert 0 <= asyncio.get_running_loop().time() - promoter.last_progress_at < 5
+        assert (promoter.errors, promoter.restarts, promoter.stuck) == (0, 0, False)
+
+
+async def test_no_progress_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowfabric.scanners.runner._STUCK_AT_LEAST_S", 0.0)
+    gate = _Gate()
+    async with running(engine.backend) as supervisor:
+        supervisor._runners["doorbell"].scanner = gate
+        await until(lambda: supervisor.status()["doorbell"].stuck)
+        assert not supervisor.status()["delayed_promoter"].stuck
+        gate.release.set()
+
+
+async def test_an_outage_is_said_once_and_survived(
+    engine: Engine, valkey: TestServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (delayed,) = await create_delayed(engine, 1, in_ms=50)
+    with FaultProxy(valkey.socket_path) as proxy:
+        backend = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.05)
+        async with backend, running(backend) as supervisor:
+            await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
+            caplog.clear()
+            proxy.down()
+            await until(lambda: supervisor.status()["lease_expiry"].errors >= 3)
+            assert _warnings(caplog, "lease_expiry") == 1
+            proxy.up()
+            await until(lambda: supervisor.status()["delayed_promoter"].processed == 1)
+            assert supervisor.status()["lease_expiry"].restarts == 0
+    (claim,) = await engine.claim_all()
+    assert claim.handle.execution_id == delayed
+
+
+def _warnings(caplog: pytest.LogCaptureFixture, scanner: str) -> int:
+    found: list[Any] = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    return sum(r.__dict__.get("scanner") == scanner for r in found)
+
+
+async def test_disabled_scanners_do_not_exist(engine: Engine) -> None:
+    settings = ScannerSettings(disabled=frozenset({"lease_expiry", "index_reconciler"}))
+    supervisor = ScannerSupervisor(engine.backend, settings)
+    assert supervisor.status().keys() == INTERVALS_S.keys() - settings.disabled
+    with pytest.raises(ValidationError, match="scanner: must be one of"):
+        await supervisor.scan_once("lease_expiry")
+
+
+async def test_scan_once_refuses_a_partition_out_of_range(engine: Engine) -> None:
+    with pytest.raises(ValidationError, match="partition: must be below 256"):
+        await idle(engine).scan_once("lease_expiry", 256)
+
+
+async def test_lanes_of_this_process_are_walked_at_once(engine: Engine) -> None:
+    async with running(engine.backend) as supervisor:
+        await until(lambda: supervisor.status()["delayed_promoter"].cycles > 0)
+        await engine.create(lane="brand new", delay_until=await engine.now() + 50)
+        await until(lambda: supervisor.status()["delayed_promoter"].processed == 1, timeout=2)
+
+
+async def test_lanes_of_other_processes_are_found(engine: Engine, valkey: TestServer) -> None:
+    settings = ScannerSettings(intervals_s=QUICK.intervals_s, territory_refresh_s=0.1)
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    async with other, running(other, settings) as supervisor:
+        await until(lambda: supervisor.status()["delayed_promoter"].cycles > 0)
+        await engine.create(lane="brand new", delay_until=await engine.now() + 50)
+        await until(lambda: supervisor.status()["delayed_promoter"].processed == 1)
