@@ -9,11 +9,14 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, NewExecution
-from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.ids import ExecutionId
 from flowfabric.engine import listing
 from flowfabric.engine.listing import Filter
 from tests.engine.exec_support import Case, refused
 from tests.support.engine import LANE, Engine
+
+# The same in every process: test ids are made from it.
+OTHER = "11111111-2222-4333-8444-555555555555"
 
 
 async def many(engine: Engine, count: int, **fields: Any) -> list[ExecutionId]:
@@ -160,15 +163,15 @@ def sealed(content: str) -> str:
         "ü",
         sealed("x|"),
         sealed("1|not an id"),
-        sealed(f"1|{{fp:2}}:{new_uuid()}"),
-        f"{{fp:1}}:{new_uuid()}",
+        sealed(f"1|{{fp:2}}:{OTHER}"),
+        f"{{fp:1}}:{OTHER}",
     ],
 )
 async def test_bad_cursors(engine: Engine, cursor: str) -> None:
     await refused(engine.backend.list_executions(cursor=cursor), "invalid_cursor")
 
 
-@pytest.mark.parametrize("cursor", ["nonsense", f"{{fp:2}}:{new_uuid()}", sealed("1|")])
+@pytest.mark.parametrize("cursor", ["nonsense", f"{{fp:2}}:{OTHER}", sealed("1|")])
 async def test_bad_cursors_of_a_partition(engine: Engine, cursor: str) -> None:
     call = engine.backend.list_executions(partition=1, cursor=cursor)
     await refused(call, "invalid_cursor")
@@ -271,6 +274,6 @@ async def test_lane_input(engine: Engine) -> None:
     await refused(engine.backend.list_lane("", "active", partition=1), "invalid_input")
     page = await engine.backend.list_lane(LANE, "active", partition=1, limit=0)
     assert page == ExecutionPage(())
-    for cursor in ("x", sealed("1"), sealed(f"1.0|{{fp:2}}:{new_uuid()}"), sealed("nan|x")):
+    for cursor in ("x", sealed("1"), sealed(f"1.0|{{fp:2}}:{OTHER}"), sealed("nan|x")):
         call = engine.backend.list_lane(LANE, "active", partition=1, cursor=cursor)
         await refused(call, "invalid_cursor")

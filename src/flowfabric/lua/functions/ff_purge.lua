@@ -6,7 +6,7 @@ server.register_function('ff_purge', function(keys)
   local backlog = K.index(c.tag, 'purge_backlog')
   local page = server.call('HSCAN', backlog, 0, 'COUNT', 1)[2]
   if not page[1] then return reply.ok(0, 0) end
-  local left = purging.step(c, page[1], tonumber(page[2]))
+  local left = purging.step(c, page[1], page[2])
   if left then
     server.call('HSET', backlog, page[1], left)
   else

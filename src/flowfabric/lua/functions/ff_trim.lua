@@ -23,7 +23,7 @@ local function trim(c, lane, id)
     suspension.marks_key(c, id), suspension.satisfiers_key(c, id), suspension.met_key(c, id))
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
-  local left = purging.step(c, id, attempts)
+  local left = purging.step(c, id, attempts .. ((rec.streamed or rec.tailed) and 's' or ''))
   if left then
     server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left)
     return 'purging'

@@ -3,9 +3,10 @@ local purging = {}
 
 local CHUNK = 500
 
--- Keys of one attempt, its stream and its summary.
-local function add_attempt(c, id, index, doomed)
+-- Keys of one attempt; with output also its stream and its summary.
+local function add_attempt(c, id, index, doomed, output)
   doomed[#doomed + 1] = K.attempt(c.tag, id, index)
+  if not output then return end
   local stream = streams.key(c, id, index)
   doomed[#doomed + 1] = stream
   doomed[#doomed + 1] = stream .. ':meta'
@@ -51,20 +52,22 @@ function purging.listed(c, id, room)
 end
 
 -- Deletes attempts from the highest index down; returns how many are still to do.
-function purging.attempts(c, id, count, room)
+function purging.attempts(c, id, count, room, output)
   local doomed = {}
   while count > 0 and #doomed < room do
     count = count - 1
-    add_attempt(c, id, count, doomed)
+    add_attempt(c, id, count, doomed, output)
   end
   delete(doomed)
   return count
 end
 
--- One bounded step; the number of attempts still to delete, or nil when all is gone.
-function purging.step(c, id, attempts)
+-- One bounded step. What is left is the number of attempts, with an `s` when they had output;
+-- nil when all is gone.
+function purging.step(c, id, left)
+  local attempts, output = tonumber(string.match(left, '%d+')), string.find(left, 's', 1, true)
   local room = purging.listed(c, id, CHUNK)
-  if room <= 0 then return attempts end
-  local left = purging.attempts(c, id, attempts, room)
-  return left > 0 and left or nil
+  if room > 0 then attempts = purging.attempts(c, id, attempts, room, output) end
+  if room > 0 and attempts == 0 then return nil end
+  return string.format('%d', attempts) .. (output and 's' or '')
 end
