@@ -9,6 +9,7 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import PriorityChanged
 from flowfabric.core.contracts.leases import Fence
+from flowfabric.core.ids import new_uuid
 from tests.engine.exec_support import (
     CODES,
     RUNNABLE,
@@ -177,6 +178,25 @@ async def test_priority_leaves_a_grant_alone(engine: Engine) -> None:
         grant, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000
     )
     assert claim.execution_id == execution_id
+
+
+async def test_one_request_changes_the_priority_once(engine: Engine) -> None:
+    execution_id = await engine.create(priority=2)
+    request = new_uuid()
+
+    async def change() -> Any:
+        args = (execution_id, 5, request)
+        reply = await engine.backend.fcall(
+            "ff_change_priority", execution_id.tag, args, op="change_priority"
+        )
+        return reply[2:]
+
+    assert await change() == [2, 5]
+    assert await unchanged(engine, change) == [2, 5]
+    # Even when a worker took it before the repeat arrived.
+    await engine.claim()
+    assert await unchanged(engine, change) == [2, 5]
+    await refused(engine.backend.change_priority(execution_id, 6), "execution_not_eligible")
 
 
 # --- tags ---------------------------------------------------------------------------------------

@@ -1,0 +1,364 @@
+"""A lost reply: the automatic repeat has no second effect, and the caller gets the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.leases import Granted
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.policy import parse_policy
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
+from flowfabric.engine.executions import Completion
+from flowfabric.valkey.address import parse_url
+from tests.engine.exec_support import POLICY, block, freeze
+from tests.support.engine import LANE, TTL, Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+Setup = Callable[[Engine], Awaitable[Any]]
+Call = Callable[[Backend, Any], Awaitable[Any]]
+
+WORKER: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+OTHER: dict[str, Any] = {"worker_id": "v", "worker_instance_id": "v-1"}
+EPOCH = 1_900_000_000_000
+DUE = EPOCH + 5000
+
+
+class Case(msgspec.Struct):
+    """What to set up, the call whose reply is lost, and the function that serves it."""
+
+    function: str
+    setup: Setup
+    call: Call
+    answer: Callable[[Any], Any] = lambda outcome: outcome
+
+
+def fixed(n: int) -> ExecutionId:
+    """Ids that are the same in both runs."""
+    return ExecutionId.parse(f"{{fp:86}}:00000000-0000-4000-8000-{n:012d}")
+
+
+def new(n: int, **fields: Any) -> NewExecution:
+    return NewExecution(
+        execution_id=fixed(n), execution_kind="job", policy=parse_policy(POLICY), **fields
+    )
+
+
+async def nothing(_: Engine) -> None:
+    return None
+
+
+async def waiting(engine: Engine, n: int = 1) -> ExecutionId:
+    await engine.backend.create_execution(new(n, tags={"a.b": "c"}, input_payload=b"in"))
+    return fixed(n)
+
+
+async def running(engine: Engine) -> Any:
+    await waiting(engine)
+    return (await engine.claim()).handle
+
+
+async def two_running(engine: Engine) -> Any:
+    for n in (1, 2, 3):
+        await waiting(engine, n)
+    handles = [claim.handle for claim in await engine.claim_all(2)]
+    return [Completion(handle, b"r", "json") for handle in handles]
+
+
+async def paused(engine: Engine) -> ExecutionId:
+    handle = await running(engine)
+    await engine.backend.delay(handle, 1)
+    return handle.execution_id
+
+
+async def lost(engine: Engine) -> Any:
+    handle = await running(engine)
+    await freeze(engine, EPOCH + TTL)
+    await engine.backend.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
+    return handle
+
+
+async def blocked(engine: Engine) -> Any:
+    handle = await running(engine)
+    await block(engine, handle.execution_id)
+    return handle
+
+
+async def ended(engine: Engine) -> ExecutionId:
+    handle = await running(engine)
+    await engine.backend.complete(handle, b"r")
+    return handle.execution_id
+
+
+async def delayed(engine: Engine) -> ExecutionId:
+    await engine.backend.create_execution(new(1, delay_until=DUE))
+    await freeze(engine, DUE)
+    return fixed(1)
+
+
+async def overdue(engine: Engine) -> ExecutionId:
+    handle = await running(engine)
+    await freeze(engine, EPOCH + 20_000)
+    return handle.execution_id
+
+
+async def lapsed(engine: Engine) -> ExecutionId:
+    handle = await running(engine)
+    await freeze(engine, EPOCH + TTL)
+    return handle.execution_id
+
+
+async def old(engine: Engine) -> ExecutionId:
+    execution_id = await ended(engine)
+    await freeze(engine, EPOCH + 86_400_000)
+    return execution_id
+
+
+async def granted(engine: Engine) -> Any:
+    return await engine.backend.issue_claim_grant(await waiting(engine), **WORKER)
+
+
+async def resume_granted(engine: Engine) -> Any:
+    return await engine.backend.issue_claim_grant(await paused(engine), **WORKER)
+
+
+async def reclaim_granted(engine: Engine) -> Any:
+    handle = await lost(engine)
+    outcome = await engine.backend.issue_reclaim_grant(handle.execution_id, **OTHER)
+    assert isinstance(outcome, Granted)
+    return outcome.grant
+
+
+async def registered(engine: Engine) -> None:
+    await engine.backend.register_worker(**WORKER, lanes=[LANE])
+
+
+def claim(backend: Backend, _: Any) -> Awaitable[Any]:
+    want = Engine(backend).want()
+    return backend.claim_many(want, fixed(1).tag, 5)
+
+
+def only_ids(outcomes: Any) -> Any:
+    """A repeated create finds its own execution, and says so."""
+    return [outcome.execution_id for outcome in outcomes]
+
+
+def no_answer(_: Any) -> None:
+    """Scanners only count; what a repeat counts is not kept."""
+
+
+CASES: dict[str, Case] = {
+    "create": Case(
+        "ff_create",
+        nothing,
+        lambda backend, _: backend.create_execution(new(1, input_payload=b"p", tags={"a.b": "c"})),
+        lambda outcome: outcome.execution_id,
+    ),
+    "create_with_key": Case(
+        "ff_create",
+        nothing,
+        lambda backend, _: backend.create_execution(new(1, idempotency_key="k")),
+        lambda outcome: outcome.execution_id,
+    ),
+    "create_many": Case(
+        "ff_create",
+        nothing,
+        lambda backend, _: backend.create_many([new(1), new(2, delay_until=DUE), new(3)]),
+        only_ids,
+    ),
+    "complete": Case(
+        "ff_complete", running, lambda backend, handle: backend.complete(handle, b"\xff", "raw")
+    ),
+    "complete_many": Case(
+        "ff_complete", two_running, lambda backend, items: backend.complete_many(items)
+    ),
+    "complete_and_claim": Case(
+        "ff_complete",
+        two_running,
+        lambda backend, items: backend.complete_and_claim(
+            fixed(1).tag, items, Engine(backend).want(), 5
+        ),
+    ),
+    "fail_retry": Case(
+        "ff_fail", running, lambda backend, handle: backend.fail(handle, "x", "transient")
+    ),
+    "fail_final": Case(
+        "ff_fail", running, lambda backend, handle: backend.fail(handle, "x", "permanent")
+    ),
+    "cancel_by_worker": Case(
+        "ff_cancel", running, lambda backend, handle: backend.cancel(handle, "x")
+    ),
+    "cancel_by_operator": Case(
+        "ff_cancel", waiting, lambda backend, eid: backend.cancel_execution(eid, "x")
+    ),
+    "delay": Case("ff_delay", running, lambda backend, handle: backend.delay(handle, DUE)),
+    "delay_due": Case("ff_delay", running, lambda backend, handle: backend.delay(handle, 1)),
+    "wait_children": Case(
+        "ff_wait_children", blocked, lambda backend, handle: backend.wait_children(handle)
+    ),
+    "wait_children_ready": Case(
+        "ff_wait_children", running, lambda backend, handle: backend.wait_children(handle)
+    ),
+    "progress": Case(
+        "ff_progress", running, lambda backend, handle: backend.progress(handle, 5, "five")
+    ),
+    "change_priority": Case(
+        "ff_change_priority", waiting, lambda backend, eid: backend.change_priority(eid, 5)
+    ),
+    "replay": Case(
+        "ff_replay", ended, lambda backend, eid: backend.replay_execution(eid, reason="x")
+    ),
+    "replay_expected": Case(
+        "ff_replay",
+        ended,
+        lambda backend, eid: backend.replay_execution(eid, expected_replay_count=0),
+    ),
+    "tags": Case(
+        "ff_set_tags", waiting, lambda backend, eid: backend.set_execution_tag(eid, "a.x", "y")
+    ),
+    "claim_fresh": Case("ff_claim_many", waiting, claim),
+    "claim_resumed": Case("ff_claim_many", paused, claim),
+    "claim_reclaimed": Case("ff_claim_many", lost, claim),
+    "claim_by_grant": Case(
+        "ff_claim_execution",
+        granted,
+        lambda backend, grant: backend.claim_execution(grant, **WORKER, lease_ttl_ms=TTL),
+    ),
+    "claim_resumed_by_grant": Case(
+        "ff_claim_resumed",
+        resume_granted,
+        lambda backend, grant: backend.claim_resumed_execution(grant, **WORKER, lease_ttl_ms=TTL),
+    ),
+    "grant_and_claim": Case(
+        "ff_grant_and_claim",
+        waiting,
+        lambda backend, eid: backend.issue_grant_and_claim(eid, lease_duration_ms=TTL),
+    ),
+    "grant_and_claim_resumed": Case(
+        "ff_grant_and_claim",
+        paused,
+        lambda backend, eid: backend.issue_grant_and_claim(eid, lease_duration_ms=TTL),
+    ),
+    "claim_grant": Case(
+        "ff_issue_claim_grant",
+        waiting,
+        lambda backend, eid: backend.issue_claim_grant(eid, **WORKER),
+    ),
+    "reclaim_grant": Case(
+        "ff_issue_reclaim_grant",
+        lost,
+        lambda backend, handle: backend.issue_reclaim_grant(handle.execution_id, **OTHER),
+    ),
+    "reclaim": Case(
+        "ff_reclaim",
+        reclaim_granted,
+        lambda backend, grant: backend.reclaim_execution(grant, **OTHER, lease_ttl_ms=TTL),
+    ),
+    "renew": Case("ff_renew", running, lambda backend, handle: backend.renew(handle)),
+    "renew_many": Case("ff_renew", running, lambda backend, handle: backend.renew_many([handle])),
+    "revoke": Case(
+        "ff_revoke",
+        running,
+        lambda backend, handle: backend.revoke_lease(handle.execution_id, reason="x"),
+        # The repeat finds the lease revoked; that is the wanted state under either name.
+        no_answer,
+    ),
+    "register": Case(
+        "ff_worker_register",
+        nothing,
+        lambda backend, _: backend.register_worker(**WORKER, lanes=[LANE], only_if_absent=True),
+        # A repeat refreshes what the first call registered.
+        no_answer,
+    ),
+    "heartbeat": Case(
+        "ff_worker_heartbeat", registered, lambda backend, _: backend.heartbeat_worker("w-1")
+    ),
+    "mark_dead": Case(
+        "ff_worker_dead",
+        registered,
+        lambda backend, _: backend.mark_worker_dead("w-1"),
+        no_answer,
+    ),
+    "promote": Case(
+        "ff_promote_delayed",
+        delayed,
+        lambda backend, eid: backend.promote_delayed(eid.tag, LANE, [eid]),
+        no_answer,
+    ),
+    "mark_expired": Case(
+        "ff_mark_expired",
+        lapsed,
+        lambda backend, eid: backend.mark_lease_expired_if_due(eid.tag, [eid]),
+        no_answer,
+    ),
+    "expire": Case(
+        "ff_expire",
+        overdue,
+        lambda backend, eid: backend.expire_execution(eid.tag, ExpireReason.ATTEMPT_TIMEOUT, [eid]),
+        no_answer,
+    ),
+    "trim": Case(
+        "ff_trim",
+        old,
+        lambda backend, eid: backend.trim_retention(eid.tag, LANE, [eid]),
+        no_answer,
+    ),
+}
+
+# Minted ids, also as the prefix a claim derives its own from; the fixed ones stay.
+_MINTED = re.compile(
+    r"(?!00000000-0000)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{8}(?:[0-9a-f]{4})?"
+)
+_ENTRY = re.compile(r"\d{13}-\d+")
+
+
+def comparable(value: Any) -> str:
+    """Text in which minted ids are numbered by their first appearance."""
+    numbers: dict[str, str] = {}
+
+    def numbered(match: re.Match[str]) -> str:
+        return numbers.setdefault(match[0], f"<{len(numbers)}>")
+
+    return _MINTED.sub(numbered, _ENTRY.sub("<entry>", repr(value)))
+
+
+async def run(engine: Engine, proxy: FaultProxy, case: Case, *, lose: bool) -> tuple[str, str]:
+    """Answer and keyspace after the call, from an empty start."""
+    backend = engine.backend
+    await backend.transport.call("FLUSHALL")
+    for known in (backend.known_lanes, backend.known_partitions, backend.known_namespaces):
+        known.clear()
+    await backend.prepare()
+    await freeze(engine, EPOCH)
+    given = await case.setup(engine)
+    client = await Backend.connect(
+        parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+    )
+    try:
+        if lose:
+            proxy.drop_next_reply(case.function.encode())
+        outcome = await case.call(client, given)
+    finally:
+        await client.aclose()
+    return comparable(case.answer(outcome)), comparable(await engine.dump())
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+async def test_exactly_once(engine: Engine, valkey: TestServer, name: str) -> None:
+    case = CASES[name]
+    with FaultProxy(valkey.socket_path) as proxy:
+        undisturbed = await run(engine, proxy, case, lose=False)
+        assert proxy.dropped == 0
+        disturbed = await run(engine, proxy, case, lose=True)
+        assert proxy.dropped == 1
+    assert disturbed[0] == undisturbed[0]
+    assert disturbed[1] == undisturbed[1]
