@@ -5,6 +5,8 @@ catalogue are `EngineError`s, one subclass per group; decide on `.error_class` o
 never on message text.
 """
 
+# ruff: noqa: N818 - some public names say what happened, without the suffix
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
