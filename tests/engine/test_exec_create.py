@@ -302,6 +302,23 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
         ("{", b"invalid_policy_json", b"malformed"),
         ("[1]", b"invalid_policy_json", b"not_object"),
         ('"x"', b"invalid_policy_json", b"not_object"),
+        *(
+            (f'{{"{field}": {value}}}', b"invalid_policy_json", b"malformed")
+            for field, value in (
+                ("timeout_policy", "5"),
+                ("timeout_policy", '{"attempt_timeout_ms": "x"}'),
+                ("timeout_policy", "null"),
+                ("stream_policy", "1"),
+                ("stream_policy", '{"retention_ttl_ms": []}'),
+                ("budget_ids", "7"),
+                ("budget_ids", "[{}]"),
+                ("quota_policy_id", "7"),
+                ("priority", '"high"'),
+                ("delay_until", '"soon"'),
+                ("dedup_window_ms", "[]"),
+                ("max_reclaim_count", "{}"),
+            )
+        ),
         ('{"routing_requirements": 1}', b"invalid_policy_json", b"routing_requirements:not_object"),
         *(
             (

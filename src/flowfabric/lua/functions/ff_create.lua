@@ -58,7 +58,36 @@ local function required_signature(policy)
   return csv
 end
 
+local function typed(value, wanted)
+  assert(value == nil or type(value) == wanted)
+  return value
+end
+
+local function extract(policy)
+  local signature, problem = required_signature(policy)
+  local timeouts = typed(policy.timeout_policy, 'table') or NONE
+  local stream = typed(policy.stream_policy, 'table') or NONE
+  local budgets = typed(policy.budget_ids, 'table')
+  return {
+    error = problem,
+    priority = typed(policy.priority, 'number'),
+    delay = typed(policy.delay_until, 'number'),
+    dedup = typed(policy.dedup_window_ms, 'number'),
+    deadline_in = positive(typed(timeouts.execution_deadline_ms, 'number')),
+    fields = {
+      required_capabilities = signature,
+      attempt_timeout_ms = positive(typed(timeouts.attempt_timeout_ms, 'number')),
+      max_reclaim_count = typed(policy.max_reclaim_count, 'number'),
+      retention_ms = typed(stream.retention_ttl_ms, 'number'),
+      stream_maxlen = typed(stream.retention_maxlen, 'number'),
+      budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
+      quota_policy_id = typed(policy.quota_policy_id, 'string'),
+    },
+  }
+end
+
 -- What the record needs of a policy; computed once per distinct policy in a call.
+-- A wrong type is refused here: an error later would stop a batch half-way.
 local function digest(c, text)
   local known = c.policies[text]
   if known then return known end
@@ -68,25 +97,8 @@ local function digest(c, text)
   elseif type(policy) ~= 'table' or (#policy > 0) then
     known = { error = reply.err('invalid_policy_json', 'not_object') }
   else
-    local signature, problem = required_signature(policy)
-    local timeouts = policy.timeout_policy or NONE
-    local budgets = policy.budget_ids
-    known = {
-      error = problem,
-      priority = policy.priority,
-      delay = policy.delay_until,
-      dedup = policy.dedup_window_ms,
-      deadline_in = positive(timeouts.execution_deadline_ms),
-      fields = {
-        required_capabilities = signature,
-        attempt_timeout_ms = positive(timeouts.attempt_timeout_ms),
-        max_reclaim_count = policy.max_reclaim_count,
-        retention_ms = (policy.stream_policy or NONE).retention_ttl_ms,
-        stream_maxlen = (policy.stream_policy or NONE).retention_maxlen,
-        budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
-        quota_policy_id = policy.quota_policy_id,
-      },
-    }
+    local readable, found = pcall(extract, policy)
+    known = readable and found or { error = reply.err('invalid_policy_json', 'malformed') }
   end
   c.policies[text] = known
   return known
