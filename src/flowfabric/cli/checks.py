@@ -1,0 +1,274 @@
+"""What `flowfabric doctor` looks at, one check a function."""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from flowfabric.cli.fleet import live_workers, server_now_ms
+from flowfabric.cli.words import clean, duration, plural
+from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
+from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.boot import configured_counts, health_findings
+from flowfabric.engine.registry import WorkerEntry
+from flowfabric.scanners.leader import LEADER_KEY
+from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
+from flowfabric.valkey.library import LIBRARY_VERSION, ensure_library, read_library
+from flowfabric.valkey.transport import Transport
+
+__all__ = ["Check", "Grade", "check_deployment", "check_server_side"]
+
+_SAMPLE = 1000
+_SKEW_MS = 1000
+_VERSION_BUDGET_S = 1.0
+_COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
+_ADVICE = {
+    "eviction": "run CONFIG SET maxmemory-policy noeviction, and put it into the server's file",
+    "persistence": "run CONFIG SET appendonly yes, unless losing recent work is acceptable",
+    "clock": "repair the host's clock: leases, delays and deadlines depend on it",
+}
+
+
+class Grade(StrEnum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+class Check(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One finding, and what to do about it."""
+
+    name: str
+    grade: Grade
+    detail: str
+    advice: str = ""
+
+
+def _failed(name: str, error: EngineError) -> Check:
+    return Check(name, Grade.BROKEN, str(error).partition(" — ")[0], error.hint)
+
+
+# --- the server -------------------------------------------------------------------------------
+
+
+async def check_server_side(transport: Transport) -> list[Check]:
+    """What can be said of the server alone, whether or not it was prepared."""
+    checks = [await _connection(transport), await _version(transport)]
+    if checks[-1].grade is Grade.BROKEN:
+        return checks
+    return [*checks, await _library(transport), *await _health(transport), await _skew(transport)]
+
+
+async def _connection(transport: Transport) -> Check:
+    started = time.perf_counter()
+    await transport.call("PING", key="", replay_safe=True)
+    took = (time.perf_counter() - started) * 1000
+    return Check("connection", Grade.OK, f"answers in {took:.1f} ms")
+
+
+async def _version(transport: Transport) -> Check:
+    needed = ".".join(map(str, MINIMUM_VERSION))
+    try:
+        version = await check_server(transport, budget=_VERSION_BUDGET_S)
+    except EngineError as error:
+        return _failed("version", error)
+    found = ".".join(map(str, version))
+    return Check("version", Grade.OK, f"Valkey {found} ({needed} or newer is needed)")
+
+
+async def _library(transport: Transport) -> Check:
+    stored = await read_library(transport)
+    if stored is None:
+        advice = "run `flowfabric doctor --prepare`; a worker would load it too"
+        return Check("functions", Grade.WARNING, "the function library is not loaded", advice)
+    found = f"version {stored.version}, content {stored.content_hash}"
+    if stored.version < LIBRARY_VERSION:
+        advice = "run `flowfabric doctor --prepare` to load ours; older processes can still use it"
+        detail = f"{found}; this program has version {LIBRARY_VERSION}"
+        return Check("functions", Grade.WARNING, detail, advice)
+    try:
+        # Loads nothing here: for a stored library as new as ours it only compares.
+        await ensure_library(transport)
+    except EngineError as error:
+        return _failed("functions", error)
+    return Check("functions", Grade.OK, found)
+
+
+async def _health(transport: Transport) -> list[Check]:
+    checks: list[Check] = []
+    for finding in await health_findings(transport):
+        detail, _, _ = finding.detail.partition("; set ")
+        if finding.ok:
+            checks.append(Check(finding.name, Grade.OK, detail))
+        else:
+            grade = Grade.WARNING if finding.name == "persistence" else Grade.BROKEN
+            checks.append(Check(finding.name, grade, detail, _ADVICE.get(finding.name, "")))
+    return checks
+
+
+async def _skew(transport: Transport) -> Check:
+    before = time.time()
+    reply: Any = await transport.call("TIME", key="")
+    after = time.time()
+    server = int(reply[0]) + int(reply[1]) / 1_000_000
+    # Anything inside the round trip may be its own delay.
+    skew_ms = round(1000 * (server - min(max(server, before), after)))
+    if abs(skew_ms) < _SKEW_MS:
+        return Check("clock skew", Grade.OK, f"{abs(skew_ms)} ms between the server and this host")
+    side = "ahead of" if skew_ms > 0 else "behind"
+    return Check(
+        "clock skew",
+        Grade.WARNING,
+        f"the server's clock is {duration(abs(skew_ms))} {side} this host's",
+        "synchronise both with NTP: a delay given here counts from this host's clock",
+    )
+
+
+# --- the deployment ---------------------------------------------------------------------------
+
+
+async def check_deployment(backend: Backend, namespace: str | None) -> list[Check]:
+    """What can be said once the partition counts are known."""
+    now = await server_now_ms(backend)
+    lanes, _ = await backend.list_lanes(limit=100_000)
+    workers = await live_workers(backend, now, namespace)
+    leader = await _leader(backend)
+    return [
+        _partitions(backend.counts),
+        await _lanes(backend, lanes),
+        _collisions(lanes, backend.counts),
+        await _workers(backend, lanes, workers),
+        leader,
+        await _indexes(backend),
+    ]
+
+
+def _partitions(counts: PartitionCounts) -> Check:
+    stored = f"{counts.flow} flow, {counts.budget} budget, {counts.quota} quota"
+    if any(os.environ.get(name) for name in _COUNT_VARIABLES):
+        configured = configured_counts()
+        if configured != counts:
+            wanted = f"{configured.flow}, {configured.budget}, {configured.quota}"
+            return Check(
+                "partitions",
+                Grade.BROKEN,
+                f"{stored} are stored, the environment asks for {wanted}",
+                f"unset {', '.join(_COUNT_VARIABLES)}: the counts never change",
+            )
+    return Check("partitions", Grade.OK, stored)
+
+
+async def _lanes(backend: Backend, lanes: list[str]) -> Check:
+    stopped: list[str] = []
+    for lane in lanes:
+        settings = await backend.get_lane(lane)
+        if settings.state != "active":
+            reason = f" ({clean(settings.reason)})" if settings.reason else ""
+            stopped.append(f"{clean(lane)} is {settings.state}{reason}")
+    shown = ", ".join(clean(lane) for lane in lanes[:8]) + (", …" if len(lanes) > 8 else "")
+    if stopped:
+        detail = f"{plural(len(lanes), 'lane')}; {', '.join(stopped)}"
+        return Check(
+            "lanes", Grade.WARNING, detail, "activate them again when their work may go on"
+        )
+    return Check("lanes", Grade.OK, f"{plural(len(lanes), 'lane')}: {shown}")
+
+
+def _collisions(lanes: list[str], counts: PartitionCounts) -> Check:
+    found = lane_collisions(lanes, counts)
+    if found.grade is CollisionGrade.CLEAN:
+        return Check("lane placement", Grade.OK, "clean: no two lanes share a partition")
+    groups = "; ".join(" + ".join(map(clean, group)) for group in found.shared.values())
+    serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
+    return Check(
+        "lane placement",
+        Grade.WARNING if serious else Grade.OK,
+        f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})",
+        "rename one lane of each group if they carry much work" if serious else "",
+    )
+
+
+async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry]) -> Check:
+    served = {lane for worker in workers for lane in worker.lanes}
+    waiting = [
+        clean(lane) for lane in lanes if lane not in served and await _holds_work(backend, lane)
+    ]
+    if waiting:
+        return Check(
+            "workers",
+            Grade.WARNING,
+            f"{plural(len(workers), 'live worker')}; work waits in {', '.join(waiting)}, "
+            "which nobody serves",
+            f"run `flowfabric worker module:app --lanes {','.join(waiting)}`",
+        )
+    if not workers:
+        advice = "run `flowfabric worker module:app`"
+        return Check("workers", Grade.WARNING, "no live worker: nothing is run", advice)
+    return Check("workers", Grade.OK, plural(len(workers), "live worker"))
+
+
+async def _holds_work(backend: Backend, lane: str) -> bool:
+    tags = await backend.used_partitions()
+    # In a cluster the engine cannot tell cheaply, and says so by answering yes.
+    return bool(tags) and not backend.transport.is_cluster and await backend.any_work(lane, tags)
+
+
+async def _leader(backend: Backend) -> Check:
+    owner: Any = await backend.transport.call("GET", LEADER_KEY, key=LEADER_KEY)
+    if owner is not None:
+        host, _, _ = owner.decode().rpartition(":")
+        return Check("scanners", Grade.OK, f"run by {clean(host)} (host:pid)")
+    return Check(
+        "scanners",
+        Grade.WARNING,
+        "nobody runs them: lost leases, retries and deadlines are not acted upon",
+        "run a worker without --no-scanners",
+    )
+
+
+async def _indexes(backend: Backend) -> Check:
+    looked = 0
+    drifted: list[str] = []
+    for tag in await backend.used_partitions():
+        key = keys.index(tag, "all_executions")
+        members: Any = await backend.transport.call("ZRANGE", key, 0, _SAMPLE - looked - 1, key=key)
+        ids = [member.decode(errors="replace") for member in members]
+        looked += len(ids)
+        drifted += await _drifted(backend, tag, ids)
+        if looked >= _SAMPLE:
+            break
+    detail = f"{plural(looked, 'execution')} examined"
+    if not drifted:
+        return Check("indexes", Grade.OK, f"{detail}, each is where its record says")
+    return Check(
+        "indexes",
+        Grade.BROKEN,
+        f"{detail}, {len(drifted)} are not where their record says, such as {clean(drifted[0])}",
+        "the scanners repair this within two minutes; run doctor again, and report it if it stays",
+    )
+
+
+async def _drifted(backend: Backend, tag: str, ids: list[str]) -> list[str]:
+    suspects = await _inconsistent(backend, tag, ids)
+    if not suspects:
+        return []
+    # One that retention deleted between the listing and the check is no drift.
+    key = keys.index(tag, "all_executions")
+    scores: Any = await backend.transport.call("ZMSCORE", key, *suspects, key=key)
+    still = [each for each, score in zip(suspects, scores, strict=True) if score is not None]
+    return await _inconsistent(backend, tag, still)
+
+
+async def _inconsistent(backend: Backend, tag: str, ids: list[str]) -> list[str]:
+    if not ids:
+        return []
+    verdicts = await backend.reconcile_execution_index(tag, ids, "check")
+    return [each for each, verdict in zip(ids, verdicts, strict=True) if verdict != "consistent"]

@@ -1,0 +1,110 @@
+"""Everything the engine knows about one execution, read together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from flowfabric.cli.fleet import live_workers, server_now_ms
+from flowfabric.cli.words import preview
+from flowfabric.core.contracts.events import Event
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    ExecutionInfo,
+    LeaseSummary,
+    WhyWaiting,
+)
+from flowfabric.core.errors import NotFoundError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import LifecyclePhase
+from flowfabric.engine.backend import Backend
+
+__all__ = ["Blob", "Detail", "read_detail"]
+
+_PREVIEW = 400
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """Payload or result bytes: text where they are text, otherwise hex."""
+
+    size: int
+    encoding: str
+    form: str
+    preview: str
+    truncated: bool
+
+    @classmethod
+    def of(cls, data: bytes, encoding: str, *, full: bool) -> Blob:
+        """The bytes, shortened unless `full`."""
+        shown, form, truncated = preview(data, None if full else _PREVIEW)
+        return cls(len(data), encoding, form, shown, truncated)
+
+
+class Detail(msgspec.Struct, frozen=True, kw_only=True):
+    """What `flowfabric show --json` prints."""
+
+    execution: ExecutionInfo
+    lease: LeaseSummary | None
+    tags: Mapping[str, str]
+    policy: Mapping[str, Any]
+    attempts: list[AttemptRecord]
+    history: list[Event]
+    payload: Blob | None
+    result: Blob | None
+    why_not_running: WhyWaiting | None
+    workers_of_lane: list[str] | None
+    """Live workers that could take it; None when it does not wait for one."""
+    now_ms: int
+
+    @property
+    def running(self) -> bool:
+        """Whether a live lease is held on it."""
+        return self.lease is not None and self.lease.expires_at > self.now_ms
+
+
+async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool) -> Detail:
+    """Read it all; an execution that vanished meanwhile is `execution_not_found`."""
+    (info, result), snapshot, policy, context, now = await asyncio.gather(
+        backend.read_outcome(execution_id),
+        backend.describe_execution(execution_id),
+        backend.read_execution_policy(execution_id),
+        backend.read_execution_context(execution_id),
+        server_now_ms(backend),
+    )
+    attempts, history, why = await asyncio.gather(
+        backend.read_attempts(execution_id),
+        backend.read_execution_history(execution_id),
+        backend.explain_execution(execution_id),
+    )
+    if snapshot is None:
+        raise NotFoundError("execution_not_found", str(execution_id))
+    waiting = info.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL
+    return Detail(
+        execution=info,
+        lease=snapshot.current_lease,
+        tags=snapshot.tags,
+        policy=policy,
+        attempts=attempts,
+        history=history,
+        payload=_blob(context.input_payload or None, info.payload_encoding, full=full),
+        result=_blob(result, info.result_encoding, full=full),
+        why_not_running=why if waiting else None,
+        workers_of_lane=await _takers(backend, info, now) if waiting else None,
+        now_ms=now,
+    )
+
+
+def _blob(data: bytes | None, encoding: str, *, full: bool) -> Blob | None:
+    return None if data is None else Blob.of(data, encoding, full=full)
+
+
+async def _takers(backend: Backend, info: ExecutionInfo, now_ms: int) -> list[str]:
+    needed = set(info.required_capabilities)
+    return [
+        worker.worker_instance_id
+        for worker in await live_workers(backend, now_ms)
+        if info.lane_id in worker.lanes and needed <= set(worker.capabilities)
+    ]

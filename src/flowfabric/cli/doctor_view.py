@@ -1,0 +1,96 @@
+"""How `flowfabric doctor` goes about it, and looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from flowfabric import __version__
+from flowfabric.app.place import Place
+from flowfabric.cli.checks import Check, Grade, check_deployment, check_server_side
+from flowfabric.cli.errors import describe
+from flowfabric.cli.options import Target
+from flowfabric.cli.screen import Screen, print_json
+from flowfabric.cli.session import CONNECT_S, NoDataYet, data_folder, has_data
+from flowfabric.cli.words import plural
+from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.boot import read_counts
+from flowfabric.valkey.connect import connect
+
+__all__ = ["examine"]
+
+_MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
+
+
+def examine(target: Target, *, prepare: bool, as_json: bool) -> bool:
+    """Run every check that can be run; whether nothing is broken."""
+    place = Place(target.url)
+    where, checks = asyncio.run(_checks(place, target.namespace, prepare=prepare))
+    grades = Counter(check.grade for check in checks)
+    sound = not grades[Grade.BROKEN]
+    if as_json:
+        print_json({"ok": sound, "version": __version__, "address": where, "checks": checks})
+        return sound
+    screen = Screen()
+    screen.line(("FlowFabric ", "bold"), (__version__, "bold"), "  ", (where, "bright_black"))
+    screen.line()
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        mark, style = _MARKS[check.grade]
+        screen.line("  ", (mark, style), f" {check.name:<{width}}  ", check.detail)
+        if check.advice:
+            screen.line(" " * (width + 6), ("→ ", "cyan"), check.advice)
+    screen.line()
+    screen.line(_verdict(grades))
+    return sound
+
+
+def _verdict(grades: Counter[Grade]) -> tuple[str, str]:
+    warnings, broken = grades[Grade.WARNING], grades[Grade.BROKEN]
+    if broken:
+        more = f", {plural(warnings, 'warning')}" if warnings else ""
+        return f"{plural(broken, 'thing')} broken{more}.", "bold red"
+    if warnings:
+        return f"Nothing is broken, {plural(warnings, 'warning')}.", "yellow"
+    return "All is well.", "green"
+
+
+async def _checks(place: Place, namespace: str | None, *, prepare: bool) -> tuple[str, list[Check]]:
+    folder = data_folder()
+    where = f"embedded Valkey in {folder}" if place.embedded else ""
+    if place.embedded and not prepare and not has_data():
+        nothing = NoDataYet(folder)
+        return where, [Check("data", Grade.WARNING, nothing.message, nothing.hint)]
+    try:
+        address = await place.address()
+        where = where or address.peer
+        checks: list[Check] = []
+        if prepare:
+            backend = await Backend.connect_and_prepare(address, name="flowfabric-doctor")
+            await backend.aclose()
+            checks.append(Check("prepare", Grade.OK, "partition counts and functions are in place"))
+        transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-doctor")
+        try:
+            checks += await check_server_side(transport)
+            if all(check.name != "version" or check.grade is Grade.OK for check in checks):
+                backend = Backend(transport, await read_counts(transport))
+                checks += await check_deployment(backend, namespace)
+        except FlowFabricError as error:
+            checks.append(_broken(error))
+        finally:
+            await transport.aclose()
+    except (EngineError, ConfigError) as error:
+        return where, [_broken(error)]
+    finally:
+        place.close()
+    return where, checks
+
+
+def _broken(error: FlowFabricError) -> Check:
+    what = describe(error)
+    if isinstance(error, ConfigError) and error.field == "partition_config":
+        advice = "run `flowfabric doctor --prepare` once"
+        return Check("partitions", Grade.BROKEN, "this Valkey was never prepared", advice)
+    name = "connection" if what.code == "transport" else "deployment"
+    return Check(name, Grade.BROKEN, what.message or what.code, what.hint)

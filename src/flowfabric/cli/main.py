@@ -1,0 +1,101 @@
+"""The entry point: commands, global options, and how errors end a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from flowfabric.bench.command import register as register_bench
+from flowfabric.cli.change import cancel, replay
+from flowfabric.cli.doctor import doctor
+from flowfabric.cli.errors import Report, print_error, report
+from flowfabric.cli.options import Target
+from flowfabric.cli.ps import ps
+from flowfabric.cli.show import show
+from flowfabric.cli.worker import worker
+from flowfabric.core.errors import FlowFabricError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="flowfabric",
+    help="Durable execution for Python on Valkey: run workers, look at executions, change them.",
+    epilog="Without FF_URL or FF_HOST every command uses the project's own Valkey in .flowfabric.",
+    add_completion=False,
+    # Help and errors in colourful boxes would double the time that `--help` takes.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def _version(wanted: bool) -> None:  # noqa: FBT001 - the form that option callbacks have
+    if wanted:
+        from flowfabric import __version__  # noqa: PLC0415
+
+        sys.stdout.write(f"flowfabric {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    *,
+    url: Annotated[
+        str | None,
+        typer.Option("--url", metavar="URL", help="The Valkey to use; wins over FF_URL."),
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="NAME", help="The namespace to use.")
+    ] = None,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Remember what stands before the command."""
+    context.obj = Target(url, namespace)
+
+
+app.command()(worker)
+app.command()(ps)
+app.command()(show)
+app.command()(cancel)
+app.command()(replay)
+app.command()(doctor)
+register_bench(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and end the process: 0 done, 1 it failed, 2 it was typed wrongly."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # What the terminal cannot show must not end the command.
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    sys.exit(_run(given or ["--help"]))
+
+
+def _run(arguments: list[str]) -> int:
+    as_json = "--json" in arguments
+    try:
+        code: Any = app(arguments, prog_name="flowfabric", standalone_mode=False)
+    except typer.TyperException as error:
+        print_error(_usage(error), as_json=as_json)
+        return error.exit_code
+    except FlowFabricError as error:
+        report(error, as_json=as_json)
+        return 1
+    except typer.Abort:
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: typer.TyperException) -> Report:
+    context: Any = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "flowfabric"
+    return Report("usage", error.format_message(), (), f"see `{where} --help`")

@@ -1,0 +1,136 @@
+"""Tables and lists: coloured and fitted on a terminal, plain and complete elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from flowfabric.core.ids import enc_hook
+from flowfabric.core.state import PublicState
+
+__all__ = ["Cell", "Screen", "print_json", "state_style"]
+
+Cell = str | tuple[str, str]
+"""Text, or text and its style."""
+
+_WIDEST = 40
+"""A column other than the last keeps its width up to here."""
+
+_STYLES = {
+    PublicState.WAITING: "yellow",
+    PublicState.DELAYED: "blue",
+    PublicState.RATE_LIMITED: "yellow",
+    PublicState.WAITING_CHILDREN: "yellow",
+    PublicState.ACTIVE: "bold cyan",
+    PublicState.SUSPENDED: "magenta",
+    PublicState.RESUMABLE: "magenta",
+    PublicState.COMPLETED: "green",
+    PublicState.FAILED: "bold red",
+    PublicState.CANCELLED: "bright_black",
+    PublicState.EXPIRED: "red",
+    PublicState.SKIPPED: "bright_black",
+}
+
+
+def state_style(state: str) -> str:
+    """The colour of a public state."""
+    try:
+        return _STYLES[PublicState(state)]
+    except ValueError:
+        return ""
+
+
+def print_json(value: object) -> None:
+    """One JSON value on a line of its own."""
+    sys.stdout.write(msgspec.json.encode(value, enc_hook=enc_hook).decode() + "\n")
+
+
+def _text(cell: Cell) -> Text:
+    # Never as markup: stored text may contain brackets.
+    return Text(cell) if isinstance(cell, str) else Text(cell[0], cell[1])
+
+
+def _plain(cell: Cell) -> str:
+    text = cell if isinstance(cell, str) else cell[0]
+    return text.replace("\n", "\\n")
+
+
+class Screen:
+    """Standard output, as a terminal or as a pipe."""
+
+    def __init__(self) -> None:
+        self.console = Console(highlight=False, emoji=False, markup=False)
+        self.terminal = self.console.is_terminal
+
+    def line(self, *cells: Cell) -> None:
+        """One line of styled pieces, never wrapped by us."""
+        self.console.print(Text.assemble(*(_text(cell) for cell in cells)), soft_wrap=True)
+
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Columns under headers. In a pipe nothing is cut and nothing is coloured."""
+        if self.terminal:
+            self.console.print(self.render_table(headers, rows, wrap=True))
+            return
+        for row in _aligned([headers, *[[_plain(cell) for cell in row] for row in rows]]):
+            sys.stdout.write(f"{row}\n")
+
+    def render_table(
+        self, headers: Sequence[str], rows: Sequence[Sequence[Cell]], *, wrap: bool = False
+    ) -> Table:
+        """The table of a terminal: when it is too wide, the last column is wrapped or cut."""
+        table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
+        for column, header in enumerate(headers):
+            last = column == len(headers) - 1
+            widest = max([len(header), *(len(_plain(row[column])) for row in rows)])
+            needed = None if last else min(widest, _WIDEST)
+            folds = wrap and last
+            overflow = "fold" if folds else "ellipsis"
+            table.add_column(header, no_wrap=not folds, overflow=overflow, min_width=needed)
+        for row in rows:
+            table.add_row(*(_text(cell) for cell in row))
+        return table
+
+    def section(self, title: str) -> None:
+        """A heading with an empty line above it."""
+        self.line()
+        self.line((title, "bold"))
+
+    def facts(self, facts: Sequence[tuple[str, Cell]]) -> None:
+        """Names and values below each other; a long value wraps beside its name."""
+        if not self.terminal:
+            width = max((len(name) for name, _ in facts), default=0)
+            for name, cell in facts:
+                sys.stdout.write(f"  {name:<{width}}  {_plain(cell)}\n")
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="bright_black", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, cell in facts:
+            table.add_row(name, _text(cell))
+        self.console.print(Padding(table, (0, 0, 0, 2)))
+
+    def block(self, text: str) -> None:
+        """Longer text, indented."""
+        for line in text.splitlines() or [""]:
+            if self.terminal:
+                self.console.print(Padding(Text(line), (0, 0, 0, 2)))
+            else:
+                sys.stdout.write(f"  {line}\n")
+
+    def stack(self, *parts: RenderableType) -> Group:
+        """Several things below each other, for a live display."""
+        return Group(*parts)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

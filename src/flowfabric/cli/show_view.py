@@ -1,0 +1,221 @@
+"""How `flowfabric show` looks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from flowfabric.cli.detail import Blob, Detail, read_detail
+from flowfabric.cli.options import Target
+from flowfabric.cli.resolve import resolve
+from flowfabric.cli.screen import Cell, Screen, print_json, state_style
+from flowfabric.cli.session import opened
+from flowfabric.cli.why import sentence
+from flowfabric.cli.words import age, clean, clock, duration
+from flowfabric.core.contracts.events import Event
+from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
+from flowfabric.core.ids import enc_hook
+
+__all__ = ["show"]
+
+_ATTEMPT_STYLES = {
+    "started": "bold cyan",
+    "ended_success": "green",
+    "ended_failure": "bold red",
+    "ended_cancelled": "bright_black",
+    "interrupted_reclaimed": "yellow",
+    "suspended": "magenta",
+}
+_EVENT_FIELDS = {
+    "worker_instance_id": "worker",
+    "delay_until": "until",
+    "revoked_by": "by",
+    "requested_by": "by",
+}
+_ENDINGS = ("failure_category", "cancellation_reason", "cancelled_by")
+
+
+def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
+    """Print one execution."""
+    detail = asyncio.run(_read(target, text, full=full))
+    why = sentence(detail)
+    if as_json:
+        plain: dict[str, Any] = msgspec.to_builtins(detail, enc_hook=enc_hook)
+        print_json(plain | {"summary": why or None})
+        return
+    screen = Screen()
+    _head(screen, detail, why)
+    _attempts(screen, detail)
+    _history(screen, detail)
+    _failure(screen, detail.execution)
+    _extras(screen, detail)
+    _blob(screen, "Payload", detail.payload)
+    _blob(screen, "Result", detail.result)
+
+
+async def _read(target: Target, text: str, *, full: bool) -> Detail:
+    async with opened(target.url) as backend:
+        execution_id = await resolve(backend, text, target.namespace)
+        return await read_detail(backend, execution_id, full=full)
+
+
+def _head(screen: Screen, detail: Detail, why: str) -> None:
+    info = detail.execution
+    state = info.public_state.value
+    screen.line((clean(info.execution_kind), "bold"), "  ", (state, state_style(state)))
+    screen.line((str(info.execution_id), "bright_black"))
+    if why:
+        screen.line()
+        screen.line(("Why it is not running: ", "yellow"), why)
+    screen.line()
+    screen.facts(_facts(detail))
+    vector = info.state_vector
+    screen.section("State")
+    screen.facts(
+        [
+            ("lifecycle", vector.lifecycle_phase.value),
+            ("ownership", vector.ownership_state.value),
+            ("eligibility", vector.eligibility_state.value),
+            ("blocking", _joined(vector.blocking_reason.value, clean(info.blocking_detail))),
+            ("outcome", vector.terminal_outcome.value),
+            ("attempt", vector.attempt_state.value),
+        ]
+    )
+
+
+def _first_line(text: str) -> str:
+    return clean(text.partition("\n")[0])
+
+
+def _joined(*parts: str) -> str:
+    return ": ".join(part for part in parts if part)
+
+
+def _facts(detail: Detail) -> list[tuple[str, Cell]]:
+    info, now = detail.execution, detail.now_ms
+    facts: list[tuple[str, Cell]] = [
+        ("lane", clean(info.lane_id)),
+        ("namespace", clean(info.namespace)),
+        ("priority", str(info.priority)),
+        ("created", _moment(int(info.created_at), now)),
+    ]
+    if info.started_at is not None:
+        facts.append(("started", _moment(int(info.started_at), now)))
+    if info.completed_at is not None:
+        facts.append(("ended", _moment(int(info.completed_at), now)))
+        if info.started_at is not None:
+            took = int(info.completed_at) - int(info.started_at)
+            facts.append(("took", duration(took)))
+    if info.delay_until is not None and info.completed_at is None:
+        facts.append(("delayed until", clock(info.delay_until)))
+    if info.execution_deadline_at is not None:
+        facts.append(("deadline", clock(info.execution_deadline_at)))
+    if info.required_capabilities:
+        facts.append(("needs", ", ".join(clean(each) for each in info.required_capabilities)))
+    if info.flow_id is not None:
+        facts.append(("flow", info.flow_id))
+    return facts + _course(info) + _lease(detail)
+
+
+def _course(info: ExecutionInfo) -> list[tuple[str, Cell]]:
+    """How it went so far: counts, progress, and how it ended."""
+    counts = {
+        "attempts": info.total_attempt_count,
+        "retries": info.retry_count,
+        "replays": info.replay_count,
+        "reclaims": info.lease_reclaim_count,
+    }
+    facts: list[tuple[str, Cell]] = [(name, str(n)) for name, n in counts.items() if n]
+    if info.progress_pct is not None or info.progress_message:
+        percent = "" if info.progress_pct is None else f"{info.progress_pct}%"
+        facts.append(("progress", f"{percent} {clean(info.progress_message or '')}".strip()))
+    if info.failure_reason:
+        facts.append(("failure", (_first_line(info.failure_reason), "red")))
+    for name in _ENDINGS:
+        value: str | None = getattr(info, name)
+        if value:
+            facts.append((name.replace("_", " "), clean(value)))
+    return facts
+
+
+def _lease(detail: Detail) -> list[tuple[str, Cell]]:
+    lease = detail.lease
+    if lease is None:
+        return []
+    left = lease.expires_at - detail.now_ms
+    held = f"for another {duration(left)}" if left > 0 else f"lapsed {duration(-left)} ago"
+    worker = clean(lease.worker_instance_id)
+    return [("worker", worker), ("lease", f"epoch {lease.lease_epoch}, {held}")]
+
+
+def _moment(at_ms: int, now_ms: int) -> str:
+    return f"{clock(at_ms)} ({age(now_ms - at_ms)} ago)"
+
+
+def _attempts(screen: Screen, detail: Detail) -> None:
+    if not detail.attempts:
+        return
+    screen.section("Attempts")
+    headers = ["#", "TYPE", "STATE", "WORKER", "STARTED", "TOOK", "REASON"]
+    screen.table(headers, [_attempt(attempt, detail.now_ms) for attempt in detail.attempts])
+
+
+def _attempt(attempt: AttemptRecord, now_ms: int) -> list[Cell]:
+    took = (attempt.ended_at or now_ms) - attempt.started_at
+    told = attempt.failure_reason or attempt.reclaim_reason or attempt.replay_reason or ""
+    reason, category = _first_line(told), attempt.failure_category
+    return [
+        str(attempt.attempt_index),
+        attempt.attempt_type,
+        (attempt.attempt_state, _ATTEMPT_STYLES.get(attempt.attempt_state, "")),
+        clean(attempt.worker_instance_id),
+        clock(attempt.started_at),
+        duration(max(0, took)) + ("" if attempt.ended_at else " …"),
+        clean(f"{reason} ({category})" if category else reason),
+    ]
+
+
+def _history(screen: Screen, detail: Detail) -> None:
+    if not detail.history:
+        return
+    screen.section("History")
+    rows: list[list[Cell]] = [
+        [clock(event.at), (event.type, "bold"), clean(_said(event))] for event in detail.history
+    ]
+    screen.table(["AT", "EVENT", "DETAIL"], rows)
+
+
+def _said(event: Event) -> str:
+    parts: list[str] = [str(event.get("reason", "")), str(event.get("branch", ""))]
+    for name, label in _EVENT_FIELDS.items():
+        value = event.get(name)
+        if value:
+            parts.append(f"{label} {clock(value) if name == 'delay_until' else value}")
+    return ", ".join(part for part in parts if part)
+
+
+def _failure(screen: Screen, info: ExecutionInfo) -> None:
+    """A reason of several lines carries the handler's own traceback."""
+    if info.failure_reason and "\n" in info.failure_reason:
+        screen.section("Failure")
+        screen.block(clean(info.failure_reason))
+
+
+def _extras(screen: Screen, detail: Detail) -> None:
+    if detail.tags:
+        screen.section("Tags")
+        screen.facts([(clean(key), clean(value)) for key, value in sorted(detail.tags.items())])
+    if detail.policy:
+        screen.section("Policy")
+        screen.block(msgspec.json.format(msgspec.json.encode(detail.policy)).decode())
+
+
+def _blob(screen: Screen, title: str, blob: Blob | None) -> None:
+    if blob is None:
+        return
+    kind = blob.encoding or ("text" if blob.form == "text" else "binary")
+    more = ", shortened: --full shows all" if blob.truncated else ""
+    screen.section(f"{title} ({blob.size:,} bytes, {clean(kind)}{more})")
+    screen.block(clean(blob.preview) + (" …" if blob.truncated else ""))

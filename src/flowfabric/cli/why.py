@@ -1,0 +1,79 @@
+"""Why an execution is not running, in a sentence."""
+
+from __future__ import annotations
+
+from flowfabric.cli.detail import Detail
+from flowfabric.cli.words import clean, clock, duration
+from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
+from flowfabric.core.state import OwnershipState, PublicState
+
+__all__ = ["sentence"]
+
+_TIMED = {
+    "waiting_for_retry_backoff": "the last attempt failed; the next one may start",
+    "waiting_for_resume_delay": "the handler asked for a pause; it goes on",
+    "waiting_for_delay": "it was submitted for later; it may start",
+}
+
+
+def sentence(detail: Detail) -> str:
+    """What it waits for and, where a person can help, how; empty when it runs or has ended."""
+    why = detail.why_not_running
+    if why is None:
+        return ""
+    if detail.execution.public_state is PublicState.ACTIVE:
+        return _active(detail)
+    return _waiting(detail, why)
+
+
+def _waiting(detail: Detail, why: WhyWaiting) -> str:
+    info = detail.execution
+    if why.lane_state != "active":
+        return f"lane {clean(info.lane_id)} is {why.lane_state}: nothing in it starts"
+    timed = _TIMED.get(why.blocking_reason)
+    if timed is not None and why.retry_at is not None:
+        return f"{timed} {_when(why.retry_at, detail.now_ms)}"
+    if why.unresolved_edges:
+        return f"it waits for {why.unresolved_edges} executions that it depends on"
+    if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
+        return _for_worker(info, detail.workers_of_lane or [])
+    return _other(why)
+
+
+def _active(detail: Detail) -> str:
+    lease = detail.lease
+    vector = detail.execution.state_vector
+    worker = clean(lease.worker_instance_id) if lease is not None else "its worker"
+    if vector.ownership_state is OwnershipState.LEASE_REVOKED:
+        return f"the lease of {worker} was revoked; the next free worker takes it over"
+    if not detail.running:
+        return f"{worker} stopped renewing its lease; the next free worker takes it over"
+    return ""
+
+
+def _when(at_ms: int, now_ms: int) -> str:
+    left = at_ms - now_ms
+    return f"at {clock(at_ms)} (in {duration(left)})" if left > 0 else "any moment now"
+
+
+def _for_worker(info: ExecutionInfo, takers: list[str]) -> str:
+    lane = clean(info.lane_id)
+    needs = ", ".join(clean(each) for each in info.required_capabilities)
+    if takers:
+        count = len(takers)
+        some = "1 live worker serves" if count == 1 else f"{count} live workers serve"
+        return f"{some} lane {lane}; it starts as soon as one is free"
+    if needs:
+        return (
+            f"no live worker serves lane {lane} and offers {needs}: "
+            f"start one with `flowfabric worker module:app --capabilities {needs}`"
+        )
+    return (
+        f"no live worker serves lane {lane}: start one with "
+        f"`flowfabric worker module:app --lanes {lane}`"
+    )
+
+
+def _other(why: WhyWaiting) -> str:
+    reason = why.blocking_reason.replace("_", " ")
+    return f"{reason}: {clean(why.blocking_detail)}" if why.blocking_detail else reason

@@ -1,0 +1,93 @@
+"""Values as people read them: ages, times, sizes, and text that cannot harm a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+__all__ = ["age", "clean", "clock", "duration", "plural", "preview", "short_length"]
+
+_UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
+_SHORT = 8
+_HEX_BYTES = 64
+
+
+def clean(text: str) -> str:
+    """Text without control characters: stored text must not move the cursor or change colours."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else _escaped(letter) for letter in text
+    )
+
+
+def _escaped(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
+def age(ms: int) -> str:
+    """A rough length of time: one unit is enough to compare rows.
+
+    >>> age(200), age(61_000), age(7_200_000)
+    ('0s', '1m', '2h')
+    """
+    for size, unit in _UNITS:
+        if ms >= size:
+            return f"{ms // size}{unit}"
+    return "0s"
+
+
+def duration(ms: int) -> str:
+    """A length of time with what matters of it.
+
+    >>> duration(12), duration(2345), duration(125_000)
+    ('12 ms', '2.3 s', '2m 5s')
+    """
+    if ms < 1000:
+        return f"{ms} ms"
+    if ms < 60_000:
+        return f"{ms / 1000:.1f} s"
+    parts: list[str] = []
+    for size, unit in _UNITS:
+        count, ms = divmod(ms, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
+
+
+def clock(ms: int) -> str:
+    """A moment in this machine's time zone."""
+    try:
+        moment = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return f"{ms} ms"
+    return moment.strftime("%Y-%m-%d %H:%M:%S.") + f"{ms % 1000:03d}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A counted noun.
+
+    >>> plural(1, "task"), plural(1200, "task")
+    ('1 task', '1,200 tasks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def short_length(uuids: Iterable[str]) -> int:
+    """How much of each UUID tells all of them apart; at least 8 characters."""
+    known = set(uuids)
+    length = _SHORT
+    while length < 36 and len({uuid[:length] for uuid in known}) < len(known):
+        length += 1
+    return length
+
+
+def preview(data: bytes, limit: int | None) -> tuple[str, str, bool]:
+    """Bytes as text, or as hex when they are none; which of them, and whether it was shortened."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        size = len(data) if limit is None else min(_HEX_BYTES, limit)
+        return data[:size].hex(" ", -2), "hex", len(data) > size
+    shown = text if limit is None else text[:limit]
+    return shown, "text", len(shown) < len(text)
