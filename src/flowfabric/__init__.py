@@ -3,6 +3,7 @@
 from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
+from flowfabric.app.sync import SyncFabric, SyncRun
 from flowfabric.app.tasks import Task
 from flowfabric.core.errors import (
     ConfigError,
@@ -23,6 +24,7 @@ from flowfabric.sdk.client import (
     RunError,
 )
 from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.sync import SyncClient
 from flowfabric.sdk.worker import Worker
 
 __version__ = "0.1.0"
@@ -44,6 +46,9 @@ __all__ = [
     "RetryableError",
     "Run",
     "RunError",
+    "SyncClient",
+    "SyncFabric",
+    "SyncRun",
     "Task",
     "TransportError",
     "Worker",

@@ -92,4 +92,10 @@ class Context:
     def _do(self, operation: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             return operation
-        return asyncio.run_coroutine_threadsafe(operation, self._loop).result()
+        try:
+            done = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        except RuntimeError:
+            # The loop has ended, so the operation never begins.
+            operation.close()
+            raise
+        return done.result()

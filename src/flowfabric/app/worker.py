@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import logging
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context
-from flowfabric.app.interrupt import Interruptible
+from flowfabric.app.interrupt import HandlerThreads
 from flowfabric.app.place import Place
 from flowfabric.app.tasks import Task
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.errors import ConfigError, LeaseLost
 from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -27,6 +29,9 @@ from flowfabric.sdk.worker import Worker
 __all__ = ["AppWorker"]
 
 log = logging.getLogger(__name__)
+
+_Start = Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AppWorker:
@@ -50,8 +55,9 @@ class AppWorker:
         self._place = place
         self._tasks = tasks
         self._on_unknown: Literal["fail", "release"] = on_unknown_kind
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads = HandlerThreads()
         self._runtime: WorkerRuntime | None = None
+        self._stop_asked = False
         self._background: asyncio.Task[RunSummary] | None = None
 
     async def run(
@@ -68,77 +74,85 @@ class AppWorker:
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():
             runtime.on(kind, self._handler(task, runtime))
+        if self._stop_asked:
+            runtime.stop()
         try:
             with _on_signals(runtime.stop) if signals else contextlib.nullcontext():
                 if ready is not None:
                     ready()
                 return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
         finally:
+            self._runtime, self._stop_asked = None, False
             await worker.aclose()
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            self._runtime = None
+            self._threads.close()
+            self._threads = HandlerThreads()
 
     def stop(self) -> None:
         """End a run: no new claims, running handlers may finish."""
+        self._stop_asked = True
         if self._runtime is not None:
             self._runtime.stop()
 
     # --- handlers -------------------------------------------------------------------------
 
     def _handler(self, task: Task[..., Any], runtime: WorkerRuntime) -> Handler:
-        call = self._call_async(task) if task.is_async else self._call_in_thread(task)
+        start = self._start_async(task) if task.is_async else self._start_in_thread(task)
         loop = None if task.is_async else asyncio.get_running_loop()
 
         async def handle(claimed: ClaimedTask) -> tuple[bytes, str] | None:
             try:
                 args, kwargs = task.convert(*codec.decode_call(claimed.input_payload))
+                if task.takes_context:
+                    args.insert(0, Context(claimed, lambda: runtime.shutting_down, loop))
+                call = start(claimed, args, kwargs)
             except (ValueError, TypeError) as error:
-                await claimed.fail(f"{task.name}: {error}", "extractor_payload_decode")
-                return None
-            if task.takes_context:
-                args.insert(0, Context(claimed, lambda: runtime.shutting_down, loop))
-            result = await call(claimed, args, kwargs)
+                raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
+            result = await call
             return None if result is None else codec.encode(result)
 
         return handle
 
     @staticmethod
-    def _call_async(
-        task: Task[..., Any],
-    ) -> Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]:
+    def _start_async(task: Task[..., Any]) -> _Start:
         function = task.function
 
-        def call(_: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
+        def start(_: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
             return function(*args, **kwargs)
 
-        return call
+        return start
 
-    def _call_in_thread(
-        self, task: Task[..., Any]
-    ) -> Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]:
-        function = task.function
+    def _start_in_thread(self, task: Task[..., Any]) -> _Start:
+        signature = inspect.signature(task.function)
 
-        async def call(claimed: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Any:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.config.permits, "ff-handler")
-            loop = asyncio.get_running_loop()
-            run = Interruptible(functools.partial(function, *args, **kwargs))
-            cancel_handler = claimed.on_lease_lost
+        def start(claimed: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
+            # Here, where a call that does not fit can be told from an error of the handler.
+            signature.bind(*args, **kwargs)
+            return self._in_thread(claimed, functools.partial(task.function, *args, **kwargs))
 
-            def lost(error: Any) -> None:
-                run.interrupt(error)
-                if cancel_handler is not None:
-                    cancel_handler(error)
+        return start
 
-            claimed.on_lease_lost = lost
-            try:
-                return await loop.run_in_executor(self._pool, run)
-            except asyncio.CancelledError:
-                run.interrupt(asyncio.CancelledError())
-                raise
+    async def _in_thread(self, claimed: ClaimedTask, function: Callable[[], Any]) -> Any:
+        call = self._threads.start(function)
+        cancel_handler = claimed.on_lease_lost
 
-        return call
+        def lost(error: LeaseLost) -> None:
+            # At once and from the keeper's thread: the event loop may be blocked.
+            call.interrupt(error)
+            if cancel_handler is not None:
+                cancel_handler(error)
+
+        claimed.on_lease_lost = lost
+        if claimed.lease_lost is not None:
+            call.interrupt(claimed.lease_lost)
+        try:
+            return await asyncio.shield(call.future)
+        except asyncio.CancelledError as cancelled:
+            call.interrupt(claimed.lease_lost or cancelled)
+            # The permit stays taken until the thread has really stopped.
+            await asyncio.wait([call.future])
+            if call.future.exception() is None:
+                return call.future.result()
+            raise
 
     # --- in the background -------------------------------------------------------------------
 
@@ -175,18 +189,21 @@ def _on_signals(stop: Callable[[], None]) -> Generator[None]:
         return
     asked = False
 
-    def on_signal() -> None:
+    def on_signal(number: int, _: FrameType | None) -> None:
         nonlocal asked
         if asked:
-            raise SystemExit(130)
+            # Whatever still runs may never end, and the event loop may be blocked by it.
+            os._exit(128 + number)
         asked = True
+        loop.call_soon_threadsafe(announce)
+
+    def announce() -> None:
         log.info("stopping: waiting for running tasks", extra={"action": "worker_draining"})
         stop()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)

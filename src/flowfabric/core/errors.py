@@ -5,11 +5,10 @@ catalogue are `EngineError`s, one subclass per group; decide on `.error_class` o
 never on message text.
 """
 
-# ruff: noqa: N818 - some public names say what happened, without the suffix
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal
 
 from flowfabric.core.catalogue import CATALOGUE, CatalogueEntry, ErrorClass
 
@@ -38,10 +37,15 @@ __all__ = [
     "UnavailableError",
     "UnknownCodeError",
     "ValidationError",
+    "Verdict",
     "WorkerAtCapacity",
     "engine_error",
     "invalid_input",
 ]
+
+
+Verdict = Literal["succeeded", "failed", "superseded", "unknown"]
+"""What became of a call whose reply was lost."""
 
 
 class FlowFabricError(Exception):
@@ -116,13 +120,25 @@ class LeaseLost(FlowFabricError):
 
 
 class PossiblySucceeded(FlowFabricError):
-    """The reply was lost: the operation may or may not have taken effect."""
+    """The reply was lost: the operation may or may not have taken effect.
+
+    `await error.verify()` reads the state and tells.
+    """
 
     def __init__(self, op: str, execution_id: str = "", message: str = "") -> None:
         super().__init__(op, execution_id, message)
         self.op = op
         self.execution_id = execution_id
         self.message = message
+        self.verifier: Callable[[], Awaitable[Verdict]] | None = None
+
+    def __reduce__(self) -> tuple[type[PossiblySucceeded], tuple[str, ...]]:
+        # The verifier belongs to a connection of this process.
+        return type(self), self.args
+
+    async def verify(self) -> Verdict:
+        """What became of the call: `superseded` means that someone else decided since."""
+        return "unknown" if self.verifier is None else await self.verifier()
 
     def __str__(self) -> str:
         target = f" of {self.execution_id}" if self.execution_id else ""

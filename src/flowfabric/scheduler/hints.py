@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 from flowfabric.core.ids import fnv1a64
@@ -25,6 +26,8 @@ class LaneHints:
         self._count = counts.flow
         self._cursor = seed % counts.flow
         self._hinted: dict[str, None] = {}
+        self.swept_at = float("-inf")
+        """When, on the monotonic clock, the last sweep began."""
 
     def add(self, tag: str) -> None:
         """Work was seen or announced there."""
@@ -55,6 +58,7 @@ class LaneHints:
 
     def sweep(self) -> list[str]:
         """The lane's own partition, then the next window of all others."""
+        self.swept_at = time.monotonic()
         size = min(_WINDOW, self._count)
         window = [f"{{fp:{(self._cursor + i) % self._count}}}" for i in range(size)]
         self._cursor = (self._cursor + size) % self._count
@@ -78,6 +82,11 @@ class Lanes:
     def hinted(self) -> bool:
         """Whether any lane is believed to hold work."""
         return any(len(lane) for lane in self._order)
+
+    def in_turn(self) -> list[LaneHints]:
+        """Every lane, beginning with another one each time."""
+        self._order.append(self._order.pop(0))
+        return list(self._order)
 
     def next(self) -> LaneHints | None:
         """The next lane that is believed to hold work; it then goes to the back."""

@@ -20,13 +20,19 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
-from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError
+from flowfabric.core.errors import (
+    EngineError,
+    FlowFabricError,
+    TransportError,
+    ValidationError,
+)
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
 from flowfabric.engine.listing import Filter
+from flowfabric.valkey.address import Address, parse_url
 
 __all__ = [
     "Client",
@@ -37,6 +43,9 @@ __all__ = [
     "Outcome",
     "RunError",
 ]
+
+
+_RETRY_S = 0.2
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -61,6 +70,8 @@ class RunError(FlowFabricError):
     def __str__(self) -> str:
         info = self.info
         reason = info.failure_reason or info.cancellation_reason or "no reason given"
+        # Where it happened follows on further lines, in `info.failure_reason`.
+        reason = reason.partition("\n")[0]
         count = info.total_attempt_count
         attempts = f"{count} attempt{'' if count == 1 else 's'}"
         return f"{info.execution_kind} {info.public_state.value} after {attempts}: {reason}"
@@ -96,7 +107,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 class Client:
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
-    >>> async with Client(await Backend.connect(address)) as client:
+    >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
     ...     created = await client.submit("resize", b'{"width": 80}')
     ...     print(await client.result(created.execution_id))
     """
@@ -105,6 +116,13 @@ class Client:
         self.backend = backend
         self.namespace = namespace
         self._watch = CompletionWatch(backend)
+        self._closed = False
+
+    @classmethod
+    async def connect(cls, place: Address | str, namespace: str = "default") -> Self:
+        """A client of the deployment at an address or url."""
+        address = parse_url(place) if isinstance(place, str) else place
+        return cls(await Backend.connect(address), namespace)
 
     def new_execution(
         self,
@@ -169,10 +187,19 @@ class Client:
     async def wait(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
         """Wait until the execution has ended; the end is pushed, not polled for."""
         execution_id = self.backend.checked(execution_id)
+        known = False
         async with asyncio.timeout(timeout):
             while True:
-                await self._watch.wait_ended(execution_id)
-                info, result = await self.backend.read_outcome(execution_id)
+                try:
+                    await self._watch.wait_ended(execution_id)
+                    known = True
+                    info, result = await self.backend.read_outcome(execution_id)
+                except TransportError as error:
+                    # Once it was seen, an outage of the server does not end the wait.
+                    if not known or not error.retryable or self._closed:
+                        raise
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 # A replay may have started it again between the event and the read.
                 if info.completed_at is not None:
                     return _outcome(info, result)
@@ -223,7 +250,8 @@ class Client:
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
 
     async def aclose(self) -> None:
-        """Close every connection."""
+        """Close every connection; who still waits gets an error."""
+        self._closed = True
         await self._watch.aclose()
         await self.backend.aclose()
 

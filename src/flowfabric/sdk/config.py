@@ -44,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     claim_poll_interval_ms: int = 1_000
     """The longest pause after an empty claim when no doorbell rings."""
     max_concurrent_tasks: int = 1
+    complete_on_exit: bool = False
+    """Whether leaving `async with task:` normally completes a task that has no end yet."""
     scanners: bool = True
     """Whether this process may also run the deployment's scanners; one process at a time does."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.backend import Backend
 from flowfabric.scheduler.hints import Lanes
+from flowfabric.scheduler.sweep import find_work
 from flowfabric.valkey.transport import Connection
 
 __all__ = ["Doorbell"]
@@ -19,6 +21,10 @@ log = logging.getLogger(__name__)
 _GRACE_S = 2.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
+_GLANCE = 16
+
+Place = tuple[str, str]
+"""A lane and a partition's tag."""
 
 
 class Doorbell:
@@ -35,12 +41,14 @@ class Doorbell:
         self._conn: Connection | None = None
         self._keys = {keys.wake(lane.lane_id): lane.lane_id for lane in lanes}
         self._pause = _FIRST_PAUSE_S
+        self._rung: set[Place] = set()
+        self._passed: dict[Place, float] = {}
 
-    async def wait(self) -> list[tuple[str, str]]:
+    async def wait(self) -> list[Place]:
         """Lanes and partitions that may hold work now; often empty."""
         if self._backend.transport.is_cluster:
             await asyncio.sleep(self._poll_s)
-            return await self._look()
+            return await self._sweep()
         try:
             conn = self._conn
             if conn is None or not conn.is_open:
@@ -55,26 +63,61 @@ class Doorbell:
             return [(lane.lane_id, lane.home) for lane in self._lanes]
         self._pause = _FIRST_PAUSE_S
         if reply is None:
-            return await self._look()
-        return [(self._keys[reply[0].decode()], f"{{fp:{reply[1].decode()}}}")]
+            return await self._sweep()
+        place = (self._keys[reply[0].decode()], f"{{fp:{reply[1].decode()}}}")
+        self._rung.add(place)
+        return [place]
 
-    async def _look(self) -> list[tuple[str, str]]:
-        found: list[tuple[str, str]] = []
+    async def _sweep(self) -> list[Place]:
+        found: list[Place] = []
         for lane in self._lanes:
-            tags = lane.sweep()
             try:
-                if await self._backend.any_work(lane.lane_id, tags):
-                    found += [(lane.lane_id, tag) for tag in tags]
+                found += [(lane.lane_id, tag) for tag in await find_work(self._backend, lane)]
             except EngineError as error:
                 log.debug("lane %s not looked at: %s", lane.lane_id, error)
         return found
 
+    async def glance(self) -> list[Place]:
+        """What rings now, left ringing for others, and what a sweep finds: for a busy worker."""
+        found = await self._sweep()
+        if self._backend.transport.is_cluster:
+            return found
+        for key, lane_id in self._keys.items():
+            try:
+                rings: Any = await self._backend.transport.call(
+                    "ZRANGE", key, 0, _GLANCE - 1, key=key, replay_safe=True
+                )
+                found += [(lane_id, f"{{fp:{ring.decode()}}}") for ring in rings]
+            except EngineError as error:
+                log.debug("doorbell of %s not looked at: %s", lane_id, error)
+        return found
+
+    async def pass_on(self, lane_id: str, tag: str) -> None:
+        """A ring led to nothing this worker may take: let another one see, once per interval.
+
+        The one that hears it again within that time keeps it, so a ring for work that nobody can
+        take goes round the idle workers once and then ends.
+        """
+        place = (lane_id, tag)
+        if place not in self._rung:
+            return
+        self._rung.discard(place)
+        now = time.monotonic()
+        if now - self._passed.get(place, float("-inf")) < self._poll_s:
+            return
+        if await self._backend.any_work(lane_id, [tag]):
+            self._passed[place] = now
+            await self.ring_back(lane_id, tag)
+
     async def ring_back(self, lane_id: str, tag: str) -> None:
-        """Pass a ring on that this worker cannot answer."""
+        """Ring for another worker, behind the rings that wait already."""
+        self._rung.discard((lane_id, tag))
         key = keys.wake(lane_id)
-        partition = tag[4:-1]
+        score, partition = int(time.time() * 1000), tag[4:-1]
         try:
-            await self._backend.transport.call("ZADD", key, "NX", 0, partition, key=key)
+            await self._backend.transport.call(
+                "ZADD", key, "NX", score, partition, key=key, replay_safe=True
+            )
         except EngineError as error:
             log.debug("ring not passed on: %s", error)
 

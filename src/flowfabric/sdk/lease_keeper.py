@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from flowfabric.core.contracts.leases import Handle, Renewed
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.backend import Backend
 
-__all__ = ["HeldLease", "LeaseKeeper"]
+__all__ = ["HeldLease", "LeaseKeeper", "LeaseWatcher"]
 
 log = logging.getLogger(__name__)
 
@@ -29,36 +31,44 @@ TERMINAL_CODES = frozenset(
 )
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
+_BATCH = 256
 _STEPS = 10
 """Looks per renewal interval: late enough to batch, early enough to be on time."""
 
 
-class _LostCallback(Protocol):
-    def __call__(self, code: str, reason: str, /) -> None: ...
+class LeaseWatcher(Protocol):
+    """Who wants to hear of the loss of a lease."""
+
+    def lease_is_lost(self, code: str, reason: str) -> None:
+        """Called once, from the keeper's thread."""
+        ...
 
 
 class HeldLease:
     """One lease the keeper renews. Written by the keeper's thread, read by anyone."""
 
-    __slots__ = ("deadline", "failures", "handle", "lost_code", "next_at", "on_lost")
+    __slots__ = ("deadline", "failures", "handle", "lost_code", "next_at", "renewing", "watcher")
 
-    def __init__(self, handle: Handle, on_lost: _LostCallback) -> None:
-        now = time.monotonic()
+    def __init__(self, handle: Handle, watcher: LeaseWatcher, since: float) -> None:
+        ttl = handle.lease_ttl_ms / 1000
         self.handle = handle
-        self.on_lost = on_lost
+        # Weak, so that a task nobody refers to any more is noticed.
+        self.watcher = weakref.ref(watcher)
         self.failures = 0
         self.lost_code: str | None = None
-        self.deadline = now + handle.lease_ttl_ms / 1000
-        self.next_at = now + _spread(handle.lease_ttl_ms / 3000)
+        self.renewing = False
+        self.deadline = since + ttl
+        self.next_at = since + _spread(ttl / 3)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the lease may still be ours: not known to be lost, and not run out."""
+        return self.lost_code is None and time.monotonic() < self.deadline
 
     @property
     def healthy(self) -> bool:
         """Whether it is safe to believe that this process still owns the execution."""
-        return (
-            self.lost_code is None
-            and self.failures < _UNHEALTHY_AFTER
-            and time.monotonic() < self.deadline
-        )
+        return self.failures < _UNHEALTHY_AFTER and self.alive
 
 
 def _spread(seconds: float) -> float:
@@ -76,10 +86,12 @@ class LeaseKeeper:
         self._connect = connect
         self._look_every = lease_ttl_ms / 3000 / _STEPS
         self._held: dict[str, HeldLease] = {}
+        self._calls: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._idle = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
+        self._connecting: asyncio.Future[Backend] | None = None
         self._started: threading.Event = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="ff-lease-keeper", daemon=True)
@@ -96,12 +108,13 @@ class LeaseKeeper:
     def stop(self) -> None:
         """End the thread. Leases still held are no longer renewed."""
         self._stopping = True
-        self._ring()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._ring()
+            self._thread.join()
 
-    def hold(self, handle: Handle, on_lost: _LostCallback) -> HeldLease:
-        """Renew this lease until it is released or lost."""
-        held = HeldLease(handle, on_lost)
+    def hold(self, handle: Handle, watcher: LeaseWatcher, since: float) -> HeldLease:
+        """Renew this lease, which was asked for at `since`, until it is released or lost."""
+        held = HeldLease(handle, watcher, since)
         self._held[handle.lease] = held
         if self._idle:
             self._idle = False
@@ -112,12 +125,23 @@ class LeaseKeeper:
         """Renew this lease no longer."""
         self._held.pop(held.handle.lease, None)
 
+    def __len__(self) -> int:
+        return len(self._held)
+
     def _ring(self) -> None:
-        loop, wake = self._loop, self._wake
-        if loop is not None and wake is not None:
-            loop.call_soon_threadsafe(wake.set)
+        loop = self._loop
+        if loop is not None:
+            # The loop is closed when the keeper has ended already.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._awake)
 
     # --- the keeper's own thread ---------------------------------------------------
+
+    def _awake(self) -> None:
+        if self._wake is not None:
+            self._wake.set()
+        if self._stopping and self._connecting is not None:
+            self._connecting.cancel()
 
     def _main(self) -> None:
         try:
@@ -134,37 +158,76 @@ class LeaseKeeper:
             self._started.set()
 
     async def _run(self) -> None:
+        self._wake = wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
-        backend = await self._connect()
+        self._connecting = asyncio.ensure_future(self._connect())
+        if self._stopping:
+            self._connecting.cancel()
+        backend = await self._connecting
+        self._connecting = None
         self._started.set()
         try:
             while not self._stopping:
-                if not self._held:
-                    self._idle = True
-                    # A lease may have come between the look and the flag.
-                    if not self._held:
-                        await self._wake.wait()
-                    self._idle = False
-                self._wake.clear()
-                await self._renew_due(backend)
-                await asyncio.sleep(self._look_every)
+                self._tend(backend)
+                wake.clear()
+                await self._rest(wake)
         finally:
+            for call in self._calls:
+                call.cancel()
+            if self._calls:
+                await asyncio.wait(self._calls)
             await backend.aclose()
 
-    async def _renew_due(self, backend: Backend) -> None:
+    async def _rest(self, wake: asyncio.Event) -> None:
+        if self._held:
+            # A stop must not wait for the next look.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if self._stopping else self._look_every):
+                    await wake.wait()
+            return
+        self._idle = True
+        # A lease may have come between the look and the flag.
+        if not self._held and not self._stopping:
+            await wake.wait()
+        self._idle = False
+
+    def _tend(self, backend: Backend) -> None:
+        """Give up what has run out, renew what is due: one call per partition, all at once."""
         now = time.monotonic()
-        due = [held for held in list(self._held.values()) if held.next_at <= now]
-        if not due:
-            return
+        due: dict[str, list[HeldLease]] = {}
+        for held in list(self._held.values()):
+            if now >= held.deadline:
+                self._lose(held, "lease_expired", "no renewal succeeded in time")
+            elif held.next_at <= now and not held.renewing:
+                due.setdefault(held.handle.execution_id.tag, []).append(held)
+        for leases in due.values():
+            for start in range(0, len(leases), _BATCH):
+                batch = leases[start : start + _BATCH]
+                for held in batch:
+                    held.renewing = True
+                call = asyncio.get_running_loop().create_task(self._renew(backend, batch))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+
+    async def _renew(self, backend: Backend, batch: list[HeldLease]) -> None:
         started = time.monotonic()
+        answers: list[Renewed | EngineError]
         try:
-            answers = await backend.renew_many([held.handle for held in due])
+            # A slow answer is still good while the leases last.
+            async with asyncio.timeout(min(held.deadline for held in batch) - started):
+                answers = await backend.renew_many([held.handle for held in batch])
         except EngineError as error:
-            for held in due:
-                self._failed(held, error)
-            return
-        for held, answer in zip(due, answers, strict=True):
+            answers = [error] * len(batch)
+        except TimeoutError:
+            answers = [TransportError("timeout", "no answer while the lease lasted")] * len(batch)
+        except Exception as error:
+            # Whatever it is, the other leases must go on.
+            log.exception("renewal broke", extra={"action": "renewal_broke"})
+            answers = [TransportError("other", str(error))] * len(batch)
+        for held, answer in zip(batch, answers, strict=True):
+            held.renewing = False
+            if held.handle.lease not in self._held:
+                continue
             if isinstance(answer, Renewed):
                 ttl = held.handle.lease_ttl_ms / 1000
                 held.failures = 0
@@ -176,15 +239,13 @@ class LeaseKeeper:
                 self._failed(held, answer)
 
     def _failed(self, held: HeldLease, error: EngineError) -> None:
-        if held.handle.lease not in self._held:
-            return
         self.failed += 1
         held.failures += 1
-        interval = held.handle.lease_ttl_ms / 3000
-        held.next_at = time.monotonic() + _spread(min(interval, 1.0))
+        now = time.monotonic()
+        held.next_at = now + _spread(min(held.handle.lease_ttl_ms / 3000, 1.0))
         if error.code in TERMINAL_CODES:
             self._lose(held, error.code, str(error))
-        elif time.monotonic() >= held.deadline:
+        elif now >= held.deadline:
             self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
         else:
             log.warning(
@@ -193,6 +254,7 @@ class LeaseKeeper:
                 extra={
                     "action": "renewal_failed",
                     "execution_id": held.handle.execution_id,
+                    "error": str(error),
                     "consecutive_failures": held.failures,
                 },
             )
@@ -200,4 +262,10 @@ class LeaseKeeper:
     def _lose(self, held: HeldLease, code: str, reason: str) -> None:
         held.lost_code = code
         self.release(held)
-        held.on_lost(code, reason)
+        watcher = held.watcher()
+        if watcher is None:
+            return
+        try:
+            watcher.lease_is_lost(code, reason)
+        except Exception:
+            log.exception("lease loss not delivered", extra={"action": "lease_loss_undelivered"})

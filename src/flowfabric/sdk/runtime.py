@@ -1,14 +1,13 @@
-"""Runs handlers: claims in batches, joins results per loop tick, drains cleanly."""
+"""Runs handlers: claims in batches, ends every attempt, drains cleanly."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
-
-import msgspec
 
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import (
@@ -17,41 +16,41 @@ from flowfabric.core.errors import (
     FlowFabricError,
     LeaseLost,
     TransportError,
+    ValidationError,
 )
-from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.executions import Completion
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.doorbell import Doorbell
-from flowfabric.sdk.task import ClaimedTask, failure_category, failure_reason
+from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report
+from flowfabric.sdk.results import BATCH, Encoded, Results, RunSummary
+from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
 __all__ = ["Handler", "RunSummary", "WorkerRuntime"]
 
 log = logging.getLogger(__name__)
 
-Encoded = tuple[bytes, str]
-"""Result bytes and their encoding label."""
-
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]
 """Handles one task; what it returns becomes the result."""
+OnShutdown = Literal["release", "fail"]
 
-_BATCH = 64
-"""Tasks per claim: large enough to share a round trip, small enough to overlap with the next."""
-_MAX_STICKY = 16
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 5.0
-_COMPLETE_PAUSES_S = (0.1, 0.2, 0.4, 1.0)
+_WIND_UP_S = 2.0
+"""How long a cancelled handler may take to stop before its lease is given back regardless."""
+_UNKNOWN_PAUSE_MS = 1_000
+_EXPIRE_TRIES = 50
+_EXPIRE_PAUSE_S = 0.01
+_DOWN = frozenset({"transport", "busy_loading", "cluster"})
 
-
-class RunSummary(msgspec.Struct):
-    """What a run of the worker did."""
-
-    completed: int = 0
-    failed: int = 0
-    retried: int = 0
-    released: int = 0
-    abandoned: int = 0
+_COUNTED_AS = {
+    "complete": "completed",
+    "fail": "failed",
+    "cancel": "failed",
+    "delay": "released",
+    "wait_children": "released",
+    "suspend": "released",
+}
 
 
 class WorkerRuntime:
@@ -69,17 +68,21 @@ class WorkerRuntime:
         self.summary = RunSummary()
         self._handlers: dict[str, Handler] = {}
         self._on_unknown = on_unknown_kind
+        self._on_shutdown: OnShutdown = "release"
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
-        self._done: dict[tuple[str, str], list[tuple[ClaimedTask, Completion]]] = {}
-        self._flush_planned = False
-        self._calls: set[asyncio.Task[Any]] = set()
         self._wake = asyncio.Event()
         self._rings_wanted = asyncio.Event()
+        self._listening = False
         self._stopping = asyncio.Event()
-        self._sticky = 0
-        self._doorbell = Doorbell(
-            worker.backend, worker.lanes, worker.config.claim_poll_interval_ms / 1000
+        self._results = Results(
+            worker,
+            self.summary,
+            start=self._start,
+            refuse=self._result_refused,
+            stopping=self._stopping,
         )
+        self._poll_s = worker.config.claim_poll_interval_ms / 1000
+        self._doorbell = Doorbell(worker.backend, worker.lanes, self._poll_s)
         self._scanners = ScannerSupervisor(worker.backend) if worker.config.scanners else None
         worker.on_release = self._wake.set
 
@@ -100,26 +103,39 @@ class WorkerRuntime:
     # --- the loop -----------------------------------------------------------------------
 
     async def run(
-        self, *, grace_s: float = 30.0, on_shutdown: Literal["release", "fail"] = "release"
+        self, *, grace_s: float = 30.0, on_shutdown: OnShutdown = "release"
     ) -> RunSummary:
-        """Serve until `stop()`; then drain: wait up to `grace_s`, give back what is left."""
-        bell = asyncio.create_task(self._listen())
+        """Serve until `stop()`; then drain: wait up to `grace_s`, give back what is left.
+
+        Only a configuration or login problem ends it otherwise, as its error.
+        """
+        self._on_shutdown = on_shutdown
         if self._scanners is not None:
             self._scanners.start()
+        parts = [asyncio.create_task(part()) for part in (self._listen, self._look, self._serve)]
         try:
-            for lane in self.worker.lanes:
-                lane.add(lane.home)
-            await self._serve()
-            await self._drain(grace_s, on_shutdown)
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        except asyncio.CancelledError:
+            grace_s = 0.0
+            raise
         finally:
-            bell.cancel()
-            await asyncio.wait([bell])
+            self.stop()
+            # A claim under way brings leases that must be given an end.
+            await asyncio.wait(parts[-1:], timeout=_WIND_UP_S)
+            await self._drain(grace_s)
+            for part in parts:
+                part.cancel()
+            await asyncio.wait(parts)
             await self._doorbell.aclose()
             if self._scanners is not None:
                 await self._scanners.stop()
         return self.summary
 
     async def _serve(self) -> None:
+        for lane in self.worker.lanes:
+            lane.add(lane.home)
         pause = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             if not self.worker.free or not self.worker.lanes.hinted():
@@ -132,44 +148,67 @@ class WorkerRuntime:
                 await self._claim_round()
                 pause = _FIRST_PAUSE_S
             except EngineError as error:
-                if isinstance(error, AuthError) or (
-                    isinstance(error, TransportError) and error.kind == "auth"
-                ):
+                if _hopeless(error):
                     raise
                 log.warning(
                     "claim failed, trying again: %s", error, extra={"action": "claim_failed"}
                 )
-                await self._pause(pause * random.uniform(0.5, 1.0))  # noqa: S311
+                await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def _pause(self, seconds: float) -> None:
+    async def _pause(self, error: EngineError, seconds: float) -> None:
+        """Wait, but no longer than until the server is back or the run ends."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait())]
+        if isinstance(error, TransportError) and error.kind in _DOWN:
+            waits.append(asyncio.ensure_future(self._until_up(seconds)))
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def _until_up(self, seconds: float) -> None:
+        await asyncio.sleep(_FIRST_PAUSE_S)
         try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            pass
+            await self.worker.backend.transport.wait_ready(seconds)
+        except EngineError:
+            await asyncio.sleep(seconds)
 
     async def _claim_round(self) -> None:
         lane = self.worker.lanes.next()
         tag = None if lane is None else lane.oldest()
         if lane is None or tag is None:
             return
-        tasks, remaining = await self.worker.claim_at(lane.lane_id, tag, _BATCH)
+        tasks, remaining = await self.worker.claim_at(lane.lane_id, tag, BATCH)
         if remaining:
             lane.rotate(tag)
         for task in tasks:
             self._start(task)
+        if not tasks and not remaining:
+            await self._doorbell.pass_on(lane.lane_id, tag)
 
     async def _listen(self) -> None:
         """Turns doorbell rings into hints while there is room for more work."""
         while True:
             await self._rings_wanted.wait()
             self._rings_wanted.clear()
+            self._listening = True
             for lane_id, tag in await self._doorbell.wait():
                 if self.worker.free and not self._stopping.is_set():
                     self.worker.lanes[lane_id].add(tag)
                 else:
                     await self._doorbell.ring_back(lane_id, tag)
+            self._listening = False
+            self._wake.set()
+
+    async def _look(self) -> None:
+        """A busy worker hears no doorbell: without this, its partition would hide all others."""
+        ended = 0
+        while True:
+            await asyncio.sleep(self._poll_s)
+            moved, ended = ended, self.summary.completed + self.summary.failed
+            if self._listening or moved == ended:
+                continue
+            for lane_id, tag in await self._doorbell.glance():
+                self.worker.lanes[lane_id].add(tag)
             self._wake.set()
 
     # --- running one task ---------------------------------------------------------------
@@ -179,14 +218,15 @@ class WorkerRuntime:
         self._running[task] = running
         loop = running.get_loop()
 
-        def lost(_: LeaseLost) -> None:
-            loop.call_soon_threadsafe(running.cancel)
+        def lost(error: LeaseLost) -> None:
+            loop.call_soon_threadsafe(running.cancel, str(error))
 
         task.on_lease_lost = lost
 
     async def _handle(self, task: ClaimedTask) -> None:
-        handler = self._handlers.get(task.execution_kind)
+        handed_on = False
         try:
+            handler = self._handlers.get(task.execution_kind)
             if handler is None:
                 await self._unknown(task)
                 return
@@ -196,15 +236,26 @@ class WorkerRuntime:
             else:
                 result = await self._within(task, handler, timeout / 1000)
             if task.finished_by is None:
-                self._complete(task, result)
-        except asyncio.CancelledError:
-            await self._cancelled(task)
-        except FlowFabricError as error:
-            await self._fail(task, error)
+                self._results.add(task, result)
+                handed_on = True
+            else:
+                self._count(task.finished_by)
+        except asyncio.CancelledError as error:
+            await self._cancelled(task, error)
+        except GeneratorExit:
+            raise
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             await self._fail(task, error)
         finally:
             self._running.pop(task, None)
+            if not handed_on and task.finished_by is None:
+                self._results.abandon(task, RuntimeError("the worker was stopped"))
+
+    def _count(self, finished_by: str) -> None:
+        """The handler ended its task itself."""
+        counter = _COUNTED_AS.get(finished_by)
+        if counter is not None:
+            setattr(self.summary, counter, getattr(self.summary, counter) + 1)
 
     async def _within(
         self, task: ClaimedTask, handler: Handler, seconds: float
@@ -217,42 +268,61 @@ class WorkerRuntime:
         except TimeoutError:
             if not limit.expired():
                 raise
-        ids = [str(task.execution_id)]
-        tag = task.execution_id.tag
-        (answer,) = await self.worker.backend.expire_execution(
-            tag, ExpireReason.ATTEMPT_TIMEOUT, ids
-        )
-        while answer == "not_yet_due":
-            await asyncio.sleep(0.01)
-            (answer,) = await self.worker.backend.expire_execution(
-                tag, ExpireReason.ATTEMPT_TIMEOUT, ids
-            )
-        self.summary.failed += 1
-        task.finish("attempt_timeout")
+        await self._timed_out(task)
         return None
 
-    async def _unknown(self, task: ClaimedTask) -> None:
-        if self._on_unknown == "release":
-            await task.delay_execution(1)
-            self.summary.released += 1
+    async def _timed_out(self, task: ClaimedTask) -> None:
+        if task.finished_by is not None:
             return
+        answer = "not_yet_due"
+        try:
+            for _ in range(_EXPIRE_TRIES):
+                (answer,) = await self.worker.backend.expire_execution(
+                    task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
+                )
+                if answer != "not_yet_due" or not task.may_hold_lease:
+                    break
+                await asyncio.sleep(_EXPIRE_PAUSE_S)
+        except EngineError as error:
+            # The attempt timeout scanner ends it.
+            self._results.abandon(task, error)
+            return
+        if answer == "retry_scheduled":
+            self.summary.retried += 1
+        elif answer in ("expired", "failed"):
+            self.summary.failed += 1
+        else:
+            self._results.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
+        task.finish("attempt_timeout")
+
+    async def _unknown(self, task: ClaimedTask) -> None:
         reason = f"no handler is registered for kind {task.execution_kind!r}"
-        await self._report_failure(task, reason, "runtime_no_handler")
+        if self._on_unknown == "fail":
+            await self._fail(task, HandlerFailure(reason, "runtime_no_handler"))
+            return
+        try:
+            # A pause, or this worker would take it again at once.
+            now = await self.worker.backend.server_time_ms()
+            await task.delay_execution(now + _UNKNOWN_PAUSE_MS)
+            self.summary.released += 1
+        except FlowFabricError as error:
+            self._results.abandon(task, error)
 
     async def _fail(self, task: ClaimedTask, error: BaseException) -> None:
-        if task.finished_by is not None or isinstance(error, LeaseLost):
-            self._let_go(task, error)
+        if task.finished_by is not None:
+            # The handler ended its task and then raised: its own call stands.
+            log.error(
+                "%s raised after its task had ended",
+                task.execution_kind,
+                exc_info=error,
+                extra={"action": "late_failure", "execution_id": task.execution_id},
+            )
+            self._count(task.finished_by)
             return
-        reason = failure_reason(error)
-        if not isinstance(error, Exception):
-            reason = f"handler crashed: {reason}"
-        await self._report_failure(task, reason, failure_category(error))
-
-    async def _report_failure(self, task: ClaimedTask, reason: str, category: str) -> None:
         try:
-            outcome = await task.fail(reason, category)
-        except FlowFabricError as error:
-            self._let_go(task, error)
+            outcome = await task.fail(failure_report(error), failure_category(error))
+        except FlowFabricError as problem:
+            self._results.abandon(task, problem)
             return
         if isinstance(outcome, RetryScheduled):
             self.summary.retried += 1
@@ -263,135 +333,55 @@ class WorkerRuntime:
         else:
             self.summary.failed += 1
 
-    def _let_go(self, task: ClaimedTask, error: BaseException) -> None:
-        """The engine refused us: the execution is somebody else's now, or already over."""
-        log.error(
-            "%s of %s was not accepted: %s",
-            task.execution_kind,
-            task.execution_id,
-            error,
-            extra={"action": "task_abandoned", "execution_id": task.execution_id},
-        )
-        self.summary.abandoned += 1
-        task.finish("abandoned")
+    async def _result_refused(self, task: ClaimedTask, error: ValidationError) -> None:
+        """A result that is too large stays too large: no retry."""
+        await self._fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
 
-    async def _cancelled(self, task: ClaimedTask) -> None:
+    async def _cancelled(self, task: ClaimedTask, error: asyncio.CancelledError) -> None:
+        current = asyncio.current_task()
         if task.lease_lost is not None:
-            self._let_go(task, task.lease_lost)
-        elif task.finished_by is None:
-            try:
-                await task.delay_execution(1)
-                self.summary.released += 1
-            except FlowFabricError as error:
-                self._let_go(task, error)
-
-    # --- results, joined per loop tick ------------------------------------------------------
-
-    def _complete(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
-        handle = task.handle
-        if type(result) is tuple:
-            completion = Completion(handle, result[0], result[1])
+            self._results.abandon(task, task.lease_lost)
+        elif task.finished_by is not None:
+            self._count(task.finished_by)
+        elif current is None or not current.cancelling():
+            # Nobody cancelled us: the handler awaited something that was cancelled.
+            await self._fail(task, error)
         else:
-            completion = Completion(handle, result)  # pyright: ignore[reportArgumentType]
-        self._done.setdefault((handle.lane_id, handle.execution_id.tag), []).append(
-            (task, completion)
-        )
-        if not self._flush_planned:
-            self._flush_planned = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            await self._hand_over(task)
 
-    def _flush(self) -> None:
-        self._flush_planned = False
-        done, self._done = self._done, {}
-        for (lane_id, tag), finished in done.items():
-            for start in range(0, len(finished), _BATCH):
-                call = asyncio.create_task(
-                    self._send(lane_id, tag, finished[start : start + _BATCH])
-                )
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
-
-    async def _send(
-        self, lane_id: str, tag: str, finished: list[tuple[ClaimedTask, Completion]]
-    ) -> None:
-        """Complete, and take as many of the same lane and partition, in one trip."""
-        worker, lane = self.worker, self.worker.lanes[lane_id]
-        sticky = tag in lane and not self._stopping.is_set() and self._may_stick(lane_id, tag)
-        # The permits of what is being completed are as good as free.
-        room = len(finished) if sticky else 0
-        items = [completion for _, completion in finished]
-        try:
-            outcomes, claimed = await self._complete_call(tag, items, lane_id, room)
-        except FlowFabricError as error:
-            await self._one_by_one(finished, error)
+    async def _hand_over(self, task: ClaimedTask) -> None:
+        """The worker goes: the attempt goes on elsewhere, or fails if that was asked for."""
+        if self._on_shutdown == "fail":
+            reason = HandlerFailure("the worker is shutting down", "worker_shutdown")
+            await self._fail(task, reason)
             return
-        for (task, _), outcome in zip(finished, outcomes, strict=True):
-            if outcome is None:
-                self.summary.completed += 1
-                task.finish("complete")
-            else:
-                self._let_go(task, outcome)
-        if room:
-            worker.reserve(len(claimed.claims))
-            for claim in claimed.claims:
-                self._start(worker.adopt(claim))
-            if not claimed.remaining:
-                lane.drop(tag)
-        self._wake.set()
-
-    async def _complete_call(
-        self, tag: str, items: list[Completion], lane_id: str, room: int
-    ) -> tuple[list[EngineError | None], Any]:
-        """Repeats the very same request after a transport fault, so nothing is claimed twice."""
-        request_id, want = new_uuid(), self.worker.want(lane_id)
-        for pause in (*_COMPLETE_PAUSES_S, None):
-            try:
-                return await self.worker.backend.complete_and_claim(
-                    tag, items, want, room, request_id=request_id
-                )
-            except TransportError as error:
-                if pause is None or not error.retryable:
-                    raise
-                await asyncio.sleep(pause)
-        raise AssertionError("unreachable")
-
-    def _may_stick(self, lane_id: str, tag: str) -> bool:
-        """Stay on a partition for a while only, and not while others wait longer."""
-        if all(len(lane) <= (lane.lane_id == lane_id) for lane in self.worker.lanes):
-            return True
-        self._sticky += 1
-        if self._sticky < _MAX_STICKY:
-            return self.worker.lanes[lane_id].oldest() == tag
-        self._sticky = 0
-        return False
-
-    async def _one_by_one(
-        self, finished: list[tuple[ClaimedTask, Completion]], error: FlowFabricError
-    ) -> None:
-        """The batch as a whole failed: let each task try, and give up, for itself."""
-        log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
-        for task, completion in finished:
-            try:
-                await task.complete(completion.result_payload, completion.result_encoding)
-                self.summary.completed += 1
-            except FlowFabricError as problem:
-                if task.finished_by is None and not isinstance(problem, TransportError):
-                    await self._fail(task, problem)
-                else:
-                    self._let_go(task, problem)
+        try:
+            await task.delay_execution(1)
+            self.summary.released += 1
+        except FlowFabricError as error:
+            self._results.abandon(task, error)
 
     # --- ending -----------------------------------------------------------------------------
 
-    async def _drain(self, grace_s: float, on_shutdown: Literal["release", "fail"]) -> None:
+    async def _drain(self, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        # Claims in flight may still start handlers, and results may follow the last of them.
+        await asyncio.sleep(0)
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait(list(self._running.values()), timeout=left)
+        for running in list(self._running.values()):
+            running.cancel("the worker is shutting down")
         if self._running:
-            await asyncio.wait(list(self._running.values()), timeout=grace_s)
-        for task, running in list(self._running.items()):
-            if on_shutdown == "fail" and task.finished_by is None:
-                await self._report_failure(task, "the worker is shutting down", "worker_shutdown")
-            running.cancel()
-        if self._running:
-            await asyncio.wait(list(self._running.values()))
-        while self._done or self._calls or self._flush_planned:
-            self._flush()
-            if self._calls:
-                await asyncio.wait(list(self._calls))
+            await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
+        stubborn = [task for task in self._running if task.finished_by is None]
+        await asyncio.gather(*(self._hand_over(task) for task in stubborn))
+        for running in list(self._running.values()):
+            running.cancel("the worker is shutting down")
+        await self._results.drain()
+
+
+def _hopeless(error: EngineError) -> bool:
+    """Whether trying again cannot help: the login or the configuration is wrong."""
+    return isinstance(error, AuthError) or (
+        isinstance(error, TransportError) and error.kind == "auth"
+    )

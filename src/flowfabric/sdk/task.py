@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 from flowfabric.core.contracts.executions import FailOutcome, Moved, WaitChildrenOutcome
 from flowfabric.core.contracts.leases import Claim, Handle, Renewed
 from flowfabric.core.errors import (
-    BudgetExceeded,
     EngineError,
+    FlowFabricError,
     LeaseLost,
-    PermanentError,
     PossiblySucceeded,
-    RetryableError,
     TaskFinishedError,
     TransportError,
+    ValidationError,
+    Verdict,
 )
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import LifecyclePhase
 from flowfabric.engine.backend import Backend
+from flowfabric.sdk.failures import failure_category, failure_reason
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 
-__all__ = ["ClaimedTask", "Verdict", "failure_category", "failure_reason", "verify"]
+__all__ = ["ClaimedTask", "verify"]
 
 log = logging.getLogger(__name__)
 
-Verdict = Literal["succeeded", "failed", "superseded", "unknown"]
 T = TypeVar("T")
 
 _TRIES = 3
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
+_loss = threading.Lock()
+"""A loss is noted by the keeper's thread while a call of the task may be in flight."""
 
 
 class TaskOwner(Protocol):
@@ -42,27 +45,52 @@ class TaskOwner(Protocol):
 
     backend: Backend
     keeper: LeaseKeeper
+    complete_on_exit: bool
 
-    def release(self, task: ClaimedTask) -> None:
-        """Take the task's permit back."""
+    def release(self, held: HeldLease) -> None:
+        """Take the permit of an ended task back."""
+        ...
+
+    def forgotten(self, held: HeldLease) -> None:
+        """Take the permit and the lease of a task back that nobody refers to; any thread."""
         ...
 
 
 class ClaimedTask:
     """A claimed attempt. Exactly one lease-releasing call can succeed on it.
 
-    As an async context manager it fails the attempt when the block raises.
+    As an async context manager it fails the attempt when the block raises, and gives the lease
+    back when the block ends without a lease-releasing call.
     """
 
-    __slots__ = ("_held", "_owner", "claim", "finished_by", "lease_lost", "on_lease_lost")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "_landing",
+        "_late_loss",
+        "_owner",
+        "claim",
+        "finished_by",
+        "lease_lost",
+        "on_lease_lost",
+    )
 
-    def __init__(self, owner: TaskOwner, claim: Claim) -> None:
+    def __init__(self, owner: TaskOwner, claim: Claim, since: float) -> None:
         self._owner = owner
         self.claim = claim
         self.finished_by: str | None = None
         self.lease_lost: LeaseLost | None = None
+        """Why the lease is gone; None while it is ours."""
         self.on_lease_lost: Callable[[LeaseLost], None] | None = None
-        self._held: HeldLease = owner.keeper.hold(claim.handle, self._lost)
+        """Called once when the lease is lost, from the keeper's thread."""
+        self._landing: str | None = None
+        self._late_loss: LeaseLost | None = None
+        self._held: HeldLease = owner.keeper.hold(claim.handle, self, since)
+
+    def __del__(self) -> None:
+        if self.finished_by is None:
+            self.finished_by = "forgotten"
+            self._owner.forgotten(self._held)
 
     # --- what was claimed -------------------------------------------------------------
 
@@ -132,14 +160,32 @@ class ClaimedTask:
         """Check this before a side effect that cannot be undone."""
         return self.finished_by is None and self._held.healthy
 
+    @property
+    def may_hold_lease(self) -> bool:
+        """Whether repeating a call still makes sense: the lease is not known to be over."""
+        return self.finished_by is None and self._held.alive
+
+    @property
+    def held(self) -> HeldLease:
+        """The keeper's view of the lease."""
+        return self._held
+
     async def renew_lease(self) -> Renewed:
         """Renew now; the keeper goes on renewing by itself."""
-        self._usable("renew")
+        self._usable()
         return await self._owner.backend.renew(self.handle)
 
-    def _lost(self, code: str, reason: str) -> None:
+    def lease_is_lost(self, code: str, reason: str) -> None:
         """From the keeper's thread: the lease is gone for good."""
         lost = LeaseLost(code, reason, str(self.execution_id))
+        with _loss:
+            if self._landing is not None:
+                # Our own call may be what ended it: its answer decides.
+                self._late_loss = lost
+                return
+        self._lose(lost)
+
+    def _lose(self, lost: LeaseLost) -> None:
         self.lease_lost = lost
         if self.on_lease_lost is not None:
             self.on_lease_lost(lost)
@@ -184,61 +230,79 @@ class ClaimedTask:
         finishes: Callable[[T], bool] = lambda _: True,
     ) -> T:
         """Any answer of the engine is final for this task; only transport faults are repeated."""
-        self._usable(op)
-        pause = _FIRST_PAUSE_S
-        for attempt in range(1, _TRIES + 1):
-            try:
-                outcome = await call()
-            except TransportError as error:
-                if attempt < _TRIES and error.retryable and self._held.healthy:
-                    await asyncio.sleep(pause)
-                    pause = min(pause * 2, _LAST_PAUSE_S)
-                    continue
-                if error.ambiguous:
-                    raise PossiblySucceeded(op, str(self.execution_id), str(error)) from error
-                raise
-            except EngineError:
-                self.finish(op)
-                raise
+        self._usable()
+        if self._landing is not None:
+            raise TaskFinishedError(str(self.execution_id), self._landing)
+        self._landing = op
+        try:
+            outcome = await self._repeated(op, call)
+        except (TransportError, ValidationError):
+            # Nothing landed: the lease is as it was, the caller may do something else.
+            raise
+        except EngineError:
+            self.finish(op)
+            raise
+        else:
             if finishes(outcome):
                 self.finish(op)
             return outcome
+        finally:
+            with _loss:
+                self._landing = None
+                late, self._late_loss = self._late_loss, None
+            if late is not None and self.finished_by is None:
+                self._lose(late)
+
+    async def _repeated(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+        pause = _FIRST_PAUSE_S
+        ambiguous = False
+        for attempt in range(1, _TRIES + 1):
+            try:
+                return await call()
+            except TransportError as error:
+                ambiguous = ambiguous or error.ambiguous
+                if attempt == _TRIES or not error.retryable or not self._held.alive:
+                    if not ambiguous:
+                        raise
+                    unknown = PossiblySucceeded(op, str(self.execution_id), str(error))
+                    unknown.verifier = partial(verify, self._owner.backend, self.handle, op)
+                    raise unknown from error
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LAST_PAUSE_S)
         raise AssertionError("unreachable")
 
-    def _usable(self, op: str) -> None:
+    def _usable(self) -> None:
         if self.finished_by is not None:
             raise TaskFinishedError(str(self.execution_id), self.finished_by)
-        if self.lease_lost is not None:
-            log.debug("%s on %s after its lease was lost", op, self.execution_id)
-            raise self.lease_lost
+        lost = self.lease_lost
+        if lost is not None:
+            raise LeaseLost(lost.code, lost.reason, lost.execution_id)
 
     def finish(self, how: str) -> None:
         """The lease was given up: stop renewing and return the permit."""
         if self.finished_by is None:
             self.finished_by = how
             self._owner.keeper.release(self._held)
-            self._owner.release(self)
+            self._owner.release(self._held)
 
     async def discard(self) -> None:
         """Let go without a result: best effort, the lease is given back at once."""
         if self.finished_by is not None:
             return
-        log.warning(
-            "dropped without terminal operation — lease will expire",
-            extra={"action": "task_dropped", "execution_id": self.execution_id},
-        )
+        warn_dropped(self.execution_id)
         try:
-            if self.lease_lost is None:
+            if self._held.alive and self._landing is None:
                 await self._owner.backend.delay(self.handle, 1)
         except EngineError as error:
             log.debug("lease of %s not given back: %s", self.execution_id, error)
-        self.finish("discard")
+        finally:
+            self.finish("discard")
 
     # --- non-terminal operations ------------------------------------------------------------
 
     async def update_progress(self, pct: int | None = None, message: str | None = None) -> None:
         """Note how far the attempt is; only what is given is written."""
-        self._usable("progress")
+        self._usable()
         await self._owner.backend.progress(self.handle, pct, message)
 
     # --- as a context manager ---------------------------------------------------------------
@@ -255,49 +319,56 @@ class ClaimedTask:
         if self.finished_by is not None:
             return
         if isinstance(exc, Exception) and not isinstance(exc, LeaseLost):
-            await self.fail(failure_reason(exc), failure_category(exc))
+            await self._fail_with(exc)
+        elif exc is None and self._owner.complete_on_exit:
+            try:
+                await self.complete()
+            finally:
+                self.finish("abandoned")
         else:
             await self.discard()
 
-
-def failure_category(error: BaseException) -> str:
-    """The category a handler's exception is stored under."""
-    match error:
-        case RetryableError():
-            return "transient"
-        case PermanentError():
-            return "permanent"
-        case BudgetExceeded():
-            return "budget_exceeded"
-        case TimeoutError():
-            return "timeout"
-        case Exception():
-            return "handler_error"
-        case _:
-            return "handler_panic"
+    async def _fail_with(self, error: Exception) -> None:
+        """Report the block's exception; a problem doing so must not hide it."""
+        try:
+            await self.fail(failure_reason(error), failure_category(error))
+        except FlowFabricError as problem:
+            log.warning(
+                "failure of %s was not accepted: %s",
+                self.execution_id,
+                problem,
+                extra={"action": "task_abandoned", "execution_id": self.execution_id},
+            )
+        finally:
+            self.finish("abandoned")
 
 
-def failure_reason(error: BaseException) -> str:
-    """The message followed by every cause in the chain."""
-    parts: list[str] = []
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        message = str(cause)
-        parts.append(f"{type(cause).__name__}: {message}" if message else type(cause).__name__)
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-    return ": ".join(parts)
+def warn_dropped(execution_id: ExecutionId) -> None:
+    """Tell that a task went away without an end."""
+    log.warning(
+        "dropped without terminal operation — lease will expire",
+        extra={"action": "task_dropped", "execution_id": execution_id},
+    )
 
 
-async def verify(backend: Backend, handle: Handle) -> Verdict:
+_ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "ended_cancelled"}
+
+
+async def verify(backend: Backend, handle: Handle, op: str) -> Verdict:
     """After `PossiblySucceeded`: whether the call of this handle took effect."""
     try:
-        info = await backend.read_execution_info(handle.execution_id)
-        fields = await backend.read_exec_core_fields(handle.execution_id, ["current_lease_epoch"])
+        attempts = await backend.read_attempts(handle.execution_id)
     except EngineError:
         return "unknown"
-    if fields["current_lease_epoch"] != str(handle.lease_epoch):
-        return "superseded"
-    still_ours = info.state_vector.lifecycle_phase is LifecyclePhase.ACTIVE
-    return "failed" if still_ours else "succeeded"
+    index = handle.attempt_index
+    if index >= len(attempts) or attempts[index].attempt_id != handle.attempt_id:
+        return "unknown"
+    own = attempts[index]
+    if op in _ENDED_BY:
+        if own.attempt_state == _ENDED_BY[op]:
+            return "succeeded"
+    elif own.lease_epoch > handle.lease_epoch or own.attempt_state == "suspended":
+        # Only a pause lets the same attempt go on under another lease.
+        return "succeeded"
+    ours = own.attempt_state == "started" and own.lease_epoch == handle.lease_epoch
+    return "failed" if ours else "superseded"

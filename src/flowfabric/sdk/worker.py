@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
 
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimGrant,
+    Handle,
     ReclaimGrant,
     ReclaimOutcome,
     ResumeGrant,
 )
-from flowfabric.core.errors import ConfigError, ContentionError, EngineError, WorkerAtCapacity
+from flowfabric.core.errors import (
+    ConfigError,
+    ContentionError,
+    EngineError,
+    TransportError,
+    WorkerAtCapacity,
+)
+from flowfabric.core.ids import new_uuid
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.scheduling import Want
 from flowfabric.scheduler.hints import LaneHints, Lanes
+from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.lease_keeper import LeaseKeeper
-from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
+from flowfabric.sdk.task import ClaimedTask, warn_dropped
+from flowfabric.valkey.address import Address, parse_url
 
 __all__ = ["Connect", "Worker"]
 
@@ -31,12 +43,19 @@ Connect = Callable[[], Awaitable[Backend]]
 """Opens a backend in the running event loop; the worker and its lease keeper each open one."""
 
 
+def _opener(place: Address | str) -> Connect:
+    address = parse_url(place) if isinstance(place, str) else place
+    return lambda: Backend.connect(address)
+
+
 class Worker:
     """Claims tasks and owns the permits. `WorkerRuntime` runs handlers on top of it.
 
-    >>> async with await Worker.connect(config, connect) as worker:
-    ...     async with await worker.claim() as task:
-    ...         await task.complete(b"done")
+    >>> async with await Worker.connect(config, "valkey://127.0.0.1:6379") as worker:
+    ...     task = await worker.claim()
+    ...     if task is not None:
+    ...         async with task:
+    ...             await task.complete(b"done")
     """
 
     def __init__(self, config: WorkerConfig, backend: Backend, keeper: LeaseKeeper) -> None:
@@ -44,9 +63,13 @@ class Worker:
         self.backend = backend
         self.keeper = keeper
         self.free = config.permits
-        self.tasks: set[ClaimedTask] = set()
+        self.complete_on_exit = config.complete_on_exit
         self.lanes = Lanes(config.lanes, backend.counts, config.worker_instance_id)
         self.on_release: Callable[[], None] | None = None
+        self._held: set[HeldLease] = set()
+        self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._returns: set[asyncio.Task[None]] = set()
         self._wants = {
             lane: Want.of(
                 lane,
@@ -61,15 +84,24 @@ class Worker:
         self._closed = False
 
     @classmethod
-    async def connect(cls, config: WorkerConfig, connect: Connect) -> Self:
-        """Open connections, register the process, start the lease keeper and the heartbeat."""
+    async def connect(cls, config: WorkerConfig, place: Connect | Address | str) -> Self:
+        """Open connections, register the process, start the lease keeper and the heartbeat.
+
+        `place` is a url, an address, or a function that opens a backend.
+        """
+        connect = place if callable(place) else _opener(place)
         backend = await connect()
+        keeper = LeaseKeeper(connect, config.lease_ttl_ms)
+        worker = cls(config, backend, keeper)
         try:
-            worker = cls(config, backend, LeaseKeeper(connect, config.lease_ttl_ms))
             await worker._register(only_if_absent=True)
-            await asyncio.to_thread(worker.keeper.start)
         except BaseException:
             await backend.aclose()
+            raise
+        try:
+            await asyncio.to_thread(keeper.start)
+        except BaseException:
+            await worker.aclose()
             raise
         worker._heartbeat = asyncio.create_task(worker._beat())
         log.info(
@@ -129,18 +161,42 @@ class Worker:
         """Return permits that no task took."""
         self.free += count
 
-    def adopt(self, claim: Claim) -> ClaimedTask:
-        """A task on a permit that is already reserved."""
-        task = ClaimedTask(self, claim)
-        self.tasks.add(task)
+    def adopt(self, claim: Claim, since: float) -> ClaimedTask:
+        """A task on a permit that is already reserved; `since` is when the claim was asked for."""
+        task = ClaimedTask(self, claim, since)
+        self._held.add(task.held)
         return task
 
-    def release(self, task: ClaimedTask) -> None:
+    def release(self, held: HeldLease) -> None:
         """A task ended: its permit is free again."""
-        self.tasks.discard(task)
+        self._held.discard(held)
         self.free += 1
         if self.on_release is not None:
             self.on_release()
+
+    def forgotten(self, held: HeldLease) -> None:
+        """A task was garbage collected, in whatever thread: free its permit, return its lease."""
+        self.keeper.release(held)
+        # The loop is closed when the whole worker was left behind.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._take_back, held)
+
+    def _take_back(self, held: HeldLease) -> None:
+        warn_dropped(held.handle.execution_id)
+        self.release(held)
+        if held.alive and not self._closed:
+            returning = self._loop.create_task(self.give_back([held.handle]))
+            self._returns.add(returning)
+            returning.add_done_callback(self._returns.discard)
+
+    async def give_back(self, handles: Iterable[Handle]) -> None:
+        """Return leases that no task will use; best effort, they lapse otherwise."""
+        outcomes = await asyncio.gather(
+            *(self.backend.delay(handle, 1) for handle in handles), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                log.debug("lease not given back: %s", outcome)
 
     # --- claiming -------------------------------------------------------------------------
 
@@ -149,12 +205,22 @@ class Worker:
         reserved = self.reserve(max_n)
         if not reserved:
             return [], 0
+        request_id, since = self._request(lane_id, tag)
         tasks: list[ClaimedTask] = []
         try:
-            claimed = await self.backend.claim_many(self.want(lane_id), tag, reserved)
-            tasks = [self.adopt(claim) for claim in claimed.claims]
+            claimed = await self.backend.claim_many(
+                self.want(lane_id), tag, reserved, request_id=request_id
+            )
+            tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
+        except (TransportError, asyncio.CancelledError) as error:
+            if not isinstance(error, TransportError) or error.ambiguous:
+                self.unanswered(lane_id, tag, request_id, since)
+            raise
         finally:
             self.unreserve(reserved - len(tasks))
+        if len(claimed.claims) > reserved:
+            # The answer to an earlier request, when there was more room.
+            await self.give_back(claim.handle for claim in claimed.claims[reserved:])
         lane = self.lanes[lane_id]
         if claimed.remaining:
             lane.add(tag)
@@ -162,24 +228,46 @@ class Worker:
             lane.drop(tag)
         return tasks, claimed.remaining
 
+    def _request(self, lane_id: str, tag: str) -> tuple[str, float]:
+        """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
+        now = time.monotonic()
+        request_id, since = self._unanswered.pop((lane_id, tag), ("", 0.0))
+        if request_id and now - since < self.config.lease_ttl_ms / 1000:
+            return request_id, since
+        return new_uuid(), now
+
+    def unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
+        """A claim's reply was lost: the next claim there repeats it and gets its leases."""
+        self._unanswered[lane_id, tag] = request_id, since
+        self.lanes[lane_id].add(tag)
+
     async def claim_many(self, max_n: int | None = None) -> list[ClaimedTask]:
         """Claim up to `max_n` tasks of the configured lanes; empty without work or permits."""
         wanted = self.free if max_n is None else min(max_n, self.free)
         tasks: list[ClaimedTask] = []
-        for lane in list(self.lanes):
-            for tag in await self._places(lane):
-                if len(tasks) >= wanted:
-                    return tasks
-                found, _ = await self.claim_at(lane.lane_id, tag, wanted - len(tasks))
-                tasks += found
+        try:
+            for lane in self.lanes.in_turn():
+                if len(tasks) < wanted:
+                    tasks += await self._claim_in(lane, wanted - len(tasks))
+        except EngineError:
+            # What was claimed before the fault is not lost with it.
+            if not tasks:
+                raise
         return tasks
 
-    async def _places(self, lane: LaneHints) -> list[str]:
-        """Where to look: hinted partitions, else those of the sweep if any of them holds work."""
-        if len(lane):
-            return list(lane)
-        tags = lane.sweep()
-        return tags if await self.backend.any_work(lane.lane_id, tags) else []
+    async def _claim_in(self, lane: LaneHints, wanted: int) -> list[ClaimedTask]:
+        poll_s = self.config.claim_poll_interval_ms / 1000
+        if not len(lane) or time.monotonic() - lane.swept_at >= poll_s:
+            for tag in await find_work(self.backend, lane):
+                lane.add(tag)
+        tasks: list[ClaimedTask] = []
+        for tag in list(lane):
+            if len(tasks) < wanted:
+                found, remaining = await self.claim_at(lane.lane_id, tag, wanted - len(tasks))
+                tasks += found
+                if remaining:
+                    lane.rotate(tag)
+        return tasks
 
     async def claim(self) -> ClaimedTask | None:
         """Claim one task, or None when there is no work or no permit."""
@@ -230,6 +318,7 @@ class Worker:
         """Take over an execution whose lease was lost."""
         if not self.reserve(1):
             raise WorkerAtCapacity
+        since = time.monotonic()
         try:
             outcome = await self.backend.reclaim_execution(
                 grant,
@@ -242,19 +331,20 @@ class Worker:
             self.unreserve(1)
             raise
         if isinstance(outcome, Claim):
-            return self.adopt(outcome)
+            return self.adopt(outcome, since)
         self.unreserve(1)
         return outcome
 
     async def _with_permit(self, consume: Callable[[], Awaitable[Claim]]) -> ClaimedTask:
         if not self.reserve(1):
             raise WorkerAtCapacity
+        since = time.monotonic()
         try:
             claim = await consume()
         except BaseException:
             self.unreserve(1)
             raise
-        return self.adopt(claim)
+        return self.adopt(claim, since)
 
     # --- ending -----------------------------------------------------------------------------
 
@@ -266,7 +356,10 @@ class Worker:
         if self._heartbeat is not None:
             self._heartbeat.cancel()
             await asyncio.wait([self._heartbeat])
-        await asyncio.gather(*(task.discard() for task in list(self.tasks)))
+        tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
+        await asyncio.gather(
+            *(task.discard() for task in tasks if isinstance(task, ClaimedTask)), *self._returns
+        )
         await asyncio.to_thread(self.keeper.stop)
         try:
             await self.backend.mark_worker_dead(

@@ -1,0 +1,142 @@
+"""The application object for ordinary, blocking code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from flowfabric.app.fabric import Fabric
+from flowfabric.app.run import Run
+from flowfabric.app.tasks import Task
+from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.durations import Duration
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.sdk.client import Outcome
+from flowfabric.sdk.portal import Portal
+
+__all__ = ["SyncFabric", "SyncRun"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class SyncRun(Generic[R]):
+    """`Run` without `await`."""
+
+    __slots__ = ("_call", "_run", "duplicate", "id")
+
+    def __init__(self, run: Run[R], call: Callable[..., Any]) -> None:
+        self._run = run
+        self._call = call
+        self.id: ExecutionId = run.id
+        self.duplicate = run.duplicate
+
+    def state(self) -> PublicState:
+        """Where the execution is now."""
+        return self._call(self._run.state)
+
+    def info(self) -> ExecutionInfo:
+        """Everything an operator would see of it."""
+        return self._call(self._run.info)
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Wait until it has ended, however it ended."""
+        return self._call(lambda: self._run.wait(timeout))
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the result. `ExecutionFailed` and its siblings tell why there is none."""
+        return self._call(lambda: self._run.result(timeout))
+
+    def cancel(self, reason: str = "") -> None:
+        """End it deliberately; a running handler learns of it with its next renewal."""
+        self._call(lambda: self._run.cancel(reason))
+
+    def __repr__(self) -> str:
+        return f"SyncRun({self.id})"
+
+
+class SyncFabric:
+    """Submits an application's tasks from code without an event loop; safe from several threads.
+
+    >>> with SyncFabric(app) as sync:
+    ...     print(sync.submit(greet, "Ada").result(timeout=10))
+    """
+
+    def __init__(self, app: Fabric) -> None:
+        self._app = app
+        self._portal = Portal("ff-sync-fabric")
+        self._twin: Fabric | None = None
+        self._generation = -1
+
+    def _fabric(self) -> Fabric:
+        """The same application with connections of the portal's own loop."""
+        if self._twin is None or self._generation != self._portal.generation:
+            self._twin = Fabric(namespace=self._app.namespace)
+            self._twin.place, self._twin.tasks = self._app.place, self._app.tasks
+            self._generation = self._portal.generation
+        return self._twin
+
+    def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return self._portal.call(make)
+
+    def submit(
+        self,
+        task: Task[..., R] | str,
+        /,
+        *args: Any,
+        lane: str | None = None,
+        priority: int | None = None,
+        idempotency_key: str = "",
+        delay: Duration | None = None,
+        tags: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> SyncRun[R]:
+        """Submit one execution and return a handle on it. Arguments become JSON."""
+
+        async def submit() -> Run[R]:
+            return await self._fabric().submit(
+                task,
+                *args,
+                lane=lane,
+                priority=priority,
+                idempotency_key=idempotency_key,
+                delay=delay,
+                tags=tags,
+                **kwargs,
+            )
+
+        return SyncRun(self._call(submit), self._call)
+
+    def submit_many(
+        self, task: Task[..., R] | str, calls: Sequence[Sequence[Any]], **options: Any
+    ) -> list[SyncRun[R]]:
+        """Submit one task many times in few round trips; takes the options of the async form."""
+
+        async def submit() -> list[Run[R]]:
+            return await self._fabric().submit_many(task, calls, **options)
+
+        return [SyncRun(run, self._call) for run in self._call(submit)]
+
+    def close(self) -> None:
+        """Close connections and end the private thread. The application itself stays usable."""
+        twin = self._twin if self._generation == self._portal.generation else None
+
+        async def last() -> None:
+            if twin is not None:
+                # Not `twin.aclose()`: the embedded server belongs to the application.
+                await (await twin.client()).aclose()
+
+        self._portal.close(last)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

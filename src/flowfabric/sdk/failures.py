@@ -1,0 +1,87 @@
+"""What is stored about a handler that failed."""
+
+from __future__ import annotations
+
+import traceback
+
+from flowfabric.core.errors import (
+    BudgetExceeded,
+    FlowFabricError,
+    PermanentError,
+    RetryableError,
+)
+from flowfabric.core.text import truncate_utf8
+
+__all__ = ["HandlerFailure", "failure_category", "failure_reason", "failure_report"]
+
+_CHAIN_BYTES = 4096
+_REPORT_BYTES = 8192
+_FRAMES = 20
+# The first that fits.
+_CATEGORIES: dict[type[BaseException], str] = {
+    RetryableError: "transient",
+    PermanentError: "permanent",
+    BudgetExceeded: "budget_exceeded",
+    TimeoutError: "timeout",
+    Exception: "handler_error",
+}
+
+
+class HandlerFailure(FlowFabricError):
+    """Raised on the way to a handler: the attempt failed with exactly this reason and category."""
+
+    def __init__(self, reason: str, category: str) -> None:
+        super().__init__(reason, category)
+        self.reason = reason
+        self.category = category
+
+    def __str__(self) -> str:
+        return f"{self.category}: {self.reason}"
+
+
+def failure_category(error: BaseException) -> str:
+    """The category a handler's exception is stored under."""
+    if isinstance(error, HandlerFailure):
+        return error.category
+    for kind, category in _CATEGORIES.items():
+        if isinstance(error, kind):
+            return category
+    return "handler_panic"
+
+
+def failure_reason(error: BaseException) -> str:
+    """The message followed by every cause in the chain."""
+    if isinstance(error, HandlerFailure):
+        return error.reason
+    parts: list[str] = []
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        message = _message(cause)
+        parts.append(f"{type(cause).__name__}: {message}" if message else type(cause).__name__)
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    reason = ": ".join(parts)
+    return reason if isinstance(error, Exception) else f"handler crashed: {reason}"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - user code: a broken __str__ must not hide the failure
+        return "(its message cannot be shown)"
+
+
+def failure_report(error: BaseException) -> str:
+    """The reason on the first lines, then where it happened: the innermost frames that fit."""
+    reason = truncate_utf8(failure_reason(error), _CHAIN_BYTES)
+    # The first frame is our own call of the handler.
+    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    if isinstance(error, HandlerFailure) or tail is None:
+        return reason
+    lines = traceback.format_tb(tail)[-_FRAMES:]
+    room = _REPORT_BYTES - len(reason.encode(errors="replace")) - 1
+    while lines and len("".join(lines).encode(errors="replace")) > room:
+        del lines[0]
+    where = "".join(lines).rstrip()
+    return f"{reason}\n{where}" if where else reason

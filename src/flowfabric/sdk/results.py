@@ -1,0 +1,220 @@
+"""Results on their way to the engine: joined per loop tick, with the next claims in return."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from flowfabric.core.contracts.leases import ClaimedMany
+from flowfabric.core.errors import (
+    EngineError,
+    FlowFabricError,
+    TransportError,
+    ValidationError,
+)
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.executions import Completion
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
+
+__all__ = ["BATCH", "Encoded", "Results", "RunSummary"]
+
+log = logging.getLogger(__name__)
+
+Encoded = tuple[bytes, str]
+"""Result bytes and their encoding label."""
+Finished = tuple[ClaimedTask, Completion]
+
+BATCH = 64
+"""Tasks per claim: large enough to share a round trip, small enough to overlap with the next."""
+_MAX_STICKY = 16
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 1.0
+
+
+class RunSummary(msgspec.Struct):
+    """What a run of the worker did."""
+
+    completed: int = 0
+    failed: int = 0
+    """Ended without success: failed for good, expired or cancelled by its handler."""
+    retried: int = 0
+    """Attempts that failed and will be repeated."""
+    released: int = 0
+    """Attempts that were given back and go on later, here or elsewhere."""
+    abandoned: int = 0
+    """Attempts whose end was not accepted, or is not known to be."""
+
+
+class Results:
+    """Completes tasks in batches and starts what the same trip claims."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        summary: RunSummary,
+        *,
+        start: Callable[[ClaimedTask], None],
+        refuse: Callable[[ClaimedTask, ValidationError], Awaitable[None]],
+        stopping: asyncio.Event,
+    ) -> None:
+        self._worker = worker
+        self._summary = summary
+        self._start = start
+        self._refuse = refuse
+        """Ends a task whose result cannot be stored."""
+        self._stopping = stopping
+        self._done: dict[tuple[str, str], list[Finished]] = {}
+        self._flush_planned = False
+        self._calls: set[asyncio.Task[None]] = set()
+        self._sticky = 0
+
+    def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
+        """Complete this task with the others of this loop tick."""
+        handle = task.claim.handle
+        if result is None or type(result) is bytes:
+            completion = Completion(handle, result)
+        elif type(result) is tuple:
+            completion = Completion(handle, result[0], result[1])
+        else:
+            raise TypeError(f"a handler returns bytes or None, not {type(result).__name__}")
+        self._done.setdefault((handle.lane_id, handle.execution_id.tag), []).append(
+            (task, completion)
+        )
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def drain(self) -> None:
+        """Return when every result was answered or given up."""
+        while self._done or self._calls:
+            self._flush()
+            await asyncio.wait(list(self._calls))
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        done, self._done = self._done, {}
+        for (lane_id, tag), finished in done.items():
+            for first in range(0, len(finished), BATCH):
+                call = asyncio.create_task(
+                    self._send(lane_id, tag, finished[first : first + BATCH])
+                )
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+
+    async def _send(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
+        try:
+            await self._deliver(lane_id, tag, finished)
+        except BaseException as error:
+            # Only a bug or the loop's end gets here; a permit must not be lost even then.
+            for task, _ in finished:
+                if task.finished_by is None:
+                    self.abandon(task, error)
+            raise
+
+    async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
+        """Complete, and take as many of the same lane and partition, in one trip."""
+        sticky = not self._stopping.is_set() and self._may_stick(lane_id, tag)
+        # The permits of what is being completed are as good as free.
+        room = len(finished) if sticky else 0
+        request_id, since = new_uuid(), time.monotonic()
+        try:
+            outcomes, claimed = await self._call(lane_id, tag, finished, room, request_id)
+        except TransportError as error:
+            if room and error.ambiguous:
+                self._worker.unanswered(lane_id, tag, request_id, since)
+            for task, _ in finished:
+                self.abandon(task, error)
+            return
+        except EngineError as error:
+            log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
+            await asyncio.gather(*(self._alone(*one) for one in finished))
+            return
+        refused: list[tuple[ClaimedTask, ValidationError]] = []
+        for (task, _), outcome in zip(finished, outcomes, strict=True):
+            if outcome is None:
+                self._summary.completed += 1
+                task.finish("complete")
+            elif isinstance(outcome, ValidationError):
+                refused.append((task, outcome))
+            else:
+                self.abandon(task, outcome)
+        if room:
+            await self._go_on(lane_id, tag, claimed, since)
+        for task, problem in refused:
+            await self._refuse(task, problem)
+
+    async def _call(
+        self, lane_id: str, tag: str, finished: list[Finished], room: int, request_id: str
+    ) -> tuple[list[EngineError | None], ClaimedMany]:
+        """Repeats the very same request while any of the leases may last."""
+        items = [completion for _, completion in finished]
+        want = self._worker.want(lane_id)
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._worker.backend.complete_and_claim(
+                    tag, items, want, room, request_id=request_id
+                )
+            except TransportError as error:
+                if not error.retryable or not any(task.may_hold_lease for task, _ in finished):
+                    raise
+                log.warning(
+                    "results not delivered, trying again: %s",
+                    error,
+                    extra={"action": "complete_delayed"},
+                )
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+    async def _go_on(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> None:
+        worker = self._worker
+        lane = worker.lanes[lane_id]
+        if not claimed.remaining:
+            lane.drop(tag)
+        claims = claimed.claims
+        room = 0 if self._stopping.is_set() else worker.reserve(len(claims))
+        for claim in claims[:room]:
+            self._start(worker.adopt(claim, since))
+        if len(claims) > room:
+            await worker.give_back(claim.handle for claim in claims[room:])
+
+    def _may_stick(self, lane_id: str, tag: str) -> bool:
+        """Stay on a partition for a while only, and not while others wait longer."""
+        lanes = self._worker.lanes
+        if tag not in lanes[lane_id]:
+            return False
+        if all(len(lane) <= (lane.lane_id == lane_id) for lane in lanes):
+            return True
+        self._sticky += 1
+        if self._sticky < _MAX_STICKY:
+            return lanes[lane_id].oldest() == tag
+        self._sticky = 0
+        return False
+
+    async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
+        """The batch as a whole was refused: let each task try for itself."""
+        try:
+            await task.complete(completion.result_payload, completion.result_encoding)
+            self._summary.completed += 1
+        except ValidationError as problem:
+            await self._refuse(task, problem)
+        except FlowFabricError as problem:
+            self.abandon(task, problem)
+
+    def abandon(self, task: ClaimedTask, error: BaseException) -> None:
+        """The end was not accepted: the execution is somebody else's now, or already over."""
+        log.error(
+            "%s of %s was not accepted: %s",
+            task.execution_kind,
+            task.execution_id,
+            error,
+            extra={"action": "task_abandoned", "execution_id": task.execution_id},
+        )
+        self._summary.abandoned += 1
+        task.finish("abandoned")

@@ -1,0 +1,190 @@
+"""The client for ordinary, blocking code."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from flowfabric.core.contracts.executions import (
+    Cancelled,
+    CreateOutcome,
+    ExecutionContext,
+    ExecutionPage,
+    ExecutionSnapshot,
+    NewExecution,
+    PriorityChanged,
+    Replayed,
+)
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.engine.listing import Filter
+from flowfabric.sdk.client import Client, Outcome
+from flowfabric.sdk.portal import Portal
+from flowfabric.valkey.address import Address
+
+__all__ = ["SyncClient"]
+
+T = TypeVar("T")
+
+
+class SyncClient:
+    """`Client` without `await`: the same methods, usable from several threads and after a fork.
+
+    >>> with SyncClient.connect("valkey://127.0.0.1:6379") as client:
+    ...     created = client.submit("resize", b'{"width": 80}')
+    ...     print(client.result(created.execution_id, timeout=10))
+    """
+
+    def __init__(self, open_client: Callable[[], Awaitable[Client]]) -> None:
+        self._open = open_client
+        self._portal = Portal("ff-sync-client")
+        self._client: Client | None = None
+        self._generation = -1
+        self._portal.call(self._ready)
+
+    @classmethod
+    def connect(cls, place: Address | str, namespace: str = "default") -> Self:
+        """A client of the deployment at an address or url."""
+        return cls(lambda: Client.connect(place, namespace))
+
+    async def _ready(self) -> Client:
+        """The client of the portal's present loop; after a fork a new one."""
+        if self._client is None or self._generation != self._portal.generation:
+            generation = self._portal.generation
+            client = await self._open()
+            if self._generation == generation and self._client is not None:
+                await client.aclose()
+            else:
+                self._client, self._generation = client, generation
+        return self._client
+
+    def _call(self, use: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        async def run() -> T:
+            return await use(await self._ready())
+
+        return self._portal.call(run)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of what this client submits."""
+        return self._known().namespace
+
+    def _known(self) -> Client:
+        assert self._client is not None
+        return self._client
+
+    def new_execution(
+        self,
+        kind: str,
+        payload: bytes = b"",
+        *,
+        lane: str = "default",
+        execution_id: ExecutionId | None = None,
+        **fields: Any,
+    ) -> NewExecution:
+        """One execution to submit, with an id minted for its lane unless one is given."""
+        return self._known().new_execution(
+            kind, payload, lane=lane, execution_id=execution_id, **fields
+        )
+
+    def submit(
+        self,
+        kind: str,
+        payload: bytes = b"",
+        *,
+        lane: str = "default",
+        payload_encoding: str = "",
+        priority: int | None = None,
+        creator_identity: str = "",
+        idempotency_key: str = "",
+        tags: Mapping[str, str] | None = None,
+        policy: ExecutionPolicy | None = None,
+        delay_until: int | None = None,
+        execution_deadline_at: int | None = None,
+        execution_id: ExecutionId | None = None,
+    ) -> CreateOutcome:
+        """Submit one execution; with an idempotency key or a fixed id at most once."""
+        return self._call(
+            lambda client: client.submit(
+                kind,
+                payload,
+                lane=lane,
+                payload_encoding=payload_encoding,
+                priority=priority,
+                creator_identity=creator_identity,
+                idempotency_key=idempotency_key,
+                tags=tags,
+                policy=policy,
+                delay_until=delay_until,
+                execution_deadline_at=execution_deadline_at,
+                execution_id=execution_id,
+            )
+        )
+
+    def submit_many(
+        self, items: Sequence[NewExecution]
+    ) -> builtins.list[CreateOutcome | EngineError]:
+        """Submit many in few round trips; answers stand in input order."""
+        return self._call(lambda client: client.submit_many(items))
+
+    def inspect(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+        """A snapshot, or None when it never existed or was trimmed."""
+        return self._call(lambda client: client.inspect(execution_id))
+
+    def wait(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+        """Wait until the execution has ended; the end is pushed, not polled for."""
+        return self._call(lambda client: client.wait(execution_id, timeout))
+
+    def result(self, execution_id: ExecutionId, timeout: float | None = None) -> bytes | None:
+        """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
+        return self._call(lambda client: client.result(execution_id, timeout))
+
+    def result_now(self, execution_id: ExecutionId) -> bytes | None:
+        """The result bytes without waiting; `NotFinished` when it has not ended."""
+        return self._call(lambda client: client.result_now(execution_id))
+
+    def cancel(self, execution_id: ExecutionId, reason: str = "") -> Cancelled:
+        """Cancel from any phase; a running handler learns of it with its next renewal."""
+        return self._call(lambda client: client.cancel(execution_id, reason))
+
+    def replay(self, execution_id: ExecutionId, reason: str = "") -> Replayed:
+        """Run an ended execution again under the same id."""
+        return self._call(lambda client: client.replay(execution_id, reason))
+
+    def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
+        """Move an execution that is not running yet forward or back."""
+        return self._call(lambda client: client.change_priority(execution_id, priority))
+
+    def read_context(self, execution_id: ExecutionId) -> ExecutionContext | None:
+        """Payload, kind and tags, or None when there is no such execution."""
+        return self._call(lambda client: client.read_context(execution_id))
+
+    def list(
+        self, *, cursor: str = "", limit: int = 50, where: Filter | None = None
+    ) -> ExecutionPage:
+        """Executions, page by page."""
+        return self._call(lambda client: client.list(cursor=cursor, limit=limit, where=where))
+
+    def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
+        """New ids for executions of a lane."""
+        return self._known().mint(lane, count)
+
+    def close(self) -> None:
+        """Close every connection and end the thread; calls still waiting fail."""
+        current = self._generation == self._portal.generation
+        client = self._client if current else None
+        self._portal.close(None if client is None else client.aclose)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
