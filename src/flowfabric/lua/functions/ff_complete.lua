@@ -33,7 +33,8 @@ server.register_function('ff_complete', function(keys, args)
   local replies = {}
   for n = 1, count do
     local i = 5 * n - 3
-    replies[n] = complete(c, args[i], args[i + 1], args[i + 2], args[i + 3], args[i + 4])
+    replies[n] = reply.guarded(complete, c, args[i], args[i + 1], args[i + 2], args[i + 3],
+      args[i + 4])
   end
   c:flush()
   local first = 5 * count + 2

@@ -183,7 +183,8 @@ server.register_function('ff_create', function(keys, args)
   local replies = {}
   for i = 2, #args, 5 do
     replies[#replies + 1] =
-      create(c, args[i], args[i + 1], args[i + 2], args[i + 3], options(common, args[i + 4]))
+      reply.guarded(create, c, args[i], args[i + 1], args[i + 2], args[i + 3],
+        options(common, args[i + 4]))
   end
   c:flush()
   for lane in pairs(c.rings) do c:ring(lane) end

@@ -22,7 +22,7 @@ server.register_function('ff_renew', function(keys, args)
   local c = Context.open(keys[1])
   local replies = {}
   for i = 1, #args, 3 do
-    replies[#replies + 1] = renew(c, args[i], args[i + 1], tonumber(args[i + 2]))
+    replies[#replies + 1] = reply.guarded(renew, c, args[i], args[i + 1], tonumber(args[i + 2]))
   end
   c:flush()
   return reply.ok(replies)

@@ -85,6 +85,15 @@ function Context:score(rec)
   return tonumber(rec.created_at) - priority * self:lane(rec.lane_id).weight
 end
 
+-- A paused lane gives nothing out: waking workers for it would only cost.
+local YIELDS_NOTHING = { paused = true, disabled = true }
+
+-- Whether a worker could find claimable work of this lane here.
+function Context:holds_work(lane)
+  return server.call('EXISTS', K.eligible(self.tag, lane), K.lane(self.tag, lane, 'reclaimable'),
+    K.lane(self.tag, lane, 'sigs')) > 0 and not YIELDS_NOTHING[self:lane(lane).state]
+end
+
 -- Tells idle workers that a lane of this partition has claimable work. One ring
 -- wakes one worker; a claim that leaves work behind rings again.
 function Context:ring(lane)

@@ -21,3 +21,11 @@ function reply.integer(text, low, high)
   if not value or value ~= math.floor(value) or value < low or value > high then return nil end
   return value
 end
+
+-- The answer for one item of a batch. A record that cannot be read fails alone: it must
+-- not undo what the call has done for the others.
+function reply.guarded(handle, ...)
+  local ok, answer = pcall(handle, ...)
+  if ok then return answer end
+  return reply.err('corruption', tostring(type(answer) == 'table' and answer.err or answer))
+end

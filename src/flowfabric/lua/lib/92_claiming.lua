@@ -196,6 +196,12 @@ local function consider(c, want, offered, candidate, rows, ids)
   return false
 end
 
+-- `consider`, but a record that cannot be read stays where it is and hides nobody.
+local function stays(...)
+  local ok, answer = pcall(consider, ...)
+  return not ok or answer
+end
+
 -- Lost executions share one index whatever they require, so those of other workers may stand
 -- in front. Goes on behind the `passed` ones that stay.
 local function look_further(c, want, offered, passed, rows, ids)
@@ -206,7 +212,7 @@ local function look_further(c, want, offered, passed, rows, ids)
     if #rows == want.max or not append(page, key, want.max + LOOK_AHEAD, passed) then return end
     for _, candidate in ipairs(page) do
       if #rows == want.max then return end
-      if consider(c, want, offered, candidate, rows, ids) then passed = passed + 1 end
+      if stays(c, want, offered, candidate, rows, ids) then passed = passed + 1 end
     end
   end
 end
@@ -225,7 +231,7 @@ function claiming.many(c, want)
   local lost = K.lane(c.tag, want.lane, 'reclaimable')
   for _, candidate in ipairs(claiming.candidates(c, want.lane, offered, want.max + LOOK_AHEAD)) do
     if #rows == want.max then break end
-    if consider(c, want, offered, candidate, rows, ids) and candidate.key == lost then
+    if stays(c, want, offered, candidate, rows, ids) and candidate.key == lost then
       passed = passed + 1
     end
   end
