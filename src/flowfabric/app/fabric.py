@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -134,7 +133,7 @@ class Fabric:
             idempotency_key=idempotency_key,
             tags=tags,
             policy=policy,
-            delay_until=None if delay is None else _from_now(delay),
+            delay_ms=None if delay is None else to_ms(delay, "delay"),
         )
         return self._run(client, task, outcome)
 
@@ -238,7 +237,3 @@ class Fabric:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
-
-
-def _from_now(delay: Duration) -> int:
-    return int(time.time() * 1000) + to_ms(delay, "delay")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from typing import TYPE_CHECKING
 
+from flowfabric.core.errors import ConfigError
 from flowfabric.engine.backend import Backend
 from flowfabric.valkey.address import Address, from_env, parse_url
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from flowfabric.valkey.embedded import EmbeddedServer
 
 __all__ = ["Place"]
+
+log = logging.getLogger(__name__)
 
 
 class Place:
@@ -42,8 +46,16 @@ class Place:
         """A backend in the running event loop."""
         address = await self.address()
         if self.embedded:
-            return await Backend.connect_and_prepare(address, name=name)
+            return await Backend.connect_and_prepare(address, name=name, revive=self._revive)
         return await Backend.connect(address, name=name)
+
+    def _revive(self) -> None:
+        """The embedded server is ours to start again when it has crashed."""
+        if self._server is not None:
+            try:
+                self._server.ensure_running()
+            except ConfigError as error:
+                log.warning("embedded Valkey: %s", error, extra={"action": "revive_failed"})
 
     def close(self) -> None:
         """Let the embedded server go; it ends with its last user."""

@@ -440,11 +440,11 @@ def enc_hook(value: object) -> object:
     """For msgspec encoders: msgspec does not encode subclasses of `str` by itself."""
     if isinstance(value, str):
         return str.__str__(value)
-    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+    raise TypeError(f"cannot encode {type(value).__name__}")
 
 
 def dec_hook(wanted: type, value: object) -> object:
     """For msgspec decoders: validates ids while a request is decoded."""
     if issubclass(wanted, (ExecutionId, PartitionKey)):
         return wanted(cast("str", value))
-    raise NotImplementedError(f"cannot decode {wanted.__name__}")
+    raise TypeError(f"cannot decode {wanted.__name__}")

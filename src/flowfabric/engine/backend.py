@@ -22,7 +22,7 @@ from flowfabric.engine.upkeep import Upkeep
 from flowfabric.engine.waitpoints import Waitpoints
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.transport import Transport
+from flowfabric.valkey.transport import Revive, Transport
 
 __all__ = ["Backend", "limits_from_env"]
 
@@ -75,9 +75,12 @@ class Backend(
         testing: bool = False,
         request_timeout: float = 5.0,
         name: str = "flowfabric",
+        revive: Revive | None = None,
     ) -> Backend:
         """Dial a deployment and read its counts; with `prepare_with` set it up first."""
-        transport = await connect(address, request_timeout=request_timeout, name=name)
+        transport = await connect(
+            address, request_timeout=request_timeout, name=name, revive=revive
+        )
         try:
             if prepare_with is None:
                 counts = await read_counts(transport)
@@ -90,9 +93,13 @@ class Backend(
         return cls(transport, counts, limits, testing=testing)
 
     @classmethod
-    async def connect_and_prepare(cls, address: Address, *, name: str = "flowfabric") -> Backend:
+    async def connect_and_prepare(
+        cls, address: Address, *, name: str = "flowfabric", revive: Revive | None = None
+    ) -> Backend:
         """Dial and set up with the counts of the environment, as the owner of a server does."""
-        return await cls.connect(address, prepare_with=configured_counts(), name=name)
+        return await cls.connect(
+            address, prepare_with=configured_counts(), name=name, revive=revive
+        )
 
     async def prepare(self) -> bool:
         """Version gate, counts, library and lanes; True when the library was loaded."""

@@ -143,6 +143,8 @@ class Executions(Calls):
             validate_creation_tags(item.tags)
         if item.delay_until is not None:
             _timestamp(item.delay_until, "delay_until")
+        if item.delay_ms is not None:
+            _timestamp(item.delay_ms, "delay_ms")
         if item.execution_deadline_at is not None:
             _timestamp(item.execution_deadline_at, "execution_deadline_at")
         if item.policy is not None:
@@ -430,6 +432,8 @@ def _options(item: NewExecution) -> bytes:
         options["tags"] = [part for pair in item.tags.items() for part in pair]
     if item.delay_until is not None:
         options["delay"] = item.delay_until
+    if item.delay_ms is not None:
+        options["delay_in"] = item.delay_ms
     if item.execution_deadline_at is not None:
         options["deadline"] = item.execution_deadline_at
     if item.creator_identity:

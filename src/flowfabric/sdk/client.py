@@ -156,6 +156,7 @@ class Client:
         tags: Mapping[str, str] | None = None,
         policy: ExecutionPolicy | None = None,
         delay_until: int | None = None,
+        delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
         execution_id: ExecutionId | None = None,
     ) -> CreateOutcome:
@@ -172,6 +173,7 @@ class Client:
             tags=tags or {},
             policy=policy,
             delay_until=delay_until,
+            delay_ms=delay_ms,
             execution_deadline_at=execution_deadline_at,
         )
         return await self.backend.create_execution(new)

@@ -9,7 +9,7 @@ from flowfabric.core.errors import EngineError, TransportError, engine_error
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.cluster import ClusterClient
 from flowfabric.valkey.connection import CONNECT_TIMEOUT, REQUEST_TIMEOUT, Reply
-from flowfabric.valkey.transport import Client, Transport
+from flowfabric.valkey.transport import Client, Revive, Transport
 
 MINIMUM_VERSION: Final = (8, 0)
 
@@ -23,15 +23,27 @@ async def connect(
     request_timeout: float = REQUEST_TIMEOUT,
     connect_timeout: float = CONNECT_TIMEOUT,
     name: str = "flowfabric",
+    revive: Revive | None = None,
 ) -> Transport:
     """A transport to one server or a cluster that has answered PING; the caller closes it.
 
+    `revive` may start a single server again that cannot be reached.
+
     >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
-    kind = ClusterClient if address.cluster else Client
-    transport: Transport = kind(
-        address, request_timeout=request_timeout, connect_timeout=connect_timeout, name=name
-    )
+    transport: Transport
+    if address.cluster:
+        transport = ClusterClient(
+            address, request_timeout=request_timeout, connect_timeout=connect_timeout, name=name
+        )
+    else:
+        transport = Client(
+            address,
+            request_timeout=request_timeout,
+            connect_timeout=connect_timeout,
+            name=name,
+            revive=revive,
+        )
     try:
         await transport.wait_ready(connect_timeout)
     except BaseException:

@@ -27,10 +27,14 @@ from flowfabric.valkey.connection import (
     dial,
 )
 
-__all__ = ["Arg", "Client", "Connection", "Link", "OnPush", "Reply", "Transport", "dial"]
+__all__ = ["Arg", "Client", "Connection", "Link", "OnPush", "Reply", "Revive", "Transport", "dial"]
 
 FIRST_BACKOFF: Final = 0.020
 LAST_BACKOFF: Final = 1.0
+
+
+Revive = Callable[[], object]
+"""Called, in a thread, when a server cannot be reached: whoever owns it may start it again."""
 
 
 class Transport(Protocol):
@@ -101,8 +105,10 @@ class Link:
         request_timeout: float,
         connect_timeout: float,
         max_in_flight: int = MAX_IN_FLIGHT,
+        revive: Revive | None = None,
     ) -> None:
         self.address = address
+        self._revive = revive
         self.conn: Connection | None = None
         self._name = name
         self._request_timeout = request_timeout
@@ -204,6 +210,8 @@ class Link:
                 self._up_at = conn.loop.time()
             except TransportError as error:
                 self._error = error
+                if self._revive is not None:
+                    await asyncio.to_thread(self._revive)
             if self._error is None or not self._error.safe_to_repeat:
                 error, self._error, self._attempt = self._error, None, None
                 attempt.set_result(error)
@@ -256,6 +264,7 @@ class Client:
         connect_timeout: float = CONNECT_TIMEOUT,
         name: str = "flowfabric",
         max_in_flight: int = MAX_IN_FLIGHT,
+        revive: Revive | None = None,
     ) -> None:
         self.address = address
         self.is_cluster = False
@@ -267,6 +276,7 @@ class Client:
             request_timeout=request_timeout,
             connect_timeout=connect_timeout,
             max_in_flight=max_in_flight,
+            revive=revive,
         )
 
     def call(

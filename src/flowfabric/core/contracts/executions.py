@@ -57,6 +57,8 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     tags: Mapping[str, str] = NO_TAGS
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None
+    delay_ms: int | None = None
+    """Like `delay_until`, counted from the creation by the engine's own clock."""
     execution_deadline_at: int | None = None
     partition_id: int | None = None
 

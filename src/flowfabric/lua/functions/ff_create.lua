@@ -2,7 +2,8 @@
 -- Keys: core, payload, policy, tags, idem, all_executions, lane eligible / delayed, execution_deadline.
 -- Arguments: common options (msgpack map or empty), then per item: execution_id, kind, payload,
 --   payload encoding, options (msgpack map or empty; they win over the common ones).
---   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay, deadline.
+--   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay,
+--   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
 -- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities. Events: none.
 local MAX_PRIORITY = 9000
@@ -150,7 +151,8 @@ local function create(c, id, kind, payload, encoding, opts)
   if priority ~= 0 then rec.priority = priority end
   if encoding ~= '' then rec.payload_encoding = encoding end
   if opts.tags then rec.tagged = 1 end
-  local delay = math.min(tonumber(opts.delay or policy.delay or 0), MAX_MS)
+  local after = opts.delay_in and c.now + opts.delay_in
+  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), MAX_MS)
   rec.state = S.eligible('f')
   if delay > c.now then
     rec.state = S.delayed('d', 'f')

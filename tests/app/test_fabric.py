@@ -1,0 +1,127 @@
+"""The application object on its own embedded Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import flowfabric as ff
+from flowfabric.core.errors import ValidationError
+from flowfabric.core.state import PublicState
+
+
+@pytest.fixture
+async def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ff.Fabric]:
+    for name in ("FF_URL", "FF_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FF_DATA_DIR", str(tmp_path / "data"))
+    async with ff.Fabric() as fabric:
+        yield fabric
+
+
+@dataclass
+class Point:
+    x: int
+    y: int
+
+
+async def test_arguments_and_results_keep_their_types(app: ff.Fabric) -> None:
+    @app.task()
+    async def mirror(point: Point, names: set[str]) -> Point:
+        assert isinstance(point, Point)
+        assert names == {"a", "b"}
+        return Point(point.y, point.x)
+
+    @app.task()
+    def add(a: int, b: int = 2) -> int:
+        return a + b
+
+    async with app.worker():
+        run = await app.submit(mirror, Point(1, 2), ["a", "b"])
+        assert await run.result(timeout=20) == Point(2, 1)
+        assert await (await app.submit(add, a=40)).result(timeout=20) == 42
+        runs = await app.submit_many(add, [[1, 1], {"a": 2}, [3]])
+        assert [await run.result(timeout=20) for run in runs] == [2, 4, 5]
+
+
+async def test_calls_that_cannot_work_are_refused_before_anything_is_sent(app: ff.Fabric) -> None:
+    @app.task()
+    async def greet(name: str) -> str:
+        return name
+
+    for call in ([], ["a", "b"], {"nam": "a"}, {"name": "a", "other": 1}):
+        with pytest.raises(ValidationError) as caught:
+            await app.submit_many(greet, [call])
+        assert caught.value.code == "invalid_input"
+    with pytest.raises(ValidationError):
+        await app.submit(greet, "a", name="b")
+    with pytest.raises(ValidationError):
+        await app.submit(greet, object())
+    with pytest.raises(ff.ConfigError, match="two tasks"):
+        app.task("greet")(lambda: None)
+
+
+async def test_an_idempotency_key_stands_for_one_execution(app: ff.Fabric) -> None:
+    @app.task()
+    async def once() -> None: ...
+
+    first = await app.submit(once, idempotency_key="k")
+    second = await app.submit(once, idempotency_key="k")
+    assert (first.duplicate, second.duplicate) == (False, True)
+    assert first.id == second.id
+
+
+async def test_failures_tell_why(app: ff.Fabric) -> None:
+    @app.task()
+    async def broken() -> None:
+        raise ff.PermanentError("no such invoice")
+
+    async with app.worker():
+        run = await app.submit(broken)
+        with pytest.raises(ff.ExecutionFailed, match="no such invoice") as caught:
+            await run.result(timeout=20)
+    assert caught.value.info.failure_category == "permanent"
+
+
+async def test_retries_end_in_a_result(app: ff.Fabric) -> None:
+    @app.task(retry=ff.Retry(3, backoff=0.01, jitter=False))
+    async def flaky(ctx: ff.Context) -> int:
+        if ctx.attempt < 2:
+            raise ff.RetryableError("not yet")
+        return ctx.attempt
+
+    async with app.worker():
+        assert await (await app.submit(flaky)).result(timeout=20) == 2
+
+
+async def test_a_delayed_run_waits_for_its_time(app: ff.Fabric) -> None:
+    @app.task()
+    async def later() -> None: ...
+
+    run = await app.submit(later, delay="1h")
+    assert await run.state() is PublicState.DELAYED
+    await run.cancel("no longer needed")
+    with pytest.raises(ff.ExecutionCancelled, match="no longer needed"):
+        await run.result(timeout=20)
+
+
+async def test_a_crashed_embedded_server_comes_back_with_its_data(app: ff.Fabric) -> None:
+    @app.task()
+    async def echo(text: str) -> str:
+        return text
+
+    run = await app.submit(echo, "kept")
+    client = await app.client()
+    await client.backend.transport.call("WAITAOF", 1, 0, 0)
+    server = app.place._server
+    assert server is not None
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    async with app.worker(), asyncio.timeout(30):
+        assert await run.result() == "kept"
