@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from flowfabric.core import keys
@@ -25,7 +26,7 @@ def lane_indexes(lanes: Sequence[str], suffix: str) -> dict[str, str]:
     return {f"lane:{keys.lane_part(lane)}:{suffix}": lane for lane in lanes}
 
 
-class DueScanner:
+class DueScanner(ABC):
     """Acts on the due members of its indexes, page by page, until a short page or the budget.
 
     Members that stay (they failed, rest, or belong to another deployment) are stepped over with
@@ -42,13 +43,13 @@ class DueScanner:
     def __init__(self) -> None:
         self.tracker = FailureTracker()
 
+    @abstractmethod
     def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
         """Index names after `ff:idx:T:`, each with its lane (empty: not lane-scoped)."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
         """The engine call; one answer per id."""
-        raise NotImplementedError
 
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """One cycle over every index of the territory."""
