@@ -13,7 +13,7 @@ PEERS := $(wildcard benchmarks/peers/*.in)
 OFFLINE := $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit chaos bench peers lock wheels errors clean
+.PHONY: help setup demo test lint types unit chaos bench peers lock wheels pages clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
@@ -72,8 +72,8 @@ wheels: setup ## keep every package in .wheels, so that `make setup` works offli
 	$(PIP) download --require-hashes -r requirements.lock -d $(WHEELS)
 	@echo '*' > $(WHEELS)/.gitignore
 
-errors: setup ## write docs/reference/errors.md again from the catalogue
-	$(BIN)/python docs/errors.py > docs/reference/errors.md
+pages: setup ## write the generated pages of docs/reference again
+	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and the embedded engine's data; .wheels stays
 	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .hypothesis .flowfabric

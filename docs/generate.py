@@ -1,0 +1,174 @@
+"""Writes the reference pages that follow from the code: errors, states, scanners, command line.
+
+`make pages` runs it; a test fails while a page differs from what it would write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from flowfabric.core.catalogue import CATALOGUE
+from flowfabric.core.state import CODE_LETTERS
+from flowfabric.scanners.settings import INTERVALS_S
+
+HERE = Path(__file__).parent / "reference"
+NOTE = "<!-- Written by docs/generate.py; run `make pages` after a change. -->\n"
+
+CLASSES = {
+    "T": "terminal: do not repeat the call",
+    "R": "retryable: back off, or send the work elsewhere",
+    "I": "informational: treat it as done, or skip",
+    "C": "cooperative: do what the hint says, then stop",
+    "E": "empty: nothing there, as expected",
+    "S": "soft: warn and go on",
+    "B": "bug: alert",
+}
+DUTIES = {
+    "lease_expiry": "marks leases that were not renewed, so that another worker takes over",
+    "delayed_promoter": "makes delayed executions and retries claimable at their time",
+    "attempt_timeout": "ends attempts that run longer than their `timeout`",
+    "execution_deadline": "ends executions that passed their `deadline`, in any state",
+    "doorbell": "wakes workers again for work that waits, in case a wake-up was lost",
+    "index_reconciler": "compares every execution with the indexes its record demands; repairs",
+    "retention_trimmer": "deletes finished executions and old events when their time is over",
+}
+
+
+def errors() -> str:
+    """The error catalogue."""
+    lines = [
+        "# Errors",
+        "",
+        NOTE,
+        "Every failure that FlowFabric reports is a `FlowFabricError`. Those with a code are",
+        "`EngineError`s: decide on `error.code`, `error.retryable` or `error.error_class`, never",
+        "on the text. The hint is part of the message. Some codes belong to operations that this",
+        "version does not offer yet; the catalogue is complete from the start so that a code never",
+        "changes its meaning.",
+        "",
+        "| class | what to do |",
+        "|---|---|",
+        *(f"| {letter} | {meaning} |" for letter, meaning in CLASSES.items()),
+    ]
+    for group, entries in groupby(CATALOGUE.values(), key=lambda entry: entry.group):
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| code | class | HTTP | what you can do |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| `{e.code}` | {e.error_class.value} | {e.http_status} | {e.hint} |" for e in entries
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def states() -> str:
+    """The six letters of the state code."""
+    lines = [
+        "# State codes",
+        "",
+        NOTE,
+        "A record keeps the state of an execution as six letters, one per dimension, in this",
+        "order. What people see (`waiting`, `active`, `completed`, …) is derived from them, so it",
+        "can never disagree. [How it is stored](../explain/storage.md) tells why.",
+    ]
+    for number, (dimension, letters) in enumerate(CODE_LETTERS.items(), 1):
+        lines += ["", f"## {number}. {dimension}", "", "| letter | value |", "|---|---|"]
+        lines += [f"| `{letter}` | `{value.value}` |" for letter, value in letters.items()]
+    return "\n".join(lines) + "\n"
+
+
+def scanners() -> str:
+    """What runs in the background, and how often."""
+    lines = [
+        "# Scanners",
+        "",
+        NOTE,
+        "Time-driven upkeep. Every worker process carries the scanners, one of them at a time runs",
+        "them: it holds the lease `ff:leader:scanners`, and another process takes over within",
+        "seconds when it dies. That lease only saves work. Two processes that scan at once are",
+        "harmless, because each change is one atomic call that checks for itself.",
+        "",
+        "The interval is the longest wait after something is due. Retries that a worker scheduled",
+        "itself are promoted at their exact time.",
+        "",
+        "| scanner | interval | what it does | variable |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{name}` | {seconds:g} s | {DUTIES[name]} | `FF_{name.upper()}_INTERVAL_MS` |"
+        for name, seconds in INTERVALS_S.items()
+    ]
+    lines += [
+        "",
+        "Each variable also exists with `_S` for seconds. `FF_SCANNERS_DISABLED` names scanners to",
+        "leave out; a worker with `--no-scanners` runs none of them.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _help(*arguments: str) -> str:
+    # The terminal's width and colours must not end up in the page.
+    env = {**os.environ, "COLUMNS": "88", "TERMINAL_WIDTH": "88", "TERM": "dumb", "NO_COLOR": "1"}
+    code = "from flowfabric.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--help"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def commands() -> list[str]:
+    """Every command, in the order in which the help lists them."""
+    listing = _help().partition("Commands:\n")[2].partition("\n\n")[0]
+    return re.findall(r"^  (\S+)", listing, re.MULTILINE)
+
+
+def command_line() -> str:
+    """The help of every command."""
+    lines = ["# Command line", "", NOTE, "```text", _help(), "```"]
+    for name in commands():
+        lines += ["", f"## flowfabric {name}", "", "```text", _help(name), "```"]
+    lines += [
+        "",
+        "Every command ends with 0 when it did what was asked, with 1 when it failed, and with 2",
+        "when it was typed wrongly. With `--json`, errors are JSON too.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "errors.md": errors,
+    "states.md": states,
+    "scanners.md": scanners,
+    "cli.md": command_line,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Write every page; with `--check` only name those that would change."""
+    check = "--check" in arguments
+    stale: list[str] = []
+    for page, written in PAGES.items():
+        path, text = HERE / page, written()
+        if not path.exists() or path.read_text() != text:
+            stale.append(page)
+            if not check:
+                path.write_text(text)
+    if stale:
+        sys.stdout.write(f"{'not current' if check else 'written'}: {', '.join(stale)}\n")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""Running programs as a newcomer would: in an empty folder, with nothing configured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.docs.markdown import ROOT
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without any setting of FlowFabric, and with this checkout to import."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("FF_")}
+    return {**env, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def run_python(folder: Path, *arguments: str, seconds: float = 50, **extra: str) -> str:
+    """What a Python program prints; it must succeed and may not warn."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env={**clean_environment(), **extra},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def wait_for_server_end(folder: Path) -> None:
+    """Return when the embedded server of a data folder has ended, so that the folder is free."""
+    deadline = time.monotonic() + 20
+    while (folder / "valkey.pid").exists():
+        assert time.monotonic() < deadline, "the embedded server did not end with its last user"
+        time.sleep(0.01)

@@ -1,0 +1,38 @@
+"""Every Python block of the documentation runs, page by page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import PAGES, ROOT, blocks, name_of, python_blocks
+from tests.docs.scratch import run_python, wait_for_server_end
+
+LANGUAGES = {"python", "console", "text", "ini", "toml"}
+README = ROOT / "README.md"
+"""Its example is a whole program, which `test_readme.py` runs as one."""
+WITH_CODE = [page for page in PAGES if python_blocks(page) and page != README]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_page(page: Path, tmp_path: Path) -> None:
+    run_python(tmp_path, "-m", "tests.docs.session", str(page))
+    wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    unknown = [f"{name_of(page)}:{b.line}" for b in blocks(page) if b.language not in LANGUAGES]
+    assert unknown == [], f"use one of {', '.join(sorted(LANGUAGES))}; only python is run"
+
+
+def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("text\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError, match=r'page.md", line 8'):
+        run_python(tmp_path, "-m", "tests.docs.session", str(page))
+
+
+def test_there_is_something_to_run() -> None:
+    assert len(WITH_CODE) >= 6
