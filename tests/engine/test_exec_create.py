@@ -388,3 +388,12 @@ async def test_policy_is_stored_as_given(engine: Engine) -> None:
     )
     assert parse_policy(stored) == parse_policy(policy)
     assert await raw(engine, keys.tags(execution_id.tag, execution_id)) == {}
+
+
+@pytest.mark.parametrize(
+    "routing", ['{"preferred_locality": "eu"}', '{"required_capabilities": []}', "{}"]
+)
+async def test_routing_without_capabilities_is_for_any_worker(engine: Engine, routing: str) -> None:
+    assert await _raw_create(engine, f'{{"routing_requirements": {routing}}}') == b"waiting"
+    claim = await engine.claim()
+    assert "required_capabilities" not in await record(engine, claim.execution_id)
