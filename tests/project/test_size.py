@@ -28,11 +28,11 @@ def part_of(path: Path) -> str:
 
 
 def totals() -> dict[str, int]:
-    """Lines by part."""
+    """Lines by part. Tests have no budget: there are rarely too many."""
     count: Counter[str] = Counter()
     for path in code():
         count[part_of(path)] += lines(path)
-    return {part: total for part, total in sorted(count.items()) if total}
+    return {part: total for part, total in sorted(count.items()) if part != "tests"}
 
 
 def test_no_file_is_too_long() -> None:
