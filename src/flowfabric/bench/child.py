@@ -62,12 +62,20 @@ async def _run(plan: Plan) -> None:
         for _ in range(plan.workers)
     ]
     serving = [asyncio.create_task(_serve(worker)) for worker in workers]
-    told_to_end = asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
-    await asyncio.wait([told_to_end, *serving], return_when=asyncio.FIRST_COMPLETED)
+    ending = asyncio.create_task(_told_to_end())
+    await asyncio.wait([ending, *serving], return_when=asyncio.FIRST_COMPLETED)
     for worker in workers:
         worker.stop()
     await asyncio.gather(*serving)
     await app.fabric.aclose()
+
+
+async def _told_to_end() -> None:
+    loop, told = asyncio.get_running_loop(), asyncio.Event()
+    # Not a thread that reads: that would keep a crashed process from ending.
+    loop.add_reader(sys.stdin.fileno(), told.set)
+    await told.wait()
+    loop.remove_reader(sys.stdin.fileno())
 
 
 async def _serve(worker: AppWorker) -> None:

@@ -11,22 +11,22 @@ import typer
 
 __all__ = ["AofChoice", "Scenario", "bench", "register"]
 
-_HELP = """Measure this machine on a private embedded Valkey, which is gone afterwards.
+_HELP = """Measure this machine on a private embedded Valkey, gone afterwards.
 
 \b
-lifecycle  submit_many, then one worker runs a no-op: n / (submit time + process time).
-           Submit time ends with the last accepted submission and no worker runs in it;
-           process time is from the first handler to the last stored completion.
-           --unbatched: one submit call at a time here and, at the same time, a worker
-           process that claims one execution at a time: n / time of the whole.
-floor      the same transitions as raw batched calls with arguments built beforehand
-latency    idle worker process: submit to handler start, submit to result seen
-memory     bytes of one execution with a 200-byte payload: waiting, running, finished
-idle       commands of one and of 100 idle workers, and what 100 of them cost a submitter:
-           once on a lane it does not use, once on its own lane but unable to take the work
-backlog    one claim at a time with a thousand and with n executions waiting
-recovery   kill -9 of the worker that holds n executions until all run in another process,
-           lease 2 s; once it also runs the scanners, once the other one does
+lifecycle  submit_many, then one worker runs a no-op for each:
+           n / (submit time + process time). No worker runs while submitting;
+           processing is from the first handler to the last completion.
+           --unbatched: one submit call at a time while a worker process
+           claims one at a time: n / time of the whole.
+floor      the same transitions as raw batched calls, prepared beforehand
+latency    idle worker process: submit to handler start and to result seen
+memory     bytes of an execution with a 200-byte payload in each state
+idle       commands of 1 and of 100 idle workers; what 100 cost a submitter
+           on another lane, and on its lane but unable to take the work
+backlog    one claim at a time with a thousand and with n waiting
+recovery   kill -9 of a worker until its n executions run in another
+           process, lease 2 s; it did or did not also run the scanners
 """
 
 

@@ -27,6 +27,11 @@ class WorkerProcess:
         self._process = process
         self._errors = errors
 
+    @property
+    def returncode(self) -> int | None:
+        """How it ended; None while it runs."""
+        return self._process.returncode
+
     async def events(self, name: str, count: int = 1) -> list[Event]:
         """The next `count` events of this name; others are passed over."""
         found: list[Event] = []

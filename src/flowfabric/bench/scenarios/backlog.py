@@ -15,7 +15,7 @@ from flowfabric.engine.scheduling import Want
 __all__ = ["run"]
 
 _SMALL = 1_000
-_SAMPLES = 4_000
+_SAMPLES = 3_000
 _BLOCK = 100
 _SLICE = 16_384
 """So many creations are built at a time, to keep this process small."""

@@ -66,10 +66,18 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
     """Seconds from the first handler to the last stored completion."""
     reached = asyncio.Event()
     app.count = count = Count(n, reached.set)
-    async with app.fabric.worker(concurrency=_CONCURRENCY):
+    worker = app.fabric.worker(concurrency=_CONCURRENCY)
+    serving = asyncio.create_task(worker.run(signals=False))
+    serving.add_done_callback(lambda _: reached.set())
+    try:
         await reached.wait()
-        await at.until_done()
+        if not serving.done():
+            await at.until_done()
         return (time.monotonic_ns() - count.first_ns) / 1e9
+    finally:
+        worker.stop()
+        # Should the worker have crashed, this raises why.
+        await serving
 
 
 async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:

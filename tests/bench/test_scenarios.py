@@ -1,0 +1,121 @@
+"""Each scenario on a few executions: the promised keys, and values that can be."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flowfabric.bench.command import register
+from flowfabric.bench.options import Options
+from flowfabric.bench.progress import ProgressBar
+from flowfabric.bench.run import measure
+
+ABOUT = {"scenario", "n", "aof", "repeat"}
+RATES = {"submit_per_s", "process_per_s", "lifecycle_per_s", "server_us"}
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the private servers live during the test."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    app = typer.Typer()
+    register(app)
+    result = CliRunner().invoke(app, [*arguments, "--json", "--repeat", "1"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    report = json.loads(result.stdout)
+    assert report["scenario"] == arguments[0]
+    return report
+
+
+def figures(report: dict[str, Any], *keys: str) -> list[float]:
+    """The values of exactly these keys, all above zero."""
+    assert set(report) == ABOUT | set(keys)
+    values = [report[key] for key in keys]
+    assert all(value > 0 for value in values), report
+    return values
+
+
+def test_lifecycle_with_its_floor():
+    report = run("lifecycle", "--n", "300", "--with-floor")
+    figures(report, *RATES, "python_us", "floor_per_s", "of_floor")
+    assert report["n"] == 300
+    assert report["lifecycle_per_s"] < min(report["submit_per_s"], report["process_per_s"])
+    ratio = report["lifecycle_per_s"] / report["floor_per_s"]
+    assert report["of_floor"] == pytest.approx(ratio, rel=0.01)
+
+
+def test_lifecycle_without_floor_keeps_the_log_it_was_asked_to():
+    report = run("lifecycle", "--n", "100", "--aof", "everysec")
+    figures(report, *RATES, "python_us")
+    assert report["aof"] == "everysec"
+
+
+def test_unbatched_lifecycle_counts_the_whole():
+    report = run("lifecycle", "--n", "50", "--unbatched")
+    figures(report, *RATES)
+    assert report["lifecycle_per_s"] == report["process_per_s"] <= report["submit_per_s"]
+
+
+def test_floor(scratch: Path):
+    report = run("floor", "--n", "300")
+    figures(report, "submit_per_s", "claim_per_s", "complete_per_s", "lifecycle_per_s", "server_us")
+    assert report["lifecycle_per_s"] < report["claim_per_s"]
+    assert not list(scratch.iterdir()), "the server's folder is still there"
+
+
+def test_latency():
+    keys = ("start_p50_ms", "start_p99_ms", "result_p50_ms", "result_p99_ms")
+    start_50, start_99, result_50, result_99 = figures(run("latency", "--n", "5"), *keys)
+    assert start_50 <= start_99 <= result_99
+    assert start_50 < result_50 <= result_99
+
+
+def test_memory():
+    keys = ("bytes_waiting", "bytes_active", "bytes_finished", "bytes_feed", "feed_entries")
+    waiting, active, finished, _, _ = figures(run("memory", "--n", "2000"), *keys)
+    # The payload alone has 200 bytes; a running execution has a lease on top of a waiting one.
+    assert 200 < waiting < active < 4000
+    assert 200 < finished < 4000
+
+
+def test_backlog():
+    report = run("backlog", "--n", "1200")
+    p50, p99, many_p50, many_p99, ratio = figures(
+        report,
+        "claim_p50_ms_1e3",
+        "claim_p99_ms_1e3",
+        "claim_p50_ms_1e6",
+        "claim_p99_ms_1e6",
+        "ratio_p99",
+    )
+    assert p50 <= p99
+    assert many_p50 <= many_p99
+    assert ratio == pytest.approx(many_p99 / p99, rel=0.01)
+
+
+def test_recovery():
+    report = run("recovery", "--n", "2")
+    worst, follower, ttl = figures(report, "recovery_s", "recovery_follower_s", "lease_ttl_s")
+    # Renewed at a third of its time: a lease outlives its worker by at least a third.
+    assert min(worst, follower) > ttl / 3
+
+
+async def test_idle():
+    options = Options(n=20, workers=4, seconds=1.0)
+    with ProgressBar() as progress:
+        report = await measure("idle", options, 1, progress)
+    slower = {"submit_slowdown_pct", "submit_slowdown_same_lane_pct"}
+    assert set(report) == ABOUT | slower | {"commands_per_s", "commands_per_s_100", "submit_per_s"}
+    assert 0 < float(report["commands_per_s"]) < float(report["commands_per_s_100"])
+    assert all(float(report[key]) < 100 for key in slower)
