@@ -93,6 +93,6 @@ async def test_a_worker_process_ends_with_its_block():
 
 
 async def test_a_worker_process_that_cannot_start_tells_why():
-    with pytest.raises(ConfigError, match=r"a worker process ended: .*gopher"):
+    with pytest.raises(ConfigError, match=r"a worker process ended: .*invalid value for url"):
         async with worker_process(Plan(url="gopher://nowhere")):
             pass
