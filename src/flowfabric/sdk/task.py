@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
-from flowfabric.core.contracts.executions import FailOutcome, Moved, WaitChildrenOutcome
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    FailOutcome,
+    Moved,
+    WaitChildrenOutcome,
+)
 from flowfabric.core.contracts.leases import Claim, Handle, Renewed
 from flowfabric.core.errors import (
     EngineError,
@@ -356,10 +361,16 @@ _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "en
 
 async def verify(backend: Backend, handle: Handle, op: str) -> Verdict:
     """After `PossiblySucceeded`: whether the call of this handle took effect."""
-    try:
-        attempts = await backend.read_attempts(handle.execution_id)
-    except EngineError:
-        return "unknown"
+    attempts: Sequence[AttemptRecord] = ()
+    for pause in (_FIRST_PAUSE_S, 2 * _FIRST_PAUSE_S, None):
+        try:
+            attempts = await backend.read_attempts(handle.execution_id)
+            break
+        except EngineError as error:
+            # The connection that lost the reply may be on its way back.
+            if pause is None or not error.retryable:
+                return "unknown"
+            await asyncio.sleep(pause)
     index = handle.attempt_index
     if index >= len(attempts) or attempts[index].attempt_id != handle.attempt_id:
         return "unknown"

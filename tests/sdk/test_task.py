@@ -1,0 +1,570 @@
+"""One claimed attempt: every way to end it, and what a lost reply leaves to know."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.executions import (
+    Ready,
+    RetryScheduled,
+    TerminalFailed,
+)
+from flowfabric.core.errors import (
+    BudgetExceeded,
+    EngineError,
+    LeaseLost,
+    PermanentError,
+    PossiblySucceeded,
+    RetryableError,
+    TaskFinishedError,
+    TransportError,
+    ValidationError,
+)
+from flowfabric.engine.calls import Limits
+from flowfabric.sdk.failures import failure_report
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
+from tests.sdk.conftest import MakeWorker
+from tests.sdk.support import info, seeded, state, submit, until
+from tests.support.engine import Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+RETRY = {
+    "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 60_000}},
+}
+
+
+async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
+    await submit(engine.backend, **fields)
+    task = await worker.claim()
+    assert task is not None
+    return task
+
+
+# --- operations ---------------------------------------------------------------------------
+
+
+async def test_accessors(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    task = await claimed(
+        worker, engine, kind="resize", input_payload=b"\xff\x00", payload_encoding="raw",
+        tags={"a": "b"},
+    )  # fmt: skip
+    assert (task.execution_kind, task.lane_id) == ("resize", "default")
+    assert (task.input_payload, task.payload_encoding) == (b"\xff\x00", "raw")
+    assert (dict(task.tags), task.attempt_index, task.lease_epoch) == ({"a": "b"}, 0, 1)
+    assert len(task.lease_id) == len(task.attempt_id) == 36
+    assert (task.consecutive_renewal_failures, task.is_lease_healthy()) == (0, True)
+    await task.complete()
+    assert not task.is_lease_healthy()
+
+
+async def test_complete_keeps_none_and_empty_apart(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    for result in (None, b"", b"\x00\xff"):
+        task = await claimed(worker, engine)
+        await task.complete(result)
+        assert await state(engine.backend, task.execution_id) == "completed"
+        assert await engine.backend.get_execution_result(task.execution_id) == result
+        assert worker.free == 1
+
+
+async def test_fail_tells_whether_it_is_retried(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    assert isinstance(await task.fail("broken"), TerminalFailed)
+    assert await state(engine.backend, task.execution_id) == "failed"
+    task = await claimed(worker, engine, policy=RETRY)
+    outcome = await task.fail("broken", "transient")
+    assert isinstance(outcome, RetryScheduled)
+    assert outcome.next_attempt_index == 1
+    assert worker.free == 1
+
+
+async def test_cancel_delay_and_give_back(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    await task.cancel("not needed")
+    assert await state(engine.backend, task.execution_id) == "cancelled"
+    task = await claimed(worker, engine)
+    await task.delay_execution(await engine.now() + 60_000)
+    assert await state(engine.backend, task.execution_id) == "delayed"
+    task = await claimed(worker, engine)
+    await task.delay_execution(1)
+    again = await worker.claim()
+    assert again is not None
+    assert (again.execution_id, again.attempt_id) == (task.execution_id, task.attempt_id)
+    assert (again.attempt_index, again.lease_epoch) == (0, 2)
+    await again.complete()
+    assert worker.free == 1
+
+
+async def test_waiting_for_no_children_keeps_the_lease(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    assert isinstance(await task.move_to_waiting_children(), Ready)
+    assert worker.free == 0
+    await task.complete()
+
+
+async def test_progress_and_renewal_on_demand(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    before = task.claim.lease_expires_at
+    await engine.advance(1000)
+    renewed = await task.renew_lease()
+    assert renewed.expires_at >= before + 1000
+    await task.update_progress(40, "on it")
+    seen = await info(engine.backend, task.execution_id)
+    assert (seen.progress_pct, seen.progress_message) == (40, "on it")
+    await task.complete()
+
+
+OPERATIONS: dict[str, Callable[[ClaimedTask], Coroutine[Any, Any, Any]]] = {
+    "complete": lambda task: task.complete(),
+    "fail": lambda task: task.fail("x"),
+    "cancel": lambda task: task.cancel("x"),
+    "delay": lambda task: task.delay_execution(1),
+}
+
+
+@pytest.mark.parametrize("first", OPERATIONS)
+async def test_second_lease_releasing_call_is_refused_locally(
+    engine: Engine, make_worker: MakeWorker, first: str
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    await OPERATIONS[first](task)
+    for operation in OPERATIONS.values():
+        with pytest.raises(TaskFinishedError, match=first):
+            await operation(task)
+    with pytest.raises(TaskFinishedError):
+        await task.update_progress(1)
+    assert worker.free == 1
+
+
+async def test_two_calls_at_once_are_one(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    outcomes = await asyncio.gather(task.complete(), task.fail("x"), return_exceptions=True)
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], TaskFinishedError)
+    assert await state(engine.backend, task.execution_id) == "completed"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+async def test_typed_refusal_is_final(
+    engine: Engine, make_worker: MakeWorker, operation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    await engine.backend.cancel_execution(task.execution_id, "by an operator")
+    if operation == "cancel":
+        # The engine cannot tell the two cancels apart: it is cancelled, as asked.
+        await task.cancel()
+    else:
+        with pytest.raises(EngineError, match="execution_not_active"):
+            await OPERATIONS[operation](task)
+    assert (task.finished_by, worker.free) == (operation, 1)
+    await task.discard()
+    assert "dropped" not in caplog.text
+
+
+async def test_refused_argument_leaves_the_task_usable(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    worker = await make_worker()
+    worker.backend.limits = Limits(max_payload_bytes=10)
+    task = await claimed(worker, engine)
+    with pytest.raises(ValidationError, match="payload_too_large"):
+        await task.complete(b"x" * 11)
+    assert (task.finished_by, worker.free) == (None, 0)
+    await task.fail("result too large", "permanent")
+    assert await state(engine.backend, task.execution_id) == "failed"
+
+
+# --- lost replies -----------------------------------------------------------------------
+
+
+async def test_lost_reply_is_repeated_and_answered_once(
+    engine: Engine, make_worker: MakeWorker, proxy: FaultProxy
+) -> None:
+    worker = await make_worker(proxy.url)
+    for op, expected in (("complete", "completed"), ("fail", "failed"), ("cancel", "cancelled")):
+        task = await claimed(worker, engine)
+        proxy.drop_next_reply(f"ff_{op}".encode())
+        await OPERATIONS[op](task)
+        assert await state(engine.backend, task.execution_id) == expected
+        ends = [e for e in await engine.events(task.execution_id) if e.type == "completion"]
+        assert len(ends) == 1
+    assert proxy.dropped == 3
+
+
+async def test_transport_error_keeps_task_and_renewal(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    """Not landed: the task stays usable, its permit taken, its lease renewed."""
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2, lease_ttl_ms=1500)
+    task = await claimed(worker, engine)
+    await cut_off(proxy, worker)
+    with pytest.raises(TransportError) as caught:
+        await task.complete()
+    assert not caught.value.ambiguous
+    assert (task.finished_by, worker.free) == (None, 0)
+    before = task.held.deadline
+    await until(lambda: task.held.deadline > before, "a renewal")
+    proxy.up()
+    await task.complete()
+    assert await state(engine.backend, task.execution_id) == "completed"
+
+
+async def cut_off(proxy: FaultProxy, worker: Worker) -> None:
+    """Until the worker knows, it would send into a socket that is already dead."""
+    proxy.down()
+    link = worker.backend.transport._link  # type: ignore[attr-defined]
+    await until(lambda: link.conn is None, "the loss of the connection")
+
+
+async def test_possibly_succeeded_and_it_did(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)
+    task = await claimed(worker, engine)
+    proxy.pause()
+    with pytest.raises(PossiblySucceeded) as caught:
+        await task.complete(b"done")
+    assert (task.finished_by, caught.value.op) == (None, "complete")
+    assert await caught.value.verify() == "unknown"
+    proxy.resume()
+    await until(lambda: ended(engine, task), "the late effect")
+    worker.backend.transport._request_timeout = 5.0  # type: ignore[attr-defined]
+    assert await caught.value.verify() == "succeeded"
+    await task.complete(b"done")
+
+
+async def ended(engine: Engine, task: ClaimedTask) -> bool:
+    return await state(engine.backend, task.execution_id) == "completed"
+
+
+async def test_possibly_succeeded_but_it_did_not(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2)
+    task = await claimed(worker, engine)
+    error = await lost_call(proxy, task, "complete")
+    assert await error.verify() == "failed"
+    await engine.backend.revoke_lease(task.execution_id)
+    assert await error.verify() == "failed"
+    other = await engine.claim(instance="other")
+    assert await error.verify() == "superseded"
+    await engine.backend.complete(other.handle)
+    assert await error.verify() == "superseded"
+    task.finish("test")
+
+
+async def lost_call(proxy: FaultProxy, task: ClaimedTask, op: str) -> PossiblySucceeded:
+    """A call that was sent and never arrived."""
+    proxy.drop_next_request(f"ff_{op}".encode())
+    call = asyncio.create_task(OPERATIONS[op](task))
+    await until(lambda: proxy.dropped == 1, "the loss")
+    proxy.down()
+    with pytest.raises(PossiblySucceeded) as caught:
+        await call
+    proxy.up()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("op", "verdict"), [("fail", "succeeded"), ("delay", "succeeded"), ("cancel", "succeeded")]
+)
+async def test_verify_recognises_each_operation(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy, op: str,
+    verdict: str,
+) -> None:  # fmt: skip
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2)
+    task = await claimed(worker, engine, policy=RETRY)
+    error = await lost_call(proxy, task, op)
+    assert await error.verify() == "failed"
+    await OPERATIONS[op](task)
+    assert await error.verify() == verdict
+    if op == "delay":
+        # The same attempt goes on elsewhere: that is what the delay was for.
+        resumed = await engine.claim(instance="other")
+        assert await error.verify() == verdict
+        await engine.backend.complete(resumed.handle)
+
+
+async def test_own_end_is_not_mistaken_for_a_loss(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    """A renewal that follows our complete is told `execution_not_active`."""
+    worker = await make_worker(proxy.url, valkey.url)
+    task = await claimed(worker, engine)
+    told: list[LeaseLost] = []
+    task.on_lease_lost = told.append
+    proxy.pause()
+    completing = asyncio.create_task(task.complete())
+    await until(lambda: task._landing is not None, "the call")
+    task.lease_is_lost("execution_not_active", "renewed too late")
+    proxy.resume()
+    await completing
+    assert (told, task.lease_lost) == ([], None)
+
+
+async def test_real_loss_during_a_call_is_told_after_it(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)
+    task = await claimed(worker, engine)
+    told: list[LeaseLost] = []
+    task.on_lease_lost = told.append
+    await cut_off(proxy, worker)
+    completing = asyncio.create_task(task.complete())
+    await until(lambda: task._landing is not None, "the call")
+    task.lease_is_lost("lease_revoked", "by an operator")
+    assert told == []
+    with pytest.raises(TransportError):
+        await completing
+    assert [lost.code for lost in told] == ["lease_revoked"]
+    with pytest.raises(LeaseLost):
+        await task.complete()
+    task.finish("test")
+    proxy.up()
+
+
+# --- as a context manager -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "category"),
+    [
+        (RetryableError("again"), "transient"),
+        (PermanentError("never"), "permanent"),
+        (TimeoutError("slow"), "timeout"),
+        (BudgetExceeded("tokens"), "budget_exceeded"),
+        (ValueError("bad"), "handler_error"),
+    ],
+)
+async def test_exception_in_the_block_fails_the_attempt(
+    engine: Engine, make_worker: MakeWorker, error: Exception, category: str
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    with pytest.raises(type(error)):
+        async with task:
+            raise error
+    seen = await info(engine.backend, task.execution_id)
+    assert (seen.public_state.value, seen.failure_category) == ("failed", category)
+    assert type(error).__name__ in (seen.failure_reason or "")
+    assert worker.free == 1
+
+
+async def test_block_without_an_end_gives_the_lease_back(
+    engine: Engine, make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await make_worker()
+    async with await claimed(worker, engine) as task:
+        pass
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "dropped without terminal operation" in warning.message
+    assert getattr(warning, "execution_id", None) == task.execution_id
+    assert (await state(engine.backend, task.execution_id), worker.free) == ("waiting", 1)
+    again = await worker.claim()
+    assert again is not None
+    assert again.attempt_id == task.attempt_id
+    await again.complete()
+
+
+async def test_block_with_an_end_warns_of_nothing(
+    engine: Engine, make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await make_worker()
+    async with await claimed(worker, engine) as task:
+        await task.complete()
+    with pytest.raises(ValueError, match="late"):
+        async with await claimed(worker, engine) as task:
+            await task.complete()
+            raise ValueError("late")
+    assert await state(engine.backend, task.execution_id) == "completed"
+    assert caplog.text == ""
+
+
+async def test_complete_on_exit_when_configured(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker(complete_on_exit=True)
+    async with await claimed(worker, engine) as task:
+        pass
+    assert await state(engine.backend, task.execution_id) == "completed"
+
+
+async def test_cancelled_block_gives_the_lease_back(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    entered = asyncio.Event()
+
+    async def block() -> None:
+        async with task:
+            entered.set()
+            await asyncio.Event().wait()
+
+    running = asyncio.create_task(block())
+    await entered.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert (await state(engine.backend, task.execution_id), worker.free) == ("waiting", 1)
+
+
+async def test_unreachable_server_hides_no_exception_of_the_block(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)
+    task = await claimed(worker, engine)
+    with pytest.raises(ValueError, match="mine"):
+        async with task:
+            proxy.down()
+            raise ValueError("mine")
+    assert (task.finished_by, worker.free) == ("abandoned", 1)
+    proxy.up()
+
+
+async def test_forgotten_task_is_noticed(
+    engine: Engine, make_worker: MakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    execution_id = task.execution_id
+    del task
+    gc.collect()
+    await until(lambda: worker.free == 1, "the permit")
+    await until(lambda: waiting(engine, execution_id), "the lease")
+    assert caplog.text.count("dropped without terminal operation") == 1
+    assert len(worker.keeper) == 0
+
+
+async def waiting(engine: Engine, execution_id: Any) -> bool:
+    return await state(engine.backend, execution_id) == "waiting"
+
+
+# --- reasons ----------------------------------------------------------------------------
+
+
+def test_report_has_the_chain_first_and_the_place_after() -> None:
+    def inner() -> None:
+        raise KeyError("k")
+
+    try:
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("outer") from error
+    except ValueError as error:
+        report = failure_report(error)
+        first, *where = report.splitlines()
+        assert first == "ValueError: outer: KeyError: 'k'"
+        assert where == []  # raised where it was caught: only our own frame
+
+    def handler() -> None:
+        inner()
+
+    try:
+        handler()
+    except KeyError as error:
+        first, *where = failure_report(error).splitlines()
+        assert first == "KeyError: 'k'"
+        assert "in inner" in where[-2]
+
+
+def test_report_fits_and_survives_anything() -> None:
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    assert failure_report(Hostile()).startswith("Hostile: (its message cannot be shown)")
+    assert len(failure_report(ValueError("x" * 100_000)).encode()) <= 8192
+    loop = ValueError("a")
+    loop.__cause__ = KeyError("b")
+    loop.__cause__.__cause__ = loop
+    assert failure_report(loop) == "ValueError: a: KeyError: 'b'"
+    assert failure_report(SystemExit(3)) == "handler crashed: SystemExit: 3"
+
+    def deep(n: int) -> None:
+        if n:
+            deep(n - 1)
+        raise ValueError("é" * 3000)
+
+    try:
+        deep(200)
+    except ValueError as error:
+        assert len(failure_report(error).encode()) <= 8192
+
+
+# --- permits ------------------------------------------------------------------------------
+
+
+async def test_permits_are_never_lost_or_doubled(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    """Random ways to end tasks, through a connection that breaks now and then."""
+    rng = seeded("permits")
+    permits = 8
+    worker = await make_worker(
+        proxy.url, valkey.url, request_timeout=0.5, max_concurrent_tasks=permits
+    )
+    await submit(engine.backend, 400, policy=RETRY)
+
+    async def body(task: ClaimedTask) -> None:
+        match rng.randrange(9):
+            case 0:
+                await task.complete(b"x")
+            case 1:
+                await task.fail("x", rng.choice(["transient", "permanent"]))
+            case 2:
+                await task.cancel()
+            case 3:
+                await task.delay_execution(1)
+            case 4:
+                await task.discard()
+            case 5:
+                await engine.backend.revoke_lease(task.execution_id)
+                await task.complete()
+            case 6:
+                async with task:
+                    raise ValueError("x")
+            case 7:
+                async with asyncio.timeout(0):
+                    await task.complete()
+            case _:
+                return  # forgotten
+
+    async def one() -> None:
+        task = await worker.claim()
+        if task is None:
+            return
+        try:
+            async with task:
+                await body(task)
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001, S110
+            pass
+
+    for round_ in range(30):
+        if rng.random() < 0.2:
+            proxy.cut()
+        ones = [asyncio.create_task(one()) for _ in range(rng.randrange(1, 2 * permits))]
+        if rng.random() < 0.3:
+            rng.choice(ones).cancel()
+        await asyncio.gather(*ones, return_exceptions=True)
+        del ones
+        gc.collect()
+        await until(lambda: worker.free == permits, f"all permits after round {round_}")
+        assert len(worker.keeper) == 0
