@@ -57,7 +57,9 @@ async def retried() -> None:
     assert await run.result(timeout=20) == 2
     attempts = await (await app.client()).backend.read_attempts(run.id)
     assert [a.attempt_type for a in attempts] == ["initial", "retry", "retry"]
-    print("retry:", ", then ".join(a.failure_reason or "a result" for a in attempts))
+    reasons = [a.failure_reason.splitlines()[0] for a in attempts if a.failure_reason]
+    assert reasons == ["ConnectionError: the bank hung up"] * 2
+    print("retry:", ", then ".join(reasons), "and then a result")
 
 
 async def failure(run: ff.Run[Any]) -> ff.RunError:

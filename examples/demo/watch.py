@@ -82,8 +82,13 @@ class Watch:
             info.progress_pct,
             tuple(attempts),
             self._results.get(run.id, ""),
-            info.failure_reason or "",
+            _first_line(info.failure_reason),
         )
+
+
+def _first_line(reason: str | None) -> str:
+    # What follows is the traceback, which `flowfabric show` prints.
+    return reason.splitlines()[0] if reason else ""
 
 
 def _shown(result: Any) -> str:
