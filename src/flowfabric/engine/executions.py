@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +53,7 @@ BATCH = 256
 _FAILURE_REASON_BYTES = 8192
 _REASON_BYTES = 4096
 _MAX_TIMESTAMP = 2**53 - 1
+_PARTS_UNDER_WAY = 3
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -103,10 +106,33 @@ class Executions(Calls):
                 batches.setdefault(item.execution_id.tag, []).append(position)
         for tag, positions in batches.items():
             await self._register(tag, {items[i].lane_id for i in positions})
+            await self._create_parts(tag, items, positions, outcomes)
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def _create_parts(
+        self, tag: str, items: Sequence[NewExecution], positions: list[int], outcomes: list[Any]
+    ) -> None:
+        """A few parts are under way at once: the next is packed while the server works."""
+        if len(positions) <= BATCH:
+            await self._create_part(tag, [items[i] for i in positions], positions, outcomes)
+            return
+        under_way: deque[asyncio.Task[None]] = deque()
+        try:
             for start in range(0, len(positions), BATCH):
                 part = positions[start : start + BATCH]
-                await self._create_part(tag, [items[i] for i in part], part, outcomes)
-        return outcomes  # pyright: ignore[reportReturnType]
+                create = self._create_part(tag, [items[i] for i in part], part, outcomes)
+                under_way.append(asyncio.create_task(create))
+                if len(under_way) > _PARTS_UNDER_WAY:
+                    await under_way[0]
+                    under_way.popleft()
+            while under_way:
+                await under_way[0]
+                under_way.popleft()
+        finally:
+            for task in under_way:
+                task.cancel()
+            if under_way:
+                await asyncio.wait(under_way)
 
     async def _create_part(
         self, tag: str, items: list[NewExecution], positions: list[int], outcomes: list[Any]
