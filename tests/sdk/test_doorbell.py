@@ -1,0 +1,193 @@
+"""Idle workers sleep, wake at once, and do not wake each other for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from flowfabric.core.keys import wake
+from flowfabric.sdk.doorbell import Doorbell
+from flowfabric.sdk.task import ClaimedTask
+from tests.sdk.conftest import MakeWorker
+from tests.sdk.support import serving, submit, until
+from tests.support.engine import Engine
+
+
+async def commands(engine: Engine) -> int:
+    """Everything the server did, calls inside functions too; the question itself left out."""
+    raw: Any = await engine.backend.transport.call("INFO", "stats")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return int(text.partition("total_commands_processed:")[2].split()[0])
+
+
+async def blocked(engine: Engine) -> int:
+    raw: Any = await engine.backend.transport.call("INFO", "clients")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return int(text.partition("\nblocked_clients:")[2].split()[0])
+
+
+def sleeping(engine: Engine, count: int) -> Any:
+    async def asleep() -> bool:
+        return await blocked(engine) == count
+
+    return asleep
+
+
+async def nothing(task: ClaimedTask) -> None:
+    pass
+
+
+async def test_idle_worker_costs_at_most_five_commands_a_second(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """Doorbell, sweep, heartbeat and scanners together, over four seconds."""
+    worker = await make_worker(scanners=True)
+    async with serving(worker, {"job": nothing}):
+        await until(sleeping(engine, 1), "an idle worker")
+        # The first seconds find out what there is to scan.
+        await asyncio.sleep(1.0)
+        before, started = await commands(engine), time.monotonic()
+        await asyncio.sleep(4.0)
+        used, seconds = await commands(engine) - before - 1, time.monotonic() - started
+    assert used / seconds <= 5.0, f"{used} commands in {seconds:.1f} s"
+
+
+async def test_wakes_at_once(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker(claim_poll_interval_ms=30_000)
+    started = asyncio.Event()
+    delays: list[float] = []
+
+    async def handler(task: ClaimedTask) -> None:
+        started.set()
+
+    async with serving(worker, {"job": handler}):
+        for partition in (None, 3, 200) * 5:
+            await until(sleeping(engine, 1), "an idle worker")
+            started.clear()
+            submitted = time.perf_counter()
+            await submit(engine.backend, partition=partition)
+            await started.wait()
+            delays.append(time.perf_counter() - submitted)
+    assert sorted(delays)[len(delays) // 2] < 0.05
+    assert max(delays) < 1.0
+
+
+async def test_one_ring_wakes_one_worker(engine: Engine, make_worker: MakeWorker) -> None:
+    workers = [await make_worker(claim_poll_interval_ms=30_000) for _ in range(5)]
+    doors = [Doorbell(w.backend, w.lanes, 30.0) for w in workers]
+    waits = [asyncio.create_task(door.wait()) for door in doors]
+    await until(sleeping(engine, 5), "five idle workers")
+    (execution_id,) = await submit(engine.backend)
+    done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    await until(sleeping(engine, 4), "four still asleep")
+    assert [one.result() for one in done] == [[("default", execution_id.tag)]]
+    assert len(pending) == 4
+    for wait in pending:
+        wait.cancel()
+    await asyncio.wait(pending)
+    for door in doors:
+        await door.aclose()
+
+
+async def test_ring_is_passed_on_to_the_worker_that_can_answer_it(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """Four workers without the capability sleep in front of the one that has it."""
+    poor = [await make_worker(claim_poll_interval_ms=30_000) for _ in range(4)]
+    able = await make_worker(claim_poll_interval_ms=30_000, capabilities=["gpu"])
+    done = asyncio.Event()
+
+    async def handler(task: ClaimedTask) -> None:
+        done.set()
+
+    runtimes = [serving(worker, {"job": handler}) for worker in poor]
+    for number, runtime in enumerate(runtimes):
+        await runtime.__aenter__()
+        await until(sleeping(engine, number + 1), "an idle worker")
+    async with serving(able, {"job": handler}) as runtime:
+        await until(sleeping(engine, 5), "five idle workers")
+        needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+        await submit(engine.backend, policy=needs)
+        async with asyncio.timeout(5):
+            await done.wait()
+        await until(lambda: runtime.summary.completed == 1, "the completion")
+    for stopped in runtimes:
+        await stopped.__aexit__(None, None, None)
+
+
+async def test_ring_nobody_can_answer_ends(engine: Engine, make_worker: MakeWorker) -> None:
+    workers = [await make_worker(claim_poll_interval_ms=30_000) for _ in range(3)]
+    runtimes = [serving(worker, {"job": nothing}) for worker in workers]
+    for runtime in runtimes:
+        await runtime.__aenter__()
+    await until(sleeping(engine, 3), "idle workers")
+    before = await commands(engine)
+    needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    await submit(engine.backend, policy=needs)
+    quiet = await settled(engine)
+    assert quiet - before < 150
+    assert await engine.backend.transport.call("EXISTS", wake("default")) == 0
+    for runtime in runtimes:
+        await runtime.__aexit__(None, None, None)
+
+
+async def settled(engine: Engine) -> int:
+    """The command count once it stands still."""
+    last = -1
+    while (now := await commands(engine)) != last + 1:
+        last = now
+        await asyncio.sleep(0.1)
+    return now
+
+
+async def test_full_worker_leaves_rings_to_others(engine: Engine, make_worker: MakeWorker) -> None:
+    """It hears the bell with a permit free, and has none when the ring arrives."""
+    busy = await make_worker(claim_poll_interval_ms=30_000)
+    release = asyncio.Event()
+    started: list[str] = []
+
+    async def handler(task: ClaimedTask) -> None:
+        started.append(task._owner.config.worker_instance_id)  # type: ignore[attr-defined]
+        await release.wait()
+
+    async with serving(busy, {"job": handler}):
+        await until(sleeping(engine, 1), "an idle worker")
+        # Its only permit goes, but its wait for a ring goes on.
+        taken = busy.reserve(1)
+        await submit(engine.backend)
+        await until(lambda: rung(engine), "the ring passed back")
+        free = await make_worker(claim_poll_interval_ms=30_000)
+        async with serving(free, {"job": handler}):
+            await until(lambda: len(started) == 1, "the other worker")
+            release.set()
+        assert started == [free.config.worker_instance_id]
+        busy.unreserve(taken)
+
+
+async def rung(engine: Engine) -> bool:
+    return await engine.backend.transport.call("EXISTS", wake("default")) == 1
+
+
+async def test_busy_worker_does_not_overlook_other_partitions(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """Home never runs dry, so the worker never listens; a ring and a lost ring both come through."""
+    worker = await make_worker(max_concurrent_tasks=4, claim_poll_interval_ms=50)
+    seen: set[str] = set()
+    stop = False
+
+    async def handler(task: ClaimedTask) -> None:
+        seen.add(task.execution_id)
+        if not stop and task.execution_id.tag == worker.lanes["default"].home:
+            await submit(engine.backend, 2)
+
+    await submit(engine.backend, 20)
+    async with serving(worker, {"job": handler}) as runtime:
+        await until(lambda: runtime.summary.completed > 50, "a busy worker")
+        (rings,) = await submit(engine.backend, partition=11)
+        await until(lambda: rings in seen, "the other partition")
+        (silent,) = await submit(engine.backend, partition=211)
+        await engine.backend.transport.call("DEL", wake("default"))
+        await until(lambda: silent in seen, "the silent partition")
+        stop = True
