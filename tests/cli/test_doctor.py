@@ -1,0 +1,162 @@
+"""`flowfabric doctor`: each finding in its good and its bad form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.scanners.leader import LEADER_KEY
+from tests.cli.support import Cli, Done
+from tests.support.engine import Engine
+from tests.support.server import TestServer, free_port
+
+CHECKS = (
+    *("connection", "version", "functions", "eviction", "persistence", "clock", "clock skew"),
+    *("partitions", "lanes", "lane placement", "workers", "scanners", "indexes"),
+)
+
+
+async def examined(cli: Cli, *arguments: str, **variables: str) -> tuple[Done, dict[str, Any]]:
+    """The findings by name."""
+    done = await cli("doctor", "--json", *arguments, **variables)
+    (report,) = done.objects
+    assert done.code == (0 if report["ok"] else 1)
+    return done, {check["name"]: check for check in report["checks"]}
+
+
+async def live(engine: Engine, *lanes: str) -> None:
+    """A worker and a scanner leader, as the registry shows them."""
+    await engine.backend.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=lanes or ["default"]
+    )
+    await engine.backend.transport.call("SET", LEADER_KEY, "host:12:uuid", "PX", 60_000)
+
+
+async def test_all_is_well(cli: Cli, engine: Engine) -> None:
+    await live(engine)
+    await engine.create()
+    done, found = await examined(cli)
+    assert tuple(found) == CHECKS
+    assert {check["grade"] for check in found.values()} == {"ok"}
+    assert not any("advice" in check for check in found.values())
+    (report,) = done.objects
+    assert report["ok"] is True
+    assert report["address"].startswith("unix:/")
+    plain = await cli("doctor")
+    assert (plain.code, plain.err) == (0, "")
+    assert plain.out.count("✓") == len(CHECKS)
+    assert "All is well." in plain.lines[-1]
+    assert "run by host:12 (host:pid)" in plain.out
+    assert "1 execution examined" in plain.out
+
+
+async def test_nobody_works(cli: Cli, engine: Engine) -> None:
+    done, found = await examined(cli)
+    assert done.code == 0
+    assert found["workers"]["grade"] == found["scanners"]["grade"] == "warning"
+    assert "flowfabric worker" in found["workers"]["advice"]
+    plain = await cli("doctor")
+    assert plain.out.count("⚠") == 2
+    assert "Nothing is broken, 2 warnings." in plain.lines[-1]
+    await live(engine, "other")
+    await engine.create(lane="mails")
+    _, found = await examined(cli)
+    assert "work waits in mails, which nobody serves" in found["workers"]["detail"]
+    _, found = await examined(cli, "--namespace", "elsewhere")
+    assert "0 live workers" in found["workers"]["detail"]
+
+
+async def test_a_paused_lane(cli: Cli, engine: Engine) -> None:
+    await engine.backend.set_lane_state("mails", "paused", "maintenance")
+    _, found = await examined(cli)
+    assert found["lanes"]["grade"] == "warning"
+    assert "mails is paused (maintenance)" in found["lanes"]["detail"]
+
+
+async def test_lanes_that_share_a_partition(cli: Cli, engine: Engine) -> None:
+    home = engine.new_id().partition
+    twin = next(name for n in range(10_000) if engine.new_id(name := f"lane-{n}").partition == home)
+    await engine.backend.transport.call("SADD", keys.LANES, twin)
+    _, found = await examined(cli)
+    assert found["lane placement"]["grade"] == "warning"
+    assert (
+        f"remediate: 2 of 2 lanes share one (default + {twin})"
+        in (found["lane placement"]["detail"])
+    )
+
+
+@pytest.mark.corrupts
+async def test_index_drift_is_broken(cli: Cli, engine: Engine) -> None:
+    await live(engine)
+    execution_id = await engine.create()
+    await engine.backend.transport.call(
+        "ZREM", keys.eligible(execution_id.tag, "default"), execution_id
+    )
+    done, found = await examined(cli)
+    assert done.code == 1
+    assert found["indexes"]["grade"] == "broken"
+    assert execution_id in found["indexes"]["detail"]
+    plain = await cli("doctor")
+    assert plain.code == 1
+    assert plain.out.count("✗") == 1
+    assert "1 thing broken." in plain.lines[-1]
+
+
+async def test_counts_that_contradict_the_environment(cli: Cli) -> None:
+    done, found = await examined(cli, FF_FLOW_PARTITIONS="128")
+    assert done.code == 1
+    assert found["partitions"]["grade"] == "broken"
+    assert "the environment asks for 128, 32, 32" in found["partitions"]["detail"]
+    same, found = await examined(cli, FF_FLOW_PARTITIONS="256")
+    assert same.code == 0
+    assert found["partitions"]["detail"] == "256 flow, 32 budget, 32 quota"
+
+
+async def test_a_missing_library_is_a_warning(cli: Cli, engine: Engine) -> None:
+    await engine.backend.transport.call("FUNCTION", "FLUSH", key="")
+    try:
+        _, found = await examined(cli)
+        assert found["functions"]["grade"] == "warning"
+        assert found["functions"]["detail"] == "the function library is not loaded"
+    finally:
+        await engine.backend.prepare()
+
+
+@pytest.fixture
+def fresh() -> Iterator[TestServer]:
+    """A server of its own that deletes data when memory is short and writes no log."""
+    server = TestServer("--maxmemory-policy", "allkeys-lru")
+    yield server
+    server.stop()
+
+
+async def test_prepare_sets_an_external_server_up(tmp_path: Path, fresh: TestServer) -> None:
+    cli = Cli(tmp_path, FF_URL=fresh.url)
+    done, found = await examined(cli)
+    assert done.code == 1
+    assert found["partitions"]["grade"] == "broken"
+    assert found["partitions"]["advice"] == "run `flowfabric doctor --prepare` once"
+    assert found["eviction"]["grade"] == "broken"
+    assert found["persistence"]["grade"] == "warning"
+    assert "noeviction" in found["eviction"]["advice"]
+    _, found = await examined(cli, "--prepare", FF_FLOW_PARTITIONS="64")
+    assert found["prepare"]["grade"] == found["functions"]["grade"] == "ok"
+    assert found["partitions"]["detail"].startswith("64 flow")
+    refused, found = await examined(cli, "--prepare")
+    assert refused.code == 1
+    assert "num_flow_partitions: stored=64, config=256" in found["deployment"]["detail"]
+    assert (await cli("ps")).out == "No executions yet.\n"
+
+
+async def test_nobody_answers(tmp_path: Path) -> None:
+    cli = Cli(tmp_path, FF_URL=f"valkey://app:hidden@127.0.0.1:{free_port()}")
+    done, found = await examined(cli)
+    assert done.code == 1
+    assert list(found) == ["connection"]
+    assert "Connection refused" in found["connection"]["detail"]
+    assert "hidden" not in done.out
+    assert done.objects[0]["address"].startswith("127.0.0.1:")

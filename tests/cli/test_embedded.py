@@ -1,0 +1,64 @@
+"""The project's own Valkey: looking never creates it, working does, and all commands share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flowfabric.app.fabric import Fabric
+from flowfabric.app.run import Run
+from tests.cli.support import Cli
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Cli:
+    """The command in an empty project folder."""
+    return Cli(tmp_path)
+
+
+async def test_looking_at_nothing_leaves_nothing(project: Cli) -> None:
+    listed = await project("ps")
+    assert (listed.code, listed.err) == (0, "")
+    assert listed.out.startswith("No executions: there is no data in ")
+    assert "flowfabric worker module:app" in listed.out
+    as_json = await project("ps", "--json")
+    assert (as_json.code, as_json.out, as_json.err) == (0, "", "")
+    examined = await project("doctor")
+    assert examined.code == 0
+    assert "⚠ data" in examined.out
+    for command in ("show", "cancel", "replay"):
+        done = await project(command, "deadbeef")
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith("error: no_data: there is no data in ")
+    assert list(project.folder.iterdir()) == []
+
+
+async def test_commands_find_what_a_program_submitted(
+    project: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FF_URL", "FF_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FF_DATA_DIR", str(project.folder / ".flowfabric"))
+    async with Fabric() as app:
+        run: Run[str] = await app.submit("greet", "Ada")
+        joined = await project("ps", "--json")
+        assert [row["execution_id"] for row in joined.objects] == [run.id]
+    # The program is gone, and with it the server: the command starts it again on its data.
+    shown = await project("show", run.id.uuid[:8])
+    assert shown.code == 0
+    assert '["Ada"]' in shown.out
+    assert (await project("cancel", run.id)).out == f"{run.id}  cancelled\n"
+    elsewhere = await project("ps", "--json", FF_DATA_DIR=str(project.folder / "other"))
+    assert (elsewhere.code, elsewhere.out) == (0, "")
+    examined = await project("doctor")
+    assert examined.code == 0
+    assert f"embedded Valkey in {project.folder}/.flowfabric" in examined.out
+    assert "append-only file, fsync everysec" in examined.out
+
+
+async def test_prepare_creates_the_folder_when_asked(project: Cli) -> None:
+    done = await project("doctor", "--prepare")
+    assert done.code == 0
+    assert "✓ prepare" in done.out
+    assert (await project("ps")).out == "No executions yet.\n"

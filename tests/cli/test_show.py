@@ -1,0 +1,171 @@
+"""`flowfabric show`: what it tells in each situation, and how it finds the execution."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
+from tests.cli.support import Cli
+from tests.support.engine import Engine
+
+RETRY = {"retry_policy": {"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 60_000}}}
+
+
+def named(uuid: str, lane: str = "default") -> ExecutionId:
+    return ExecutionId.deterministic_solo(lane, uuid, PartitionCounts())
+
+
+async def shown(cli: Cli, execution_id: str, *more: str) -> str:
+    done = await cli("show", execution_id, *more)
+    assert (done.code, done.err) == (0, "")
+    return done.out
+
+
+async def as_json(cli: Cli, execution_id: str, *more: str) -> dict[str, Any]:
+    done = await cli("show", execution_id, "--json", *more)
+    assert (done.code, done.err) == (0, "")
+    (detail,) = done.objects
+    return detail
+
+
+async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
+    handle = await engine.running(
+        execution_kind="resize",
+        input_payload=b'["cat.png"]',
+        payload_encoding="json",
+        tags={"app.team": "images"},
+        policy=RETRY,
+        priority=3,
+    )
+    await engine.backend.complete(handle, b'"cat-small.png"', "json")
+    out = await shown(cli, handle.execution_id)
+    first, second, *_ = out.splitlines()
+    assert first == "resize  completed"
+    assert second == handle.execution_id
+    for pattern in (
+        r"lane +default",
+        r"priority +3",
+        r"lifecycle +terminal",
+        r"outcome +success",
+        r"0 +initial +ended_success +w-1 +20",
+        r"app\.team +images",
+        r'"max_retries": 2',
+        r"Payload \(11 bytes, json\)\n  \[\"cat\.png\"\]\n",
+        r"Result \(15 bytes, json\)\n  \"cat-small\.png\"\n",
+    ):
+        assert re.search(pattern, out), pattern
+    assert "Why it is not running" not in out
+    detail = await as_json(cli, handle.execution_id)
+    assert detail["execution"]["public_state"] == "completed"
+    assert detail["tags"] == {"app.team": "images"}
+    assert detail["policy"]["retry_policy"]["max_retries"] == 2
+    assert [a["attempt_state"] for a in detail["attempts"]] == ["ended_success"]
+    assert detail["result"] == {
+        "size": 15,
+        "encoding": "json",
+        "form": "text",
+        "preview": '"cat-small.png"',
+        "truncated": False,
+    }
+    assert detail["why_not_running"] is None
+
+
+async def test_a_failed_attempt_waits_for_its_retry(cli: Cli, engine: Engine) -> None:
+    handle = await engine.running(policy=RETRY)
+    await engine.backend.fail(handle, "ValueError: no\nmore lines", "handler_error")
+    out = await shown(cli, handle.execution_id)
+    assert re.search(r"Why it is not running: the last attempt failed; .* \(in (59|1m)", out)
+    assert re.search(r"0 +initial +ended_failure +.*ValueError: no \(handler_error\)\n", out)
+    assert re.search(r"released +failed_retry_scheduled, worker w-1, until", out)
+    assert "Failure\n  ValueError: no\n  more lines\n" in out
+
+
+async def test_why_it_waits_for_a_worker(cli: Cli, engine: Engine) -> None:
+    needs = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+    waiting = await engine.create(lane="video", policy=needs)
+    out = await shown(cli, waiting)
+    assert "no live worker serves lane video and offers gpu" in out
+    assert "--capabilities gpu" in out
+    await engine.backend.register_worker(
+        worker_id="w", worker_instance_id="w-9", lanes=["video"], capabilities=["gpu"]
+    )
+    detail = await as_json(cli, waiting)
+    assert detail["workers_of_lane"] == ["w-9"]
+    assert detail["summary"] == "1 live worker serves lane video; it starts as soon as one is free"
+    await engine.backend.set_lane_state("video", "paused")
+    assert "lane video is paused" in await shown(cli, waiting)
+
+
+async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
+    handle = await engine.running()
+    out = await shown(cli, handle.execution_id)
+    assert re.search(r"worker +w-1\n +lease +epoch 1, for another 2[0-9]", out)
+    assert "Why it is not running" not in out
+    await engine.backend.revoke_lease(handle.execution_id, reason="test")
+    assert "the lease of w-1 was revoked" in await shown(cli, handle.execution_id)
+
+
+async def test_binary_and_long_payloads_are_shortened(cli: Cli, engine: Engine) -> None:
+    binary = await engine.create(input_payload=b"\xff\x00" * 500)
+    out = await shown(cli, binary)
+    assert "Payload (1,000 bytes, binary, shortened: --full shows all)" in out
+    assert "  ff00 ff00" in out
+    assert len(max(out.splitlines(), key=len)) < 200
+    assert (await as_json(cli, binary, "--full"))["payload"]["preview"].count("ff00") == 500
+    text = "é" * 1000
+    long = await engine.create(input_payload=text.encode())
+    detail = await as_json(cli, long)
+    assert detail["payload"]["truncated"] is True
+    assert detail["payload"]["preview"] == text[:400]
+    assert text in await shown(cli, long, "--full")
+
+
+async def test_an_id_may_be_shortened_while_it_is_unique(cli: Cli, engine: Engine) -> None:
+    one = named("aaaa1111-0000-4000-8000-000000000001")
+    two = named("aaaa2222-0000-4000-8000-000000000002", "mails")
+    await engine.create(execution_id=one, execution_kind="first")
+    await engine.create(execution_id=two, execution_kind="second", lane="mails")
+    for text in (one, one.uuid, "AAAA1111", "aaaa1", "aaaa1111-0000-4"):
+        assert (await shown(cli, text)).splitlines()[1] == one
+    done = await cli("show", "aaaa")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: ambiguous_id: 'aaaa' is the beginning of more than one id:")
+    assert f"\n  {one}  first  waiting\n" in done.err
+    assert f"\n  {two}  second  waiting\n" in done.err
+    found = await cli("show", "aaaa", "--json")
+    assert found.error["code"] == "ambiguous_id"
+    assert set(found.error["details"]) == {one, two}
+
+
+async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
+    one = named("aaaa1111-0000-4000-8000-000000000001")
+    two = named("aaaa2222-0000-4000-8000-000000000002")
+    await engine.create(execution_id=one, namespace="a")
+    await engine.create(execution_id=two, namespace="b")
+    assert (await shown(cli, "aaaa", "--namespace", "b")).splitlines()[1] == two
+    refused = await cli("show", one, "--namespace", "b")
+    assert refused.code == 1
+    assert refused.err.startswith("error: execution_not_found: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("deadbeef", "execution_not_found: deadbeef"),
+        ("11111111-2222-4333-8444-555555555555", "execution_not_found: 11111111-"),
+        ("{fp:1}:11111111-2222-4333-8444-555555555555", "execution_not_found: {fp:1}:"),
+        ("{fp:999}:11111111-2222-4333-8444-555555555555", "invalid_input: execution_id: partition"),
+        ("{fp:1}:1111", "invalid_input: execution_id: InvalidUuid"),
+        ("abc", "invalid_input: 'abc' is too short"),
+        ("not-an-id", "invalid_input: 'not-an-id' is neither an execution id nor a UUID"),
+    ],
+)
+async def test_ids_that_lead_nowhere(cli: Cli, text: str, said: str) -> None:
+    done = await cli("show", text)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {said}")
+    assert "\nhint: " in done.err

@@ -1,0 +1,207 @@
+"""Help, version, mistyped commands, options and addresses: what to do next, never a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowfabric import __version__
+from tests.cli.support import COMMAND, Cli
+from tests.support.server import free_port
+
+COMMANDS = ("worker", "ps", "show", "cancel", "replay", "doctor", "bench")
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Cli:
+    """The command in an empty folder without any setting."""
+    return Cli(tmp_path)
+
+
+async def test_help_names_every_command(bare: Cli) -> None:
+    without, asked = await bare(), await bare("--help")
+    assert (without.code, asked.code) == (0, 0)
+    assert without.out == asked.out
+    for command in COMMANDS:
+        assert f"\n  {command} " in asked.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_every_command_has_help(bare: Cli, command: str) -> None:
+    done = await bare(command, "--help")
+    assert done.code == 0
+    assert done.out.startswith(f"Usage: flowfabric {command} ")
+    assert done.err == ""
+
+
+async def test_version(bare: Cli) -> None:
+    done = await bare("--version")
+    assert (done.code, done.out) == (0, f"flowfabric {__version__}\n")
+
+
+def test_help_loads_no_engine_and_no_tables() -> None:
+    """What `--help` imports beyond the package itself is the declarations and the CLI library."""
+    code = (
+        "import sys, flowfabric; before = set(sys.modules)\n"
+        "import flowfabric.cli.main\n"
+        "new = {name for name in set(sys.modules) - before}\n"
+        "print(*sorted(n for n in new if n.startswith(('flowfabric', 'rich', 'uvloop'))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert "flowfabric.cli.main" in loaded
+    assert [name for name in loaded if name.startswith(("rich", "uvloop"))] == []
+    assert [name for name in loaded if name.endswith(("_view", "_run", "serve", "checks"))] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("pss",), "No such command 'pss'. Did you mean 'ps'"),
+        (("ps", "--lnae", "x"), "No such option: --lnae"),
+        (("ps", "--limit", "0"), "Invalid value for '--limit'"),
+        (("ps", "--limit", "many"), "Invalid value for '--limit'"),
+        (("ps", "--state", "actve"), "'actve' is not one of waiting, delayed"),
+        (("ps", "--tag", "team"), "expected key=value, got 'team'"),
+        (("show",), "Missing argument 'ID'"),
+        (("cancel",), "Missing argument 'ID…'"),
+        (("replay", "1", "2"), "unexpected extra argument"),
+    ],
+)
+async def test_typing_mistakes_end_with_2(bare: Cli, arguments: tuple[str, ...], said: str) -> None:
+    done = await bare(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: usage: ")
+    assert said in done.err
+    assert "hint: see `flowfabric" in done.err
+
+
+async def test_a_typing_mistake_as_json(bare: Cli) -> None:
+    done = await bare("ps", "--json", "--state", "actve")
+    assert (done.code, done.out) == (2, "")
+    assert done.error["code"] == "usage"
+    assert "'actve' is not one of" in done.error["message"]
+    assert done.error["hint"] == "see `flowfabric ps --help`"
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "said"),
+    [
+        ({"FF_URL": "redis://x"}, (), "config: invalid value for FF_URL: unknown form"),
+        ({}, ("--url", "nonsense"), "config: invalid value for url: unknown form"),
+        ({"FF_HOST": "x", "FF_PORT": "z"}, (), "config: invalid value for FF_PORT: not a whole"),
+    ],
+)
+async def test_a_bad_address(
+    bare: Cli, variables: dict[str, str], arguments: tuple[str, ...], said: str
+) -> None:
+    done = await bare("ps", *arguments, **variables)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {said}")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", [("show", "abcd"), ("cancel", "abcd")])
+async def test_nobody_answers(bare: Cli, command: tuple[str, ...]) -> None:
+    url = f"valkey://:hidden@127.0.0.1:{free_port()}"
+    done = await bare(*command, "--url", url)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: transport: no connection to 127.0.0.1:")
+    assert "hint: Check that Valkey is reachable." in done.err
+    assert "Traceback" not in done.err
+    assert "hidden" not in done.err
+
+
+async def test_nobody_answers_as_json(bare: Cli) -> None:
+    done = await bare("--url", f"valkey://127.0.0.1:{free_port()}", "ps", "--json")
+    assert (done.code, done.out) == (1, "")
+    assert done.error["code"] == "transport"
+    assert done.error["details"] == ["transport"]
+    assert "Connection refused" in done.error["message"]
+
+
+async def test_the_url_of_the_command_wins_over_the_one_before_it(cli: Cli) -> None:
+    good = cli.environment["FF_URL"]
+    refused = f"valkey://127.0.0.1:{free_port()}"
+    assert (await cli("--url", refused, "ps", "--url", good)).code == 0
+    assert (await cli("--url", good, "ps", FF_URL=refused)).code == 0
+
+
+async def test_an_unprepared_server_says_how_to_prepare_it(bare: Cli, unprepared: str) -> None:
+    done = await bare("ps", "--url", unprepared)
+    assert (done.code, done.out) == (1, "")
+    assert "flowfabric doctor --prepare" in done.err
+
+
+async def test_ctrl_c_while_waiting_is_quiet(bare: Cli) -> None:
+    """A server that accepts and then says nothing."""
+    connected = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, bare.start("ps", "--url", f"valkey://127.0.0.1:{port}") as running:
+        async with asyncio.timeout(20):
+            await connected.wait()
+        running.send(signal.SIGINT)
+        done = await running.end()
+    assert done.code == 130
+    assert "Traceback" not in done.out
+
+
+async def test_a_closed_pipe_is_no_error(cli: Cli) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [COMMAND, "ps"],
+            env=cli.environment,
+            cwd=cli.folder,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert "Traceback" not in done.stderr
+
+
+async def test_errors_are_red_on_a_terminal_only(bare: Cli) -> None:
+    def on_terminal(**variables: str) -> str:
+        main, side = pty.openpty()
+        try:
+            subprocess.run(
+                [COMMAND, "show", "zzzz"],
+                env=bare.environment | variables,
+                cwd=bare.folder,
+                stderr=side,
+                check=False,
+            )
+            return os.read(main, 10_000).decode()
+        finally:
+            os.close(main)
+            os.close(side)
+
+    assert "\x1b[31m" in await asyncio.to_thread(on_terminal)
+    assert "\x1b" not in await asyncio.to_thread(on_terminal, NO_COLOR="1")
+    assert "\x1b" not in (await bare("show", "zzzz")).err
+
+
+async def test_bench_is_mounted(bare: Cli) -> None:
+    done = await bare("bench", "floor", "--n", "50", "--repeat", "1", "--json")
+    assert done.code == 0, done.err
+    assert isinstance(json.loads(done.out), dict)

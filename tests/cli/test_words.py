@@ -1,0 +1,117 @@
+"""Values as people read them, and log lines in both forms."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+import pytest
+
+from flowfabric.cli.logs import JsonFormatter, TextFormatter
+from flowfabric.cli.words import age, clean, clock, duration, plural, preview, short_length
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(-5, "0s"), (999, "0s"), (1000, "1s"), (59_999, "59s"), (60_000, "1m"), (3_600_000, "1h")],
+)
+def test_age(ms: int, text: str) -> None:
+    assert age(ms) == text
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (0, "0 ms"),
+        (999, "999 ms"),
+        (1500, "1.5 s"),
+        (60_000, "1m"),
+        (125_000, "2m 5s"),
+        (90_061_000, "1d 1h"),
+    ],
+)
+def test_duration(ms: int, text: str) -> None:
+    assert duration(ms) == text
+
+
+def test_clock_survives_any_number() -> None:
+    now = datetime.now(UTC).astimezone().replace(microsecond=7000)
+    assert clock(round(now.timestamp() * 1000)) == now.strftime("%Y-%m-%d %H:%M:%S.007")
+    assert clock(2**62) == f"{2**62} ms"
+
+
+def test_plural() -> None:
+    assert (plural(0, "task"), plural(1, "task"), plural(2000, "task")) == (
+        "0 tasks",
+        "1 task",
+        "2,000 tasks",
+    )
+
+
+def test_clean_keeps_text_and_new_lines_only() -> None:
+    assert clean("naïve 漢字 [bold]\nnext") == "naïve 漢字 [bold]\nnext"
+    assert clean("a\x1b[31m\r\x00\x9b\u202e\t") == "a\\x1b[31m\\r\\x00\\x9b\\u202e\\t"
+
+
+def test_short_length() -> None:
+    assert short_length([]) == 8
+    assert short_length(["12345678-a", "12345678-b"]) == 10
+    assert short_length(["a" * 36, "a" * 36]) == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "limit", "expected"),
+    [
+        (b"", 10, ("", "text", False)),
+        ("äb".encode(), 10, ("äb", "text", False)),
+        ("äbc".encode(), 2, ("äb", "text", True)),
+        (b"\xff\x01\x02", 10, ("ff01 02", "hex", False)),
+        (b"\xff" * 100, 400, ((b"\xff" * 64).hex(" ", -2), "hex", True)),
+        (b"\xff" * 100, None, ((b"\xff" * 100).hex(" ", -2), "hex", False)),
+    ],
+)
+def test_preview(data: bytes, limit: int | None, expected: tuple[str, str, bool]) -> None:
+    assert preview(data, limit) == expected
+
+
+def record(message: str, **extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("flowfabric.x", logging.WARNING, "f.py", 1, message, None, None)
+    made.__dict__.update(extra)
+    return made
+
+
+def refuse() -> None:
+    raise ValueError("no\x1b")
+
+
+def failing() -> logging.LogRecord:
+    made = record("failed")
+    try:
+        refuse()
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    return made
+
+
+def test_text_lines() -> None:
+    plain = TextFormatter(colour=False)
+    line = plain.format(record("hi\x1b", action="a", lanes=["x", "y"], count=2))
+    assert line.endswith(" WARNING hi\\x1b  lanes=x,y  count=2")
+    assert "\x1b[33mWARNING" in TextFormatter(colour=True).format(record("hi"))
+    assert plain.format(failing()).endswith("ValueError: no\\x1b")
+
+
+def test_json_lines() -> None:
+    made = json.loads(JsonFormatter().format(record("hi", action="a", odd=object(), count=2)))
+    assert datetime.fromisoformat(made.pop("time")).tzinfo is not None
+    assert made.pop("odd").startswith("<object object")
+    assert made == {
+        "level": "warning",
+        "target": "flowfabric.x",
+        "message": "hi",
+        "action": "a",
+        "count": 2,
+    }
+    assert "ValueError: no" in json.loads(JsonFormatter().format(failing()))["exception"]

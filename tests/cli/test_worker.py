@@ -1,0 +1,260 @@
+"""`flowfabric worker`: serving, draining, dying, and everything that can be wrong at its start."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from flowfabric.core.state import PublicState
+from flowfabric.sdk.client import Client
+from tests.cli.support import Cli
+from tests.support.engine import Engine
+from tests.support.server import free_port
+
+APP = """
+import asyncio, os
+import flowfabric as ff
+
+app = ff.Fabric()
+empty = ff.Fabric()
+number = 7
+
+
+@app.task()
+async def greet(name: str) -> str:
+    return f"Hello, {name}!"
+
+
+@app.task(lane="mails", retry=ff.Retry(0))
+def mail(to: str) -> None:
+    raise ValueError(to)
+
+
+@app.task()
+async def until_stopped(ctx: ff.Context) -> str:
+    print("handler started", flush=True)
+    while not ctx.shutting_down:
+        await asyncio.sleep(0.01)
+    print("handler sees the end", flush=True)
+    return "finished"
+
+
+@app.task()
+async def forever() -> str:
+    print("handler started", flush=True)
+    if os.environ.get("ROLE") == "second":
+        return "done by another"
+    await asyncio.Event().wait()
+    return ""
+"""
+
+
+@pytest.fixture
+def shop(cli: Cli) -> Cli:
+    """A project folder with an application in `shop.py`."""
+    (cli.folder / "shop.py").write_text(APP)
+    return cli
+
+
+@pytest.fixture
+def client(engine: Engine) -> Client:
+    return Client(engine.backend)
+
+
+async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> None:
+    async with shop.start("worker", "shop:app", "--concurrency", "3") as running:
+        await running.line("Ready.")
+        banner = "\n".join(running.seen)
+        for text in ("worker", "address", "unix:/", "default, mails", "forever, greet, mail", "3"):
+            assert text in banner
+        greeted = await client.submit("greet", b'["Ada"]')
+        mailed = await client.submit("mail", b'["x"]', lane="mails")
+        assert await client.result(greeted.execution_id, 20) == b'"Hello, Ada!"'
+        outcome = await client.wait(mailed.execution_id, 20)
+        assert outcome.state is PublicState.FAILED
+        running.send(signal.SIGINT)
+        done = await running.end()
+    assert done.code == 0
+    assert "1 completed, 1 failed." in done.lines[-1]
+    assert done.lines[-1].startswith("Stopped after ")
+
+
+async def test_sigterm_lets_a_running_handler_finish(shop: Cli, client: Client) -> None:
+    submitted = await client.submit("until_stopped")
+    async with shop.start("worker", "shop:app", "--no-scanners") as running:
+        await running.line("handler started")
+        running.send(signal.SIGTERM)
+        await running.line("handler sees the end")
+        done = await running.end()
+    assert done.code == 0
+    assert any("stopping: waiting for running tasks" in line for line in done.lines)
+    assert "1 completed." in done.lines[-1]
+    assert await client.result_now(submitted.execution_id) == b'"finished"'
+    assert await client.backend.list_workers() == []
+
+
+async def test_what_outlasts_the_grace_is_given_back(shop: Cli, client: Client) -> None:
+    submitted = await client.submit("forever")
+    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
+        await running.line("handler started")
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    assert "1 released." in done.lines[-1]
+    state = await client.backend.read_execution_state(submitted.execution_id)
+    assert state is PublicState.WAITING
+
+
+async def test_the_second_signal_ends_at_once(shop: Cli, client: Client) -> None:
+    await client.submit("forever")
+    async with shop.start("worker", "shop:app", "--grace", "1h") as running:
+        await running.line("handler started")
+        running.send(signal.SIGINT)
+        await running.line("stopping: waiting for running tasks")
+        running.send(signal.SIGINT)
+        done = await running.end()
+    assert done.code == 130
+    assert "Traceback" not in done.out
+
+
+async def test_the_work_of_a_killed_worker_is_done_by_another(shop: Cli, client: Client) -> None:
+    submitted = await client.submit("forever")
+    options = ("worker", "shop:app", "--lease-ttl", "1s")
+    async with shop.start(*options) as first:
+        await first.line("handler started")
+        first.send(signal.SIGKILL)
+        assert (await first.end()).code == -signal.SIGKILL
+    async with shop.start(*options, ROLE="second") as second:
+        assert await client.result(submitted.execution_id, 40) == b'"done by another"'
+        second.send(signal.SIGTERM)
+        done = await second.end()
+    assert done.code == 0
+    attempts = await client.backend.read_attempts(submitted.execution_id)
+    assert [a.attempt_type for a in attempts] == ["initial", "reclaim"]
+    shown = await shop("show", submitted.execution_id)
+    assert "interrupted_reclaimed" in shown.out
+    assert "reclaimed" in shown.out.partition("History")[2]
+
+
+async def test_json_logs_are_all_there_is(shop: Cli, client: Client) -> None:
+    async with shop.start(
+        "worker", "shop:app", "--json-logs", "--lanes", "mails", "--capabilities", "gpu,eu"
+    ) as running:
+        await running.line("worker_ready")
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    records = {record["action"]: record for record in map(json.loads, done.lines)}
+    ready = records["worker_ready"]
+    assert (ready["lanes"], ready["capabilities"]) == (["mails"], ["gpu", "eu"])
+    assert ready["level"] == "info"
+    assert ready["tasks"] == ["forever", "greet", "mail", "until_stopped"]
+    assert records["lane_not_served"]["level"] == "warning"
+    assert records["worker_stopped"]["completed"] == 0
+
+
+async def test_url_and_namespace_win_over_the_application(shop: Cli, client: Client) -> None:
+    (shop.folder / "fixed.py").write_text(
+        f"import flowfabric as ff\napp = ff.Fabric('valkey://127.0.0.1:{free_port()}')\n"
+        "@app.task()\ndef noop() -> None: ...\n"
+    )
+    url = shop.environment["FF_URL"]
+    async with shop.start("--namespace", "tenant", "worker", "fixed:app", "--url", url) as running:
+        await running.line("Ready.")
+        (entry,) = await client.backend.list_workers("tenant")
+        assert entry.lanes == ("default",)
+        running.send(signal.SIGTERM)
+        assert (await running.end()).code == 0
+
+
+async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> None:
+    project = Cli(tmp_path)
+    (tmp_path / "shop.py").write_text(APP)
+    async with project.start("worker", "shop:app") as running:
+        await running.line("Ready.")
+        assert any(f"embedded Valkey in {tmp_path}/.flowfabric" in line for line in running.seen)
+        examined = await project("doctor", "--json")
+        found = {check["name"]: check for check in examined.objects[0]["checks"]}
+        assert found["workers"]["detail"] == "1 live worker"
+        running.send(signal.SIGTERM)
+        assert (await running.end()).code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said", "hint"),
+    [
+        (("sohp:app",), 1, "import: no module named 'sohp'", "did you mean 'shop'?"),
+        (("shop.inner:app",), 1, "import: no module named 'shop.inner'", ""),
+        (("shop:ap",), 1, "import: module 'shop' has no attribute 'ap'", "shop:app or shop:empty"),
+        (("shop:number",), 1, "import: shop:number is a int, not a Fabric", "did you mean"),
+        (("json:tool",), 1, "import: module 'json' has no attribute 'tool'", "holds no Fabric"),
+        (("shop:empty",), 1, "config: there are no tasks", ""),
+        (("shop:app", "--lanes", "x" * 300), 1, "config: worker.lanes: ", ""),
+        (("shop:app", "--capabilities", "a b"), 1, "config: worker.capabilities: ", ""),
+        (("shop:app", "--lease-ttl", "10ms"), 1, "config: worker.lease_ttl_ms: must be", ""),
+        (("shop",), 2, "usage: Invalid value for MODULE:APP", "flowfabric worker --help"),
+        (("./shop.py:app",), 2, "usage: Invalid value for MODULE:APP", ""),
+        (("shop:app", "--concurrency", "0"), 2, "usage: Invalid value for '--concurrency'", ""),
+        (("shop:app", "--grace", "soon"), 2, "usage: Invalid value for '--grace'", ""),
+        (("shop:app", "--lanes", ","), 2, "usage: Invalid value", ""),
+        (("shop:app", "--log-level", "loud"), 2, "usage: Invalid value for --log-level", ""),
+        ((), 2, "usage: Missing argument 'MODULE:APP'", ""),
+    ],
+)
+async def test_what_can_be_wrong_at_the_start(
+    shop: Cli, arguments: tuple[str, ...], code: int, said: str, hint: str
+) -> None:
+    done = await shop("worker", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert f"error: {said}" in done.err
+    assert hint in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import flowfabric\nraise RuntimeError('no luck')\n", "RuntimeError: no luck"),
+        ("import missing_library\n", "ModuleNotFoundError: No module named 'missing_library'"),
+        ("def broken(:\n", "SyntaxError: "),
+    ],
+)
+async def test_a_module_that_fails_shows_its_own_traceback(
+    shop: Cli, source: str, said: str
+) -> None:
+    (shop.folder / "broken.py").write_text(source)
+    done = await shop("worker", "broken:app")
+    assert (done.code, done.out) == (1, "")
+    assert f"error: import: module 'broken' failed while it was imported: {said}" in done.err
+    assert "broken.py" in done.err
+    assert "importlib" not in done.err
+    assert "loader.py" not in done.err
+
+
+async def test_our_own_errors_in_a_module_need_no_traceback(shop: Cli) -> None:
+    (shop.folder / "twice.py").write_text(
+        "import flowfabric as ff\napp = ff.Fabric()\n"
+        "app.task('a')(lambda: None)\napp.task('a')(lambda: None)\n"
+    )
+    done = await shop("worker", "twice:app")
+    assert done.code == 1
+    assert done.err.startswith("error: config: task.name: there are two tasks named 'a'")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("FF_LOG_LEVEL", "loud"), ("FF_LOG_FORMAT", "xml")]
+)
+async def test_bad_log_settings_name_their_variable(shop: Cli, variable: str, value: str) -> None:
+    done = await shop("worker", "shop:app", **{variable: value})
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: config: invalid value for {variable}: must be one of")
+
+
+async def test_no_server_to_work_for(shop: Cli) -> None:
+    done = await shop("worker", "shop:app", "--url", f"valkey://127.0.0.1:{free_port()}")
+    assert (done.code, done.out) == (1, "")
+    assert "error: transport: no connection to 127.0.0.1:" in done.err
+    assert "Traceback" not in done.err
