@@ -31,7 +31,7 @@ async def play(folder: Path) -> int:
         screen = Screen(workers)
         try:
             broken = await _perform(workers, screen)
-        except BaseException:
+        except Exception:
             for worker in workers:
                 screen.note(worker.log_text())
             raise
