@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,26 +31,27 @@ DRAIN_POLL_S = 0.005
 STALL_S = 2.0
 
 
-class Queue:
+class Queue(ABC):
     """What a peer tells the harness; `submit` and `work` may be coroutines."""
 
     package: str
     note: str
 
+    @abstractmethod
     def __init__(self, url: str) -> None:
-        raise NotImplementedError
+        """Connect to the server."""
 
+    @abstractmethod
     def submit(self, count: int) -> object:
         """Enqueue `count` no-op tasks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self) -> object:
         """Run one worker in this process, for ever."""
-        raise NotImplementedError
 
+    @abstractmethod
     def left(self, client: redis.Redis) -> int:
         """How many tasks the server still holds, unacknowledged ones included."""
-        raise NotImplementedError
 
 
 class _Probe:

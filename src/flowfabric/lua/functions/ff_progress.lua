@@ -1,7 +1,7 @@
 -- ff_progress: the lease holder's note on how far it is. No state change, no event.
 -- Keys: core. Arguments: execution_id, fence, percent or empty, message flag (0 | 1), message.
 -- Replies: nothing. Errors: execution_not_found, execution_not_active, lease_revoked,
---   lease_expired (not marked), stale_lease.
+--   lease_expired (not marked), stale_lease. Events: none.
 server.register_function('ff_progress', function(keys, args)
   local c = Context.open(keys[1])
   local id, given = args[1], fence.parse(args[2])

@@ -1,5 +1,6 @@
 -- ff_version: which library this is.
 -- Arguments: none. Replies: version, content hash, oldest library version whose callers it serves.
+-- Errors: none. Events: none.
 server.register_function({
   function_name = 'ff_version',
   flags = { 'no-writes', 'allow-stale' },
