@@ -12,7 +12,7 @@ _EXECUTION = re.compile(
 )
 _EXECUTION_PARTS = re.compile(
     r"^(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
-    r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints|signals"
+    r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints(:pending)?|signals"
     r"|\d+(:summary|:meta|:closed)?)$"
 )
 _INDEX = re.compile(

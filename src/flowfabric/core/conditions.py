@@ -152,7 +152,7 @@ def parse_condition(source: bytes | str | Mapping[str, Any]) -> Condition:
     try:
         value: Any = msgspec.json.decode(source) if isinstance(source, bytes | str) else source
         return _parse(value)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _refuse(f"invalid_resume_condition: {error!r}") from error
 
 
@@ -298,6 +298,7 @@ def check_bindings(
     for position, key in enumerate(keys[1:], start=1):
         if key == "":
             raise _refuse(f"additional_waitpoint_binding_empty_key at waitpoints[{position}]")
+    for position, key in enumerate(keys[1:], start=1):
         if key is None:
             raise _refuse(f"additional_waitpoint_binding_must_be_fresh at waitpoints[{position}]")
     _check_references(condition, keys)

@@ -7,6 +7,7 @@ from typing import Self
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.appends import Summaries
 from flowfabric.engine.boot import configured_counts, prepare, read_counts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.leases import Leases
@@ -15,6 +16,7 @@ from flowfabric.engine.reads import Reads
 from flowfabric.engine.registry import Registry
 from flowfabric.engine.scheduling import Scheduling
 from flowfabric.engine.secrets import Secrets
+from flowfabric.engine.signals import Signals
 from flowfabric.engine.stream_pool import StreamPool
 from flowfabric.engine.streams import Streams
 from flowfabric.engine.suspensions import Suspensions
@@ -45,6 +47,7 @@ class Backend(
     Registry,
     Upkeep,
     Suspensions,
+    Signals,
     Waitpoints,
     Secrets,
     Streams,
@@ -63,7 +66,8 @@ class Backend(
         self.known_lanes = set()
         self.known_partitions = set()
         self.known_namespaces = set()
-        self.stream_pool = StreamPool(self)
+        self.stream_pool = StreamPool(transport)
+        self.summaries = Summaries()
 
     @classmethod
     async def connect(

@@ -42,7 +42,7 @@ _ENDED = {
 _FAILED = frozenset({AttemptRecordState.ENDED_FAILURE, AttemptRecordState.INTERRUPTED_RECLAIMED})
 _is_uuid = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _INTERNAL = (
-    *("state", "lease", "attempt", "worker", "tagged"),
+    *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
     *("paused", "ended_by", "priority_request", "replay_request"),
 )
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
@@ -255,6 +255,7 @@ class Record:
             blocking_detail=self._fields.get("blocking_detail"),
             current_attempt=self.current_attempt(),
             current_lease=self.current_lease(),
+            current_waitpoint=self._set("current_waitpoint_id"),
         )
 
     def summary(self) -> ExecutionSummary:
@@ -327,7 +328,7 @@ class Record:
             ended_at=ended,
             resumed_at=self.number("resumed_at"),
             suspended_at=self.number("suspended_at"),
-            suspension_id=self.get("paused").partition(":")[0] or None,
+            suspension_id=self._pause() or None,
             failure_reason=failure[0],
             failure_category=failure[1],
             retry_reason=self._fields.get("retry_reason"),
@@ -338,6 +339,11 @@ class Record:
             delay_until=self.number("delay_until") if ended else None,
             next_attempt_index=self.number("next_attempt_index"),
         )
+
+    def _pause(self) -> str:
+        """The suspension that holds the attempt, or the name of another kind of pause."""
+        kind, _, answer = self.get("paused").partition(":")
+        return answer if kind == "suspend" else kind
 
     def named_fields(self) -> dict[str, str]:
         """Every field under its documented name, the derived ones included."""

@@ -7,14 +7,17 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from flowfabric.core.contracts.suspension import (
+    AlreadySeeded,
     HmacKid,
     HmacKids,
     Rotation,
     RotationSummary,
+    Seeded,
     SeedOutcome,
+    SeedResult,
 )
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.engine.calls import Calls, text
@@ -27,14 +30,17 @@ DEFAULT_GRACE_MS = 86_400_000
 FIRST_KID = "k1"
 _FAN_OUT = 16
 _MAX_GRACE_MS = 2**53 - 1
-_KID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_SECRET = re.compile(r"(?:[0-9a-fA-F]{2}){16,}")
-_SEED_SECRET = re.compile(r"[0-9a-fA-F]{64}")
+_is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+_is_secret = re.compile(r"(?:[0-9a-fA-F]{2}){16,}").fullmatch
+_is_seed_secret = re.compile(r"[0-9a-fA-F]{64}").fullmatch
+
+Found = tuple[str, str]
+"""What seeding found on one partition: the status, and its current kid."""
 
 
 def check_secret(secret_hex: str) -> str:
     """A usable secret in lower case; under 16 bytes or not hex is `invalid_secret_hex`."""
-    if not _SECRET.fullmatch(secret_hex):
+    if not _is_secret(secret_hex):
         raise ValidationError(
             "invalid_secret_hex", "must be an even number of hex digits, at least 32 (advised: 64)"
         )
@@ -44,58 +50,74 @@ def check_secret(secret_hex: str) -> str:
 class Secrets(Calls):
     """Every partition signs and checks with its own, identical copy of the secrets."""
 
-    def _all_tags(self) -> list[str]:
-        return [f"{{fp:{index}}}" for index in range(self.counts.flow)]
-
-    async def _seed(self, kid: str, secret: str) -> Counter[str]:
-        tags = self._all_tags()
-        size = 1 if self.transport.is_cluster else len(tags)
-        groups: list[Sequence[str]] = [tags[i : i + size] for i in range(0, len(tags), size)]
+    async def _seed(
+        self, kid: str, secret: str, partitions: Sequence[int], *, repair: bool = False
+    ) -> list[Found]:
+        tags = [f"{{fp:{index}}}" for index in partitions]
+        size = 1 if self.transport.is_cluster else max(1, len(tags))
+        groups = [tags[start : start + size] for start in range(0, len(tags), size)]
         gate = asyncio.Semaphore(_FAN_OUT)
 
-        async def seed(group: Sequence[str]) -> list[str]:
+        async def seed(group: list[str]) -> list[Found]:
             async with gate:
-                reply = await self.fcall(
-                    "ff_seed_secret", group[0], (kid, secret, *group), op="seed_secret"
-                )
-                return [text(answer) for answer in reply[2]]
+                args = (kid, secret, "1" if repair else "0", *group)
+                reply = await self.fcall("ff_seed_secret", group[0], args, op="seed_secret")
+                return [(text(status), text(current)) for status, current in reply[2]]
 
         answers = await asyncio.gather(*(seed(group) for group in groups))
-        return Counter(answer for group in answers for answer in group)
+        return [found for group in answers for found in group]
+
+    async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
+        """Install and compare on all partitions, and repair what the others prove right."""
+        found = await self._seed(kid, secret, range(self.counts.flow))
+        for lost in {current for status, current in found if status == "torn"}:
+            healthy = {s for s, current in found if current == lost} & {"match", "mismatch"}
+            if healthy == {"match"} or (not healthy and lost == kid):
+                torn = [index for index, entry in enumerate(found) if entry == ("torn", lost)]
+                repaired = await self._seed(lost, secret, torn, repair=True)
+                for index, entry in zip(torn, repaired, strict=True):
+                    found[index] = entry
+        return found
 
     async def seed_at_boot(self, secret_hex: str | None) -> SeedOutcome:
         """Install the configured secret where none is stored. A stored one always wins."""
         secret = "" if secret_hex is None else check_secret(secret_hex)
-        found = await self._seed(FIRST_KID, secret)
-        outcome = SeedOutcome(**found)
+        found = await self._seed_everywhere(FIRST_KID, secret)
+        outcome = SeedOutcome(**Counter(status for status, _ in found))
         if outcome.mismatch:
             log.warning(
                 "%s partitions keep another waitpoint secret than the configured one",
                 outcome.mismatch,
                 extra={"action": "secret_mismatch"},
             )
-        if outcome.repaired or outcome.torn:
+        if outcome.repaired:
             log.warning(
-                "waitpoint secrets: %s partitions repaired, %s still without a usable one",
+                "the waitpoint secret was missing on %s partitions and is installed again",
                 outcome.repaired,
-                outcome.torn,
                 extra={"action": "secret_repaired"},
+            )
+        if outcome.torn:
+            log.error(
+                "%s partitions have lost their waitpoint secret, and the configured one is not "
+                "known to be it: rotate to a new one",
+                outcome.torn,
+                extra={"action": "secret_torn"},
             )
         return outcome
 
-    async def seed_waitpoint_hmac_secret(
-        self, kid: str, secret_hex: str
-    ) -> Literal["seeded", "already_seeded"]:
+    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
         """For embedders, at every boot: install where empty; another current key is refused."""
-        if not _SEED_SECRET.fullmatch(secret_hex):
+        if not _is_seed_secret(secret_hex):
             raise invalid_input("secret_hex", "must be 64 hex digits")
-        if not _KID.fullmatch(kid):
+        if not _is_kid(kid):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
-        found = await self._seed(kid, secret_hex.lower())
-        kids = await self.list_waitpoint_hmac_kids(0)
-        if kids.current_kid != kid or found["torn"]:
+        found = await self._seed_everywhere(kid, secret_hex.lower())
+        if any(current != kid for _, current in found):
             raise invalid_input("kid", "another key is current: rotate instead of seeding")
-        return "seeded" if found["installed"] or found["repaired"] else "already_seeded"
+        different = tuple(i for i, (status, _) in enumerate(found) if status in _OTHER_SECRET)
+        if any(status in ("installed", "repaired") for status, _ in found):
+            return Seeded(kid, different)
+        return AlreadySeeded(kid, same_secret=not different)
 
     async def rotate_waitpoint_hmac_secret(
         self,
@@ -106,9 +128,8 @@ class Secrets(Calls):
     ) -> Rotation:
         """Make a new secret current on one partition; the old verifies until its grace ends."""
         secret = _check_rotation(new_kid, new_secret_hex, grace_ms)
-        reply = await self.fcall(
-            "ff_rotate_secret", f"{{fp:{partition}}}", (new_kid, secret, grace_ms), op="rotate"
-        )
+        args = (new_kid, secret, grace_ms)
+        reply = await self.fcall("ff_rotate_secret", self._tag(partition), args, op="rotate")
         if reply[2] == b"noop":
             return Rotation(partition=partition, status="noop")
         return Rotation(
@@ -139,25 +160,32 @@ class Secrets(Calls):
         return RotationSummary(new_kid=new_kid, entries=tuple(entries))
 
     async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
-        """The keys of a partition that still validate, without their secrets."""
-        key = f"ff:sec:{{fp:{partition}}}:waitpoint_hmac"
-        raw: Any = await self.transport.call("HGETALL", key, key=key)
-        fields = {text(name): text(value) for name, value in raw.items()}
-        current = fields.get("current_kid")
-        reply = await self.fcall("ff_scan_due", "{fp:0}", (1, 0, 0), op="list_kids")
-        now = int(reply[2])
-        verifying = [
-            HmacKid(name.removeprefix("expires_at:"), int(value))
-            for name, value in fields.items()
-            if name.startswith("expires_at:") and value.isdecimal() and int(value) >= now
-        ]
-        return HmacKids(current, tuple(sorted(verifying, key=lambda kid: kid.kid)))
+        """The keys of a partition that validate now, without their secrets."""
+        reply = await self.fcall("ff_list_kids", self._tag(partition), (), op="list_kids")
+        current: Any = reply[2]
+        verifying = sorted((text(kid), int(expires)) for kid, expires in reply[3:])
+        return HmacKids(
+            None if current is None else text(current),
+            tuple(HmacKid(kid, expires) for kid, expires in verifying),
+        )
+
+    def _tag(self, partition: int) -> str:
+        if not 0 <= partition < self.counts.flow:
+            raise invalid_input("partition", f"must be below {self.counts.flow}")
+        return f"{{fp:{partition}}}"
+
+
+_OTHER_SECRET = frozenset({"mismatch", "torn"})
 
 
 def _check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
-    if not _KID.fullmatch(kid):
+    if not _is_kid(kid):
         raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
     secret = check_secret(secret_hex)
-    if isinstance(grace_ms, bool) or not 0 <= grace_ms <= _MAX_GRACE_MS:
+    if (
+        isinstance(grace_ms, bool)
+        or not isinstance(grace_ms, int)
+        or not 0 <= grace_ms <= _MAX_GRACE_MS
+    ):
         raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
     return secret

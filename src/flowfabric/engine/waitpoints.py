@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import hmac
+import logging
 from typing import Any
 
 from flowfabric.core import keys
@@ -26,13 +26,16 @@ from flowfabric.core.contracts.suspension import (
     SuspendedEntry,
     SuspendedPage,
 )
-from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.errors import CorruptionError, NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, validate_uuid
-from flowfabric.engine.calls import Calls, text
+from flowfabric.engine.calls import Calls, proof, text
 
 __all__ = ["Waitpoints"]
 
+log = logging.getLogger(__name__)
+
 _MAX_PAGE = 1000
+_MAX_LANES = 10_000
 _OPEN = frozenset({"pending", "active"})
 
 Fields = dict[str, str]
@@ -55,20 +58,20 @@ class Waitpoints(Calls):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
         name = f"ff:exec:{tag}:{execution_id}:waitpoints"
         members: Any = await self.transport.call("SMEMBERS", name, key=name)
-        ids = sorted(text(member) for member in members)
-        records = await asyncio.gather(
-            *(self._hash(f"ff:wp:{tag}:{identity}") for identity in ids if identity > after)
-        )
+        ids = sorted(identity for identity in map(text, members) if identity > after)
         condition = await self._condition(execution_id)
-        later = [identity for identity in ids if identity > after]
-        found = [
-            _open_waitpoint(execution_id, identity, record, condition)
-            for identity, record in zip(later, records, strict=True)
-            if record.get("state") in _OPEN and "waitpoint_token" in record
-        ]
-        page = found[: max(1, min(limit, _MAX_PAGE))]
-        more = len(found) > len(page)
-        return OpenWaitpoints(tuple(page), page[-1].waitpoint_id if more else None)
+        limit = max(1, min(limit, _MAX_PAGE))
+        found: list[OpenWaitpoint] = []
+        for start in range(0, len(ids), _MAX_PAGE):
+            part = ids[start : start + _MAX_PAGE]
+            records = await asyncio.gather(*(self._hash(f"ff:wp:{tag}:{one}") for one in part))
+            for identity, record in zip(part, records, strict=True):
+                entry = _open_waitpoint(execution_id, identity, record, condition)
+                if entry is not None:
+                    found.append(entry)
+            if len(found) > limit:
+                return OpenWaitpoints(tuple(found[:limit]), found[limit - 1].waitpoint_id)
+        return OpenWaitpoints(tuple(found))
 
     async def _condition(self, execution_id: ExecutionId) -> Condition | None:
         fields = await self._hash(_suspension(execution_id))
@@ -76,47 +79,33 @@ class Waitpoints(Calls):
             return None
         return parse_condition(fields["resume_condition_json"])
 
-    async def read_waitpoint_token(
-        self, execution_id: ExecutionId, waitpoint_id: str
-    ) -> WaitpointToken | None:
-        """The token of an open waitpoint, minted again when its key has expired; authorise this."""
-        execution_id = self.checked(execution_id)
-        args = (execution_id, validate_uuid(waitpoint_id, "waitpoint_id"))
-        reply = await self.fcall(
-            "ff_waitpoint_token", execution_id.tag, args, op="read_waitpoint_token"
-        )
-        return None if reply[2] is None else WaitpointToken(text(reply[2]))
-
-    async def verify_waitpoint_token(
-        self, execution_id: ExecutionId, waitpoint_id: str, presented: str
-    ) -> bool:
-        """Whether an outside caller presented the waitpoint's own token."""
-        stored = await self.read_waitpoint_token(execution_id, waitpoint_id)
-        return stored is not None and hmac.compare_digest(stored.reveal(), presented)
-
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
         """The signals that satisfied the suspension which led to this lease, oldest first."""
-        execution_id = handle.execution_id
-        tag = execution_id.tag
-        fields = await self._hash(_suspension(execution_id))
-        identities: list[str] = []
-        if (
-            fields.get("claimed_epoch") == str(handle.lease_epoch)
+        proof(handle)
+        execution_id, epoch = handle.execution_id, str(handle.lease_epoch)
+        met, fields = await asyncio.gather(
+            self._hash(f"ff:exec:{execution_id.tag}:{execution_id}:suspension:met"),
+            self._hash(_suspension(execution_id)),
+        )
+        stored = ""
+        if met.get("epoch") == epoch:
+            stored = met["signals"]
+        elif (
+            fields.get("claimed_epoch") == epoch
             and fields.get("close_reason") == "resumed"
             and fields.get("attempt_index") == str(handle.attempt_index)
         ):
-            identities = [
-                part for part in fields.get("all_satisfier_signals", "").split(",") if part
-            ]
-        met = await self._hash(f"ff:exec:{tag}:{execution_id}:suspension:met")
-        if met.get("epoch") == str(handle.lease_epoch):
-            identities = [part for part in met.get("signals", "").split(",") if part]
-        signals = await asyncio.gather(*(self.read_signal(execution_id, i) for i in identities))
+            _check_waitpoints(execution_id, fields.get("waitpoints", ""))
+            stored = fields.get("all_satisfier_signals", "")
+        signals = await asyncio.gather(
+            *(self.read_signal(execution_id, one) for one in stored.split(",") if one)
+        )
+        # Recorded in the order of acceptance, which is the order of their times too.
         return [signal for signal in signals if signal is not None]
 
     async def read_signal(self, execution_id: ExecutionId, signal_id: str) -> ResumeSignal | None:
         """One accepted signal with its payload, or None when it is gone."""
-        key = f"ff:signal:{execution_id.tag}:{signal_id}"
+        key = f"ff:signal:{execution_id}:{signal_id}"
         body = f"{key}:payload"
         fields, payload = await asyncio.gather(
             self._hash(key), self.transport.call("GET", body, key=body)
@@ -166,62 +155,75 @@ class Waitpoints(Calls):
     async def list_suspended(
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
     ) -> SuspendedPage:
-        """Suspended executions by partition, timeout and id."""
+        """Suspended executions by partition, timeout and id; those without a timeout last."""
+        begin, score, after = _parse_cursor(cursor)
+        partitions = await self._suspended_partitions(partition)
+        if cursor and begin not in partitions:
+            raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
             return SuspendedPage(())
-        position, score, after = _parse_cursor(cursor)
+        limit = min(limit, _MAX_PAGE)
+        lanes: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
+        names = sorted(map(text, lanes))[:_MAX_LANES]
         entries: list[SuspendedEntry] = []
-        limit, last = min(limit, _MAX_PAGE), None
-        for index in await self._suspended_partitions(partition):
-            if index < position:
+        last = ""
+        for index in partitions:
+            if index < begin:
                 continue
-            rows = await self._suspended_in(index)
-            if index == position and cursor:
-                rows = [row for row in rows if (row[0], row[1]) > (score, after)]
-            for row in rows:
-                if len(entries) == limit:
+            position = (score, after) if index == begin else (0, "")
+            while True:
+                room = limit - len(entries)
+                # One more than fits tells whether anything follows.
+                rows = await self._suspended_rows(index, names, position, room + 1)
+                for row in rows[:room]:
+                    position = (int(row[1]), text(row[0]))
+                    last = _cursor(index, *position)
+                    if len(row) > 3:
+                        entries.append(_suspended_entry(row))
+                if len(rows) > room and len(entries) == limit:
                     return SuspendedPage(tuple(entries), last)
-                entry = await self._suspended_entry(ExecutionId.trusted(row[1]), row[2])
-                last = _cursor(index, row[0], row[1])
-                if entry is not None:
-                    entries.append(entry)
+                if len(rows) <= room:
+                    break
         return SuspendedPage(tuple(entries))
+
+    async def _suspended_rows(
+        self, partition: int, lanes: list[str], position: tuple[int, str], limit: int
+    ) -> list[Any]:
+        args = (limit, *position, *lanes)
+        reply = await self.fcall(
+            "ff_list_suspended", f"{{fp:{partition}}}", args, op="list_suspended"
+        )
+        return reply[2]
 
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
             if not 0 <= partition < self.counts.flow:
-                raise ValidationError("invalid_input", f"partition: below {self.counts.flow}")
+                raise invalid_input("partition", f"must be below {self.counts.flow}")
             return [partition]
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
         return sorted(int(member) for member in members)
 
-    async def _suspended_in(self, partition: int) -> list[tuple[int, str, str]]:
-        tag = f"{{fp:{partition}}}"
-        lanes: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        rows: list[tuple[int, str, str]] = []
-        for raw in lanes:
-            lane = text(raw)
-            name = keys.lane(tag, lane, "suspended")
-            members: Any = await self.transport.call("ZRANGE", name, 0, -1, "WITHSCORES", key=name)
-            rows += [(int(score), text(member), lane) for member, score in members]
-        return sorted(rows)
 
-    async def _suspended_entry(
-        self, execution_id: ExecutionId, lane_id: str
-    ) -> SuspendedEntry | None:
-        fields = await self._hash(_suspension(execution_id))
-        if not fields or "closed_at" in fields:
-            return None
-        timeout = fields.get("timeout_at")
-        return SuspendedEntry(
-            execution_id=execution_id,
-            lane_id=lane_id,
-            reason=fields.get("reason_code", ""),
-            suspension_id=fields["suspension_id"],
-            requested_by=fields.get("requested_by", ""),
-            suspended_at=int(fields["created_at"]),
-            timeout_at=None if timeout is None else int(timeout),
-        )
+def _suspended_entry(row: list[Any]) -> SuspendedEntry:
+    return SuspendedEntry(
+        execution_id=ExecutionId.trusted(text(row[0])),
+        lane_id=text(row[2]),
+        suspension_id=text(row[3]),
+        reason=text(row[4]),
+        requested_by=text(row[5]),
+        suspended_at=int(row[6]),
+        timeout_at=None if row[7] is None else int(row[7]),
+    )
+
+
+def _check_waitpoints(execution_id: ExecutionId, stored: str) -> None:
+    for identity in stored.split(","):
+        try:
+            validate_uuid(identity, "waitpoint_id")
+        except ValidationError as error:
+            raise CorruptionError(
+                "corruption", f"{execution_id}: waitpoints: {error.detail}"
+            ) from error
 
 
 def _suspension(execution_id: ExecutionId) -> str:
@@ -230,23 +232,39 @@ def _suspension(execution_id: ExecutionId) -> str:
 
 def _open_waitpoint(
     execution_id: ExecutionId, identity: str, record: Fields, condition: Condition | None
-) -> OpenWaitpoint:
-    token = WaitpointToken(record["waitpoint_token"])
-    active = record["state"] == "active"
-    names = _names(condition, record["waitpoint_key"]) if active and condition else ()
-    activated, expires = record.get("activated_at"), record.get("expires_at")
-    return OpenWaitpoint(
-        waitpoint_id=identity,
-        waitpoint_key=record["waitpoint_key"],
-        state=record["state"],
-        required_signal_names=names,
-        created_at=int(record["created_at"]),
-        execution_id=execution_id,
-        token_kid=token.kid,
-        token_fingerprint=token.fingerprint,
-        activated_at=None if activated is None else int(activated),
-        expires_at=None if expires is None else int(expires),
-    )
+) -> OpenWaitpoint | None:
+    """The row of an open waitpoint; a damaged record is left out, loudly."""
+    if record and record.get("state") not in _OPEN:
+        return None
+    try:
+        validate_uuid(identity, "waitpoint_id")
+        token = WaitpointToken(record["waitpoint_token"])
+        active = record["state"] == "active"
+        names = _names(condition, record["waitpoint_key"]) if active and condition else ()
+        activated, expires = record.get("activated_at"), record.get("expires_at")
+        return OpenWaitpoint(
+            waitpoint_id=identity,
+            waitpoint_key=record["waitpoint_key"],
+            state=record["state"],
+            required_signal_names=names,
+            created_at=int(record["created_at"]),
+            execution_id=execution_id,
+            token_kid=token.kid,
+            token_fingerprint=token.fingerprint,
+            activated_at=None if activated is None else int(activated),
+            expires_at=None if expires is None else int(expires),
+        )
+    except (KeyError, ValueError, ValidationError) as error:
+        log.warning(
+            "waitpoint left out of the listing: its %s is missing or unreadable",
+            error.args[0] if isinstance(error, KeyError) else "record",
+            extra={
+                "action": "waitpoint_unreadable",
+                "execution_id": execution_id,
+                "waitpoint_id": identity,
+            },
+        )
+        return None
 
 
 def _names(condition: Condition, key: str) -> tuple[str, ...]:

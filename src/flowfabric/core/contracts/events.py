@@ -31,6 +31,15 @@ _NAMES = {
     "rc": "replay_count",
     "op": "old_priority",
     "np": "new_priority",
+    "si": "signal_id",
+    "sn": "signal_name",
+    "wp": "waitpoint_id",
+    "st": "source_type",
+    "sr": "source_identity",
+    "ef": "effect",
+    "su": "suspension_id",
+    "tr": "trigger",
+    "cr": "close_reason",
 }
 _PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
 _NUMBERS = frozenset(

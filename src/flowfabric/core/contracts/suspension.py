@@ -13,6 +13,7 @@ from flowfabric.core.state import PublicState
 __all__ = [
     "Accepted",
     "AlreadySatisfiedSuspension",
+    "AlreadySeeded",
     "Duplicate",
     "FreshWaitpoint",
     "HmacKid",
@@ -26,6 +27,8 @@ __all__ = [
     "Rotation",
     "RotationSummary",
     "SeedOutcome",
+    "SeedResult",
+    "Seeded",
     "SignalOutcome",
     "SuspendOutcome",
     "Suspended",
@@ -38,10 +41,10 @@ __all__ = [
 
 
 class FreshWaitpoint(msgspec.Struct, frozen=True):
-    """A new waitpoint to be made by the suspension."""
+    """A new waitpoint to be made by the suspension; the primary one needs no key of its own."""
 
     waitpoint_id: str
-    waitpoint_key: str
+    waitpoint_key: str = ""
 
 
 class UsePending(msgspec.Struct, frozen=True):
@@ -249,10 +252,32 @@ class HmacKids(msgspec.Struct, frozen=True):
 
 
 class SeedOutcome(msgspec.Struct, frozen=True):
-    """What seeding found on the partitions."""
+    """What seeding found, in numbers of partitions."""
 
     installed: int = 0
     match: int = 0
     mismatch: int = 0
     repaired: int = 0
     torn: int = 0
+    """A current key without its secret, and no proof that the configured one is it."""
+    empty: int = 0
+    """Nothing stored and nothing configured: suspensions are refused."""
+
+
+class Seeded(msgspec.Struct, frozen=True):
+    """The secret was installed somewhere; `different` partitions keep another one of that kid."""
+
+    kind: ClassVar[Literal["seeded"]] = "seeded"
+    kid: str
+    different: tuple[int, ...] = ()
+
+
+class AlreadySeeded(msgspec.Struct, frozen=True):
+    """Every partition had a secret of this kid before."""
+
+    kind: ClassVar[Literal["already_seeded"]] = "already_seeded"
+    kid: str
+    same_secret: bool
+
+
+SeedResult = Seeded | AlreadySeeded

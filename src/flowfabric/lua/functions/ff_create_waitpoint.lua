@@ -1,5 +1,5 @@
 -- ff_create_waitpoint: the lease holder makes a pending waitpoint that buffers signals.
--- Keys: core, waitpoint, waitpoints, pending_waitpoint_expiry, key store.
+-- Keys: core, waitpoint, waitpoints (all, pending), pending_waitpoint_expiry, key store.
 -- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
 -- Replies: waitpoint_id, waitpoint_key, token. Errors: those of the fence,
 --   waitpoint_already_exists, hmac_secret_not_initialized, invalid_secret. Events: none.
@@ -14,21 +14,21 @@ server.register_function('ff_create_waitpoint', function(keys, args)
   if problem then return problem end
   local stored = suspension.waitpoint(c, waitpoint_id)
   local known = server.call('HMGET', stored, 'state', 'execution_id', 'waitpoint_token')
+  -- The id is the caller's own random one: a second sight of it is a repeated call.
+  if known[1] == 'pending' and known[2] == id then return reply.ok(waitpoint_id, key, known[3]) end
   if known[1] == 'pending' or known[1] == 'active' then
-    -- The id is the caller's own random one: a second sight of it is a repeated call.
-    if known[1] == 'pending' and known[2] == id then
-      return reply.ok(waitpoint_id, key, known[3])
-    end
     return reply.err('waitpoint_already_exists')
   end
   local token
   token, problem = tokens.mint(c, waitpoint_id, key, c.now)
   if problem then return problem end
   local expires = math.min(c.now + tonumber(args[5]), MAX_TIME)
+  if not rec.waitpointed then record.set(c, id, rec, { waitpointed = '1' }) end
   server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
     'waitpoint_key', key, 'waitpoint_token', token, 'state', 'pending', 'created_at', c.now,
     'expires_at', expires)
   server.call('SADD', suspension.waitpoints_key(c, id), waitpoint_id)
+  server.call('SADD', suspension.pending_key(c, id), waitpoint_id)
   server.call('ZADD', K.index(c.tag, 'pending_waitpoint_expiry'), expires, waitpoint_id)
   return reply.ok(waitpoint_id, key, token)
 end)

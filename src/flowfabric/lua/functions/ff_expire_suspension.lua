@@ -2,7 +2,8 @@
 -- Keys: core, suspension, its waitpoints, suspension_timeout, lane suspended / eligible / terminal.
 -- Arguments: execution ids.
 -- Replies per id: behaviour applied (fail | cancel | expire | auto_resume | escalate) |
---   not_found_cleaned | not_suspended_cleaned | no_active_suspension_cleaned | not_yet_due.
+--   not_found_cleaned | not_suspended_cleaned | no_active_suspension_cleaned | not_yet_due |
+--   error:<why>.
 -- Errors: none. Events: completion | resumed | escalated.
 local OUTCOMES = { fail = 'f', cancel = 'c', expire = 'x' }
 
@@ -10,8 +11,9 @@ local function finish(c, id, rec, behavior)
   local reason = 'suspension_timeout:' .. behavior
   local fields = { 'failure_reason', reason, 'ended_by', 'suspension_timeout' }
   if behavior == 'cancel' then
-    fields[#fields + 1] = 'cancelled_by'
-    fields[#fields + 1] = 'system_timeout'
+    for _, value in ipairs({ 'cancelled_by', 'system_timeout', 'cancellation_reason', reason }) do
+      fields[#fields + 1] = value
+    end
   end
   ending.finish(c, id, rec, {
     outcome = OUTCOMES[behavior], reason = reason, fields = fields,
@@ -23,9 +25,7 @@ local function finish(c, id, rec, behavior)
 end
 
 local function auto_resume(c, id, rec, open)
-  suspension.resume(c, id, rec, open, {
-    reason = 'timed_out_auto_resume', fields = { 'resume_trigger', 'timeout' },
-  })
+  suspension.resume(c, id, rec, open, { reason = 'timed_out_auto_resume', trigger = 'timeout' })
   events.emit(c, 'resumed', id, rec, 'su', open.suspension_id, 'tr', 'auto_resume',
     'cr', 'timed_out_auto_resume')
   return 'auto_resume'
@@ -40,6 +40,9 @@ local function escalate(c, id, rec, open)
   server.call('HDEL', key, 'timeout_at', 'timeout_behavior')
   server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id)
   server.call('ZADD', K.lane(c.tag, rec.lane_id, 'suspended'), suspension.score(nil), id)
+  for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
+    server.call('HDEL', suspension.waitpoint(c, waitpoint_id), 'expires_at')
+  end
   events.emit(c, 'escalated', id, rec, 'su', open.suspension_id, 'tr', 'timeout',
     'cr', 'escalated')
   return 'escalate'
@@ -69,7 +72,5 @@ end
 
 server.register_function('ff_expire_suspension', function(keys, args)
   local c = Context.open(keys[1])
-  local replies = {}
-  for i = 1, #args do replies[i] = expire(c, args[i]) end
-  return reply.ok(replies)
+  return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
 end)

@@ -4,14 +4,13 @@
 -- Replies: public_state. Errors: execution_not_found, execution_not_suspended. Events: resumed.
 server.register_function('ff_resume', function(keys, args)
   local c = Context.open(keys[1])
-  local id, trigger, delay = args[1], args[2], tonumber(args[3])
+  local id, trigger = args[1], args[2]
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
   local open = S.phase(rec.state) == 'p' and suspension.open(c, id)
   if not open or not rec.current_waitpoint_id then return reply.err('execution_not_suspended') end
   suspension.resume(c, id, rec, open, {
-    reason = 'resumed', delay_ms = delay, delay_detail = 'resume delay ' .. delay .. 'ms',
-    fields = { 'resume_trigger', trigger },
+    reason = 'resumed', delay_ms = tonumber(args[3]), trigger = trigger,
   })
   events.emit(c, 'resumed', id, rec, 'su', open.suspension_id, 'tr', trigger, 'cr', 'resumed')
   return reply.ok(S.public(rec.state))

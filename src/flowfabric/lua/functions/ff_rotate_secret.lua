@@ -2,9 +2,11 @@
 -- Keys: key store. Arguments: new kid, new secret (lowercase hex), grace ms.
 -- Replies: `rotated`, previous kid or empty, kids removed | `noop`. Errors: rotation_conflict.
 -- Events: none.
+local MAX_TIME = 9007199254740991
+
 server.register_function('ff_rotate_secret', function(keys, args)
   local tag, now = keys[1], clock.now()
-  local kid, secret, grace = args[1], args[2], tonumber(args[3])
+  local kid, secret, expires = args[1], args[2], math.min(now + tonumber(args[3]), MAX_TIME)
   local store = tokens.store_key(tag)
   local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   local current = found[1]
@@ -13,15 +15,15 @@ server.register_function('ff_rotate_secret', function(keys, args)
     if found[2] and string.lower(found[2]) ~= secret then return reply.err('rotation_conflict', kid) end
     return reply.ok('noop')
   end
-  local verifying = found[2] and tonumber(found[3] or 0) >= now
+  local verifying = found[2] and tokens.in_grace(found[3], now)
   if verifying and string.lower(found[2]) ~= secret then
     return reply.err('rotation_conflict', kid)
   end
-  if current then server.call('HSET', store, 'expires_at:' .. current, now + grace) end
+  if current then server.call('HSET', store, 'expires_at:' .. current, expires) end
   server.call('HSET', store, 'current_kid', kid, 'secret:' .. kid, secret)
   server.call('HDEL', store, 'expires_at:' .. kid)
   if current then
-    server.call('HSET', store, 'previous_kid', current, 'previous_expires_at', now + grace)
+    server.call('HSET', store, 'previous_kid', current, 'previous_expires_at', expires)
   end
   return reply.ok('rotated', current or '', tokens.collect(tag, now))
 end)

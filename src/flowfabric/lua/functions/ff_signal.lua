@@ -1,35 +1,49 @@
 -- ff_signal: deliver an authenticated message to a waitpoint; resumes when it satisfies.
--- Keys: core, waitpoint, suspension, condition marks, signal, signals, sigdedup, key store,
+-- Keys: core, waitpoint, suspension, condition progress, signal, signals, sigdedup, key store,
 --   lane suspended / eligible / delayed, suspension_timeout.
 -- Arguments: execution_id, waitpoint_id, signal_id, token, options (msgpack map), has payload
 --   (0 | 1), payload, approval (1: the engine itself vouches for the caller).
--- Replies: `accepted`, signal_id, effect | `duplicate`, signal_id. Errors: execution_not_found,
---   invalid_token, token_expired, hmac_secret_not_initialized, invalid_secret,
---   waitpoint_not_found, invalid_waitpoint_for_execution, target_not_signalable, waitpoint_closed,
---   pending_waitpoint_expired, signal_limit_exceeded. Events: signal.
+-- Replies: `accepted`, signal_id, effect | `duplicate`, signal_id, its effect. Errors:
+--   execution_not_found, invalid_token, token_expired, hmac_secret_not_initialized, invalid_secret,
+--   waitpoint_not_found, invalid_waitpoint_for_execution, invalid_input (lane_mismatch),
+--   target_not_signalable, waitpoint_closed, pending_waitpoint_expired, signal_limit_exceeded,
+--   corruption. Events: signal.
 local DEFAULT_LIMIT = 10000
 
--- nil when the token is good for this waitpoint, else the error.
+-- nil when the caller may signal this waitpoint, else the error.
 local function unauthorised(c, id, waitpoint_id, point, token)
   local secret, problem, code = tokens.secret_for(c, token)
-  if not problem and (not point or not point.created_at
-      or not tokens.proves(secret, code, waitpoint_id, point.waitpoint_key, point.created_at)) then
+  if not problem and not tokens.proves(secret, code, waitpoint_id, point) then
     problem = reply.err('invalid_token')
   end
   if problem then
     server.call('HSET', K.core(c.tag, id), 'last_hmac_validation_failed_at', c.now)
+    return problem
   end
-  return problem
+  if point.execution_id ~= id then return reply.err('invalid_waitpoint_for_execution') end
 end
 
-local function limit(c, id, want)
-  if want.max_signals then return want.max_signals end
-  local text = server.call('GET', K.policy(c.tag, id))
-  return text and cjson.decode(text).max_signals_per_execution or DEFAULT_LIMIT
+-- The same for a caller that the engine vouches for.
+local function unknown(rec, id, point, want)
+  if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
+  if want.lane and want.lane ~= rec.lane_id then
+    return reply.err('invalid_input', 'lane_id: lane_mismatch: the execution is on ' .. rec.lane_id)
+  end
 end
 
--- Where the signal goes: `buffer`, the open suspension, or the error.
-local function destination(c, id, rec, waitpoint_id, point)
+-- The signal that this one repeats, or nil.
+local function earlier(id, signal_id, dedup)
+  local known = dedup and server.call('GET', dedup)
+  if not known and server.call('EXISTS', suspension.signal(id, signal_id)) == 1 then
+    known = signal_id
+  end
+  if not known then return nil end
+  local effect = server.call('HGET', suspension.signal(id, known), 'observed_effect')
+  return reply.ok('duplicate', known, effect)
+end
+
+-- Where the signal goes: `buffer`, or the open suspension with its condition; else the error.
+local function destination(c, id, rec, point)
   local phase = S.phase(rec.state)
   if phase == 't' then return nil, reply.err('target_not_signalable') end
   if point.state == 'pending' then
@@ -43,45 +57,66 @@ local function destination(c, id, rec, waitpoint_id, point)
   if point.state ~= 'active' or not open or open.suspension_id ~= point.suspension_id then
     return nil, reply.err('waitpoint_closed')
   end
-  return open
+  if not open.resume_condition_json then return nil, reply.err('waitpoint_not_found') end
+  local readable, condition = pcall(cjson.decode, open.resume_condition_json)
+  if not readable then
+    return nil, reply.err('corruption', id .. ': resume_condition_json: is not JSON')
+  end
+  return open, nil, condition
 end
 
-local function resume(c, id, rec, open, signal, want)
-  local policy = cjson.decode(open.resume_policy_json)
-  local delay = tonumber(policy.resume_delay_ms) or want.resume_delay_ms or 0
-  suspension.resume(c, id, rec, open, {
-    reason = 'resumed', condition_reason = 'satisfied', satisfied = true, delay_ms = delay,
-    delay_detail = 'resume delay ' .. delay .. 'ms after signal ' .. signal.name,
-    fields = { 'closer_signal_id', signal.id, 'resume_trigger', 'signal' },
-  })
+-- The error of one signal too many, or nil.
+local function excess(c, id, waitpoint_id, buffering, want)
+  local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
+  if most > 0 and server.call('ZCARD', suspension.signals_key(c, id)) >= most then
+    return reply.err('signal_limit_exceeded', string.format('%.0f', most))
+  end
+  -- Evidence for a condition that is still to come must not be trimmed away.
+  if buffering
+      and server.call('LLEN', suspension.waitpoint(c, waitpoint_id) .. ':signals') >= want.maxlen then
+    return reply.err('signal_limit_exceeded', string.format('%.0f', want.maxlen))
+  end
+end
+
+local function apply(c, id, rec, open, signal, verdict, want)
+  local key = suspension.key(c, id)
+  if verdict.satisfied then
+    local policy = cjson.decode(open.resume_policy_json)
+    suspension.resume(c, id, rec, open, {
+      reason = 'resumed', condition_reason = 'satisfied', satisfied = true, trigger = 'signal',
+      closer = signal.id, delay_ms = tonumber(policy.resume_delay_ms) or want.resume_delay_ms,
+      after = ' after signal ' .. signal.name,
+    })
+  elseif verdict.fields then
+    conditions.keep(suspension.marks_key(c, id), verdict.fields)
+    server.call('RPUSH', suspension.satisfiers_key(c, id), signal.id)
+  end
+  server.call('HSET', key, 'last_signal_at', c.now)
 end
 
 server.register_function('ff_signal', function(keys, args)
   local c = Context.open(keys[1])
   local id, waitpoint_id, signal_id, token = args[1], args[2], args[3], args[4]
-  local want, vouched = cmsgpack.unpack(args[5]), args[8] == '1'
+  local want = cmsgpack.unpack(args[5])
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
   local point = suspension.read_hash(suspension.waitpoint(c, waitpoint_id))
-  if vouched then
-    if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
+  local problem
+  if args[8] == '1' then
+    problem = unknown(rec, id, point, want)
   else
-    local problem = unauthorised(c, id, waitpoint_id, point, token)
-    if problem then return problem end
+    problem = unauthorised(c, id, waitpoint_id, point, token)
   end
-  if point.execution_id ~= id then return reply.err('invalid_waitpoint_for_execution') end
-  local dedup = want.idempotency_key ~= '' and 'ff:sigdedup:' .. c.tag .. ':' .. waitpoint_id
-    .. ':' .. want.idempotency_key
-  local known = dedup and server.call('GET', dedup)
-  if known then return reply.ok('duplicate', known) end
-  if server.call('EXISTS', suspension.signal(c, signal_id)) == 1 then
-    return reply.ok('duplicate', signal_id)
-  end
-  local open, problem = destination(c, id, rec, waitpoint_id, point)
   if problem then return problem end
-  local most = limit(c, id, want)
-  local count = server.call('ZCARD', suspension.signals_key(c, id))
-  if most > 0 and count >= most then return reply.err('signal_limit_exceeded', tostring(most)) end
+  local dedup = want.idempotency_key ~= '' and want.dedup_ttl_ms > 0
+    and 'ff:sigdedup:' .. c.tag .. ':' .. waitpoint_id .. ':' .. want.idempotency_key
+  local before = earlier(id, signal_id, dedup)
+  if before then return before end
+  local open, condition
+  open, problem, condition = destination(c, id, rec, point)
+  local buffering = open == 'buffer'
+  problem = problem or excess(c, id, waitpoint_id, buffering, want)
+  if problem then return problem end
 
   local signal = {
     id = signal_id, waitpoint_id = waitpoint_id, key = point.waitpoint_key, name = want.name,
@@ -91,15 +126,12 @@ server.register_function('ff_signal', function(keys, args)
     created_at = want.created_at or c.now, payload_encoding = want.payload_encoding,
     payload = args[6] == '1' and args[7] or nil,
   }
-  local effect, satisfied = 'buffered_for_pending_waitpoint', false
-  if open ~= 'buffer' then
-    effect, satisfied = signals.judge(c, id, open, signal)
-    server.call('HSET', suspension.key(c, id), 'last_signal_at', c.now)
-  elseif server.call('LLEN', suspension.waitpoint(c, waitpoint_id) .. ':signals') >= want.maxlen then
-    return reply.err('signal_limit_exceeded', tostring(want.maxlen))
+  local verdict = { effect = 'buffered_for_pending_waitpoint' }
+  if not buffering then
+    verdict = signals.judge(c, id, condition, signal)
+    apply(c, id, rec, open, signal, verdict, want)
   end
-  if dedup and want.dedup_ttl_ms > 0 then server.call('SET', dedup, signal_id, 'PX', want.dedup_ttl_ms) end
-  signals.record(c, id, rec, signal, effect, open ~= 'buffer' and want.maxlen or nil)
-  if satisfied then resume(c, id, rec, open, signal, want) end
-  return reply.ok('accepted', signal_id, effect)
+  if dedup then server.call('SET', dedup, signal_id, 'PX', want.dedup_ttl_ms) end
+  signals.record(c, id, rec, signal, verdict.effect, not buffering and want.maxlen)
+  return reply.ok('accepted', signal_id, verdict.effect)
 end)

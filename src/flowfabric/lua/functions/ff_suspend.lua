@@ -4,25 +4,29 @@
 --   worker leases, timers, suspension_timeout, pending_waitpoint_expiry, key store, suspend dedup.
 -- Arguments: execution_id, fence, options (msgpack map: suspension_id, waitpoints [[kind, id, key]],
 --   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem).
--- Replies: `suspended` | `already_satisfied`, then suspension_id, waitpoint id, key and token of
---   each binding. Errors: those of the fence, invalid_lease_for_suspend, already_suspended,
+-- Replies: `suspended` | `already_satisfied`, attempt, lane, worker, suspension_id, then waitpoint
+--   id, key and token of each binding. Errors: those of the fence, invalid_lease_for_suspend, already_suspended,
 --   use_pending_with_extras_unsupported, waitpoint_not_found, waitpoint_not_pending,
 --   invalid_waitpoint_for_execution, pending_waitpoint_expired, waitpoint_not_token_bound,
---   waitpoint_already_exists, additional_waitpoint_binding_malformed, invalid_input,
+--   waitpoint_already_exists, additional_waitpoint_binding_malformed, invalid_input, corruption,
 --   hmac_secret_not_initialized, invalid_secret. Events: released.
+local PAST_TOLERANCE_MS = 600000
+local MAX_TIME = 9007199254740991
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000
 
 local function dedup_key(c, id, idem) return 'ff:dedup:suspend:' .. c.tag .. ':' .. id .. ':' .. idem end
 
--- The first answer to this key, or the error of a key that was used for another pause.
+-- The first answer to this key, or the error of a key that was used under another lease.
 local function repeated(c, id, text, want)
   if want.idem == '' then return nil end
-  local known = server.call('HMGET', dedup_key(c, id, want.idem), 'reply', 'epoch')
-  if not known[1] then return nil end
-  local readable, answer = pcall(cmsgpack.unpack, known[1])
-  if not readable or type(answer) ~= 'table' then return nil end
-  if known[2] ~= fence.parse(text).epoch then
+  local readable, known = pcall(server.call, 'HMGET', dedup_key(c, id, want.idem), 'reply', 'lease')
+  if not readable or not known[1] then return nil end
+  local answer
+  readable, answer = pcall(cmsgpack.unpack, known[1])
+  if not readable or type(answer) ~= 'table' or answer[1] ~= 1 then return nil end
+  local given = fence.parse(text)
+  if known[2] ~= given.lease_id .. '/' .. given.epoch then
     return reply.err('invalid_input', 'idempotency_key: suspend_idempotency_key_reused')
   end
   return answer
@@ -35,7 +39,8 @@ local function remember(c, id, want, rec, answer)
     ttl = math.min(math.max(want.timeout_at - c.now, 0) + DEDUP_TAIL_MS, DEDUP_MAX_MS)
   end
   local key = dedup_key(c, id, want.idem)
-  server.call('HSET', key, 'reply', cmsgpack.pack(answer), 'epoch', record.epoch(rec))
+  server.call('DEL', key)
+  server.call('HSET', key, 'reply', cmsgpack.pack(answer), 'lease', rec.lease)
   server.call('PEXPIRE', key, ttl)
   return answer
 end
@@ -49,29 +54,37 @@ local function pending(c, id, rec, binding)
       or tonumber(found.attempt_index) ~= record.attempt_index(rec) then
     return nil, reply.err('invalid_waitpoint_for_execution')
   end
-  if tonumber(found.expires_at) <= c.now then return nil, reply.err('pending_waitpoint_expired') end
+  if tonumber(found.expires_at or 0) <= c.now then return nil, reply.err('pending_waitpoint_expired') end
   if not found.waitpoint_token then return nil, reply.err('waitpoint_not_token_bound') end
   return found
 end
 
+-- A waitpoint to be made: its token, or the error.
+local function fresh(c, id, binding)
+  local known = server.call('HMGET', suspension.waitpoint(c, binding.id), 'state', 'execution_id')
+  -- A closed one of this execution is replaced; another execution's history is not ours.
+  if known[1] and (known[1] == 'pending' or known[1] == 'active' or known[2] ~= id) then
+    return nil, reply.err('waitpoint_already_exists')
+  end
+  return tokens.mint(c, binding.id, binding.key, c.now)
+end
+
 -- Ids, keys and tokens of all bindings, checked and minted before anything is written.
 local function bindings(c, id, rec, want)
-  local bound = {}
+  local bound, problem = {}, nil
+  if #want.waitpoints > 1 and want.waitpoints[1][1] == 'pending' then
+    return nil, reply.err('use_pending_with_extras_unsupported')
+  end
   for i, given in ipairs(want.waitpoints) do
-    local binding = { kind = given[1], id = given[2], key = given[3] }
-    if binding.kind == 'pending' then
-      if #want.waitpoints > 1 then return nil, reply.err('use_pending_with_extras_unsupported') end
-      local found, problem = pending(c, id, rec, binding)
+    local binding = { id = given[2], key = given[3] }
+    if given[1] == 'pending' then
+      local found
+      found, problem = pending(c, id, rec, binding)
       if problem then return nil, problem end
       binding.key, binding.token, binding.record = found.waitpoint_key, found.waitpoint_token, found
     else
-      local state = server.call('HGET', suspension.waitpoint(c, binding.id), 'state')
-      if state == 'pending' or state == 'active' then
-        return nil, reply.err('waitpoint_already_exists')
-      end
-      local token, problem = tokens.mint(c, binding.id, binding.key, c.now)
+      binding.token, problem = fresh(c, id, binding)
       if problem then return nil, problem end
-      binding.token = token
     end
     bound[i] = binding
   end
@@ -81,15 +94,16 @@ end
 -- The suspension timeout: given, else from the execution's policy.
 local function timeout(c, id, want)
   if want.timeout_at then return want.timeout_at, want.timeout_behavior end
-  local text = server.call('GET', K.policy(c.tag, id))
-  local defaults = text and cjson.decode(text).suspension_policy
-  if not defaults or not defaults.default_timeout_ms then return nil, want.timeout_behavior end
-  return c.now + defaults.default_timeout_ms,
+  local defaults = suspension.policy(c, id).suspension_policy
+  local after = type(defaults) == 'table' and tonumber(defaults.default_timeout_ms)
+  if not after then return nil, want.timeout_behavior end
+  return math.min(c.now + after, MAX_TIME),
     want.behavior_given and want.timeout_behavior or defaults.timeout_behavior or 'fail'
 end
 
-local function details(outcome, suspension_id, bound)
-  local answer = reply.ok(outcome, suspension_id)
+local function details(outcome, rec, want, bound)
+  local answer = reply.ok(outcome, rec.attempt, rec.lane_id, record.worker_instance(rec),
+    want.suspension_id)
   for _, binding in ipairs(bound) do
     answer[#answer + 1] = binding.id
     answer[#answer + 1] = binding.key
@@ -98,52 +112,51 @@ local function details(outcome, suspension_id, bound)
   return answer
 end
 
--- Judges what a pending waitpoint has buffered, in the order it was accepted.
-local function buffered(c, binding, condition)
-  local marks, seen, satisfiers = {}, {}, {}
-  for _, signal_id in ipairs(server.call('LRANGE',
-      suspension.waitpoint(c, binding.id) .. ':signals', 0, -1)) do
-    local signal = signals.recall(c, signal_id, binding.key)
-    local added = false
-    for _, mark in ipairs(signal and conditions.marks(condition, signal) or {}) do
-      if not seen[mark] then
-        seen[mark], added = true, true
-        marks[#marks + 1] = mark
-      end
+-- Judges what a pending waitpoint has buffered, in the order it was accepted: whether that
+-- satisfies the condition, the progress to be stored, and the signals that contributed.
+local function buffered(c, id, binding, condition)
+  local progress, fields, satisfiers = conditions.no_progress(), {}, {}
+  local list = suspension.waitpoint(c, binding.id) .. ':signals'
+  for _, signal_id in ipairs(server.call('LRANGE', list, 0, -1)) do
+    local signal = signals.recall(id, signal_id, binding.key)
+    local added = conditions.contribute(progress,
+      signal and conditions.marks(condition, signal) or {})
+    if #added > 0 then
+      satisfiers[#satisfiers + 1] = signal_id
+      for _, value in ipairs(added) do fields[#fields + 1] = value end
+      if conditions.satisfied(condition, progress) then return true, fields, satisfiers end
     end
-    if added then satisfiers[#satisfiers + 1] = signal_id end
-    if added and conditions.satisfied(condition, marks) then return true, marks, satisfiers end
   end
-  return false, marks, satisfiers
+  return false, fields, satisfiers
 end
 
 local function already_satisfied(c, id, rec, want, binding, satisfiers)
   suspension.close_waitpoint(c, binding.id, 'resumed', 'satisfied', true)
-  c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), binding.id)
-  c:flush()
+  suspension.forget_pending(c, id, binding.id)
   server.call('HSET', suspension.met_key(c, id), 'epoch', record.epoch(rec),
     'suspension_id', want.suspension_id, 'signals', table.concat(satisfiers, ','))
-  return remember(c, id, want, rec, details('already_satisfied', want.suspension_id, { binding }))
+  return remember(c, id, want, rec, details('already_satisfied', rec, want, { binding }))
 end
 
-local function write_waitpoint(c, id, rec, want, binding, timeout_at)
+local function write_waitpoint(c, id, rec, want, binding)
   local key = suspension.waitpoint(c, binding.id)
   if binding.record then
     server.call('HSET', key, 'state', 'active', 'activated_at', c.now,
       'suspension_id', want.suspension_id)
-    c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), binding.id)
+    server.call('HDEL', key, 'expires_at')
+    suspension.forget_pending(c, id, binding.id)
   else
-    server.call('DEL', key)
+    server.call('DEL', key, key .. ':signals')
     server.call('HSET', key, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
       'suspension_id', want.suspension_id, 'waitpoint_key', binding.key,
       'waitpoint_token', binding.token, 'state', 'active', 'created_at', c.now,
       'activated_at', c.now)
   end
-  if timeout_at then server.call('HSET', key, 'expires_at', timeout_at) end
+  if want.timeout_at then server.call('HSET', key, 'expires_at', want.timeout_at) end
   server.call('SADD', suspension.waitpoints_key(c, id), binding.id)
 end
 
-local function write_suspension(c, id, rec, want, bound, timeout_at, behavior)
+local function write_suspension(c, id, rec, want, bound, behavior)
   local ids = {}
   for i, binding in ipairs(bound) do ids[i] = binding.id end
   local key = suspension.key(c, id)
@@ -155,9 +168,9 @@ local function write_suspension(c, id, rec, want, bound, timeout_at, behavior)
     'resume_condition_json', want.condition, 'resume_policy_json', want.policy,
     'timeout_behavior', behavior,
   }
-  if timeout_at then
+  if want.timeout_at then
     args[#args + 1] = 'timeout_at'
-    args[#args + 1] = timeout_at
+    args[#args + 1] = want.timeout_at
   end
   if want.pointer ~= '' then
     args[#args + 1] = 'continuation_metadata_pointer'
@@ -166,22 +179,20 @@ local function write_suspension(c, id, rec, want, bound, timeout_at, behavior)
   server.call(unpack(args))
 end
 
-local function keep_progress(c, id, marks, satisfiers)
-  if #marks == 0 then return end
-  server.call('SADD', suspension.marks_key(c, id), unpack(marks))
-  server.call('RPUSH', suspension.satisfiers_key(c, id), unpack(satisfiers))
+-- What a pending waitpoint has brought along already.
+local function keep_progress(c, id, fields, satisfiers)
+  conditions.keep(suspension.marks_key(c, id), fields)
+  for first = 1, #satisfiers, MAX_ARGS do
+    server.call('RPUSH', suspension.satisfiers_key(c, id),
+      unpack(satisfiers, first, math.min(first + MAX_ARGS - 1, #satisfiers)))
+  end
 end
 
-local function refusal(c, id, rec, text, want)
-  local given = fence.parse(text)
-  local index = given.index
-  given = given.lease_id .. '/' .. given.epoch .. '/' .. given.attempt_id .. '/'
-  local problem = fence.check(c, id, rec, given, false, true)
-  if problem then return problem end
-  if index ~= '' and tonumber(index) ~= record.attempt_index(rec) then
-    return reply.err('invalid_lease_for_suspend')
+-- What is wrong with the arguments themselves, before anything is looked up.
+local function malformed(c, want)
+  if want.timeout_at and want.timeout_at + PAST_TOLERANCE_MS < c.now then
+    return reply.err('invalid_input', 'timeout_at_in_past')
   end
-  if suspension.open(c, id) then return reply.err('already_suspended') end
   for i = 2, #want.waitpoints do
     if want.waitpoints[i][2] == '' or want.waitpoints[i][3] == '' then
       return reply.err('additional_waitpoint_binding_malformed')
@@ -189,42 +200,59 @@ local function refusal(c, id, rec, text, want)
   end
 end
 
+local function refusal(c, id, rec, text)
+  local given = fence.parse(text)
+  local proof = given.lease_id .. '/' .. given.epoch .. '/' .. given.attempt_id .. '/'
+  local problem = fence.check(c, id, rec, proof, false, true)
+  if problem then return problem end
+  local index = record.attempt_index(rec)
+  if not index then return reply.err('corruption', id .. ': attempt: has no index') end
+  if given.index ~= '' and tonumber(given.index) ~= index then
+    return reply.err('invalid_lease_for_suspend')
+  end
+  if suspension.open(c, id) then return reply.err('already_suspended') end
+end
+
+local function unbound(want, binding)
+  for _, key in ipairs(want.referenced) do
+    if key ~= binding.key then
+      return reply.err('invalid_input', 'referenced_waitpoint_key_missing_binding: ' .. key)
+    end
+  end
+end
+
 server.register_function('ff_suspend', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, want = args[1], args[2], cmsgpack.unpack(args[3])
-  local before = repeated(c, id, text, want)
-  if before then return before end
+  local answer = malformed(c, want) or repeated(c, id, text, want)
+  if answer then return answer end
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local problem = refusal(c, id, rec, text, want)
+  local problem = refusal(c, id, rec, text)
   if problem then return problem end
   local bound
   bound, problem = bindings(c, id, rec, want)
   if problem then return problem end
-  local condition = cjson.decode(want.condition)
-  local marks, satisfiers = {}, {}
+  local progress, satisfiers = {}, {}
   if bound[1].record then
-    for _, key in ipairs(want.referenced) do
-      if key ~= bound[1].key then
-        return reply.err('invalid_input',
-          'resume_condition: referenced_waitpoint_key_missing_binding: ' .. key)
-      end
-    end
+    problem = unbound(want, bound[1])
+    if problem then return problem end
     local satisfied
-    satisfied, marks, satisfiers = buffered(c, bound[1], condition)
+    satisfied, progress, satisfiers = buffered(c, id, bound[1], cjson.decode(want.condition))
     if satisfied then return already_satisfied(c, id, rec, want, bound[1], satisfiers) end
   end
 
-  local timeout_at, behavior = timeout(c, id, want)
-  want.timeout_at = timeout_at
-  pausing.release(c, id, rec, suspension.state(want.reason_code), 'suspend', {
+  local behavior
+  want.timeout_at, behavior = timeout(c, id, want)
+  pausing.release(c, id, rec, suspension.state(want.reason_code), 'suspend:' .. want.suspension_id, {
     current_suspension_id = want.suspension_id, current_waitpoint_id = bound[1].id,
     blocking_detail = 'suspended: waitpoint ' .. bound[1].id .. ' awaiting ' .. want.reason_code,
-  }, suspension.score(timeout_at))
-  write_suspension(c, id, rec, want, bound, timeout_at, behavior)
-  for _, binding in ipairs(bound) do write_waitpoint(c, id, rec, want, binding, timeout_at) end
-  keep_progress(c, id, marks, satisfiers)
-  if timeout_at then c:zadd(K.index(c.tag, 'suspension_timeout'), timeout_at, id) end
-  c:flush()
-  return remember(c, id, want, rec, details('suspended', want.suspension_id, bound))
+  }, suspension.score(want.timeout_at))
+  if want.timeout_at then
+    server.call('ZADD', K.index(c.tag, 'suspension_timeout'), want.timeout_at, id)
+  end
+  write_suspension(c, id, rec, want, bound, behavior)
+  for _, binding in ipairs(bound) do write_waitpoint(c, id, rec, want, binding) end
+  keep_progress(c, id, progress, satisfiers)
+  return remember(c, id, want, rec, details('suspended', rec, want, bound))
 end)

@@ -57,9 +57,9 @@ function tokens.mint(c, waitpoint_id, key, created_at)
   return kid .. ':' .. code
 end
 
--- Whether a past kid still verifies.
-local function in_grace(expires, now)
-  local at = tonumber(expires)
+-- Whether a past kid still verifies; what is no plain number never does.
+function tokens.in_grace(expires, now)
+  local at = expires and string.match(expires, '^%d+$') and tonumber(expires)
   return at and at > 0 and at >= now
 end
 
@@ -72,27 +72,38 @@ function tokens.secret_for(c, token)
   local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   if not found[1] then return nil, reply.err('hmac_secret_not_initialized') end
   if not found[2] then return nil, reply.err('invalid_token') end
-  if found[1] ~= kid and not in_grace(found[3], c.now) then return nil, reply.err('token_expired') end
+  if found[1] ~= kid and not tokens.in_grace(found[3], c.now) then return nil, reply.err('token_expired') end
   if not padded(found[2]) then return nil, reply.err('invalid_secret') end
   return found[2], nil, code
 end
 
-function tokens.proves(secret, code, waitpoint_id, key, created_at)
-  return tokens.equal(digest(secret, waitpoint_id .. '|' .. key .. '|' .. created_at), code)
+-- Whether the code was made for this waitpoint. An unknown one costs the same computation.
+function tokens.proves(secret, code, waitpoint_id, point)
+  local key, created_at = point and point.waitpoint_key, point and point.created_at
+  local made = digest(secret, waitpoint_id .. '|' .. (key or '') .. '|' .. (created_at or ''))
+  return tokens.equal(made, code) and key and created_at and true or false
+end
+
+function tokens.stored(tag)
+  local flat, fields = server.call('HGETALL', tokens.store_key(tag)), {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
 end
 
 -- Removes kids that no longer verify; the current one is never touched.
 function tokens.collect(tag, now)
-  local store = tokens.store_key(tag)
-  local flat, removed = server.call('HGETALL', store), 0
-  local fields = {}
-  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  local fields, gone = tokens.stored(tag), {}
   for name in pairs(fields) do
-    local kid = string.match(name, '^secret:(.+)$')
-    if kid and kid ~= fields.current_kid and not in_grace(fields['expires_at:' .. kid], now) then
-      server.call('HDEL', store, 'secret:' .. kid, 'expires_at:' .. kid)
-      removed = removed + 1
+    local kid = string.match(name, '^secret:(.+)$') or string.match(name, '^expires_at:(.+)$')
+    if kid and kid ~= fields.current_kid
+        and not (fields['secret:' .. kid] and tokens.in_grace(fields['expires_at:' .. kid], now)) then
+      gone[kid] = true
     end
+  end
+  local removed = 0
+  for kid in pairs(gone) do
+    server.call('HDEL', tokens.store_key(tag), 'secret:' .. kid, 'expires_at:' .. kid)
+    removed = removed + 1
   end
   return removed
 end

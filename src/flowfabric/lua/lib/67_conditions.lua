@@ -1,7 +1,9 @@
--- Resume conditions. What signals have contributed is a set of marks, one per satisfied leaf
--- (`path`) or distinct satisfier of a Count node (`path`, a zero byte, satisfier), so that a
--- condition is judged from its marks alone and every node counts for itself.
+-- Resume conditions. A signal makes a mark at every leaf that accepts it: one for a Single, one
+-- per distinct satisfier for a Count. Progress is the number of different marks at each leaf, so
+-- a condition is judged from its leaves alone and every node counts for itself.
 local conditions = {}
+
+local MAX_FIELDS = 400
 
 local function matches(matcher, name)
   if matcher == nil or matcher == 'Wildcard' then return true end
@@ -18,7 +20,10 @@ end
 local SATISFIERS = {
   DistinctWaitpoints = function(signal) return signal.key end,
   DistinctSignals = function(signal) return signal.id end,
-  DistinctSources = function(signal) return signal.source_type .. '\1' .. signal.source_identity end,
+  -- With the length in front, no pair can be taken for another one.
+  DistinctSources = function(signal)
+    return #signal.source_type .. ':' .. signal.source_type .. signal.source_identity
+  end,
 }
 
 -- Calls `visit(node, path)` for every leaf: Single and Count.
@@ -39,11 +44,14 @@ end
 -- The marks a signal makes, and whether any node refers to its waitpoint at all.
 function conditions.marks(condition, signal)
   local made, referred = {}, false
+  local function mark(path, satisfier)
+    made[#made + 1] = { path = path, name = path .. '\0' .. satisfier }
+  end
   each_leaf(condition, 'r', function(node, path)
     if node.Single then
       if node.Single.waitpoint_key == signal.key then
         referred = true
-        if matches(node.Single.matcher, signal.name) then made[#made + 1] = path end
+        if matches(node.Single.matcher, signal.name) then mark(path, '') end
       end
       return
     end
@@ -51,20 +59,59 @@ function conditions.marks(condition, signal)
     if lists(count.waitpoints, signal.key) then
       referred = true
       if matches(count.matcher, signal.name) then
-        made[#made + 1] = path .. '\0' .. SATISFIERS[count.count_kind](signal)
+        mark(path, SATISFIERS[count.count_kind](signal))
       end
     end
   end)
   return made, referred
 end
 
--- Whether the marks satisfy the condition.
-function conditions.satisfied(condition, marks)
-  local counts = {}
-  for _, mark in ipairs(marks) do
-    local path = string.match(mark, '^[^%z]+')
-    counts[path] = (counts[path] or 0) + 1
+function conditions.no_progress() return { counts = {}, seen = {} } end
+
+-- The stored progress, as far as these marks and a judgement need it.
+function conditions.progress(key, condition, made)
+  local names, progress = {}, conditions.no_progress()
+  each_leaf(condition, 'r', function(_, path) names[#names + 1] = path end)
+  local leaves = #names
+  for _, mark in ipairs(made) do names[#names + 1] = mark.name end
+  for first = 1, #names, MAX_FIELDS do
+    local last = math.min(first + MAX_FIELDS - 1, #names)
+    for i, value in ipairs(server.call('HMGET', key, unpack(names, first, last))) do
+      local at = first + i - 1
+      if at <= leaves then
+        progress.counts[names[at]] = tonumber(value or 0)
+      elseif value then
+        progress.seen[names[at]] = true
+      end
+    end
   end
+  return progress
+end
+
+-- Adds marks to the progress; what of it is new, as fields to be stored.
+function conditions.contribute(progress, made)
+  local fields = {}
+  for _, mark in ipairs(made) do
+    if not progress.seen[mark.name] then
+      progress.seen[mark.name] = true
+      local count = (progress.counts[mark.path] or 0) + 1
+      progress.counts[mark.path] = count
+      for _, value in ipairs({ mark.path, count, mark.name, '1' }) do fields[#fields + 1] = value end
+    end
+  end
+  return fields
+end
+
+-- Stores what contributions gave.
+function conditions.keep(key, fields)
+  for first = 1, #fields, MAX_FIELDS do
+    server.call('HSET', key, unpack(fields, first, math.min(first + MAX_FIELDS - 1, #fields)))
+  end
+end
+
+-- Whether the progress satisfies the condition.
+function conditions.satisfied(condition, progress)
+  local counts = progress.counts
   local function holds(node, path)
     if type(node) ~= 'table' then return false end
     if node.Single then return (counts[path] or 0) > 0 end
@@ -77,19 +124,4 @@ function conditions.satisfied(condition, marks)
     return #body.members > 0
   end
   return holds(condition, 'r')
-end
-
--- The signal names that a waitpoint of this key waits for, for people.
-function conditions.names(condition, key)
-  local names = {}
-  each_leaf(condition, 'r', function(node)
-    local matcher
-    if node.Single and node.Single.waitpoint_key == key then
-      matcher = node.Single.matcher
-    elseif node.Composite and lists(node.Composite.waitpoints, key) then
-      matcher = node.Composite.matcher
-    end
-    if type(matcher) == 'table' and matcher.ByName then names[#names + 1] = matcher.ByName end
-  end)
-  return names
 end

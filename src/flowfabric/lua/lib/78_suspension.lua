@@ -3,15 +3,24 @@ local suspension = {}
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999
+local MAX_TIME = 9007199254740991
+-- How many unused waitpoints an ending closes itself; the rest expire by their own time.
+local MAX_DROPPED = 500
 
-function suspension.key(c, id) return 'ff:exec:' .. c.tag .. ':' .. id .. ':suspension:current' end
-function suspension.marks_key(c, id) return suspension.key(c, id) .. ':satisfied_set' end
-function suspension.satisfiers_key(c, id) return suspension.marks_key(c, id) .. ':signals' end
-function suspension.waitpoints_key(c, id) return 'ff:exec:' .. c.tag .. ':' .. id .. ':waitpoints' end
-function suspension.signals_key(c, id) return 'ff:exec:' .. c.tag .. ':' .. id .. ':signals' end
-function suspension.met_key(c, id) return 'ff:exec:' .. c.tag .. ':' .. id .. ':suspension:met' end
+local function part(c, id, name) return 'ff:exec:' .. c.tag .. ':' .. id .. ':' .. name end
+
+function suspension.key(c, id) return part(c, id, 'suspension:current') end
+function suspension.marks_key(c, id) return part(c, id, 'suspension:current:satisfied_set') end
+function suspension.satisfiers_key(c, id)
+  return part(c, id, 'suspension:current:satisfied_set:signals')
+end
+function suspension.met_key(c, id) return part(c, id, 'suspension:met') end
+function suspension.waitpoints_key(c, id) return part(c, id, 'waitpoints') end
+function suspension.pending_key(c, id) return part(c, id, 'waitpoints:pending') end
+function suspension.signals_key(c, id) return part(c, id, 'signals') end
 function suspension.waitpoint(c, waitpoint_id) return 'ff:wp:' .. c.tag .. ':' .. waitpoint_id end
-function suspension.signal(c, signal_id) return 'ff:signal:' .. c.tag .. ':' .. signal_id end
+-- An execution id begins with its tag. Two executions may get signals of the same id.
+function suspension.signal(id, signal_id) return 'ff:signal:' .. id .. ':' .. signal_id end
 
 -- reason code -> letter of the blocking reason; anything else waits for a signal.
 local BLOCKING = {
@@ -37,6 +46,13 @@ end
 
 function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT end
 
+-- The execution's policy; an unreadable one asks for nothing.
+function suspension.policy(c, id)
+  local text = server.call('GET', K.policy(c.tag, id))
+  local readable, policy = pcall(cjson.decode, text or '{}')
+  return readable and type(policy) == 'table' and policy or {}
+end
+
 -- Closes one waitpoint that is still open.
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)
   local key = suspension.waitpoint(c, waitpoint_id)
@@ -49,27 +65,52 @@ function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, s
   server.call(unpack(args))
 end
 
--- Closes the open suspension with all its waitpoints and takes it out of its timer.
--- how: reason, condition_reason, satisfied, and `fields`, a flat list for the record.
+-- Notes that a waitpoint is no longer pending.
+function suspension.forget_pending(c, id, waitpoint_id)
+  server.call('ZREM', K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
+  server.call('SREM', suspension.pending_key(c, id), waitpoint_id)
+end
+
+-- Closes the waitpoints that nobody used when their execution ends.
+function suspension.drop_pending(c, id, rec, reason)
+  if not rec.waitpointed then return end
+  local pending = suspension.pending_key(c, id)
+  for _, waitpoint_id in ipairs(server.call('SPOP', pending, MAX_DROPPED)) do
+    suspension.close_waitpoint(c, waitpoint_id, reason, reason)
+    c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
+  end
+  server.call('DEL', pending)
+  record.clear(c, id, rec, 'waitpointed')
+end
+
+-- Closes the open suspension with all its open waitpoints and takes it out of its timer.
+-- how: reason, condition_reason, satisfied, closer (signal id), trigger.
 function suspension.close(c, id, open, how)
-  for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
-    suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason or how.reason,
-      how.satisfied)
-  end
-  local args = { 'HSET', suspension.key(c, id), 'closed_at', c.now, 'close_reason', how.reason }
-  if how.satisfied then
-    args[#args + 1] = 'satisfied_at'
-    args[#args + 1] = c.now
-  end
   local satisfiers = server.call('LRANGE', suspension.satisfiers_key(c, id), 0, -1)
-  if how.satisfied and #satisfiers > 0 then
-    args[#args + 1] = 'all_satisfier_signals'
-    args[#args + 1] = table.concat(satisfiers, ',')
+  local args = { 'HSET', suspension.key(c, id), 'closed_at', c.now, 'close_reason', how.reason }
+  local function set(name, value)
+    args[#args + 1] = name
+    args[#args + 1] = value
   end
-  for _, value in ipairs(how.fields or {}) do args[#args + 1] = value end
+  if how.trigger then set('resume_trigger', how.trigger) end
+  if how.closer then
+    set('closer_signal_id', how.closer)
+    satisfiers[#satisfiers + 1] = how.closer
+  end
+  if how.satisfied then
+    set('satisfied_at', c.now)
+    set('all_satisfier_signals', table.concat(satisfiers, ','))
+  end
   server.call(unpack(args))
   server.call('DEL', suspension.marks_key(c, id), suspension.satisfiers_key(c, id))
   if open.timeout_at then server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id) end
+  for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
+    -- One that was closed before keeps its own reason.
+    if server.call('HGET', suspension.waitpoint(c, waitpoint_id), 'state') == 'active' then
+      suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason or how.reason,
+        how.satisfied)
+    end
+  end
 end
 
 -- Closes what is open of a suspended execution that ends.
@@ -80,21 +121,22 @@ function suspension.abandon(c, id, rec, reason)
 end
 
 -- Makes a suspended execution runnable, at once or after a delay, and closes the suspension.
+-- how: as for `close`, and delay_ms with what to say `after` it.
 function suspension.resume(c, id, rec, open, how)
   waiting.leave(c, id, rec)
-  record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id', 'blocking_detail')
   local delay = how.delay_ms or 0
-  rec.state = S.eligible('i')
-  local fields = { state = rec.state, last_transition_at = c.now }
+  local fields = { state = S.eligible('i'), last_transition_at = c.now }
   if delay > 0 then
     fields.state = S.delayed('r', 'i')
-    fields.delay_until = c.now + delay
-    fields.blocking_detail = how.delay_detail
+    fields.delay_until = math.min(c.now + delay, MAX_TIME)
+    fields.blocking_detail = string.format('resume delay %.0fms', delay) .. (how.after or '')
   end
   record.set(c, id, rec, fields)
-  suspension.close(c, id, open, how)
+  record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id')
+  if delay == 0 then record.clear(c, id, rec, 'blocking_detail') end
   waiting.enter(c, id, rec)
   c:flush()
+  suspension.close(c, id, open, how)
   if delay == 0 then c:ring(rec.lane_id) end
 end
 

@@ -6,7 +6,7 @@ local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expir
 
 -- Ends an execution from any phase. `how`: outcome letter, event reason, and
 -- `fields`, a flat list of record fields to store; source and category for the event;
--- `stream_reason` for the attempt's stream, `close_reason` for an open suspension.
+-- `stream_reason` for the attempt's stream, `close_reason` for open waitpoints.
 function ending.finish(c, id, rec, how)
   local args = {
     'HSET', K.core(c.tag, id), 'state',
@@ -27,6 +27,7 @@ function ending.finish(c, id, rec, how)
     record.clear(c, id, rec, 'blocking_detail', 'delay_until', 'lease_expired_at',
       'lease_revoked_at', 'lease_revoke_reason')
   end
+  suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
   rec.state = args[4]
   rec.completed_at = c.now

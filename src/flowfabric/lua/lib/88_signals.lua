@@ -1,24 +1,22 @@
--- Recording signals and judging conditions.
+-- Recording signals and judging what they do.
 local signals = {}
 
--- What a signal contributes to the open suspension: its effect, and whether it satisfies.
-function signals.judge(c, id, open, signal)
-  local condition = cjson.decode(open.resume_condition_json)
-  local composite = type(condition) == 'table' and condition.Composite
+-- What a signal does to the open suspension, without writing anything: effect, whether it
+-- satisfies the condition, and the progress to be stored.
+function signals.judge(c, id, condition, signal)
   local made, referred = conditions.marks(condition, signal)
   if #made == 0 then
-    if not composite then return 'no_op', false end
-    return referred and 'signal_ignored_matcher_failed' or 'signal_ignored_not_in_condition', false
+    if type(condition) ~= 'table' or not condition.Composite then return { effect = 'no_op' } end
+    return { effect = referred and 'signal_ignored_matcher_failed'
+      or 'signal_ignored_not_in_condition' }
   end
-  local marks_key = suspension.marks_key(c, id)
-  if server.call('SADD', marks_key, unpack(made)) == 0 then
-    return 'appended_to_waitpoint_duplicate', false
+  local progress = conditions.progress(suspension.marks_key(c, id), condition, made)
+  local fields = conditions.contribute(progress, made)
+  if #fields == 0 then return { effect = 'appended_to_waitpoint_duplicate' } end
+  if conditions.satisfied(condition, progress) then
+    return { effect = 'resume_condition_satisfied', satisfied = true }
   end
-  server.call('RPUSH', suspension.satisfiers_key(c, id), signal.id)
-  if conditions.satisfied(condition, server.call('SMEMBERS', marks_key)) then
-    return 'resume_condition_satisfied', true
-  end
-  return 'appended_to_waitpoint', false
+  return { effect = 'appended_to_waitpoint', fields = fields }
 end
 
 local UNMATCHED = {
@@ -28,11 +26,10 @@ local UNMATCHED = {
 
 -- Stores an accepted signal with its effect. `trim` bounds the waitpoint's own list.
 function signals.record(c, id, rec, signal, effect, trim)
-  local key = suspension.signal(c, signal.id)
+  local key = suspension.signal(id, signal.id)
   local args = {
-    'HSET', key, 'target_execution_id', id, 'target_waitpoint_id', signal.waitpoint_id,
-    'target_scope', signal.target_scope, 'signal_name', signal.name, 'accepted_at', c.now,
-    'observed_effect', effect,
+    'HSET', key, 'target_waitpoint_id', signal.waitpoint_id, 'target_scope', signal.target_scope,
+    'signal_name', signal.name, 'accepted_at', c.now, 'observed_effect', effect,
   }
   for _, name in ipairs({ 'signal_category', 'source_type', 'source_identity', 'correlation_id',
     'idempotency_key', 'created_at', 'payload_encoding' }) do
@@ -56,8 +53,8 @@ function signals.record(c, id, rec, signal, effect, trim)
 end
 
 -- A recorded signal as conditions see it, or nil when it is gone.
-function signals.recall(c, signal_id, key)
-  local found = server.call('HMGET', suspension.signal(c, signal_id), 'signal_name', 'source_type',
+function signals.recall(id, signal_id, key)
+  local found = server.call('HMGET', suspension.signal(id, signal_id), 'signal_name', 'source_type',
     'source_identity')
   if not found[1] then return nil end
   return { id = signal_id, key = key, name = found[1], source_type = found[2] or '',

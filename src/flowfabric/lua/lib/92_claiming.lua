@@ -92,14 +92,14 @@ function claiming.take(c, id, rec, mode, grant)
       ended_at = c.now,
       failure_reason = S.ownership(rec.state) == 'v' and 'lease_revoked' or 'lease_expired',
     })
-    streams.close(c, id, rec, 'reclaimed', true)
+    streams.close(c, id, rec, 'reclaimed')
     lease.leave_indexes(c, id, rec)
     c:flush()
   else
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
   end
-  local suspended = rec.paused == 'suspend'
+  local suspended = rec.paused and string.sub(rec.paused, 1, 8) == 'suspend:'
   lease.open(c, id, rec, mode, grant)
   if suspended then suspension.claimed(c, id, rec) end
 end

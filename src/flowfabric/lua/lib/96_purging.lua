@@ -29,8 +29,8 @@ function purging.listed(c, id, room)
     if #ids == 0 then break end
     local doomed = {}
     for _, signal_id in ipairs(ids) do
-      doomed[#doomed + 1] = suspension.signal(c, signal_id)
-      doomed[#doomed + 1] = suspension.signal(c, signal_id) .. ':payload'
+      doomed[#doomed + 1] = suspension.signal(id, signal_id)
+      doomed[#doomed + 1] = suspension.signal(id, signal_id) .. ':payload'
     end
     delete(doomed)
     server.call('ZREM', signals_key, unpack(ids))

@@ -1,0 +1,236 @@
+"""Delivering signals: with a waitpoint's token, or vouched for by the engine itself."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.contracts.suspension import Accepted, Duplicate, SignalOutcome
+from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
+from flowfabric.engine.calls import Calls, text
+
+__all__ = ["Signals"]
+
+_MAX_NAME_BYTES = 256
+_MAX_FIELD_BYTES = 512
+_MAX_SIGNAL_BYTES = 65_536
+_MAX_NUMBER = 2**53 - 1
+_DAY_MS = 86_400_000
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class Signals(Calls):
+    """Messages to waitpoints."""
+
+    async def deliver_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        waitpoint_token: WaitpointToken | str,
+        signal_name: str,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str = "json",
+        signal_category: str = "default",
+        source_type: str = "external",
+        source_identity: str = "",
+        correlation_id: str = "",
+        idempotency_key: str = "",
+        target_scope: str = "waitpoint",
+        signal_id: str | None = None,
+        created_at: int | None = None,
+        dedup_ttl_ms: int = _DAY_MS,
+        resume_delay_ms: int = 0,
+        max_signals_per_execution: int | None = None,
+        signal_maxlen: int = 1000,
+    ) -> SignalOutcome:
+        """Deliver an authenticated message to a waitpoint; resumes when it satisfies.
+
+        The last four are for trusted callers. Pass none of them on behalf of somebody who holds
+        nothing but a waitpoint token.
+        """
+        options = _options(
+            signal_name,
+            payload,
+            payload_encoding=payload_encoding,
+            category=signal_category,
+            source_type=source_type,
+            source_identity=source_identity,
+            correlation_id=correlation_id,
+            target_scope=target_scope,
+        )
+        validate_text(idempotency_key, "idempotency_key", limit=_MAX_FIELD_BYTES)
+        options["idempotency_key"] = idempotency_key
+        options["resume_delay_ms"] = _whole(resume_delay_ms, "resume_delay_ms")
+        if created_at is not None:
+            options["created_at"] = _whole(created_at, "created_at")
+        options |= _bounds(dedup_ttl_ms, signal_maxlen, max_signals_per_execution)
+        execution_id = self.checked(execution_id)
+        validate_uuid(waitpoint_id, "waitpoint_id")
+        if signal_id is not None:
+            validate_uuid(signal_id, "signal_id")
+        raw = (
+            waitpoint_token.reveal()
+            if isinstance(waitpoint_token, WaitpointToken)
+            else waitpoint_token
+        )
+        if not raw:
+            raise ValidationError("missing_token", op="deliver_signal")
+        return await self._signal(execution_id, waitpoint_id, signal_id, raw, options, payload)
+
+    async def _signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        signal_id: str | None,
+        token: str,
+        options: dict[str, Any],
+        payload: bytes | None,
+        *,
+        vouched: bool = False,
+    ) -> SignalOutcome:
+        identity = new_uuid() if signal_id is None else signal_id
+        args = (
+            execution_id,
+            waitpoint_id,
+            identity,
+            token.encode(errors="surrogatepass"),
+            _pack(options),
+            "0" if payload is None else "1",
+            payload or b"",
+            "1" if vouched else "0",
+        )
+        reply = await self.fcall("ff_signal", execution_id.tag, args, op="deliver_signal")
+        known, effect = text(reply[3]), reply[4]
+        # An id minted for this very call and known already: our own reply was lost.
+        if reply[2] == b"accepted" or (signal_id is None and known == identity):
+            return Accepted(known, text(effect))
+        return Duplicate(known)
+
+    async def deliver_approval_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        signal_name: str,
+        *,
+        idempotency_suffix: str = "",
+        decided_by: str = "",
+        payload: bytes | None = None,
+        lane_id: str = "",
+        signal_dedup_ttl_ms: int = _DAY_MS,
+        maxlen: int = 1000,
+        max_signals_per_execution: int | None = None,
+    ) -> SignalOutcome:
+        """An operator decides: the engine vouches, no token is needed.
+
+        Without a suffix, each `decided_by` may decide once for each signal name.
+        """
+        options = _options(
+            signal_name,
+            payload,
+            payload_encoding="json",
+            category="approval",
+            source_type="operator",
+            source_identity=decided_by,
+            correlation_id="",
+            target_scope="execution",
+        )
+        validate_text(idempotency_suffix, "idempotency_suffix", limit=_MAX_FIELD_BYTES)
+        options["idempotency_key"] = f"approval:{signal_name}:{idempotency_suffix or decided_by}"
+        options |= _bounds(signal_dedup_ttl_ms, maxlen, max_signals_per_execution)
+        if lane_id:
+            options["lane"] = lane_id
+        execution_id = self.checked(execution_id)
+        validate_uuid(waitpoint_id, "waitpoint_id")
+        return await self._signal(
+            execution_id, waitpoint_id, None, "", options, payload, vouched=True
+        )
+
+    async def read_waitpoint_token(
+        self, execution_id: ExecutionId, waitpoint_id: str
+    ) -> WaitpointToken | None:
+        """The token of an open waitpoint, minted again when its key has expired; authorise this."""
+        execution_id = self.checked(execution_id)
+        args = (execution_id, validate_uuid(waitpoint_id, "waitpoint_id"))
+        reply = await self.fcall(
+            "ff_waitpoint_token", execution_id.tag, args, op="read_waitpoint_token"
+        )
+        return None if reply[2] is None else WaitpointToken(text(reply[2]))
+
+    async def verify_and_deliver(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        presented: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome:
+        """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token.
+
+        No open waitpoint is `waitpoint_token_not_found`, another token `invalid_token`. A bridge
+        that outsiders reach must answer the same to both. The engine checks the token again.
+        """
+        stored = await self.read_waitpoint_token(execution_id, waitpoint_id)
+        if stored is None:
+            raise NotFoundError("waitpoint_token_not_found", op="verify_and_deliver")
+        raw = presented.reveal() if isinstance(presented, WaitpointToken) else presented
+        if not hmac.compare_digest(stored.reveal().encode(), raw.encode(errors="surrogatepass")):
+            raise ValidationError("invalid_token", op="verify_and_deliver")
+        return await self.deliver_signal(execution_id, waitpoint_id, raw, signal_name, **options)
+
+
+def _whole(value: Any, field: str, low: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MAX_NUMBER:
+        raise invalid_input(field, f"must be a whole number from {low}")
+    return value
+
+
+def _bounds(dedup_ttl_ms: int, maxlen: int, max_signals: int | None) -> dict[str, int]:
+    bounds = {
+        "dedup_ttl_ms": _whole(dedup_ttl_ms, "dedup_ttl_ms"),
+        "maxlen": _whole(maxlen, "signal_maxlen", 1),
+    }
+    if max_signals is not None:
+        bounds["max_signals"] = _whole(max_signals, "max_signals_per_execution")
+    return bounds
+
+
+def _options(
+    signal_name: str,
+    payload: bytes | None,
+    *,
+    category: str,
+    source_type: str,
+    source_identity: str,
+    correlation_id: str,
+    target_scope: str,
+    payload_encoding: str,
+) -> dict[str, Any]:
+    """Checked against the limits that need no look at storage."""
+    validate_text(signal_name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
+    for field, value in (
+        ("signal_category", category),
+        ("source_type", source_type),
+        ("source_identity", source_identity),
+        ("correlation_id", correlation_id),
+        ("payload_encoding", payload_encoding),
+    ):
+        validate_text(value, field, limit=_MAX_FIELD_BYTES)
+    if target_scope not in ("waitpoint", "execution"):
+        raise invalid_input("target_scope", "must be waitpoint or execution")
+    if payload is not None and len(payload) > _MAX_SIGNAL_BYTES:
+        raise ValidationError(
+            "payload_too_large", f"a signal carries at most {_MAX_SIGNAL_BYTES} bytes"
+        )
+    return {
+        "name": signal_name,
+        "category": category,
+        "source_type": source_type,
+        "source_identity": source_identity,
+        "correlation_id": correlation_id,
+        "target_scope": target_scope,
+        "payload_encoding": payload_encoding if payload is not None else "",
+    }

@@ -1,0 +1,49 @@
+-- ff_list_suspended: suspended executions of a partition by (index score, id), after a position.
+-- Keys: lane suspended indexes, suspensions. Arguments: limit, score and id to begin after (id
+--   empty: from the start), then lanes.
+-- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
+--   timeout_at]; the details are missing when its record is. Errors: none.
+local function before(a_score, a_id, b_score, b_id)
+  return a_score < b_score or (a_score == b_score and a_id < b_id)
+end
+
+-- The rank of the first member behind the position; the member itself may be gone.
+local function first_behind(key, score, id)
+  if id == '' then return 0 end
+  local low, high = 0, server.call('ZCARD', key)
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    local found = server.call('ZRANGE', key, middle, middle, 'WITHSCORES')
+    if before(score, id, tonumber(found[2]), found[1]) then high = middle else low = middle + 1 end
+  end
+  return low
+end
+
+local function details(c, row)
+  local found = server.call('HMGET', suspension.key(c, row.id), 'suspension_id', 'reason_code',
+    'requested_by', 'created_at', 'timeout_at', 'closed_at')
+  if not found[1] or found[6] then return { row.id, row.score, row.lane } end
+  return { row.id, row.score, row.lane, found[1], found[2] or '', found[3] or '',
+    tonumber(found[4]), tonumber(found[5]) or false }
+end
+
+server.register_function({
+  function_name = 'ff_list_suspended',
+  flags = { 'no-writes' },
+  callback = function(keys, args)
+    local c = Context.open(keys[1])
+    local limit, rows = tonumber(args[1]), {}
+    for i = 4, #args do
+      local key = K.lane(c.tag, args[i], 'suspended')
+      local first = first_behind(key, tonumber(args[2]), args[3])
+      local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+      for j = 1, #page, 2 do
+        rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
+      end
+    end
+    table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
+    local listed = {}
+    for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
+    return reply.ok(listed)
+  end,
+})
