@@ -275,6 +275,15 @@ class BudgetExceeded(StateError):
 class LimitError(EngineError):
     """A rate, a pool or a capacity is used up for now."""
 
+    @property
+    def retry_after_ms(self) -> int | None:
+        """How long to wait before repeating, when the refusal tells."""
+        for detail in self.details:
+            name, _, value = detail.partition("=")
+            if name == "retry_after_ms":
+                return int(value)
+        return None
+
 
 class BugError(EngineError):
     """The engine contradicted itself: alert."""

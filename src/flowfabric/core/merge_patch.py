@@ -8,44 +8,78 @@ import msgspec
 
 from flowfabric.core.errors import CorruptionError, ValidationError
 
-__all__ = ["NULL_SENTINEL", "merge", "parse_patch"]
+__all__ = ["EMPTY", "NULL_SENTINEL", "PATCH_KIND", "check_depth", "merge", "parse_patch"]
+
+PATCH_KIND = "json-merge-patch"
+"""The only kind of patch there is."""
 
 NULL_SENTINEL = "__ff_null__"
 """Stands for a literal null, which as such would remove the member."""
 
+EMPTY = b"{}"
+"""The document before the first patch."""
+
 _MAX_LEVEL = 16
+# Arrays are replaced whole, so a merge never descends into them; this bounds reading them.
+_MAX_NESTING = 128
 
 
 def parse_patch(payload: bytes) -> dict[str, Any]:
-    """A patch: a JSON object, nested at most 17 levels."""
+    """The patch, which must be a JSON object."""
     try:
-        patch: Any = msgspec.json.decode(payload)
-    except msgspec.DecodeError as error:
+        patch = _decode(payload)
+    except RecursionError as error:
+        raise ValidationError("invalid_input", "patch_depth_exceeded") from error
+    except ValueError as error:
         raise ValidationError("invalid_input", f"payload: is not JSON: {error}") from error
     if not isinstance(patch, dict):
         raise ValidationError("invalid_input", "payload: a patch must be a JSON object")
-    _check_depth(patch, 0)  # pyright: ignore[reportUnknownArgumentType]
     return cast("dict[str, Any]", patch)
 
 
-def _check_depth(value: Any, level: int) -> None:
-    if level > _MAX_LEVEL:
-        raise ValidationError("invalid_input", "patch_depth_exceeded")
-    if isinstance(value, dict):
-        for member in cast("dict[str, Any]", value).values():
-            if isinstance(member, dict):
-                _check_depth(member, level + 1)
+def check_depth(patch: dict[str, Any]) -> None:
+    """Refuse a patch of more than 17 levels of objects, the root included."""
+    _check(patch, 0, in_array=False)
 
 
-def merge(document: bytes, patch: dict[str, Any]) -> bytes:
-    """The document with the patch applied; sentinels become null."""
+def merge(document: bytes, *patches: dict[str, Any]) -> bytes:
+    """The document with the patches applied in order; sentinels become null."""
     try:
-        target: Any = msgspec.json.decode(document)
-    except msgspec.DecodeError as error:
+        target = _decode(document)
+    except (RecursionError, ValueError) as error:
         raise CorruptionError("corruption", f"summary: document: {error}") from error
     if not isinstance(target, dict):
         raise CorruptionError("corruption", "summary: document: is not an object")
-    return msgspec.json.encode(_nulls(_merged(cast("dict[str, Any]", target), patch)))
+    merged = cast("dict[str, Any]", target)
+    for patch in patches:
+        check_depth(patch)
+        merged = _merged(merged, patch)
+    return msgspec.json.encode(_nulls(merged))
+
+
+def _decode(source: bytes) -> Any:
+    try:
+        return msgspec.json.decode(source)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _check(value: Any, level: int, *, in_array: bool) -> None:
+    if level > (_MAX_NESTING if in_array else _MAX_LEVEL):
+        raise ValidationError("invalid_input", "patch_depth_exceeded")
+    if isinstance(value, dict):
+        for member in cast("dict[str, Any]", value).values():
+            _check_inside(member, level, in_array=in_array)
+    elif isinstance(value, list):
+        for member in cast("list[Any]", value):
+            _check_inside(member, level, in_array=True)
+
+
+def _check_inside(member: Any, level: int, *, in_array: bool) -> None:
+    if isinstance(member, dict):
+        _check(member, level + 1, in_array=in_array)
+    elif isinstance(member, list):
+        _check(member, level + 1, in_array=True)
 
 
 def _merged(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Self
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
-from flowfabric.engine.boot import configured_counts, prepare, read_counts
+from flowfabric.engine.boot import MintSecret, configured_counts, prepare, read_counts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.leases import Leases
 from flowfabric.engine.listing import Listing
@@ -80,6 +80,7 @@ class Backend(
         request_timeout: float = 5.0,
         name: str = "flowfabric",
         revive: Revive | None = None,
+        mint_secret: MintSecret | None = None,
     ) -> Backend:
         """Dial a deployment and read its counts; with `prepare_with` set it up first."""
         transport = await connect(
@@ -89,7 +90,7 @@ class Backend(
             if prepare_with is None:
                 counts = await read_counts(transport)
             else:
-                await prepare(transport, prepare_with, testing=testing)
+                await prepare(transport, prepare_with, testing=testing, mint_secret=mint_secret)
                 counts = prepare_with
         except BaseException:
             await transport.aclose()
@@ -98,15 +99,24 @@ class Backend(
 
     @classmethod
     async def connect_and_prepare(
-        cls, address: Address, *, name: str = "flowfabric", revive: Revive | None = None
+        cls,
+        address: Address,
+        *,
+        name: str = "flowfabric",
+        revive: Revive | None = None,
+        mint_secret: MintSecret | None = None,
     ) -> Backend:
         """Dial and set up with the counts of the environment, as the owner of a server does."""
         return await cls.connect(
-            address, prepare_with=configured_counts(), name=name, revive=revive
+            address,
+            prepare_with=configured_counts(),
+            name=name,
+            revive=revive,
+            mint_secret=mint_secret,
         )
 
     async def prepare(self) -> bool:
-        """Version gate, counts, library and lanes; True when the library was loaded."""
+        """Version gate, counts, library, lanes, configured secret; True when the library was loaded."""
         return await prepare(self.transport, self.counts, testing=self._testing)
 
     async def ping(self) -> None:

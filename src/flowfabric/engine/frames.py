@@ -14,67 +14,72 @@ from flowfabric.core.contracts.streams import (
     Frame,
     FrameMode,
     StreamedFrame,
+    SummaryDocument,
 )
-from flowfabric.core.errors import ValidationError, invalid_input
-from flowfabric.engine.calls import text
+from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
+from flowfabric.engine.calls import proof, text
 
 __all__ = [
+    "MAX_BATCH_BYTES",
     "MAX_BATCH_FRAMES",
     "MAX_FRAME_BYTES",
     "Page",
     "append_args",
     "append_outcome",
     "check_frames",
-    "decode_frame",
+    "check_number",
     "knobs",
+    "page_of",
+    "size_of",
+    "summary_of",
 ]
 
 MAX_FRAME_BYTES = 65_536
 MAX_BATCH_FRAMES = 256
 MAX_BATCH_BYTES = 1_048_576
+U32 = 2**32 - 1
+U64 = 2**64 - 1
 _FRAME_TYPE_BYTES = 128
 _CORRELATION_BYTES = 1024
-_MODES: tuple[FrameMode, ...] = ("durable", "summary", "best_effort")
+_MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
+_MODE_NAMES: dict[bytes, FrameMode] = {b"d": "durable", b"s": "summary", b"b": "best_effort"}
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class Page:
+class Page(msgspec.Struct):
     """One reply of the range read."""
 
-    __slots__ = ("closed_at", "closed_reason", "count", "frames", "oldest", "retained")
-
-    def __init__(
-        self,
-        frames: list[StreamedFrame],
-        closed_at: int | None,
-        closed_reason: str | None,
-        count: int,
-        retained: int,
-        oldest: str | None,
-    ) -> None:
-        self.frames = frames
-        self.closed_at = closed_at
-        self.closed_reason = closed_reason
-        self.count = count
-        self.retained = retained
-        self.oldest = oldest
+    frames: list[StreamedFrame]
+    examined: str | None
+    more: bool
+    closed_at: int | None
+    closed_reason: str | None
+    trimmed: bool
+    oldest: str | None
+    newest: str | None
+    followed: bool
 
     def truncated_after(self, position: str) -> bool:
-        """Whether frames behind the position may have been trimmed away."""
-        if self.count <= self.retained:
+        """Whether frames from the position on may have been trimmed away."""
+        if not self.trimmed:
             return False
-        if self.oldest is None or position == "-":
-            return True
-        return _key(self.oldest) > _key(position.removeprefix("("))
+        # With nothing retained, all up to the last frame ever written are gone.
+        first_left = self.oldest or self.newest
+        return first_left is not None and _order(first_left) > _order(position)
 
 
-def _key(entry: str) -> tuple[int, int]:
+def _order(entry: str) -> tuple[int, int]:
+    if entry in {"-", "+"}:
+        return (-1, 0) if entry == "-" else (2**64, 0)
     ms, _, seq = entry.partition("-")
-    return (int(ms), int(seq or 0)) if ms.isdecimal() else (2**64, 0)
+    return int(ms), int(seq)
 
 
 def knobs(given: BestEffort) -> dict[str, Any]:
     """Best-effort settings with their defaults filled in."""
+    for name in ("ttl_ms", "maxlen_floor", "maxlen_ceiling"):
+        if getattr(given, name) > U32:
+            raise invalid_input(name, f"must be at most {U32}")
     floor = given.maxlen_floor if given.maxlen_floor > 0 else 64
     ceiling = given.maxlen_ceiling if given.maxlen_ceiling > 0 else 16_384
     alpha = given.ema_alpha if 0 < given.ema_alpha <= 1 else 0.2
@@ -86,6 +91,21 @@ def knobs(given: BestEffort) -> dict[str, Any]:
     }
 
 
+def size_of(frame: Frame) -> int:
+    """The bytes that count against the limits."""
+    return len(frame.payload) + len(frame.metadata_json.encode())
+
+
+def check_number(name: str, value: int | None, largest: int = U32) -> None:
+    """A whole number from 0 on, or None."""
+    if value is not None and (
+        isinstance(value, bool)
+        or not isinstance(value, int)  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+        or not 0 <= value <= largest
+    ):
+        raise invalid_input(name, f"must be a whole number from 0 to {largest}")
+
+
 def check_frames(frames: Sequence[Frame], mode: FrameMode, max_payload_bytes: int) -> None:
     """Refuse what is too large or badly named, before anything is sent."""
     if mode not in _MODES:
@@ -94,23 +114,28 @@ def check_frames(frames: Sequence[Frame], mode: FrameMode, max_payload_bytes: in
         raise invalid_input("frames", f"must be 1 to {MAX_BATCH_FRAMES}")
     total = 0
     for frame in frames:
-        size = len(frame.payload) + len(frame.metadata_json)
+        size = size_of(frame)
         total += size
         if size > max_payload_bytes:
             raise ValidationError(
                 "retention_limit_exceeded", f"a frame carries at most {max_payload_bytes} bytes"
             )
-        kind = frame.frame_type
-        if not kind or len(kind.encode()) > _FRAME_TYPE_BYTES or not kind.isprintable():
-            raise ValidationError(
-                "invalid_frame_type", f"must be 1 to {_FRAME_TYPE_BYTES} printable bytes"
-            )
-        if len(frame.correlation_id.encode()) > _CORRELATION_BYTES:
-            raise invalid_input("correlation_id", f"at most {_CORRELATION_BYTES} bytes")
+        _check_names(frame)
     if total > MAX_BATCH_BYTES:
         raise ValidationError(
             "retention_limit_exceeded", f"one call carries at most {MAX_BATCH_BYTES} bytes"
         )
+
+
+def _check_names(frame: Frame) -> None:
+    name = frame.name
+    if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or not name.isprintable():
+        raise ValidationError(
+            "invalid_frame_type", f"must be 1 to {_FRAME_TYPE_BYTES} printable bytes"
+        )
+    if len(frame.correlation_id.encode()) > _CORRELATION_BYTES:
+        raise invalid_input("correlation_id", f"at most {_CORRELATION_BYTES} bytes")
+    check_number("ts", frame.ts, U64)
 
 
 def append_args(
@@ -122,19 +147,20 @@ def append_args(
     seq: int | None,
 ) -> list[Any]:
     """The arguments of one append."""
-    maxlen = "" if retention_maxlen is None else retention_maxlen
-    number = "" if seq is None else seq
+    check_number("retention_maxlen", retention_maxlen)
+    check_number("seq", seq, U64)
+    proof(handle)
     args: list[Any] = [
         handle.execution_id,
         handle.lease,
         handle.attempt,
-        mode,
-        maxlen,
+        _MODES[mode],
+        "" if retention_maxlen is None else retention_maxlen,
         settings,
-        number,
+        "" if seq is None else seq,
     ]
     for frame in frames:
-        args += (frame.frame_type, frame.payload, _extra(frame))
+        args += (frame.name, frame.payload, _extra(frame))
     return args
 
 
@@ -155,17 +181,41 @@ def _extra(frame: Frame) -> bytes:
 
 
 def append_outcome(reply: Sequence[Any]) -> AppendOutcome:
-    """What an append answered."""
-    version = text(reply[4])
+    """What an append answered. Entries of one call have consecutive ids."""
+    count, last, version = int(reply[2]), text(reply[3]), text(reply[5])
+    ids: tuple[str, ...] = (last,) if count == 1 else ()
+    if count > 1:
+        ms, _, seq = last.partition("-")
+        newest = int(seq)
+        ids = tuple(f"{ms}-{number}" for number in range(newest - count + 1, newest + 1))
     return AppendOutcome(
-        stream_ids=tuple(text(entry) for entry in reply[2]),
-        frame_count=int(reply[3]),
+        stream_ids=ids,
+        frame_count=int(reply[4]),
         summary_version=int(version) if version else None,
-        duplicate=reply[5] == 1,
+        duplicate=reply[6] == 1,
     )
 
 
-def decode_frame(entry: str, flat: Sequence[bytes]) -> StreamedFrame:
+def page_of(reply: Sequence[Any]) -> Page:
+    """What the range read answered."""
+
+    def maybe(value: Any) -> str | None:
+        return None if value is None else text(value)
+
+    return Page(
+        frames=[_frame(text(entry), flat) for entry, flat in reply[2]],
+        examined=maybe(reply[3]),
+        more=reply[4] == 1,
+        closed_at=reply[5],
+        closed_reason=maybe(reply[6]),
+        trimmed=reply[7] == 1,
+        oldest=maybe(reply[8]),
+        newest=maybe(reply[9]),
+        followed=reply[10] == 1,
+    )
+
+
+def _frame(entry: str, flat: Sequence[bytes]) -> StreamedFrame:
     """A frame from a stream entry; absent fields have their defaults."""
     fields = {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
     version, ttl, ts = fields.get(b"v"), fields.get(b"ttl"), fields.get(b"ts")
@@ -175,10 +225,30 @@ def decode_frame(entry: str, flat: Sequence[bytes]) -> StreamedFrame:
         payload=fields[b"p"],
         encoding=fields.get(b"e", b"utf8").decode(),
         source=fields.get(b"s", b"worker").decode(),
-        mode=cast("FrameMode", fields.get(b"m", b"durable").decode()),
+        mode=_MODE_NAMES[fields.get(b"m", b"d")],
         ts=int(ts or entry.partition("-")[0]),
         correlation_id=fields.get(b"c", b"").decode(),
         metadata_json=fields.get(b"md", b"").decode(),
         summary_version=None if version is None else int(version),
         ttl_ms=None if ttl is None else int(ttl),
     )
+
+
+def summary_of(raw: Any) -> SummaryDocument | None:
+    """A summary from a hash reply, which is a map or a flat list by protocol version."""
+    flat = cast("list[bytes]", raw) if isinstance(raw, list) else None
+    fields = cast("dict[bytes, bytes]", raw)
+    if flat is not None:
+        fields = {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
+    if not fields:
+        return None
+    try:
+        return SummaryDocument(
+            document_json=fields[b"document"],
+            version=int(fields[b"version"]),
+            patch_kind=fields[b"patch_kind"].decode(),
+            last_updated_ms=int(fields[b"last_updated_ms"]),
+            first_applied_ms=int(fields[b"first_applied_ms"]),
+        )
+    except (KeyError, ValueError) as error:
+        raise CorruptionError("corruption", f"summary: {error}") from error

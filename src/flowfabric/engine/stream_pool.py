@@ -3,78 +3,118 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 
-from flowfabric.core.errors import LimitError, UnavailableError
-from flowfabric.engine.calls import Calls
-from flowfabric.valkey.transport import Connection
+from flowfabric.core.errors import ConfigError, LimitError, UnavailableError
+from flowfabric.valkey.transport import Connection, Transport
 
-__all__ = ["StreamPool"]
+__all__ = ["StreamPool", "ceiling_from_env"]
+
+POOL = "stream_ops"
+_DEFAULT_CEILING = 64
+_SHORTEST_PAUSE_MS = 25
+
+
+def ceiling_from_env(environ: Mapping[str, str] | None = None) -> int:
+    """How many stream calls may run at once, as the environment sets it."""
+    env = os.environ if environ is None else environ
+    new, old = "FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"
+    name = new if new in env else old
+    value = env.get(name, str(_DEFAULT_CEILING))
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise ConfigError("environment", f"invalid value for {name}: must be a positive number")
+    return int(value)
 
 
 class StreamPool:
-    """The permits of stream reads and tails, and the connections blocking tails take turns on."""
+    """The permits of stream reads and tails, and the connections they take turns on.
 
-    def __init__(self, calls: Calls, ceiling: int = 64) -> None:
-        self._calls = calls
-        self.ceiling = ceiling
+    Calls that wait share `ceiling` permits. Calls that do not wait have a quarter more, so that
+    idle followers cannot keep readers out.
+    """
+
+    def __init__(self, transport: Transport, ceiling: int | None = None) -> None:
+        self._transport = transport
+        self.ceiling = ceiling_from_env() if ceiling is None else ceiling
         self.held = 0
-        self._idle: list[Connection] = []
-        self._closed = False
-        self._released = asyncio.Event()
+        self._idle: dict[str, list[Connection]] = {}
+        self._busy: set[Connection] = set()
+        # Where the connection of a hash tag led, in a cluster.
+        self._node_of: dict[str, str] = {}
+        self.closed = False
+        self._empty = asyncio.Event()
 
-    @asynccontextmanager
-    async def permit(self) -> AsyncGenerator[None]:
+    @contextmanager
+    def permit(self, *, waits: bool) -> Generator[None]:
         """One permit for the whole call; never waits for one."""
-        if self._closed:
-            raise UnavailableError("unavailable", "stream_ops", op="stream_ops", shutting_down=True)
-        if self.held >= self.ceiling:
-            retry_after = max(25, 25 * self.ceiling)
-            raise LimitError(
-                "resource_exhausted",
-                "stream_ops",
-                f"max {self.ceiling}",
-                f"retry_after_ms {retry_after}",
-                op="stream_ops",
-            )
+        if self.closed:
+            raise UnavailableError("unavailable", POOL, op=POOL, shutting_down=True)
+        if self.held >= self.ceiling + (0 if waits else self.ceiling // 4):
+            free = max(0, self.ceiling - self.held)
+            pause = max(_SHORTEST_PAUSE_MS, _SHORTEST_PAUSE_MS * self.ceiling // (free + 1))
+            details = (POOL, f"max={self.ceiling}", f"retry_after_ms={pause}")
+            raise LimitError("resource_exhausted", *details, op=POOL)
         self.held += 1
         try:
             yield
         finally:
             self.held -= 1
-            self._released.set()
+            if not self.held:
+                self._empty.set()
 
     @asynccontextmanager
     async def connection(self, tag: str) -> AsyncGenerator[Connection]:
-        """A connection of its own while a tail waits; kept for the next one afterwards."""
-        conn = None
-        while self._idle and (conn is None or not conn.is_open):
-            conn = self._idle.pop()
-        if conn is None or not conn.is_open:
-            conn = await self._calls.transport.blocking(tag)
+        """A connection of its own for one call; kept for the next one afterwards."""
+        conn = self._take(tag) or await self._transport.blocking(tag)
+        self._busy.add(conn)
         clean = False
         try:
             yield conn
             clean = True
         finally:
-            # A cancelled tail leaves its reply on the way: such a connection is not used again.
-            if clean and conn.is_open and not self._closed and not self._calls.transport.is_cluster:
-                self._idle.append(conn)
+            self._busy.discard(conn)
+            # An interrupted call leaves its reply on the way, a redirected one is at the wrong
+            # node: such a connection is not used again.
+            if clean and conn.is_open and not self.closed:
+                self._give_back(tag, conn)
             else:
-                await conn.aclose()
+                self._node_of.pop(tag, None)
+                conn.abort("the stream call ended")
 
-    async def aclose(self, grace_s: float = 0.0) -> bool:
-        """Refuse new calls, wait for holders up to the grace; True when none is left."""
-        self._closed = True
-        try:
-            async with asyncio.timeout(grace_s):
-                while self.held:
-                    self._released.clear()
-                    await self._released.wait()
-        except TimeoutError:
-            pass
-        idle, self._idle = self._idle, []
-        for conn in idle:
+    def _take(self, tag: str) -> Connection | None:
+        node = self._node_of.get(tag) if self._transport.is_cluster else ""
+        idle = self._idle.get(node) if node is not None else None
+        while idle:
+            conn = idle.pop()
+            if conn.is_open:
+                return conn
+        return None
+
+    def _give_back(self, tag: str, conn: Connection) -> None:
+        node = conn.peer if self._transport.is_cluster else ""
+        if node:
+            self._node_of[tag] = node
+        self._idle.setdefault(node, []).append(conn)
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuse new calls and wait for those under way; False when some outlast the grace."""
+        self.closed = True
+        self._empty.clear()
+        if self.held and grace_s > 0:
+            try:
+                async with asyncio.timeout(grace_s):
+                    await self._empty.wait()
+            except TimeoutError:
+                return False
+        return not self.held
+
+    async def aclose(self) -> None:
+        """Refuse new calls and close every connection; calls under way fail."""
+        self.closed = True
+        for conn in self._busy:
+            conn.abort("the client is closed")
+        idle, self._idle = self._idle, {}
+        for conn in (conn for conns in idle.values() for conn in conns):
             await conn.aclose()
-        return self.held == 0

@@ -1,148 +1,38 @@
-"""Attempt output: appending, reading, following, summaries."""
+"""Attempt output: reading, following, summaries."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-import msgspec
-
-from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.contracts.streams import (
-    AppendOutcome,
-    BestEffort,
-    Frame,
-    FrameMode,
-    StreamedFrame,
-    StreamFrames,
-    SummaryDocument,
-    Visibility,
-)
-from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, check_count
-from flowfabric.core.errors import (
-    EngineError,
-    TransportError,
-    ValidationError,
-    invalid_input,
-)
+from flowfabric.core.contracts.streams import StreamFrames, Visibility
+from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
+from flowfabric.core.errors import TimeoutError_, TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.merge_patch import merge, parse_patch
-from flowfabric.engine.calls import Calls, text
-from flowfabric.engine.frames import (
-    MAX_FRAME_BYTES,
-    Page,
-    append_args,
-    append_outcome,
-    check_frames,
-    decode_frame,
-    knobs,
-)
+from flowfabric.engine.appends import Appends
+from flowfabric.engine.calls import refused
+from flowfabric.engine.frames import Page, check_number, page_of
+from flowfabric.engine.stream_follow import StreamFollower
 from flowfabric.engine.stream_pool import StreamPool
+from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.transport import Connection
 
 __all__ = ["Streams"]
 
-log = logging.getLogger(__name__)
-
-SUMMARY_MAX_BYTES = 262_144
 _TAIL_GRACE_S = 0.5
-_MERGE_TRIES = 8
-_READ_CHUNK = 1000
-_pack = msgspec.msgpack.Encoder().encode
+# How soon a close is noticed that rings no bell: of an execution that does not exist yet.
+_UNNOTICED_S = 0.1
+_VISIBILITIES = ("all", "exclude_best_effort")
+_REPEATED = frozenset({"transport", "cluster", "read_only"})
+
+T = TypeVar("T")
 
 
-class Streams(Calls):
+class Streams(Appends):
     """The output of attempts."""
 
     stream_pool: StreamPool
-
-    # --- writing --------------------------------------------------------------------
-
-    async def append_frame(
-        self,
-        handle: Handle,
-        frame: Frame,
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        seq: int | None = None,
-    ) -> AppendOutcome:
-        """Add one frame to the stream of the attempt the caller owns."""
-        return await self.append_frames(
-            handle,
-            [frame],
-            mode=mode,
-            best_effort=best_effort,
-            retention_maxlen=retention_maxlen,
-            max_payload_bytes=max_payload_bytes,
-            seq=seq,
-        )
-
-    async def append_frames(
-        self,
-        handle: Handle,
-        frames: Sequence[Frame],
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        seq: int | None = None,
-    ) -> AppendOutcome:
-        """Add frames, all or nothing. `seq` numbers the last one: a repeat is not written again."""
-        check_frames(frames, mode, max_payload_bytes)
-        if mode == "summary":
-            return await self._append_summary(handle, frames, retention_maxlen, seq)
-        settings = b"" if mode == "durable" else _pack(knobs(best_effort or BestEffort()))
-        args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
-        reply = await self._append(handle, args, repeat=seq is not None)
-        return append_outcome(reply)
-
-    async def _append(self, handle: Handle, args: Sequence[Any], *, repeat: bool) -> list[Any]:
-        return await self.fcall(
-            "ff_append", handle.execution_id.tag, args, op="append_frame", replay_safe=repeat
-        )
-
-    async def _append_summary(
-        self,
-        handle: Handle,
-        frames: Sequence[Frame],
-        retention_maxlen: int | None,
-        seq: int | None,
-    ) -> AppendOutcome:
-        """Merges here, where integers stay exact, and commits against the version it merged on."""
-        if len(frames) != 1:
-            raise invalid_input("frames", "summary patches are appended one at a time")
-        try:
-            patch = parse_patch(frames[0].payload)
-        except ValidationError:
-            # Whoever may not write at all is told that first.
-            check = append_args(handle, [], "summary", None, b"", None)
-            await self._append(handle, check, repeat=True)
-            raise
-        stored = await self.read_summary(handle.execution_id, handle.attempt_index)
-        version, document = (0, b"{}") if stored is None else (stored.version, stored.document_json)
-        for _ in range(_MERGE_TRIES):
-            merged = merge(document, patch)
-            if len(merged) > SUMMARY_MAX_BYTES:
-                raise ValidationError(
-                    "retention_limit_exceeded",
-                    f"the summary is limited to {SUMMARY_MAX_BYTES} bytes",
-                )
-            settings = _pack({"version": version + 1, "document": merged.decode()})
-            args = append_args(handle, frames, "summary", retention_maxlen, settings, seq)
-            try:
-                return append_outcome(await self._append(handle, args, repeat=seq is not None))
-            except EngineError as error:
-                if error.details[:1] != ("summary_conflict",):
-                    raise
-                version, document = int(error.details[-2]), error.details[-1].encode()
-        raise ValidationError("invalid_input", "the summary is written by too many at once")
-
-    # --- reading --------------------------------------------------------------------
 
     async def read_stream(
         self,
@@ -157,72 +47,21 @@ class Streams(Calls):
         """Frames of a closed range, both ends included, and whether the stream is closed."""
         first, last = StreamCursor.parse(from_), StreamCursor.parse(to)
         check_count(count_limit)
-        execution_id = self.checked(execution_id)
-        async with self.stream_pool.permit():
-            return await self._range(
-                execution_id, attempt_index, first, last.last(), count_limit, visibility
-            )
+        reader = self._reader(execution_id, attempt_index, visibility)
 
-    async def _range(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        first: StreamCursor,
-        last: str,
-        count: int,
-        visibility: Visibility,
-    ) -> StreamFrames:
-        """Goes on past filtered frames until enough visible ones, or the end, are reached."""
-        found: list[StreamedFrame] = []
-        position, cursor = first.first(), str(first)
-        asked = position
-        while True:
-            want = count - len(found) if visibility == "all" else max(count, _READ_CHUNK)
-            page = await self._page(execution_id, attempt_index, position, last, want)
-            for frame in page.frames:
-                if len(found) == count:
-                    break
-                cursor = frame.id
-                if visibility == "all" or frame.mode != "best_effort":
-                    found.append(frame)
-            done = len(page.frames) < want or len(found) == count
-            if done:
-                return StreamFrames(
-                    frames=tuple(found),
-                    next_cursor=cursor,
-                    closed_at=page.closed_at,
-                    closed_reason=page.closed_reason,
-                    truncated=page.truncated_after(asked),
-                )
-            position = f"({page.frames[-1].id}"
+        async def read(conn: Connection) -> StreamFrames:
+            found = await reader.collect(conn, first.first(), last.last(), count_limit)
+            return found.shown(first.text, first.first())
 
-    async def _page(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        first: str,
-        last: str,
-        count: int,
-        *,
-        follow: bool = False,
-    ) -> Page:
-        args = (execution_id, attempt_index, first, last, count, "1" if follow else "0")
-        reply = await self.fcall("ff_stream_read", execution_id.tag, args, op="read_stream")
-        return Page(
-            [decode_frame(text(entry), flat) for entry, flat in reply[2]],
-            reply[3],
-            None if reply[4] is None else text(reply[4]),
-            int(reply[5]),
-            int(reply[6]),
-            None if reply[7] is None else text(reply[7]),
-        )
+        with self.stream_pool.permit(waits=False):
+            return await self._connected(reader, read)
 
     async def tail_stream(
         self,
         execution_id: ExecutionId,
         attempt_index: int,
         *,
-        after: str = "0-0",
+        after: str = START.text,
         block_ms: int = 0,
         count_limit: int = 50,
         visibility: Visibility = "all",
@@ -232,106 +71,151 @@ class Streams(Calls):
         if isinstance(block_ms, bool) or not 0 <= block_ms <= MAX_TAIL_BLOCK_MS:
             raise invalid_input("block_ms", f"must be between 0 and {MAX_TAIL_BLOCK_MS}")
         check_count(count_limit)
-        position = cursor.after()
-        execution_id = self.checked(execution_id)
-        async with self.stream_pool.permit():
-            return await self._tail(
-                execution_id, attempt_index, position, block_ms, count_limit, visibility
-            )
-
-    async def _tail(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        position: str,
-        block_ms: int,
-        count: int,
-        visibility: Visibility,
-    ) -> StreamFrames:
+        position = asked = cursor.after()
+        reader = self._reader(execution_id, attempt_index, visibility)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + block_ms / 1000
-        asked = position
-        while True:
-            page = await self._page(
-                execution_id, attempt_index, f"({position}", "+", count, follow=block_ms > 0
-            )
-            visible = [f for f in page.frames if visibility == "all" or f.mode != "best_effort"]
-            if page.frames:
-                position = page.frames[-1].id
-            waited = loop.time() >= deadline
-            if visible or (page.closed_at is not None and not page.frames) or waited:
-                return StreamFrames(
-                    frames=tuple(visible),
-                    next_cursor=position,
-                    closed_at=page.closed_at,
-                    closed_reason=page.closed_reason,
-                    truncated=page.truncated_after(f"({asked}"),
+
+        async def wait(conn: Connection) -> StreamFrames:
+            nonlocal position
+            while True:
+                found = await reader.collect(
+                    conn, behind(position), "+", count_limit, follow=block_ms > 0
                 )
-            if not page.frames:
-                await self._await_news(execution_id, attempt_index, position, deadline)
+                position = found.examined or position
+                left = deadline - loop.time()
+                if found.frames or found.page.closed_at is not None or left <= 0:
+                    return found.shown(position, asked)
+                pause = left if found.page.followed else min(left, _UNNOTICED_S)
+                await reader.await_news(conn, position, pause)
 
-    async def _await_news(
-        self, execution_id: ExecutionId, attempt_index: int, position: str, deadline: float
-    ) -> None:
-        """Blocks until a frame is appended, the stream closes, or the time is over."""
-        loop = asyncio.get_running_loop()
-        remaining = max(0.001, deadline - loop.time())
-        stream = f"ff:stream:{execution_id.tag}:{execution_id}:{attempt_index}"
-        async with self.stream_pool.connection(execution_id.tag) as conn:
-            await conn.submit(
-                (
-                    *("XREAD", "COUNT", 1, "BLOCK", max(1, int(remaining * 1000)), "STREAMS"),
-                    *(stream, f"{stream}:closed", position, "0-0"),
-                ),
-                remaining + _TAIL_GRACE_S,
-            )
+        with self.stream_pool.permit(waits=block_ms > 0):
+            return await self._connected(reader, wait)
 
-    async def follow_stream(
+    def follow_stream(
         self,
         execution_id: ExecutionId,
         attempt_index: int,
         *,
         after: str = START.text,
         visibility: Visibility = "all",
-    ) -> AsyncIterator[StreamedFrame]:
-        """Every frame from `after` on, live, until the stream is closed."""
-        position = after
-        while True:
-            try:
-                page = await self.tail_stream(
-                    execution_id,
-                    attempt_index,
-                    after=position,
-                    block_ms=MAX_TAIL_BLOCK_MS,
-                    count_limit=_READ_CHUNK,
-                    visibility=visibility,
-                )
-            except TransportError as error:
-                if not error.retryable:
-                    raise
-                log.debug("tail lost, resuming behind %s: %s", position, error)
-                await asyncio.sleep(0.1)
-                continue
-            for frame in page.frames:
-                yield frame
-            if page.is_closed and not page.frames:
-                return
-            position = page.next_cursor
+    ) -> StreamFollower:
+        """Every frame from `after` on, live, until the stream is closed.
 
-    async def read_summary(
-        self, execution_id: ExecutionId, attempt_index: int
-    ) -> SummaryDocument | None:
-        """The rolling summary document, or None when no patch was ever appended."""
-        execution_id = self.checked(execution_id)
-        key = f"ff:attempt:{execution_id.tag}:{execution_id}:{attempt_index}:summary"
-        raw: Any = await self.transport.call("HGETALL", key, key=key)
-        if not raw:
-            return None
-        fields = cast("dict[bytes, bytes]", raw)
-        return SummaryDocument(
-            document_json=fields[b"document"],
-            version=int(fields[b"version"]),
-            patch_kind=fields[b"patch_kind"].decode(),
-            last_updated_ms=int(fields[b"last_updated_ms"]),
-            first_applied_ms=int(fields[b"first_applied_ms"]),
+        >>> async for frame in backend.follow_stream(execution_id, 0):  # doctest: +SKIP
+        ...     print(frame.payload)
+        """
+        return StreamFollower(self, execution_id, attempt_index, after, visibility)
+
+    async def shutdown_prepare(self, grace_s: float) -> None:
+        """Refuse new stream calls and wait for those under way, up to the grace period."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        if not await self.stream_pool.drain(grace_s):
+            elapsed = round((loop.time() - started) * 1000)
+            raise TimeoutError_(
+                "timeout", "shutdown_prepare", f"elapsed_ms={elapsed}", op="shutdown_prepare"
+            )
+
+    def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
+        check_number("attempt_index", index)
+        if visibility not in _VISIBILITIES:
+            raise invalid_input("visibility", f"must be one of {', '.join(_VISIBILITIES)}")
+        return _Reader(self, self.checked(execution_id), index, visibility)
+
+    async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Reading changes nothing, so a call that lost its connection is made once more."""
+        try:
+            async with self.stream_pool.connection(reader.tag) as conn:
+                return await work(conn)
+        except TransportError as error:
+            if error.kind not in _REPEATED or self.stream_pool.closed:
+                raise
+        # The client's own connection waits for the server, and learns where the key has moved.
+        await self.transport.call("EXISTS", reader.stream, key=reader.tag, replay_safe=True)
+        async with self.stream_pool.connection(reader.tag) as conn:
+            return await work(conn)
+
+    async def load_library(self) -> None:
+        """Load the function library where it is missing."""
+        await ensure_library(self.transport, testing=self._testing)
+
+
+class _Found:
+    """What one or more pages of a range held."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.frames = page.frames
+        self.examined = page.examined
+
+    def add(self, page: Page) -> None:
+        self.frames += page.frames
+        self.examined = page.examined or self.examined
+        self.page = page
+
+    def shown(self, position: str, asked: str) -> StreamFrames:
+        return StreamFrames(
+            frames=tuple(self.frames),
+            next_cursor=self.examined or position,
+            closed_at=self.page.closed_at,
+            closed_reason=self.page.closed_reason,
+            truncated=self.page.truncated_after(asked),
+        )
+
+
+class _Reader:
+    """Reads one stream, on a connection that is used for nothing else meanwhile."""
+
+    def __init__(
+        self, calls: Streams, execution_id: ExecutionId, index: int, visibility: Visibility
+    ) -> None:
+        self._calls = calls
+        self.tag = execution_id.tag
+        self._target = (execution_id, index)
+        self._visibility = "" if visibility == "all" else visibility
+        self.stream = f"ff:stream:{execution_id.tag}:{execution_id}:{index}"
+
+    async def collect(
+        self, conn: Connection, first: str, last: str, count: int, *, follow: bool = False
+    ) -> _Found:
+        """Goes on past filtered frames until enough visible ones, or the end, are reached."""
+        found = _Found(await self._page(conn, first, last, count, follow=follow))
+        while found.page.more and len(found.frames) < count:
+            found.add(
+                await self._page(
+                    conn,
+                    behind(found.examined or first),
+                    last,
+                    count - len(found.frames),
+                    follow=follow,
+                )
+            )
+        return found
+
+    async def _page(
+        self, conn: Connection, first: str, last: str, count: int, *, follow: bool
+    ) -> Page:
+        call = (
+            *("FCALL", "ff_stream_read", 1, self.tag, *self._target),
+            *(first, last, count, self._visibility, "1" if follow else "0"),
+        )
+        try:
+            reply: Any = await conn.call(*call)
+        except TransportError as error:
+            error.op = "read_stream"
+            if error.kind != "script_not_loaded":
+                raise
+            await self._calls.load_library()
+            reply = await conn.call(*call)
+        if reply[0] != 1:
+            raise refused(reply, "read_stream")
+        return page_of(reply)
+
+    async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
+        """Blocks until a frame is appended, the stream closes, or the time is over."""
+        await conn.call(
+            *("XREAD", "COUNT", 1, "BLOCK", max(1, int(seconds * 1000)), "STREAMS"),
+            *(self.stream, f"{self.stream}:closed", position, "0-0"),
+            timeout=seconds + _TAIL_GRACE_S,
         )

@@ -1,46 +1,93 @@
 -- ff_stream_read: frames of one range and whether the stream is closed, at one moment.
 -- Keys: stream, stream meta, core, attempt. Arguments: execution_id, attempt index, first, last,
---   count, follow (1 also notes that somebody will wait for the next frame).
--- Replies: entries, closed_at or nothing, closed_reason or nothing, frame_count, retained count,
---   oldest retained id or nothing. Errors: none. Events: none.
-local CLOSED_BY = {
+--   count, visibility (empty | exclude_best_effort), follow (1 also notes that somebody will
+--   wait for the next frame).
+-- Replies: entries, last id examined or nothing, more to examine (0 | 1), closed_at or nothing,
+--   closed_reason or nothing, whether frames were trimmed (0 | 1), oldest retained id or nothing,
+--   last id ever or nothing, followed (0 | 1). Errors: none. Events: none.
+local CLOSED_BY_STATE = {
   ended_success = 'attempt_success', ended_failure = 'attempt_failure',
   ended_cancelled = 'attempt_cancelled', interrupted_reclaimed = 'reclaimed',
 }
 local CLOSED_BY_OUTCOME = {
   s = 'attempt_success', f = 'attempt_failure', c = 'attempt_cancelled', x = 'expired',
+  k = 'dependency_impossible',
 }
+-- Says more than the outcome, where it is recorded.
+local CLOSED_BY_WHOM = {
+  expire = 'expired', reclaim_cap = 'max_reclaims_exceeded',
+  suspension_timeout = 'suspension_timeout',
+}
+-- How many entries one call looks at, and at a time.
+local MAX_EXAMINED = 10000
+local CHUNK = 1000
 
 -- How an attempt that never wrote a frame ended, if it did.
 local function ended_silently(c, id, index, rec)
-  local archived = server.call('HMGET', K.attempt(c.tag, id, index), 'attempt_state', 'ended_at')
-  if archived[1] then return tonumber(archived[2]), CLOSED_BY[archived[1]] end
+  local archived = server.call('HMGET', K.attempt(c.tag, id, index),
+    'attempt_state', 'ended_at', 'ended_by')
+  if archived[1] then
+    return tonumber(archived[2]), CLOSED_BY_WHOM[archived[3]] or CLOSED_BY_STATE[archived[1]]
+  end
   if not rec or record.attempt_index(rec) ~= tonumber(index) then return nil end
   local phase, ownership = S.phase(rec.state), S.ownership(rec.state)
   if phase == 't' then
-    return tonumber(rec.completed_at), CLOSED_BY_OUTCOME[S.outcome(rec.state)]
+    return tonumber(rec.completed_at),
+      CLOSED_BY_WHOM[rec.ended_by] or CLOSED_BY_OUTCOME[S.outcome(rec.state)]
   end
   if ownership == 'x' then return tonumber(rec.lease_expired_at), 'lease_expired' end
   if ownership == 'v' then return tonumber(rec.lease_revoked_at), 'lease_revoked' end
 end
 
+local function is_best_effort(entry)
+  return entry[2][5] == 'm' and entry[2][6] == 'b'
+end
+
+-- Visible entries, the last one looked at, and whether there may be more.
+local function examine(stream, first, last, count, filtered)
+  if not filtered then
+    local entries = server.call('XRANGE', stream, first, last, 'COUNT', count)
+    return entries, #entries > 0 and entries[#entries][1] or false, 0
+  end
+  local visible, examined, seen = {}, false, 0
+  while seen < MAX_EXAMINED do
+    local entries = server.call('XRANGE', stream, first, last, 'COUNT', CHUNK)
+    for _, entry in ipairs(entries) do
+      examined = entry[1]
+      if not is_best_effort(entry) then
+        visible[#visible + 1] = entry
+        if #visible == count then return visible, examined, 0 end
+      end
+    end
+    if #entries < CHUNK then return visible, examined, 0 end
+    seen, first = seen + CHUNK, '(' .. examined
+  end
+  return visible, examined, 1
+end
+
+-- `end` as a beginning and `start` as an end name one entry each.
+local function resolve(stream, first, last)
+  local newest = first == '+' and server.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  local oldest = last == '-' and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  return newest and newest[1] or first, oldest and oldest[1] or last
+end
+
 server.register_function('ff_stream_read', function(keys, args)
   local c = Context.open(keys[1])
-  local id, index = args[1], args[2]
+  local id, index, follow = args[1], args[2], args[7] == '1'
   local stream = streams.key(c, id, index)
-  local entries = server.call('XRANGE', stream, args[3], args[4], 'COUNT', args[5])
-  local meta = server.call('HMGET', streams.meta(c, id, index), 'closed_at', 'closed_reason',
-    'frame_count')
-  local closed_at, reason = tonumber(meta[1]), meta[2]
-  if not closed_at and (not meta[3] or args[6] == '1') then
+  local first, last = resolve(stream, args[3], args[4])
+  local entries, examined, more = examine(stream, first, last, tonumber(args[5]), args[6] ~= '')
+  local meta = server.call('HMGET', stream .. ':meta', 'closed_at', 'closed_reason',
+    'frame_count', 'last_sequence')
+  local closed_at, reason, followed = tonumber(meta[1]), meta[2], false
+  if not closed_at and (not meta[3] or follow) then
     local rec = record.read(c, id)
     if not meta[3] then closed_at, reason = ended_silently(c, id, index, rec) end
-    if args[6] == '1' and rec and not closed_at and rec.tailed ~= index
-        and (not rec.attempt or record.attempt_index(rec) <= tonumber(index)) then
-      server.call('HSET', K.core(c.tag, id), 'tailed', index)
-    end
+    if follow and rec and not closed_at then followed = streams.follow(c, id, rec, index) end
   end
-  local first = server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
-  return reply.ok(entries, closed_at or false, reason or false, tonumber(meta[3] or 0),
-    server.call('XLEN', stream), first and first[1] or false)
+  local trimmed = tonumber(meta[3] or 0) > server.call('XLEN', stream)
+  local oldest = trimmed and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  return reply.ok(entries, examined, more, closed_at or false, reason or false, trimmed and 1 or 0,
+    oldest and oldest[1] or false, meta[4] or false, followed and 1 or 0)
 end)

@@ -1,27 +1,51 @@
--- Output streams of attempts: how they end. A record carries `streamed`, the last attempt
--- that wrote a frame, and `tailed`, the last one somebody follows; others cost nothing.
+-- Output streams of attempts: their keys, their followers and how they end. A record carries
+-- `streamed`, the last attempt that wrote a frame, and `tailed`, the attempts somebody follows
+-- (`,0,1,`); others cost nothing.
 local streams = {}
 
 local WAKE_TTL_MS = 60000
+local MAX_TAILED = 8
+
+-- How an attempt without a lease reads until it is taken over or ended.
+local PROVISIONAL = { lease_expired = true, lease_revoked = true }
 
 function streams.key(c, id, index) return 'ff:stream:' .. c.tag .. ':' .. id .. ':' .. index end
 function streams.meta(c, id, index) return streams.key(c, id, index) .. ':meta' end
 function streams.closed(c, id, index) return streams.key(c, id, index) .. ':closed' end
 
--- Closes the current attempt's stream and wakes its followers. Closed stays closed, unless
--- a reclaim says better what became of the attempt.
-function streams.close(c, id, rec, reason, overwrite)
+local function is_tailed(rec, index)
+  return rec.tailed and string.find(rec.tailed, ',' .. index .. ',', 1, true)
+end
+
+-- Closes the current attempt's stream and wakes its followers. Closed stays closed, except
+-- that the loss of a lease gives way to what became of the attempt.
+function streams.close(c, id, rec, reason)
   if not (rec.streamed or rec.tailed) or not rec.attempt then return end
   local index = string.match(rec.attempt, '/(%d+)$')
   if rec.streamed == index then
     local meta = streams.meta(c, id, index)
-    if overwrite or not server.call('HGET', meta, 'closed_at') then
+    local before = server.call('HGET', meta, 'closed_reason')
+    if not before or (PROVISIONAL[before] and not PROVISIONAL[reason]) then
       server.call('HSET', meta, 'closed_at', c.now, 'closed_reason', reason)
     end
   end
-  if rec.tailed == index then
+  if is_tailed(rec, index) then
     local bell = streams.closed(c, id, index)
     server.call('XADD', bell, 'MAXLEN', 1, '*', 'r', reason)
     server.call('PEXPIRE', bell, WAKE_TTL_MS)
   end
+end
+
+-- Notes that somebody waits for this attempt; false when its close will ring no bell.
+function streams.follow(c, id, rec, index)
+  if is_tailed(rec, index) then return true end
+  local current, kept = record.attempt_index(rec) or 0, {}
+  if tonumber(index) < current then return false end
+  for known in string.gmatch(rec.tailed or '', '%d+') do
+    if tonumber(known) >= current then kept[#kept + 1] = known end
+  end
+  if #kept >= MAX_TAILED then return false end
+  kept[#kept + 1] = index
+  server.call('HSET', K.core(c.tag, id), 'tailed', ',' .. table.concat(kept, ',') .. ',')
+  return true
 end

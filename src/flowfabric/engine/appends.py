@@ -1,0 +1,195 @@
+"""Writing attempt output: frames and the patches of the rolling summary."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.streams import (
+    AppendOutcome,
+    BestEffort,
+    Frame,
+    FrameMode,
+    SummaryDocument,
+)
+from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
+from flowfabric.engine.calls import Calls
+from flowfabric.engine.frames import (
+    MAX_FRAME_BYTES,
+    append_args,
+    append_outcome,
+    check_frames,
+    check_number,
+    knobs,
+    summary_of,
+)
+
+__all__ = ["Appends", "Summaries"]
+
+SUMMARY_MAX_BYTES = 262_144
+_MERGE_TRIES = 8
+# Parts of the reply that tells of another document; every other reply is longer.
+_MOVED_PARTS = 5
+_pack = msgspec.msgpack.Encoder().encode
+
+
+class _Summary:
+    """The summary of one attempt as this process last wrote it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.document = EMPTY
+        self.lock = asyncio.Lock()
+
+
+class Summaries:
+    """Summaries that this process writes, the latest ones. The store decides whether they hold."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+        self._known: OrderedDict[str, _Summary] = OrderedDict()
+
+    def of(self, handle: Handle) -> _Summary:
+        """What is known of the attempt's summary; at first that it is empty."""
+        known = self._known.pop(handle.attempt, None) or _Summary()
+        self._known[handle.attempt] = known
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
+        return known
+
+
+class Appends(Calls):
+    """Adding frames to the stream of an attempt that the caller owns."""
+
+    summaries: Summaries
+
+    async def append_frame(
+        self,
+        handle: Handle,
+        frame: Frame,
+        *,
+        mode: FrameMode = "durable",
+        best_effort: BestEffort | None = None,
+        retention_maxlen: int | None = None,
+        max_payload_bytes: int = MAX_FRAME_BYTES,
+        patch_kind: str = PATCH_KIND,
+        summary_max_bytes: int = SUMMARY_MAX_BYTES,
+        seq: int | None = None,
+    ) -> AppendOutcome:
+        """Add one frame; see `append_frames`."""
+        return await self.append_frames(
+            handle,
+            (frame,),
+            mode=mode,
+            best_effort=best_effort,
+            retention_maxlen=retention_maxlen,
+            max_payload_bytes=max_payload_bytes,
+            patch_kind=patch_kind,
+            summary_max_bytes=summary_max_bytes,
+            seq=seq,
+        )
+
+    async def append_frames(
+        self,
+        handle: Handle,
+        frames: Sequence[Frame],
+        *,
+        mode: FrameMode = "durable",
+        best_effort: BestEffort | None = None,
+        retention_maxlen: int | None = None,
+        max_payload_bytes: int = MAX_FRAME_BYTES,
+        patch_kind: str = PATCH_KIND,
+        summary_max_bytes: int = SUMMARY_MAX_BYTES,
+        seq: int | None = None,
+    ) -> AppendOutcome:
+        """Add frames, all or nothing, in one step that also proves the lease.
+
+        `seq` numbers the last frame: an append whose seq is not higher than the highest accepted
+        one is not written again, so send the next only when the one before was answered.
+        `retention_maxlen` keeps exactly that many newest frames; 0 keeps about 10 000, and
+        without one the execution's policy decides.
+        """
+        check_number("max_payload_bytes", max_payload_bytes)
+        check_frames(frames, mode, max_payload_bytes)
+        if mode == "summary":
+            args = append_args(handle, frames, mode, retention_maxlen, b"", seq)
+            return await self._append_patches(handle, frames, args, patch_kind, summary_max_bytes)
+        settings = b"" if mode == "durable" else _pack(knobs(best_effort or BestEffort()))
+        args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
+        return append_outcome(await self._append(handle, args))
+
+    async def _append(self, handle: Handle, args: Sequence[Any]) -> list[Any]:
+        return await self.fcall(
+            "ff_append",
+            handle.execution_id.tag,
+            args,
+            op="append_frame",
+            replay_safe=args[6] != "",
+        )
+
+    async def _append_patches(
+        self,
+        handle: Handle,
+        frames: Sequence[Frame],
+        args: list[Any],
+        patch_kind: str,
+        max_bytes: int,
+    ) -> AppendOutcome:
+        """Merges here, where integers stay exact, and commits against the version it merged on."""
+        known = self.summaries.of(handle)
+        async with known.lock:
+            for _ in range(_MERGE_TRIES):
+                try:
+                    merged = _patched(known.document, frames, patch_kind, max_bytes)
+                except EngineError as error:
+                    await self._refuse(handle, known, args, error)
+                    continue
+                args[5] = _pack({"version": known.version, "document": merged.decode()})
+                reply = await self._append(handle, args)
+                if len(reply) > _MOVED_PARTS:
+                    outcome = append_outcome(reply)
+                    if not outcome.duplicate and outcome.summary_version is not None:
+                        known.version, known.document = outcome.summary_version, merged
+                    return outcome
+                known.version, known.document = int(reply[3]), bytes(reply[4])
+        raise ValidationError("invalid_input", "the summary is written by too many at once")
+
+    async def _refuse(
+        self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
+    ) -> None:
+        """Raise why the patches cannot be merged, unless the document was not the latest.
+
+        Whoever may not write at all is told that first.
+        """
+        await self._append(handle, [*args[:5], "", ""])
+        stored = await self.read_summary(handle.execution_id, handle.attempt_index)
+        if stored is None or stored.version == known.version:
+            raise error
+        known.version, known.document = stored.version, stored.document_json
+
+    async def read_summary(
+        self, execution_id: ExecutionId, attempt_index: int
+    ) -> SummaryDocument | None:
+        """The rolling summary document, or None when no patch was ever appended."""
+        execution_id = self.checked(execution_id)
+        check_number("attempt_index", attempt_index)
+        key = f"ff:attempt:{execution_id.tag}:{execution_id}:{attempt_index}:summary"
+        return summary_of(await self.transport.call("HGETALL", key, key=key, replay_safe=True))
+
+
+def _patched(document: bytes, frames: Sequence[Frame], patch_kind: str, max_bytes: int) -> bytes:
+    if patch_kind != PATCH_KIND:
+        raise invalid_input("patch_kind", f"unsupported patch_kind {patch_kind!r}")
+    merged = merge(document, *(parse_patch(frame.payload) for frame in frames))
+    if len(merged) > max_bytes:
+        raise ValidationError(
+            "retention_limit_exceeded", f"the summary is limited to {max_bytes} bytes"
+        )
+    return merged
