@@ -20,6 +20,8 @@ QUICK = ScannerSettings(
         "delayed_promoter": 0.1,
         "attempt_timeout": 0.1,
         "execution_deadline": 0.1,
+        "suspension_timeout": 0.1,
+        "pending_wp_expiry": 0.1,
         "doorbell": 0.1,
     },
     restart_backoff_s=0.05,

@@ -7,6 +7,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from flowfabric.app.secret_file import folder_secret
 from flowfabric.core.errors import ConfigError
 from flowfabric.engine.backend import Backend
 from flowfabric.valkey.address import Address, from_env, parse_url
@@ -46,8 +47,16 @@ class Place:
         """A backend in the running event loop."""
         address = await self.address()
         if self.embedded:
-            return await Backend.connect_and_prepare(address, name=name, revive=self._revive)
+            return await Backend.connect_and_prepare(
+                address, name=name, revive=self._revive, mint_secret=self._mint_secret
+            )
         return await Backend.connect(address, name=name)
+
+    def _mint_secret(self) -> str:
+        """Nobody configures a secret for an embedded server: its folder keeps one."""
+        if self._server is None:
+            raise ConfigError("embedded", "the server was released")
+        return folder_secret(self._server.data_dir)
 
     def _revive(self) -> None:
         """The embedded server is ours to start again when it has crashed."""

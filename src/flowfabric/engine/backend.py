@@ -116,7 +116,7 @@ class Backend(
         )
 
     async def prepare(self) -> bool:
-        """Version gate, counts, library, lanes, configured secret; True when the library was loaded."""
+        """Version gate, counts, library, lanes, secret; True when the library was loaded."""
         return await prepare(self.transport, self.counts, testing=self._testing)
 
     async def ping(self) -> None:

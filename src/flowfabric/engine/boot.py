@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,13 +14,28 @@ from flowfabric.core import keys
 from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.calls import Limits
+from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["Finding", "configured_counts", "health_findings", "prepare", "read_counts"]
+__all__ = [
+    "SECRET_VARIABLE",
+    "Finding",
+    "MintSecret",
+    "configured_counts",
+    "configured_secret",
+    "health_findings",
+    "prepare",
+    "read_counts",
+]
 
 log = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
+MintSecret = Callable[[], str]
+"""Gives the waitpoint secret of a deployment that nobody configured one for."""
 
 _FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
 
@@ -58,6 +73,20 @@ def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
     )
 
 
+def configured_secret(environ: dict[str, str] | None = None) -> str | None:
+    """The waitpoint secret of the environment, or None."""
+    value = (os.environ if environ is None else environ).get(SECRET_VARIABLE)
+    if not value:
+        return None
+    try:
+        return check_secret(value)
+    except ValidationError as error:
+        # The detail names the rule; the value itself is never shown.
+        raise ConfigError(
+            "environment", f"invalid value for {SECRET_VARIABLE}: {error.detail}"
+        ) from None
+
+
 def _stored(values: Sequence[Any]) -> tuple[int, ...]:
     """Missing or unreadable counts as 0, which no configuration equals."""
     return tuple(int(value) if value and value.isdigit() else 0 for value in values)
@@ -69,8 +98,14 @@ async def prepare(
     *,
     lanes: Sequence[str] = ("default",),
     testing: bool = False,
+    mint_secret: MintSecret | None = None,
 ) -> bool:
-    """Version gate, partition counts, function library, lanes. True when the library was loaded."""
+    """Version gate, counts, function library, lanes, waitpoint secret.
+
+    True when the library was loaded. `mint_secret` is asked once, when no secret is configured
+    and none is stored.
+    """
+    secret = configured_secret()
     await check_server(transport)
     wanted = (counts.flow, counts.budget, counts.quota)
     values: Any = await transport.call(
@@ -96,10 +131,20 @@ async def prepare(
         key=keys.LANES,
         replay_safe=True,
     )
+    await _seed(Secrets(transport, counts, Limits(), testing=testing), secret, mint_secret)
     for finding in await health_findings(transport):
         if not finding.ok:
             log.warning("%s: %s", finding.name, finding.detail)
     return loaded
+
+
+async def _seed(store: Secrets, secret: str | None, mint_secret: MintSecret | None) -> None:
+    """A configured secret is compared at every boot; a minted one is installed once."""
+    if secret is None:
+        if mint_secret is None or (await store.list_waitpoint_hmac_kids(0)).current_kid:
+            return
+        secret = mint_secret()
+    await store.seed_at_boot(secret)
 
 
 async def read_counts(transport: Transport) -> PartitionCounts:

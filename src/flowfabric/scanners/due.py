@@ -51,6 +51,16 @@ class DueScanner(ABC):
     async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
         """The engine call; one answer per id."""
 
+    async def accepted(
+        self,
+        backend: Backend,
+        scope: Scope,
+        tag: str,  # noqa: ARG002 - for indexes of something else than executions
+        ids: Sequence[str],
+    ) -> list[str]:
+        """Those of the members that this process may touch, in order."""
+        return await scope.filter.accepted(backend, ids)
+
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """One cycle over every index of the territory."""
         self.tracker.begin_cycle()
@@ -122,7 +132,7 @@ class DueScanner(ABC):
     ) -> int:
         """Act on one page; how many members left the index."""
         awake = [member for member in ids if not self.tracker.skips(member)]
-        accepted = await scope.filter.accepted(backend, awake)
+        accepted = await self.accepted(backend, scope, tag, awake)
         if not accepted:
             return 0
         gone = 0

@@ -19,6 +19,8 @@ INTERVALS_S: Mapping[str, float] = {
     "delayed_promoter": 0.75,
     "attempt_timeout": 2.0,
     "execution_deadline": 5.0,
+    "suspension_timeout": 2.0,
+    "pending_wp_expiry": 5.0,
     "doorbell": 2.0,
     "index_reconciler": 45.0,
     "retention_trimmer": 60.0,

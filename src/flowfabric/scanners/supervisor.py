@@ -19,9 +19,11 @@ from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LEADER_KEY, Leadership
 from flowfabric.scanners.lease_expiry import LeaseExpiry
+from flowfabric.scanners.pending_wp_expiry import PendingWpExpiry
 from flowfabric.scanners.retention_trimmer import RetentionTrimmer
 from flowfabric.scanners.runner import Runner, ScannerStatus, Shared
 from flowfabric.scanners.settings import ScannerSettings
+from flowfabric.scanners.suspension_timeout import SuspensionTimeout
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.watch import DueWatch
 
@@ -51,6 +53,8 @@ class ScannerSupervisor:
             DelayedPromoter(),
             AttemptTimeout(),
             ExecutionDeadline(),
+            SuspensionTimeout(),
+            PendingWpExpiry(),
         ]
         due = [scanner for scanner in due if scanner.name not in settings.disabled]
         others: list[Scanner] = [

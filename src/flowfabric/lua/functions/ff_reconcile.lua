@@ -1,5 +1,5 @@
 -- ff_reconcile: compare executions with the indexes their records demand; repair on request.
--- Keys: core, every lane index, lease_expiry, all_executions.
+-- Keys: core, suspension, every lane index, lease_expiry, suspension_timeout, all_executions.
 -- Arguments: check | repair, then execution ids.
 -- Replies per id: consistent | drifted:<expected> | repaired:<from>><to> | orphan | orphan_removed |
 --   error:<why>.
@@ -37,7 +37,9 @@ local function held_by(c, ids, records)
     end
   end
   if #known == 0 then return found end
-  note(found, K.index(c.tag, 'lease_expiry'), 'lease_expiry', known)
+  for _, timer in ipairs({ 'lease_expiry', 'suspension_timeout' }) do
+    note(found, K.index(c.tag, timer), timer, known)
+  end
   for key, members in pairs(eligible) do note(found, key, 'eligible', members) end
   for lane, members in pairs(lanes) do
     for _, suffix in ipairs(LANE_INDEXES) do
@@ -47,11 +49,19 @@ local function held_by(c, ids, records)
   return found
 end
 
-local function demanded(rec)
+-- When the open suspension of a suspended record times out, or nil.
+local function suspension_timeout(c, id)
+  local found = server.call('HMGET', suspension.key(c, id), 'timeout_at', 'closed_at')
+  return not found[2] and tonumber(found[1]) or nil
+end
+
+local function demanded(c, id, rec)
   local suffix = S.index_suffix(rec.state)
   local want = { [suffix] = true }
   if suffix == 'active' then
     want[S.ownership(rec.state) == 'l' and 'lease_expiry' or 'reclaimable'] = true
+  elseif suffix == 'suspended' and suspension_timeout(c, id) then
+    want.suspension_timeout = true
   end
   return want, suffix
 end
@@ -66,8 +76,9 @@ local function add(c, id, rec, suffix)
   elseif suffix == 'active' then
     c:zadd(K.lane(c.tag, rec.lane_id, suffix), tonumber(rec.lease_expires_at), id)
   elseif suffix == 'suspended' then
-    local open = suspension.open(c, id)
-    waiting.enter(c, id, rec, suspension.score(open and open.timeout_at))
+    waiting.enter(c, id, rec, suspension.score(suspension_timeout(c, id)))
+  elseif suffix == 'suspension_timeout' then
+    c:zadd(K.index(c.tag, suffix), suspension_timeout(c, id), id)
   elseif suffix == 'terminal' then
     c:zadd(K.lane(c.tag, rec.lane_id, suffix),
       tonumber(rec.completed_at) + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS), id)
@@ -77,7 +88,7 @@ end
 local function remove(c, id, rec, suffix)
   if suffix == 'eligible' then
     c:zrem(eligible_key(c, rec), id)
-  elseif suffix == 'lease_expiry' then
+  elseif suffix == 'lease_expiry' or suffix == 'suspension_timeout' then
     c:zrem(K.index(c.tag, suffix), id)
   else
     c:zrem(K.lane(c.tag, rec.lane_id, suffix), id)
@@ -97,7 +108,7 @@ local function reconcile(c, id, rec, found, repair)
     c:zrem(K.index(c.tag, 'all_executions'), id)
     return 'orphan_removed'
   end
-  local want = demanded(rec)
+  local want = demanded(c, id, rec)
   if names(found) == names(want) then return 'consistent' end
   if not repair then return 'drifted:' .. names(want) end
   for suffix in pairs(found) do

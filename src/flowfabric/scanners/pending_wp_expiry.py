@@ -1,0 +1,46 @@
+"""Waitpoints that no suspension used in time are closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.base import Scope
+from flowfabric.scanners.due import DueScanner
+
+__all__ = ["PendingWpExpiry"]
+
+
+class PendingWpExpiry(DueScanner):
+    """Closes pending waitpoints; the members of its index are waitpoints, not executions."""
+
+    name = "pending_wp_expiry"
+    page = 100
+    settled = frozenset({"closed", "not_pending_cleaned", "not_found_cleaned"})
+    left = frozenset({"not_yet_due"})
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+        """One index for all lanes."""
+        return {"pending_waitpoint_expiry": ""}
+
+    async def accepted(
+        self, backend: Backend, scope: Scope, tag: str, ids: Sequence[str]
+    ) -> list[str]:
+        """A waitpoint is ours when its execution is."""
+        if scope.filter.is_empty:
+            return list(ids)
+        owners = await asyncio.gather(*(_owner(backend, tag, member) for member in ids))
+        ours = set(await scope.filter.accepted(backend, sorted(set(owners))))
+        return [member for member, owner in zip(ids, owners, strict=True) if owner in ours]
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Close what is due."""
+        return await backend.expire_waitpoints(tag, ids)
+
+
+async def _owner(backend: Backend, tag: str, waitpoint_id: str) -> str:
+    key = f"ff:wp:{tag}:{waitpoint_id}"
+    stored: Any = await backend.transport.call("HGET", key, "execution_id", key=key)
+    return "" if stored is None else stored.decode()

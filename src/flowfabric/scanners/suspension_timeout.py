@@ -1,0 +1,31 @@
+"""Suspensions end as they asked to when their time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.due import DueScanner
+
+__all__ = ["SuspensionTimeout"]
+
+
+class SuspensionTimeout(DueScanner):
+    """Fails, cancels, expires, resumes or escalates suspensions whose timeout passed."""
+
+    name = "suspension_timeout"
+    settled = frozenset(
+        {
+            *("fail", "cancel", "expire", "auto_resume", "escalate"),
+            *("not_found_cleaned", "not_suspended_cleaned", "no_active_suspension_cleaned"),
+        }
+    )
+    left = frozenset({"not_yet_due"})
+
+    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+        """One index for all lanes."""
+        return {"suspension_timeout": ""}
+
+    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+        """Carry out what is due."""
+        return await backend.expire_suspension(tag, ids)
