@@ -146,6 +146,18 @@ async def given_back(engine: Engine) -> Handle:
     return handle
 
 
+async def given_back_and_cancelled(engine: Engine) -> Handle:
+    handle = await given_back(engine)
+    await engine.backend.cancel_execution(handle.execution_id)
+    return handle
+
+
+async def given_back_cancelled_and_replayed(engine: Engine) -> Handle:
+    handle = await given_back_and_cancelled(engine)
+    await engine.backend.replay_execution(handle.execution_id)
+    return handle
+
+
 async def waiting_for_children(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
     execution_id = handle.execution_id
@@ -204,6 +216,8 @@ MATRIX: list[tuple[Situation, str, set[str]]] = [
     (failed_and_reclaimed, "stale_lease", {"fail"}),
     (failed_for_good, "execution_not_active", {"fail"}),
     (given_back, "execution_not_active", {"delay"}),
+    (given_back_and_cancelled, "execution_not_active", {"delay", "cancel"}),
+    (given_back_cancelled_and_replayed, "execution_not_active", {"delay", "cancel"}),
     (waiting_for_children, "execution_not_active", {"wait_children"}),
     (capped, "execution_not_active", set()),
     (replayed, "execution_not_active", {"complete", "complete_many"}),

@@ -85,7 +85,7 @@ function record.archive(c, id, rec, state, extra)
   }
   for _, name in ipairs({
     'retry_reason', 'replay_reason', 'replay_requested_by', 'reclaim_reason',
-    'previous_attempt_index', 'resumed_at',
+    'previous_attempt_index', 'resumed_at', 'paused',
   }) do
     if rec[name] then
       args[#args + 1] = name

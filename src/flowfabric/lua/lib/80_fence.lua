@@ -59,11 +59,11 @@ function fence.own_attempt(c, id, rec, text)
       and held and string.sub(held, 38) == given.epoch
   end
   local archived = server.call('HMGET', K.attempt(c.tag, id, given.index),
-    'attempt', 'lease', 'attempt_state', 'ended_by', 'delay_until', 'next_attempt_index')
+    'attempt', 'lease', 'attempt_state', 'ended_by', 'delay_until', 'next_attempt_index', 'paused')
   if archived[1] then
     if not mine(archived[1], archived[2]) then return nil end
     return { state = archived[3], ended_by = archived[4], delay_until = archived[5],
-      next_attempt_index = archived[6] }
+      next_attempt_index = archived[6], paused = archived[7] }
   end
   if not mine(rec.attempt, rec.lease) then return nil end
   local outcome = S.phase(rec.state) == 't' and S.outcome(rec.state) or nil
