@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ async def serving(
     *,
     on_unknown_kind: Any = "fail",
     **run: Any,
-) -> AsyncIterator[WorkerRuntime]:
+) -> AsyncGenerator[WorkerRuntime]:
     """A runtime in the background of the block; afterwards every permit must be free."""
     runtime = WorkerRuntime(worker, on_unknown_kind=on_unknown_kind)
     for kind, handler in handlers.items():

@@ -172,7 +172,7 @@ async def rung(engine: Engine) -> bool:
 async def test_busy_worker_does_not_overlook_other_partitions(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
-    """Home never runs dry, so the worker never listens; a ring and a lost ring both come through."""
+    """Home never runs dry, so it never listens; a ring and a lost ring both come through."""
     worker = await make_worker(max_concurrent_tasks=4, claim_poll_interval_ms=50)
     seen: set[str] = set()
     stop = False

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.leases import Renewed
+from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, LeaseLost, TransportError
 from flowfabric.engine.backend import Backend
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
@@ -171,7 +171,7 @@ async def test_slow_renewal_still_counts(
 async def test_renewals_go_in_batches_over_partitions(engine: Engine, valkey: TestServer) -> None:
     lanes = ("a", "b", "c")
     watcher = Watcher()
-    handles = []
+    handles: list[Handle] = []
     for lane in lanes:
         await submit(engine.backend, 100, lane=lane)
         handles += [c.handle for c in await engine.claim_all(100, lane=lane, ttl=1000)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ async def test_retry_runs_when_it_is_due(engine: Engine, make_worker: MakeWorker
     async with serving(worker, {"job": handler}) as runtime:
         await until(lambda: runtime.summary.completed == 1, "the third attempt")
     assert runtime.summary == RunSummary(completed=1, retried=2)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert all(0.045 < gap < 0.6 for gap in gaps), gaps
     assert (await info(engine.backend, execution_id)).total_attempt_count == 3
 
@@ -273,9 +274,7 @@ async def test_lanes_and_partitions_share_a_busy_worker(
     for lane in ("a", "b"):
         for partition in (1, 2, 3):
             await submit(engine.backend, 300, lane=lane, partition=partition)
-    worker = await make_worker(
-        lanes=["a", "b"], max_concurrent_tasks=8, claim_poll_interval_ms=10
-    )
+    worker = await make_worker(lanes=["a", "b"], max_concurrent_tasks=8, claim_poll_interval_ms=10)
     async with serving(worker, {"job": handler}) as runtime:
         await until(lambda: runtime.summary.completed == 1800, "all of them", 30)
     # Each place must have been served before any other was emptied.

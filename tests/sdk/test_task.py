@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -390,12 +391,17 @@ async def test_block_with_an_end_warns_of_nothing(
     worker = await make_worker()
     async with await claimed(worker, engine) as task:
         await task.complete()
+    task = await claimed(worker, engine)
     with pytest.raises(ValueError, match="late"):
-        async with await claimed(worker, engine) as task:
-            await task.complete()
-            raise ValueError("late")
+        await ends_and_raises(task)
     assert await state(engine.backend, task.execution_id) == "completed"
     assert caplog.text == ""
+
+
+async def ends_and_raises(task: ClaimedTask) -> None:
+    async with task:
+        await task.complete()
+        raise ValueError("late")
 
 
 async def test_complete_on_exit_when_configured(engine: Engine, make_worker: MakeWorker) -> None:
@@ -430,10 +436,14 @@ async def test_unreachable_server_hides_no_exception_of_the_block(
 ) -> None:
     worker = await make_worker(proxy.url, valkey.url, request_timeout=0.1)
     task = await claimed(worker, engine)
-    with pytest.raises(ValueError, match="mine"):
+
+    async def block() -> None:
         async with task:
             proxy.down()
             raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        await block()
     assert (task.finished_by, worker.free) == ("abandoned", 1)
     proxy.up()
 
@@ -503,13 +513,36 @@ def test_report_fits_and_survives_anything() -> None:
             deep(n - 1)
         raise ValueError("é" * 3000)
 
-    try:
+    with pytest.raises(ValueError, match="é") as caught:
         deep(200)
-    except ValueError as error:
-        assert len(failure_report(error).encode()) <= 8192
+    assert len(failure_report(caught.value).encode()) <= 8192
 
 
 # --- permits ------------------------------------------------------------------------------
+
+
+async def end_somehow(task: ClaimedTask, engine: Engine, rng: random.Random) -> None:
+    match rng.randrange(9):
+        case 5:
+            await engine.backend.revoke_lease(task.execution_id)
+            await task.complete()
+        case 6:
+            async with task:
+                raise ValueError("x")
+        case 7:
+            async with asyncio.timeout(0):
+                await task.complete()
+        case 8:
+            return  # forgotten
+        case simple:
+            ends = (
+                lambda: task.complete(b"x"),
+                lambda: task.fail("x", rng.choice(["transient", "permanent"])),
+                task.cancel,
+                lambda: task.delay_execution(1),
+                task.discard,
+            )
+            await ends[simple]()
 
 
 async def test_permits_are_never_lost_or_doubled(
@@ -523,38 +556,14 @@ async def test_permits_are_never_lost_or_doubled(
     )
     await submit(engine.backend, 400, policy=RETRY)
 
-    async def body(task: ClaimedTask) -> None:
-        match rng.randrange(9):
-            case 0:
-                await task.complete(b"x")
-            case 1:
-                await task.fail("x", rng.choice(["transient", "permanent"]))
-            case 2:
-                await task.cancel()
-            case 3:
-                await task.delay_execution(1)
-            case 4:
-                await task.discard()
-            case 5:
-                await engine.backend.revoke_lease(task.execution_id)
-                await task.complete()
-            case 6:
-                async with task:
-                    raise ValueError("x")
-            case 7:
-                async with asyncio.timeout(0):
-                    await task.complete()
-            case _:
-                return  # forgotten
-
     async def one() -> None:
         task = await worker.claim()
         if task is None:
             return
         try:
             async with task:
-                await body(task)
-        except (Exception, asyncio.CancelledError):  # noqa: BLE001, S110
+                await end_somehow(task, engine, rng)
+        except (Exception, asyncio.CancelledError):  # noqa: BLE001
             pass
 
     for round_ in range(30):

@@ -24,6 +24,7 @@ from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report
 from flowfabric.sdk.results import BATCH, Encoded, Results, RunSummary
 from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
 
 __all__ = ["Handler", "RunSummary", "WorkerRuntime"]
@@ -236,10 +237,14 @@ class WorkerRuntime:
             else:
                 result = await self._within(task, handler, timeout / 1000)
             if task.finished_by is None:
+                if task.wrote_output:
+                    await task.flush_output()
                 self._results.add(task, result)
                 handed_on = True
             else:
                 self._count(task.finished_by)
+        except Parked:
+            self._count(task.finished_by or "suspend")
         except asyncio.CancelledError as error:
             await self._cancelled(task, error)
         except GeneratorExit:
@@ -342,7 +347,9 @@ class WorkerRuntime:
         if task.lease_lost is not None:
             self._results.abandon(task, task.lease_lost)
         elif task.finished_by is not None:
-            self._count(task.finished_by)
+            # One that was too slow to stop has been counted already.
+            if task in self._running:
+                self._count(task.finished_by)
         elif current is None or not current.cancelling():
             # Nobody cancelled us: the handler awaited something that was cancelled.
             await self._fail(task, error)
@@ -373,9 +380,11 @@ class WorkerRuntime:
             running.cancel("the worker is shutting down")
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
-        stubborn = [task for task in self._running if task.finished_by is None]
-        await asyncio.gather(*(self._hand_over(task) for task in stubborn))
-        for running in list(self._running.values()):
+        stubborn, self._running = self._running, {}
+        await asyncio.gather(
+            *(self._hand_over(task) for task in stubborn if task.finished_by is None)
+        )
+        for running in stubborn.values():
             running.cancel("the worker is shutting down")
         await self._results.drain()
 

@@ -103,6 +103,7 @@ class SyncClient:
         tags: Mapping[str, str] | None = None,
         policy: ExecutionPolicy | None = None,
         delay_until: int | None = None,
+        delay_ms: int | None = None,
         execution_deadline_at: int | None = None,
         execution_id: ExecutionId | None = None,
     ) -> CreateOutcome:
@@ -119,6 +120,7 @@ class SyncClient:
                 tags=tags,
                 policy=policy,
                 delay_until=delay_until,
+                delay_ms=delay_ms,
                 execution_deadline_at=execution_deadline_at,
                 execution_id=execution_id,
             )

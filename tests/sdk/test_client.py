@@ -1,0 +1,297 @@
+"""The client: submitting, waiting for ends that are pushed, reading."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.executions import Created, Duplicate
+from flowfabric.core.errors import EngineError, NotFoundError, TransportError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from flowfabric.sdk.client import (
+    Client,
+    ExecutionCancelled,
+    ExecutionExpired,
+    ExecutionFailed,
+    NotFinished,
+)
+from flowfabric.valkey.address import parse_url
+from tests.sdk.support import submit, until
+from tests.support.engine import Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+
+@pytest.fixture
+async def client(engine: Engine, valkey: TestServer) -> AsyncIterator[Client]:
+    async with await Client.connect(valkey.url) as client:
+        yield client
+        await until(lambda: client._watch.waiting == 0, "no waiter left behind")
+
+
+async def test_submit_variants(client: Client) -> None:
+    first = await client.submit("job", b"\x00\xff", idempotency_key="k", tags={"a": "b"})
+    assert isinstance(first, Created)
+    again = await client.submit("job", b"other", idempotency_key="k")
+    assert again == Duplicate(first.execution_id)
+    fixed = ExecutionId.solo("default", client.backend.counts)
+    assert isinstance(await client.submit("job", execution_id=fixed), Created)
+    assert isinstance(await client.submit("job", execution_id=fixed), Duplicate)
+    context = await client.read_context(first.execution_id)
+    assert context is not None
+    assert (context.input_payload, context.execution_kind) == (b"\x00\xff", "job")
+    assert context.tags == {"a": "b"}
+    snapshot = await client.inspect(first.execution_id)
+    assert snapshot is not None
+    assert snapshot.public_state.value == "waiting"
+
+
+async def test_submit_many_answers_in_order(client: Client) -> None:
+    items = [client.new_execution("job", str(n).encode()) for n in range(600)]
+    items[7] = client.new_execution("", b"no kind")
+    outcomes = await client.submit_many(items)
+    assert len(outcomes) == 600
+    assert isinstance(outcomes[7], EngineError)
+    others = [o.execution_id for o in outcomes if isinstance(o, Created)]
+    assert others == [i.execution_id for n, i in enumerate(items) if n != 7]
+
+
+async def test_unknown_execution(client: Client) -> None:
+    nobody = ExecutionId.solo("default", client.backend.counts)
+    assert await client.inspect(nobody) is None
+    assert await client.read_context(nobody) is None
+    for call in (client.wait(nobody), client.result(nobody), client.result_now(nobody)):
+        with pytest.raises(NotFoundError, match="execution_not_found"):
+            await call
+    with pytest.raises(EngineError):
+        await client.cancel(nobody)
+
+
+async def test_result_distinguishes_the_ends(client: Client, engine: Engine) -> None:
+    done = (await submit(engine.backend))[0]
+    claim = await engine.claim()
+    with pytest.raises(NotFinished, match="active"):
+        await client.result_now(done)
+    await engine.backend.complete(claim.handle, b"yes")
+    assert await client.result(done) == await client.result_now(done) == b"yes"
+
+    failed = (await submit(engine.backend))[0]
+    await engine.backend.fail((await engine.claim()).handle, "boom\n  File ...", "handler_error")
+    with pytest.raises(ExecutionFailed) as caught:
+        await client.result(failed)
+    assert str(caught.value) == "job failed after 1 attempt: boom"
+    outcome = await client.wait(failed)
+    assert (outcome.failure_category, outcome.attempts) == ("handler_error", 1)
+
+    cancelled = (await submit(engine.backend))[0]
+    await client.cancel(cancelled, "not needed")
+    with pytest.raises(ExecutionCancelled, match="not needed"):
+        await client.result(cancelled)
+
+    policy = {"timeout_policy": {"execution_deadline_ms": 1000}}
+    expired = (await submit(engine.backend, policy=policy))[0]
+    await engine.advance(2000)
+    await engine.backend.expire_execution(expired.tag, ExpireReason.EXECUTION_DEADLINE, [expired])
+    with pytest.raises(ExecutionExpired):
+        await client.result_now(expired)
+
+
+async def test_change_priority_list_and_replay(client: Client, engine: Engine) -> None:
+    first, second = await submit(engine.backend, 2)
+    await client.change_priority(second, 9)
+    claim = await engine.claim()
+    assert claim.handle.execution_id == second
+    await engine.backend.complete(claim.handle, b"1")
+    page = await client.list(limit=10)
+    assert {item.execution_id for item in page.executions} == {first, second}
+    await client.replay(second, "once more")
+    with pytest.raises(NotFinished):
+        await client.result_now(second)
+
+
+# --- waiting --------------------------------------------------------------------------------
+
+
+async def test_end_is_pushed(client: Client, engine: Engine) -> None:
+    """Far quicker than any poll, and without commands while nothing happens."""
+    (execution_id,) = await submit(engine.backend)
+    waiter = asyncio.create_task(client.result(execution_id, 10))
+    claim = await engine.claim()
+    await until(lambda: reading(client, execution_id.tag), "the reader")
+    before = await commands(engine)
+    await asyncio.sleep(0.5)
+    assert await commands(engine) - before <= 1
+    started = time.perf_counter()
+    await engine.backend.complete(claim.handle, b"x")
+    assert await waiter == b"x"
+    assert time.perf_counter() - started < 0.2
+
+
+def reading(client: Client, tag: str) -> bool:
+    return any(tag in reader._reading for reader in client._watch._readers.values())
+
+
+async def commands(engine: Engine) -> int:
+    raw: Any = await engine.backend.transport.call("INFO", "stats")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return int(text.partition("total_commands_processed:")[2].split()[0])
+
+
+async def test_many_waiters_over_partitions_share_one_reader(
+    client: Client, engine: Engine, valkey: TestServer
+) -> None:
+    ids: list[ExecutionId] = []
+    for partition in range(12):
+        ids += await submit(engine.backend, 25, partition=partition)
+    clients = await connected(engine)
+    waiters = [asyncio.create_task(client.result(i, 20)) for i in ids for _ in range(2)]
+    tags = {i.tag for i in ids}
+    await until(lambda: all(reading(client, tag) for tag in tags), "all feeds")
+    assert await connected(engine) == clients + 1
+    want = engine.want()
+    for tag in tags:
+        claims = (await engine.backend.claim_many(want, tag, 100)).claims
+        for claim in claims:
+            await engine.backend.complete(claim.handle, claim.handle.execution_id.encode())
+    results = await asyncio.gather(*waiters)
+    assert results == [i.encode() for i in ids for _ in range(2)]
+
+
+async def connected(engine: Engine) -> int:
+    raw: Any = await engine.backend.transport.call("INFO", "clients")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return int(text.partition("connected_clients:")[2].split()[0])
+
+
+async def test_new_feed_is_followed_at_once(client: Client, engine: Engine) -> None:
+    """The reader blocks on one feed when a waiter for another comes, again and again."""
+    (never,) = await submit(engine.backend, partition=0)
+    parked = asyncio.create_task(client.wait(never))
+    await until(lambda: reading(client, never.tag), "the reader")
+    for partition in range(1, 30):
+        (execution_id,) = await submit(engine.backend, partition=partition)
+        waiter = asyncio.create_task(client.result(execution_id, 10))
+        claimed = await engine.backend.claim_many(engine.want(), execution_id.tag, 1)
+        started = time.perf_counter()
+        await engine.backend.complete(claimed.claims[0].handle, b"x")
+        assert await waiter == b"x"
+        assert time.perf_counter() - started < 1.0
+    parked.cancel()
+    await asyncio.wait([parked])
+
+
+async def test_timeout_and_cancellation_leave_nothing(client: Client, engine: Engine) -> None:
+    ids = await submit(engine.backend, 5)
+    for execution_id in ids[:3]:
+        with pytest.raises(TimeoutError):
+            await client.wait(execution_id, timeout=0.01)
+    waiters = [asyncio.create_task(client.wait(i)) for i in ids for _ in range(3)]
+    await until(lambda: client._watch.waiting == 5, "the waiters")
+    for waiter in waiters:
+        waiter.cancel()
+    await asyncio.wait(waiters)
+    assert all(waiter.cancelled() for waiter in waiters)
+    (reader,) = client._watch._readers.values()
+    assert (reader._waiters, reader._positions) == ({}, {})
+
+
+async def test_replayed_execution_is_waited_for_again(client: Client, engine: Engine) -> None:
+    (execution_id,) = await submit(engine.backend)
+    await engine.backend.complete((await engine.claim()).handle, b"first")
+    assert await client.result(execution_id) == b"first"
+    await client.replay(execution_id)
+    waiter = asyncio.create_task(client.result(execution_id, 10))
+    claim = await engine.claim()
+    await engine.backend.complete(claim.handle, b"second")
+    assert await waiter == b"second"
+
+
+async def test_closing_wakes_the_waiters(engine: Engine, valkey: TestServer) -> None:
+    client = await Client.connect(valkey.url)
+    (execution_id,) = await submit(engine.backend)
+    waiter = asyncio.create_task(client.wait(execution_id))
+    await until(lambda: reading(client, execution_id.tag), "the waiter")
+    await client.aclose()
+    with pytest.raises(TransportError, match="closed"):
+        await waiter
+
+
+async def test_wait_survives_cuts_of_the_connection(
+    engine: Engine, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    async with await Client.connect(proxy.url) as client:
+        (execution_id,) = await submit(engine.backend)
+        waiter = asyncio.create_task(client.result(execution_id, 20))
+        await until(lambda: reading(client, execution_id.tag), "the reader")
+        claim = await engine.claim()
+        for _ in range(3):
+            proxy.cut()
+            await until(lambda: proxy.connections > 0, "a new connection")
+        proxy.down()
+        # The end comes while nobody can hear it.
+        await engine.backend.complete(claim.handle, b"x")
+        proxy.up()
+        assert await waiter == b"x"
+
+
+async def test_wait_survives_a_restart_that_loses_the_feed(tmp_path: Any) -> None:
+    server = TestServer("--appendonly", "yes", "--appendfsync", "always")
+    try:
+        backend = await Backend.connect_and_prepare(parse_url(server.url))
+        engine = Engine(backend)
+        async with await Client.connect(server.url) as client:
+            first, second = await submit(backend, 2)
+            waiters = [asyncio.create_task(client.result(i, 30)) for i in (first, second)]
+            await until(lambda: reading(client, first.tag), "the reader")
+            claims = await engine.claim_all(2)
+            server.kill()
+            server.start()
+            await until(lambda: alive(backend), "the server")
+            # One end is trimmed from the feed before the reader can see it.
+            for claim in claims:
+                await backend.complete(claim.handle, b"x")
+            await backend.transport.call("XTRIM", f"ff:part:{first.tag}:events", "MAXLEN", 0)
+            assert await asyncio.gather(*waiters) == [b"x", b"x"]
+        await backend.aclose()
+    finally:
+        server.stop()
+
+
+async def alive(backend: Backend) -> bool:
+    try:
+        await backend.ping()
+    except TransportError:
+        return False
+    return True
+
+
+async def test_reader_far_behind_looks_again(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The feed is capped: entries that were trimmed unread must not strand a waiter."""
+    monkeypatch.setattr("flowfabric.engine.feed._PAGE", 20)
+    (execution_id,) = await submit(engine.backend)
+    waiter = asyncio.create_task(client.result(execution_id, 10))
+    await until(lambda: reading(client, execution_id.tag), "the reader")
+    handle = (await engine.claim()).handle
+    feed = f"ff:part:{execution_id.tag}:events"
+    # In one step: end it, lose the entry, and let many others follow.
+    script = """
+    redis.call('XTRIM', KEYS[1], 'MAXLEN', 0)
+    for _ = 1, 100 do redis.call('XADD', KEYS[1], '*', 't', 'noise', 'id', 'x') end
+    """
+    transport = engine.backend.transport
+    await transport.call("MULTI")
+    await transport.call(
+        "FCALL", "ff_complete", 1, execution_id.tag, 1, execution_id, handle.wire, "lease_holder",
+        "1", b"x",
+    )  # fmt: skip
+    await transport.call("EVAL", script, 1, feed)
+    await transport.call("EXEC")
+    assert await waiter == b"x"
