@@ -205,4 +205,13 @@ class Reads(Calls):
             retry_at=record.number("delay_until"),
             missing_capabilities=required if record.get("last_capability_mismatch_at") else (),
             unresolved_edges=count,
+            waitpoints=await self._waited_for(record),
         )
+
+    async def _waited_for(self, record: Record) -> tuple[str, ...]:
+        """The waitpoints whose signals would end the execution's pause."""
+        if record.public_state is not PublicState.SUSPENDED:
+            return ()
+        key = f"ff:exec:{record.execution_id.tag}:{record.execution_id}:suspension:current"
+        stored: Any = await self.transport.call("HGET", key, "waitpoints", key=key)
+        return () if stored is None else tuple(stored.decode().split(","))

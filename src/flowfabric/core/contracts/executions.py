@@ -299,3 +299,4 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: int | None = None
     missing_capabilities: tuple[str, ...] = ()
     unresolved_edges: int = 0
+    waitpoints: tuple[str, ...] = ()
