@@ -37,7 +37,13 @@ async def untouched(engine: Engine) -> AsyncGenerator[None]:
     """Whatever happens inside changes no key."""
     before = await engine.dump()
     yield
-    assert await engine.dump() == before
+    after = await engine.dump()
+    changed = {
+        name: (before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    }
+    assert not changed, changed
 
 
 async def freeze(engine: Engine, at: int) -> None:

@@ -31,12 +31,12 @@ MAX_EXECUTIONS = 5
 
 POLICIES = [
     Policy(),
-    Policy(max_retries=2, backoff_ms=1000),
+    Policy(max_retries=2, backoff_ms=1000, attempt_timeout_ms=200_000),
     Policy(max_retries=1, backoff_ms=0, attempt_timeout_ms=45_000, retry_on_timeout=True),
     Policy(max_reclaims=1, attempt_timeout_ms=100_000),
     Policy(max_reclaims=0),
     Policy(lifetime_ms=90_000, max_replays=1),
-    Policy(needs_gpu=True, max_retries=3, backoff_ms=10),
+    Policy(needs_gpu=True, max_retries=3, backoff_ms=10, attempt_timeout_ms=70_000),
 ]
 STORED = {policy: stored(policy) for policy in POLICIES}
 

@@ -17,14 +17,14 @@ from tests.model.harness import Harness
 from tests.model.lives import Lives
 from tests.support.server import TestServer
 
-EXAMPLES = int(os.environ.get("FF_MODEL_EXAMPLES", "80"))
+EXAMPLES = int(os.environ.get("FF_MODEL_EXAMPLES", "100"))
 STEPS = int(os.environ.get("FF_MODEL_STEPS", "50"))
 SHRINK = os.environ.get("FF_MODEL_SHRINK") == "1"
 PHASES = [Phase.generate, Phase.shrink] if SHRINK else [Phase.generate]
 SUITE_SECONDS = 60
 
 
-@pytest.mark.timeout(SUITE_SECONDS if EXAMPLES <= 80 and not SHRINK else 0)
+@pytest.mark.timeout(SUITE_SECONDS if EXAMPLES <= 100 and not SHRINK else 0)
 def test_the_engine_lives_like_the_model(
     valkey: TestServer, request: pytest.FixtureRequest
 ) -> None:

@@ -1,0 +1,7 @@
+"""Assertions of the helper modules are explained like those of tests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.model.lives", "tests.model.model", "tests.model.observe")
