@@ -1,38 +1,84 @@
-"""FlowFabric: durable execution for Python on Valkey."""
+"""FlowFabric: durable execution for Python on Valkey.
 
-from flowfabric.app.context import Context
-from flowfabric.app.fabric import Fabric
-from flowfabric.app.run import Run
-from flowfabric.app.sync import SyncFabric, SyncRun
-from flowfabric.app.tasks import Task
-from flowfabric.core.errors import (
-    ConfigError,
-    EngineError,
-    FlowFabricError,
-    LeaseLost,
-    PermanentError,
-    RetryableError,
-    TransportError,
-)
-from flowfabric.core.retry import Retry
-from flowfabric.sdk.client import (
-    Client,
-    ExecutionCancelled,
-    ExecutionExpired,
-    ExecutionFailed,
-    NotFinished,
-    RunError,
-)
-from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.sync import SyncClient
-from flowfabric.sdk.worker import Worker
+Names are loaded when they are first used, so that the command line starts quickly.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowfabric.app.context import Context
+    from flowfabric.app.fabric import Fabric
+    from flowfabric.app.run import Run
+    from flowfabric.app.sync import SyncFabric, SyncRun
+    from flowfabric.app.tasks import Task
+    from flowfabric.app.waits import Signal, WaitTimeout
+    from flowfabric.core.conditions import AllOf, Count, CountKind, OperatorOnly, Single
+    from flowfabric.core.errors import (
+        ConfigError,
+        EngineError,
+        FlowFabricError,
+        LeaseLost,
+        PermanentError,
+        RetryableError,
+        TransportError,
+    )
+    from flowfabric.core.retry import Retry
+    from flowfabric.sdk.client import (
+        Client,
+        ExecutionCancelled,
+        ExecutionExpired,
+        ExecutionFailed,
+        NotFinished,
+        RunError,
+    )
+    from flowfabric.sdk.config import WorkerConfig
+    from flowfabric.sdk.sync import SyncClient
+    from flowfabric.sdk.worker import Worker
 
 __version__ = "0.1.0"
 
+_HOMES = {
+    "flowfabric.app.context": ("Context",),
+    "flowfabric.app.fabric": ("Fabric",),
+    "flowfabric.app.run": ("Run",),
+    "flowfabric.app.sync": ("SyncFabric", "SyncRun"),
+    "flowfabric.app.tasks": ("Task",),
+    "flowfabric.app.waits": ("Signal", "WaitTimeout"),
+    "flowfabric.core.conditions": ("AllOf", "Count", "CountKind", "OperatorOnly", "Single"),
+    "flowfabric.core.errors": (
+        "ConfigError",
+        "EngineError",
+        "FlowFabricError",
+        "LeaseLost",
+        "PermanentError",
+        "RetryableError",
+        "TransportError",
+    ),
+    "flowfabric.core.retry": ("Retry",),
+    "flowfabric.sdk.client": (
+        "Client",
+        "ExecutionCancelled",
+        "ExecutionExpired",
+        "ExecutionFailed",
+        "NotFinished",
+        "RunError",
+    ),
+    "flowfabric.sdk.config": ("WorkerConfig",),
+    "flowfabric.sdk.sync": ("SyncClient",),
+    "flowfabric.sdk.worker": ("Worker",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
 __all__ = [
+    "AllOf",
     "Client",
     "ConfigError",
     "Context",
+    "Count",
+    "CountKind",
     "EngineError",
     "ExecutionCancelled",
     "ExecutionExpired",
@@ -41,17 +87,30 @@ __all__ = [
     "FlowFabricError",
     "LeaseLost",
     "NotFinished",
+    "OperatorOnly",
     "PermanentError",
     "Retry",
     "RetryableError",
     "Run",
     "RunError",
+    "Signal",
+    "Single",
     "SyncClient",
     "SyncFabric",
     "SyncRun",
     "Task",
     "TransportError",
+    "WaitTimeout",
     "Worker",
     "WorkerConfig",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, Literal
 
+from flowfabric.app.waits import Waits
+from flowfabric.core.conditions import Condition
+from flowfabric.core.contracts.streams import FrameMode
+from flowfabric.core.durations import Duration
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.task import ClaimedTask
 
@@ -25,7 +29,7 @@ class Context:
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_loop", "_shutting_down", "_task")
+    __slots__ = ("_loop", "_shutting_down", "_task", "_waits")
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class Context:
         self._task = task
         self._shutting_down = shutting_down
         self._loop = loop
+        self._waits: Waits | None = None
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -83,6 +88,50 @@ class Context:
     def progress(self, pct: int | None = None, message: str | None = None) -> Any:
         """Tell how far the run is; shown by `flowfabric show`."""
         return self._do(self._task.update_progress(pct, message))
+
+    # --- waiting and output ---------------------------------------------------------------
+
+    @property
+    def waits(self) -> Waits:
+        """The waits of this run."""
+        if self._waits is None:
+            self._waits = Waits(self._task)
+        return self._waits
+
+    def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        on_timeout: Literal["raise", "default"] = "raise",
+        default: Any = None,
+        reason: str = "waiting_for_signal",
+    ) -> Any:
+        """Wait for an answer without holding the worker; returns the `Signal`.
+
+        The handler ends here and starts again from its beginning when somebody answers; waits
+        that were answered return at once. `signals` limits which names count. After `timeout`
+        it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
+
+        >>> verdict = await ctx.wait_for("approval", timeout="24h")
+        """
+        return self._do(self.waits.wait_for(name, signals, timeout, on_timeout, default, reason))
+
+    def wait_condition(self, condition: Condition, timeout: Duration | None = None) -> Any:
+        """Wait until a condition over several waitpoints is met; returns its signals."""
+        return self._do(self.waits.wait_condition(condition, timeout))
+
+    def waitpoint(self, name: str, expires_in: Duration | None = None) -> Any:
+        """Id and token of the next `wait_for(name)`, to hand out before waiting."""
+        return self._do(self.waits.waitpoint(name, expires_in))
+
+    def stream(self, data: Any, frame_type: str = "delta", mode: FrameMode = "durable") -> Any:
+        """Write output that anyone can follow live: bytes, text, or anything JSON can say."""
+        return self._do(self.waits.stream(data, frame_type, mode))
+
+    def signals(self) -> Any:
+        """The signals that ended the last suspension of this attempt."""
+        return self._do(self._task.resume_signals())
 
     def check(self) -> None:
         """Raise `LeaseLost` when another worker may have taken over."""

@@ -17,11 +17,14 @@ __all__ = [
     "CountKind",
     "OperatorOnly",
     "Seen",
+    "SignalName",
     "Single",
     "TimeoutOnly",
+    "accepts",
     "all_of_waitpoints",
     "check_tree",
     "condition_json",
+    "named",
     "parse_condition",
     "referenced_waitpoint_keys",
     "satisfied",
@@ -38,11 +41,27 @@ class CountKind(StrEnum):
     DISTINCT_SOURCES = "DistinctSources"
 
 
+SignalName = str | tuple[str, ...] | None
+"""Which signals count: one name, several names, or any."""
+
+
+def accepts(wanted: SignalName, name: str) -> bool:
+    """Whether a signal of this name counts."""
+    return wanted is None or name == wanted or (isinstance(wanted, tuple) and name in wanted)
+
+
+def named(wanted: SignalName) -> tuple[str, ...]:
+    """The names that count; empty means any."""
+    if wanted is None:
+        return ()
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
 class Single(msgspec.Struct, frozen=True):
     """Satisfied by one signal on one waitpoint; without a name, by any signal."""
 
     waitpoint_key: str
-    signal_name: str | None = None
+    signal_name: SignalName = None
 
 
 class AllOf(msgspec.Struct, frozen=True):
@@ -57,7 +76,7 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     waitpoints: tuple[str, ...]
     count_kind: CountKind = CountKind.DISTINCT_WAITPOINTS
-    signal_name: str | None = None
+    signal_name: SignalName = None
 
 
 class OperatorOnly(msgspec.Struct, frozen=True):
@@ -110,8 +129,10 @@ def referenced_waitpoint_keys(condition: Condition) -> list[str]:
 # --- JSON ---------------------------------------------------------------------------
 
 
-def _matcher(name: str | None) -> Any:
-    return "Wildcard" if name is None else {"ByName": name}
+def _matcher(name: SignalName) -> Any:
+    if name is None:
+        return "Wildcard"
+    return {"AnyName": list(name)} if isinstance(name, tuple) else {"ByName": name}
 
 
 def _plain(condition: Condition) -> Any:
@@ -189,9 +210,11 @@ def _text(value: Any) -> str:
     return value
 
 
-def _name(matcher: Any) -> str | None:
+def _name(matcher: Any) -> SignalName:
     if matcher == "Wildcard":
         return None
+    if "AnyName" in matcher:
+        return tuple(_text(name) for name in matcher["AnyName"])
     return _text(matcher["ByName"])
 
 
@@ -206,7 +229,8 @@ def has_empty_name(condition: Condition) -> bool:
     """Whether a matcher asks for a signal without a name anywhere in the tree."""
     match condition:
         case Single() | Count():
-            return condition.signal_name == ""
+            name = condition.signal_name
+            return not all(name) or not name if isinstance(name, tuple) else name == ""
         case AllOf():
             return any(has_empty_name(member) for member in condition.members)
         case _:
@@ -257,7 +281,7 @@ def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
         case Single():
             return any(
                 seen.waitpoint_key == condition.waitpoint_key
-                and condition.signal_name in (None, seen.signal_name)
+                and accepts(condition.signal_name, seen.signal_name)
                 for seen in accepted
             )
         case AllOf():
@@ -273,7 +297,7 @@ def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:
     matching = [
         seen
         for seen in accepted
-        if seen.waitpoint_key in node.waitpoints and node.signal_name in (None, seen.signal_name)
+        if seen.waitpoint_key in node.waitpoints and accepts(node.signal_name, seen.signal_name)
     ]
     match node.count_kind:
         case CountKind.DISTINCT_WAITPOINTS:

@@ -16,6 +16,7 @@ from flowfabric.core.conditions import (
     OperatorOnly,
     Single,
     TimeoutOnly,
+    named,
     parse_condition,
 )
 from flowfabric.core.contracts.leases import Handle
@@ -275,11 +276,9 @@ def _names(condition: Condition, key: str) -> tuple[str, ...]:
         case TimeoutOnly():
             return ("__timeout_only__",)
         case Single():
-            mine = condition.waitpoint_key == key and condition.signal_name is not None
-            return (str(condition.signal_name),) if mine else ()
+            return named(condition.signal_name) if condition.waitpoint_key == key else ()
         case Count():
-            mine = key in condition.waitpoints and condition.signal_name is not None
-            return (str(condition.signal_name),) if mine else ()
+            return named(condition.signal_name) if key in condition.waitpoints else ()
         case AllOf():
             found = (name for member in condition.members for name in _names(member, key))
             return tuple(dict.fromkeys(found))

@@ -324,6 +324,14 @@ class WorkerRuntime:
             )
             self._count(task.finished_by)
             return
+        log.warning(
+            "%s of %s failed: %s",
+            task.execution_kind,
+            task.execution_id,
+            error,
+            exc_info=error,
+            extra={"action": "task_failed", "execution_id": task.execution_id},
+        )
         try:
             outcome = await task.fail(failure_report(error), failure_category(error))
         except FlowFabricError as problem:

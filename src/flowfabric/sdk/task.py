@@ -16,7 +16,7 @@ from flowfabric.core.contracts.executions import (
     Moved,
     WaitChildrenOutcome,
 )
-from flowfabric.core.contracts.leases import Claim, Handle, Renewed
+from flowfabric.core.contracts.leases import Claim, Handle, Renewed, ResumeCause
 from flowfabric.core.errors import (
     EngineError,
     FlowFabricError,
@@ -29,8 +29,10 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.frame_writer import FrameWriter
 from flowfabric.sdk.failures import failure_category, failure_reason
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
+from flowfabric.sdk.task_waits import TaskWaits
 
 __all__ = ["ClaimedTask", "verify"]
 
@@ -61,7 +63,7 @@ class TaskOwner(Protocol):
         ...
 
 
-class ClaimedTask:
+class ClaimedTask(TaskWaits):
     """A claimed attempt. Exactly one lease-releasing call can succeed on it.
 
     As an async context manager it fails the attempt when the block raises, and gives the lease
@@ -74,6 +76,7 @@ class ClaimedTask:
         "_landing",
         "_late_loss",
         "_owner",
+        "_writer",
         "claim",
         "finished_by",
         "lease_lost",
@@ -90,6 +93,7 @@ class ClaimedTask:
         """Called once when the lease is lost, from the keeper's thread."""
         self._landing: str | None = None
         self._late_loss: LeaseLost | None = None
+        self._writer: FrameWriter | None = None
         self._held: HeldLease = owner.keeper.hold(claim.handle, self, since)
 
     def __del__(self) -> None:
@@ -103,6 +107,16 @@ class ClaimedTask:
     def handle(self) -> Handle:
         """The cookie that proves ownership."""
         return self.claim.handle
+
+    @property
+    def backend(self) -> Backend:
+        """The engine this task was claimed from."""
+        return self._owner.backend
+
+    @property
+    def resume_cause(self) -> ResumeCause | None:
+        """Why this attempt goes on, when a suspension led to this lease."""
+        return self.claim.resume_cause
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -199,6 +213,7 @@ class ClaimedTask:
 
     async def complete(self, result_payload: bytes | None = None, encoding: str = "") -> None:
         """End successfully. None means no result; empty bytes are a stored, empty result."""
+        await self.flush_output()
         backend = self._owner.backend
         await self._land(
             "complete", lambda: backend.complete(self.handle, result_payload, encoding)
@@ -206,6 +221,7 @@ class ClaimedTask:
 
     async def fail(self, reason: str, category: str = "transient") -> FailOutcome:
         """End this attempt unsuccessfully; the stored policy decides on a retry."""
+        await self._spill()
         backend = self._owner.backend
         return await self._land("fail", lambda: backend.fail(self.handle, reason, category))
 
@@ -233,8 +249,13 @@ class ClaimedTask:
         op: str,
         call: Callable[[], Awaitable[T]],
         finishes: Callable[[T], bool] = lambda _: True,
+        *,
+        errors_finish: bool = True,
     ) -> T:
-        """Any answer of the engine is final for this task; only transport faults are repeated."""
+        """Any answer of the engine is final for this task; only transport faults are repeated.
+
+        A suspension that was refused is not: the lease is as it was.
+        """
         self._usable()
         if self._landing is not None:
             raise TaskFinishedError(str(self.execution_id), self._landing)
@@ -245,7 +266,8 @@ class ClaimedTask:
             # Nothing landed: the lease is as it was, the caller may do something else.
             raise
         except EngineError:
-            self.finish(op)
+            if errors_finish:
+                self.finish(op)
             raise
         else:
             if finishes(outcome):
@@ -302,6 +324,13 @@ class ClaimedTask:
             log.debug("lease of %s not given back: %s", self.execution_id, error)
         finally:
             self.finish("discard")
+
+    async def _spill(self) -> None:
+        """Store what was written before a failure; that it cannot be stored is no second one."""
+        try:
+            await self.flush_output()
+        except EngineError as error:
+            log.debug("output of %s is incomplete: %s", self.execution_id, error)
 
     # --- non-terminal operations ------------------------------------------------------------
 

@@ -5,16 +5,17 @@ local conditions = {}
 
 local MAX_FIELDS = 400
 
-local function matches(matcher, name)
-  if matcher == nil or matcher == 'Wildcard' then return true end
-  return type(matcher) == 'table' and matcher.ByName == name
-end
-
 local function lists(keys, wanted)
   for _, key in ipairs(keys) do
     if key == wanted then return true end
   end
   return false
+end
+
+local function matches(matcher, name)
+  if matcher == nil or matcher == 'Wildcard' then return true end
+  if type(matcher) ~= 'table' then return false end
+  return matcher.ByName == name or (matcher.AnyName ~= nil and lists(matcher.AnyName, name))
 end
 
 local SATISFIERS = {
