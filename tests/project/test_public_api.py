@@ -17,13 +17,10 @@ def test_exports_are_sorted_and_exist() -> None:
     assert [name for name in flowfabric.__all__ if not hasattr(flowfabric, name)] == []
 
 
-def test_nothing_public_is_left_out() -> None:
-    imported = {
-        name
-        for name, value in vars(flowfabric).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-    }
-    assert imported - set(flowfabric.__all__) == {"annotations"} & imported
+def test_every_name_has_a_home_and_nothing_else_is_offered() -> None:
+    assert sorted(flowfabric._HOME_OF) == sorted(NAMES)
+    with pytest.raises(AttributeError, match="no attribute 'Fabrik'"):
+        _ = flowfabric.Fabrik
 
 
 def undocumented(value: type) -> list[str]:
