@@ -10,7 +10,13 @@ import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Claim, ClaimedMany
-from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
+from flowfabric.core.errors import (
+    CorruptionError,
+    EngineError,
+    NotFoundError,
+    ValidationError,
+    invalid_input,
+)
 from flowfabric.core.ids import (
     ExecutionId,
     new_uuid,
@@ -150,13 +156,22 @@ class Scheduling(Executions):
     async def scan_eligible_executions(
         self, lane_id: str, tag: str, limit: int
     ) -> list[ExecutionId]:
-        """Up to `limit` claimable executions without requirements, in claim order. Reads only."""
+        """Up to `limit` waiting executions in claim order, whatever they require. Reads only."""
         if limit < 1:
             return []
-        key = keys.eligible(tag, validate_lane(lane_id))
-        members: Any = await self.transport.call("ZRANGE", key, 0, limit - 1, key=key)
+        lane = validate_lane(lane_id)
+        sigs_key = keys.lane(tag, lane, "sigs")
+        sigs: Any = await self.transport.call("SMEMBERS", sigs_key, key=sigs_key)
+        names = [keys.eligible(tag, lane, signature) for signature in ("", *map(text, sigs))]
+        pages: list[Any] = await asyncio.gather(
+            *(
+                self.transport.call("ZRANGE", name, 0, limit - 1, "WITHSCORES", key=name)
+                for name in names
+            )
+        )
+        found = sorted((score, member) for page in pages for member, score in page)
         try:
-            return [ExecutionId.parse(member.decode()) for member in members]
+            return [ExecutionId.parse(member.decode()) for _, member in found[:limit]]
         except EngineError as error:
             raise CorruptionError(
                 "corruption", f"scan_eligible_executions: member: {error.detail}"
@@ -192,7 +207,14 @@ class Scheduling(Executions):
         return page, page[-1] if page and len(rest) > len(page) else None
 
     async def get_lane(self, lane_id: str) -> LaneSettings:
-        """The lane's settings."""
+        """The lane's settings; `lane_not_found` when nobody ever used the name."""
+        validate_lane(lane_id)
+        known = await self.transport.call("SISMEMBER", keys.LANES, lane_id, key=keys.LANES)
+        if not known:
+            raise NotFoundError("lane_not_found", lane_id, op="get_lane")
+        return await self._lane_settings(lane_id)
+
+    async def _lane_settings(self, lane_id: str) -> LaneSettings:
         key = keys.lane_config(validate_lane(lane_id))
         stored: Any = await self.transport.call("HGETALL", key, key=key)
         fields = {text(name): text(value) for name, value in stored.items()}
@@ -209,7 +231,7 @@ class Scheduling(Executions):
         """Pause, drain, disable or re-activate a lane; returns the state it had."""
         if state not in _LANE_STATES:
             raise invalid_input("state", f"must be one of {', '.join(_LANE_STATES)}")
-        before = (await self.get_lane(lane_id)).state
+        before = (await self._lane_settings(lane_id)).state
         await self._store_lane(lane_id, ("state", state, "reason", reason))
         return before
 
