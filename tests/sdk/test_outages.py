@@ -1,0 +1,195 @@
+"""The server goes away or refuses: clients learn what is wrong, workers go on when it heals."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from flowfabric.core.errors import TransportError
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.sdk.client import Client
+from flowfabric.sdk.runtime import WorkerRuntime
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.transport import dial
+from tests.sdk.support import config, opener, submit, until
+from tests.support.server import TestServer
+
+SETTINGS = (
+    *("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"),
+    *("--busy-reply-threshold", "20", "--loading-process-events-interval-bytes", "1024"),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[TestServer]:
+    own = TestServer(*SETTINGS)
+    yield own
+    own.stop()
+
+
+class Site:
+    """A worker at work, and a client with little patience."""
+
+    def __init__(self, server: TestServer, client: Client, runtime: WorkerRuntime) -> None:
+        self.server = server
+        self.client = client
+        self.runtime = runtime
+        self.gate = asyncio.Event()
+        self.holding = asyncio.Event()
+
+    async def command(self, *args: Any) -> Any:
+        conn = await dial(parse_url(self.server.url))
+        try:
+            return await conn.call(*args)
+        finally:
+            await conn.aclose()
+
+    async def handle(self, task: ClaimedTask) -> None:
+        if task.execution_kind == "held":
+            self.holding.set()
+            await self.gate.wait()
+
+    async def works(self, within: float = 5.0) -> None:
+        """New work goes through."""
+        (execution_id,) = await submit(self.client.backend)
+        await self.client.result(execution_id, timeout=within)
+
+
+@pytest.fixture
+async def site(server: TestServer) -> AsyncIterator[Site]:
+    backend = await Backend.connect(
+        parse_url(server.url), prepare_with=PartitionCounts(), request_timeout=0.4
+    )
+    worker = await Worker.connect(
+        config(max_concurrent_tasks=4, claim_poll_interval_ms=100, lease_ttl_ms=20_000),
+        opener(server.url, request_timeout=0.4),
+    )
+    runtime = WorkerRuntime(worker)
+    site = Site(server, Client(backend), runtime)
+    for kind in ("job", "held"):
+        runtime.on(kind, site.handle)
+    run = asyncio.create_task(runtime.run(grace_s=1))
+    await site.works()
+    # One task is under way in every outage; its result must survive it.
+    (held,) = await submit(backend, kind="held")
+    await site.holding.wait()
+    yield site
+    assert not run.done()
+    await site.client.result(held, timeout=10)
+    runtime.stop()
+    summary = await run
+    assert (summary.abandoned, summary.failed) == (0, 0)
+    assert worker.free == 4
+    await worker.aclose()
+    await site.client.aclose()
+
+
+async def fails_as(kind: str, client: Client) -> None:
+    """Until the fault has spread to every connection, calls may fail in other ways."""
+    deadline = time.monotonic() + 10
+    seen: TransportError | None = None
+    while seen is None or seen.kind != kind:
+        assert time.monotonic() < deadline, f"never {kind}, last {seen}"
+        try:
+            await client.submit("job")
+        except TransportError as error:
+            seen = error
+    assert seen.retryable
+    assert seen.hint
+
+
+async def test_killed_and_restarted(site: Site) -> None:
+    site.server.kill()
+    site.gate.set()
+    await fails_as("transport", site.client)
+    site.server.start()
+    await site.works()
+
+
+async def test_loading(site: Site) -> None:
+    await submit(site.client.backend, 300, kind="job", lane="elsewhere")
+    # Keys are loaded slowly, on request, only from a snapshot.
+    await site.command("BGREWRITEAOF")
+    await until(lambda: rewritten(site), "the rewrite")
+    site.server.kill()
+    site.gate.set()
+    site.server._extra = (*SETTINGS, "--key-load-delay", "1500")
+    starting = asyncio.create_task(asyncio.to_thread(site.server.start))
+    await fails_as("busy_loading", site.client)
+    await starting
+    await site.works()
+
+
+async def rewritten(site: Site) -> bool:
+    raw: Any = await site.command("INFO", "persistence")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return "aof_rewrite_in_progress:0" in text and "aof_rewrite_scheduled:0" in text
+
+
+async def test_out_of_memory(site: Site) -> None:
+    await site.command("CONFIG", "SET", "maxmemory", "1")
+    await fails_as("out_of_memory", site.client)
+    site.gate.set()
+    await refused_once(site)
+    await site.command("CONFIG", "SET", "maxmemory", "0")
+    await site.works()
+
+
+async def test_read_only_replica(site: Site) -> None:
+    await site.command("REPLICAOF", "127.0.0.1", "1")
+    await fails_as("read_only", site.client)
+    site.gate.set()
+    await refused_once(site)
+    await site.command("REPLICAOF", "NO", "ONE")
+    await site.works()
+
+
+async def test_busy_script(site: Site) -> None:
+    conn = await dial(parse_url(site.server.url))
+    busy = conn.submit(("EVAL", "while true do end", 0), 60)
+    await fails_as("busy_script", site.client)
+    site.gate.set()
+    await refused_once(site)
+    await site.command("SCRIPT", "KILL")
+    with pytest.raises(TransportError):
+        await busy
+    await conn.aclose()
+    await site.works()
+
+
+async def refused_once(site: Site) -> None:
+    """The held task's result was tried at least once."""
+    results = site.runtime._results
+    await until(lambda: bool(results._calls), "a result on its way")
+
+
+async def test_library_lost(site: Site) -> None:
+    """A failover to a node without the library: whoever notices first loads it again."""
+    await site.command("FUNCTION", "FLUSH")
+    site.gate.set()
+    await site.works()
+
+
+async def test_revoked_permission_ends_the_run(server: TestServer) -> None:
+    backend = await Backend.connect(parse_url(server.url), prepare_with=PartitionCounts())
+    worker = await Worker.connect(config(claim_poll_interval_ms=50), opener(server.url))
+    runtime = WorkerRuntime(worker)
+    run = asyncio.create_task(runtime.run())
+    await submit(backend)
+    await until(lambda: runtime.summary.failed == 1, "a worker at work")
+    await submit(backend, 1, lane="elsewhere")
+    await backend.transport.call("ACL", "SETUSER", "default", "-fcall")
+    await backend.transport.call("ZADD", "ff:wake:default", 0, 86)
+    with pytest.raises(TransportError, match="NOPERM") as caught:
+        await asyncio.wait_for(run, 10)
+    assert caught.value.kind == "auth"
+    assert worker.free == 1
+    await worker.aclose()
+    await backend.aclose()
