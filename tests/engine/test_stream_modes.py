@@ -1,0 +1,417 @@
+"""Durable, summary and best-effort frames, alone and mixed in one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.streams import BestEffort
+from flowfabric.core.errors import EngineError
+from tests.engine.exec_support import freeze, refused, unchanged
+from tests.engine.probes import lossy
+from tests.engine.stream_support import (
+    append,
+    expiry,
+    frames,
+    length,
+    meta,
+    payloads,
+    stream_key,
+    summary_key,
+)
+from tests.support.engine import Engine
+from tests.support.server import TestServer
+
+
+async def live(engine: Engine, handle: Handle, payload: str = "live", **knobs: Any) -> Any:
+    return await append(
+        engine, handle, payload, mode="best_effort", best_effort=BestEffort(**knobs)
+    )
+
+
+async def patch(engine: Engine, handle: Handle, text: str | bytes, **how: Any) -> Any:
+    return await append(engine, handle, text, mode="summary", **how)
+
+
+async def document(engine: Engine, handle: Handle) -> bytes:
+    summary = await engine.backend.read_summary(handle.execution_id, handle.attempt_index)
+    assert summary is not None
+    return summary.document_json
+
+
+# --- best effort: expiry ------------------------------------------------------------------------
+
+
+async def test_expiry_is_set_and_refreshed(engine: Engine) -> None:
+    handle = await engine.running()
+    await live(engine, handle, ttl_ms=5000)
+    assert 9000 < await expiry(engine, handle) <= 10_000
+    await live(engine, handle, ttl_ms=30_000)
+    assert 59_000 < await expiry(engine, handle) <= 60_000
+    page = await engine.backend.read_stream(handle.execution_id, 0)
+    assert [(frame.mode, frame.ttl_ms) for frame in page.frames] == [
+        ("best_effort", 5000),
+        ("best_effort", 30_000),
+    ]
+
+
+async def test_without_a_ttl_nothing_expires(engine: Engine) -> None:
+    handle = await engine.running()
+    await live(engine, handle, ttl_ms=0)
+    assert await expiry(engine, handle) == -1
+    await live(engine, handle, ttl_ms=5000)
+    await live(engine, handle, ttl_ms=-1)
+    assert await expiry(engine, handle) == -1
+    page = await engine.backend.read_stream(handle.execution_id, 0)
+    assert [frame.ttl_ms for frame in page.frames] == [None, 5000, None]
+
+
+@pytest.mark.parametrize("mode", ["durable", "summary"])
+async def test_a_frame_that_stays_ends_the_expiry_for_good(engine: Engine, mode: Any) -> None:
+    handle = await engine.running()
+    await live(engine, handle)
+    assert await expiry(engine, handle) > 0
+    await append(engine, handle, b"{}", mode=mode)
+    assert await expiry(engine, handle) == -1
+    await live(engine, handle)
+    assert await expiry(engine, handle) == -1
+
+
+@pytest.mark.parametrize("mode", ["durable", "summary"])
+async def test_no_expiry_after_a_frame_that_stays(engine: Engine, mode: Any) -> None:
+    handle = await engine.running()
+    await append(engine, handle, b"{}", mode=mode)
+    for _ in range(3):
+        await live(engine, handle, ttl_ms=1)
+    assert await expiry(engine, handle) == -1
+    assert await length(engine, handle) == 4
+
+
+async def test_an_expired_stream_is_written_again(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    first = await live(engine, handle)
+    await backend.transport.call("PEXPIRE", stream_key(handle), 0)
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert (page.frames, page.is_closed, page.truncated) == ((), False, True)
+    tail = await backend.tail_stream(handle.execution_id, 0, after=first.stream_id)
+    assert not tail.truncated
+    second = await live(engine, handle, "again")
+    assert second.frame_count == 2
+    assert second.stream_id > first.stream_id
+    assert await payloads(engine, handle) == [b"again"]
+    assert await expiry(engine, handle) > 0
+
+
+async def test_knobs_beyond_the_store_are_refused(engine: Engine) -> None:
+    handle = await engine.running()
+    for name in ("ttl_ms", "maxlen_floor", "maxlen_ceiling"):
+        error = await unchanged(engine, lambda n=name: live(engine, handle, **{n: 2**32}))
+        assert error.code == "invalid_input"
+
+
+# --- best effort: how much is kept --------------------------------------------------------------
+
+
+async def kept(engine: Engine, handle: Handle) -> tuple[int, float]:
+    stored = await meta(engine, handle)
+    return int(stored["maxlen_applied_last"]), float(stored["ema_rate_hz"])
+
+
+async def test_the_first_append_keeps_the_floor(engine: Engine) -> None:
+    handle = await engine.running()
+    await live(engine, handle, ttl_ms=10_000)
+    assert await kept(engine, handle) == (64, 3.2)
+
+
+async def test_bursts_raise_and_pauses_lower_the_rate(engine: Engine) -> None:
+    handle, now = await engine.running(), await engine.now()
+    await freeze(engine, now)
+    await live(engine, handle, ttl_ms=10_000)
+    rates, sizes = [3.2], [64]
+    for _ in range(5):
+        await live(engine, handle, ttl_ms=10_000)
+        size, rate = await kept(engine, handle)
+        assert rate == pytest.approx(0.2 * 1000 + 0.8 * rates[-1])
+        assert size == min(16_384, math.ceil(rate * 20))
+        rates.append(rate)
+        sizes.append(size)
+    assert sizes == sorted(sizes)
+    assert rates == sorted(rates)
+    await freeze(engine, now + 20_000)
+    await live(engine, handle, ttl_ms=10_000)
+    size, rate = await kept(engine, handle)
+    assert rate == pytest.approx(0.2 * 0.05 + 0.8 * rates[-1])
+    assert size < sizes[-1]
+
+
+async def test_floor_and_ceiling_hold(engine: Engine) -> None:
+    handle, now = await engine.running(), await engine.now()
+    await freeze(engine, now)
+    knobs = {"ttl_ms": 30_000, "maxlen_floor": 10, "maxlen_ceiling": 100, "ema_alpha": 1.0}
+    for _ in range(3):
+        await live(engine, handle, **knobs)
+    assert (await kept(engine, handle))[0] == 100
+    await freeze(engine, now + 25_000)
+    await live(engine, handle, **knobs)
+    assert (await kept(engine, handle))[0] == 10
+
+
+@pytest.mark.parametrize(
+    ("knobs", "floor", "ceiling"),
+    [
+        ({"maxlen_floor": 0, "maxlen_ceiling": -5}, 64, 16_384),
+        ({"maxlen_floor": 500, "maxlen_ceiling": 100}, 500, 500),
+    ],
+)
+async def test_defaults_of_the_knobs(
+    engine: Engine, knobs: dict[str, int], floor: int, ceiling: int
+) -> None:
+    handle = await engine.running()
+    await freeze(engine, await engine.now())
+    await live(engine, handle, ttl_ms=10_000, **knobs)
+    assert (await kept(engine, handle))[0] == floor
+    for _ in range(30):
+        await live(engine, handle, ttl_ms=10_000, **knobs)
+    assert (await kept(engine, handle))[0] == min(ceiling, 20_000)
+
+
+@pytest.mark.parametrize("alpha", [0, -1, 1.5, math.inf, math.nan])
+async def test_a_senseless_alpha_is_the_default(engine: Engine, alpha: float) -> None:
+    handle = await engine.running()
+    await freeze(engine, await engine.now())
+    await live(engine, handle, ttl_ms=10_000)
+    await live(engine, handle, ttl_ms=10_000, ema_alpha=alpha)
+    assert (await kept(engine, handle))[1] == pytest.approx(0.2 * 1000 + 0.8 * 3.2)
+
+
+async def test_a_batch_counts_every_frame(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await freeze(engine, await engine.now())
+    await backend.append_frames(handle, frames("a", "b", "c"), mode="best_effort")
+    expected = 3.2
+    for _ in range(2):
+        expected = 0.2 * 1000 + 0.8 * expected
+    assert (await kept(engine, handle))[1] == pytest.approx(expected)
+
+
+async def test_best_effort_trims_to_about_what_it_keeps(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    batch = frames(*(b"x",) * 250)
+    knobs = BestEffort(maxlen_floor=10, maxlen_ceiling=300)
+    for _ in range(8):
+        await backend.append_frames(handle, batch, mode="best_effort", best_effort=knobs)
+    assert 300 <= await length(engine, handle) <= 400
+
+
+# --- summary ------------------------------------------------------------------------------------
+
+
+async def test_no_summary(engine: Engine) -> None:
+    handle = await engine.running()
+    await append(engine, handle, b"{}")
+    assert await engine.backend.read_summary(handle.execution_id, 0) is None
+    assert await engine.backend.read_summary(engine.new_id(), 3) is None
+
+
+async def test_two_patches(engine: Engine) -> None:
+    handle, backend, now = await engine.running(), engine.backend, await engine.now()
+    await freeze(engine, now)
+    first = await patch(engine, handle, '{"a":1,"b":{"c":"__ff_null__"}}')
+    await freeze(engine, now + 10)
+    second = await patch(engine, handle, '{"a":null,"b":{"d":2}}')
+    assert [first.summary_version, second.summary_version] == [1, 2]
+    summary = await backend.read_summary(handle.execution_id, 0)
+    assert summary is not None
+    assert summary.document_json == b'{"b":{"c":null,"d":2}}'
+    assert (summary.version, summary.patch_kind) == (2, "json-merge-patch")
+    assert (summary.first_applied_ms, summary.last_updated_ms) == (now, now + 10)
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [(f.mode, f.summary_version, f.payload) for f in page.frames] == [
+        ("summary", 1, b'{"a":1,"b":{"c":"__ff_null__"}}'),
+        ("summary", 2, b'{"a":null,"b":{"d":2}}'),
+    ]
+
+
+async def test_numbers_and_empty_arrays_stay_exact(engine: Engine) -> None:
+    handle = await engine.running()
+    text = '{"big":18446744073709551615,"small":-9223372036854775808,"f":0.1,"list":[],"o":{}}'
+    await patch(engine, handle, text)
+    await patch(engine, handle, '{"o":{}}')
+    assert await document(engine, handle) == text.encode()
+
+
+async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    await patch(engine, handle, '{"a":1}')
+    async with lossy(engine, valkey) as (other, _):
+        outcome = await other.append_frame(handle, frames('{"b":2}')[0], mode="summary")
+        assert outcome.summary_version == 2
+    outcome = await patch(engine, handle, '{"c":3}')
+    assert outcome.summary_version == 3
+    assert await document(engine, handle) == b'{"a":1,"b":2,"c":3}'
+
+
+async def test_patches_of_many_tasks_are_all_merged(engine: Engine) -> None:
+    handle = await engine.running()
+    outcomes = await asyncio.gather(*(patch(engine, handle, f'{{"k{n}":{n}}}') for n in range(50)))
+    assert sorted(outcome.summary_version for outcome in outcomes) == list(range(1, 51))
+    assert await document(engine, handle) == (
+        b"{" + b",".join(b'"k%d":%d' % (n, n) for n in range(50)) + b"}"
+    )
+
+
+async def test_a_batch_of_patches(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    batch = frames('{"a":1}', '{"b":2}', '{"a":null}')
+    outcome = await backend.append_frames(handle, batch, mode="summary")
+    assert (outcome.summary_version, outcome.frame_count) == (3, 3)
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [frame.summary_version for frame in page.frames] == [1, 2, 3]
+    assert await document(engine, handle) == b'{"b":2}'
+    bad = frames('{"a":1}', "[]")
+    error = await unchanged(engine, lambda: backend.append_frames(handle, bad, mode="summary"))
+    assert error.code == "invalid_input"
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("nope", "is not JSON"),
+        (b'{"a":"\xff"}', "is not JSON"),
+        ("[]", "must be a JSON object"),
+        ("1", "must be a JSON object"),
+        ('{"a":' * 17 + "{}" + "}" * 17, "patch_depth_exceeded"),
+    ],
+)
+async def test_bad_patches_change_nothing(engine: Engine, text: str | bytes, detail: str) -> None:
+    handle = await engine.running()
+    await patch(engine, handle, '{"a":1}')
+    error = await unchanged(engine, lambda: patch(engine, handle, text))
+    assert isinstance(error, EngineError)
+    assert (error.code, detail in error.detail) == ("invalid_input", True)
+    await patch(engine, handle, '{"a":' * 16 + "{}" + "}" * 16)
+
+
+async def test_only_one_patch_kind(engine: Engine) -> None:
+    handle = await engine.running()
+    await patch(engine, handle, "{}", patch_kind="json-merge-patch")
+    error = await unchanged(engine, lambda: patch(engine, handle, "nope", patch_kind="json-patch"))
+    assert "unsupported patch_kind" in error.detail
+    # Other modes have no patch, so there is nothing to refuse.
+    await append(engine, handle, b"x", patch_kind="json-patch")
+
+
+async def test_the_document_is_bounded(engine: Engine) -> None:
+    handle = await engine.running()
+    for number in range(3):
+        await patch(engine, handle, f'{{"k{number}":"{"x" * 65_000}"}}')
+    await patch(engine, handle, f'{{"k3":"{"x" * 65_000}"}}')
+    error = await unchanged(engine, lambda: patch(engine, handle, f'{{"k4":"{"x" * 9000}"}}'))
+    assert error.code == "retention_limit_exceeded"
+    await patch(engine, handle, '{"k0":null}')
+    await patch(engine, handle, f'{{"k4":"{"x" * 9000}"}}')
+    tight: dict[str, Any] = {"summary_max_bytes": 100}
+    await refused(patch(engine, handle, '{"k5":1}', **tight), "retention_limit_exceeded")
+
+
+async def test_a_stale_copy_does_not_refuse(engine: Engine, valkey: TestServer) -> None:
+    """What this client remembers may be larger than what another made of it since."""
+    handle = await engine.running()
+    await patch(engine, handle, f'{{"a":"{"x" * 500}"}}', summary_max_bytes=1000)
+    async with lossy(engine, valkey) as (other, _):
+        await other.append_frame(handle, frames('{"a":null}')[0], mode="summary")
+    await patch(engine, handle, f'{{"b":"{"y" * 600}"}}', summary_max_bytes=1000)
+    assert await document(engine, handle) == b'{"b":"%s"}' % (b"y" * 600)
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("broken", ["[]", "{", "\xff"])
+async def test_an_unreadable_document_is_corruption(engine: Engine, broken: str) -> None:
+    handle, call = await engine.running(), engine.backend.transport.call
+    await patch(engine, handle, '{"a":1}')
+    await call("HSET", summary_key(handle), "document", broken, "version", 9)
+    deep = '{"a":' * 17 + "{}" + "}" * 17
+    for text in ('{"b":1}', deep):
+        error = await unchanged(engine, lambda t=text: patch(engine, handle, t))
+        assert error.code == "corruption"
+    await refused(patch(engine, handle, "[]"), "invalid_input")
+    await call("HDEL", summary_key(handle), "patch_kind")
+    await refused(engine.backend.read_summary(handle.execution_id, 0), "corruption")
+
+
+async def test_a_summary_outlives_its_frames_and_its_attempt(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await patch(engine, handle, '{"a":1}')
+    await backend.complete(handle)
+    await backend.transport.call("XTRIM", stream_key(handle), "MAXLEN", 0)
+    assert await document(engine, handle) == b'{"a":1}'
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert (page.frames, page.truncated, page.closed_reason) == ((), True, "attempt_success")
+
+
+async def test_summary_frames_are_trimmed_to_about_64(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    for _ in range(3):
+        await backend.append_frames(handle, frames(*("{}",) * 100), mode="summary")
+    assert 64 <= await length(engine, handle) <= 164
+    summary = await backend.read_summary(handle.execution_id, 0)
+    assert summary is not None
+    assert summary.version == 300
+
+
+# --- mixing -------------------------------------------------------------------------------------
+
+
+async def test_modes_share_one_order(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await append(engine, handle, b"d1")
+    await live(engine, handle, "b1")
+    await patch(engine, handle, '{"s":1}')
+    await append(engine, handle, b"d2")
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [frame.mode for frame in page.frames] == ["durable", "best_effort", "summary", "durable"]
+    assert [frame.id for frame in page.frames] == sorted(frame.id for frame in page.frames)
+    page = await backend.read_stream(handle.execution_id, 0, visibility="exclude_best_effort")
+    assert [frame.mode for frame in page.frames] == ["durable", "summary", "durable"]
+
+
+@pytest.mark.parametrize("mode", ["summary", "best_effort"])
+async def test_durable_frames_survive_other_modes(engine: Engine, mode: Any) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await backend.append_frames(handle, frames(*(b"d%d" % n for n in range(200))))
+    for _ in range(6):
+        await backend.append_frames(
+            handle,
+            frames(*(b"{}",) * 100),
+            mode=mode,
+            best_effort=BestEffort(maxlen_ceiling=64) if mode == "best_effort" else None,
+        )
+    assert (await payloads(engine, handle))[:200] == [b"d%d" % n for n in range(200)]
+
+
+async def test_the_latest_durable_limit_counts(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    small = BestEffort(maxlen_floor=10, maxlen_ceiling=10)
+    await append(engine, handle, b"kept", retention_maxlen=300)
+    await append(engine, handle, b"kept", retention_maxlen=150)
+    for _ in range(5):
+        await backend.append_frames(
+            handle, frames(*(b"x",) * 100), mode="best_effort", best_effort=small
+        )
+    assert 150 <= await length(engine, handle) <= 250
+
+
+async def test_summary_frames_alone_protect_nothing(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await patch(engine, handle, '{"a":1}')
+    small = BestEffort(maxlen_floor=10, maxlen_ceiling=10)
+    for _ in range(5):
+        await backend.append_frames(
+            handle, frames(*(b"x",) * 100), mode="best_effort", best_effort=small
+        )
+    assert await length(engine, handle) <= 110
+    assert await document(engine, handle) == b'{"a":1}'
