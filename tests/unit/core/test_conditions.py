@@ -47,8 +47,10 @@ DOCUMENTED: list[tuple[Condition, str]] = [
     (TimeoutOnly(), '"TimeoutOnly"'),
     (
         AllOf((Single("a"),)),
-        '{"Composite":{"kind":"AllOf","members":[{"Single":{"waitpoint_key":"a",'
-        '"matcher":"Wildcard"}}]}}',
+        (
+            '{"Composite":{"kind":"AllOf","members":[{"Single":{"waitpoint_key":"a",'
+            '"matcher":"Wildcard"}}]}}'
+        ),
     ),
     (
         Count(n=2, count_kind=SOURCES, waitpoints=("k",)),
@@ -56,8 +58,10 @@ DOCUMENTED: list[tuple[Condition, str]] = [
     ),
     (
         Count(n=1, count_kind=SIGNALS, waitpoints=("k", "l"), signal_name="go"),
-        '{"Composite":{"kind":"Count","n":1,"count_kind":"DistinctSignals",'
-        '"waitpoints":["k","l"],"matcher":{"ByName":"go"}}}',
+        (
+            '{"Composite":{"kind":"Count","n":1,"count_kind":"DistinctSignals",'
+            '"waitpoints":["k","l"],"matcher":{"ByName":"go"}}}'
+        ),
     ),
 ]
 
@@ -187,13 +191,17 @@ def nested(depth: int, leaf: Condition) -> Condition:
 TREES: list[tuple[Condition, str]] = [
     (
         nested(5, Single("k")),
-        "condition_depth_exceeded: depth 5 exceeds cap 4 at path "
-        "members[0].members[0].members[0].members[0]",
+        (
+            "condition_depth_exceeded: depth 5 exceeds cap 4 at path "
+            "members[0].members[0].members[0].members[0]"
+        ),
     ),
     (
         AllOf((Single("k"), nested(4, Count(n=0, waitpoints=())))),
-        "condition_depth_exceeded: depth 5 exceeds cap 4 at path "
-        "members[1].members[0].members[0].members[0]",
+        (
+            "condition_depth_exceeded: depth 5 exceeds cap 4 at path "
+            "members[1].members[0].members[0].members[0]"
+        ),
     ),
     (AllOf(()), "allof_empty_members at path <root>"),
     (AllOf((Single("k"), AllOf(()))), "allof_empty_members at path members[1]"),

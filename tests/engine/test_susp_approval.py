@@ -1,0 +1,104 @@
+"""Signals that the engine vouches for, and bridges that compare the token themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric.core.conditions import Count, CountKind, Single
+from flowfabric.core.contracts.suspension import Accepted, Duplicate
+from flowfabric.core.ids import new_uuid
+from tests.engine.probes import refused, running, untouched
+from tests.support.engine import Engine
+from tests.support.suspension import Waits
+
+
+async def test_an_operator_approves_without_a_token(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(Single("k", "approved"))
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    approve = waits.backend.deliver_approval_signal
+    rejected = await approve(execution_id, point, "rejected", idempotency_suffix="1")
+    assert isinstance(rejected, Accepted)
+    assert await approve(execution_id, point, "rejected", idempotency_suffix="1") == Duplicate(
+        rejected.signal_id
+    )
+    approved = await approve(
+        execution_id, point, "approved", idempotency_suffix="1", decided_by="ann", payload=b"ok"
+    )
+    assert isinstance(approved, Accepted)
+    assert approved.resumed, "one suffix, two names, two keys"
+    claim = await engine.claim()
+    (signal,) = await waits.backend.observe_signals(claim.handle)
+    assert signal.signal_category == "approval"
+    assert (signal.source_type, signal.source_identity) == ("operator", "ann")
+    assert signal.payload == b"ok"
+    stored = await waits.hash(f"ff:signal:{execution_id}:{approved.signal_id}")
+    assert stored["target_scope"] == "execution"
+    assert stored["idempotency_key"] == "approval:approved:1"
+
+
+async def test_two_operators_are_two_sources(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(Count(n=2, waitpoints=("k",), count_kind=CountKind.DISTINCT_SOURCES))
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    effects: list[Any] = []
+    for who in ("ann", "ann", "b" * 512):
+        outcome = await waits.backend.deliver_approval_signal(
+            execution_id, point, "approved", decided_by=who
+        )
+        effects.append(outcome.effect if isinstance(outcome, Accepted) else "duplicate")
+    assert effects == ["appended_to_waitpoint", "duplicate", "resume_condition_satisfied"]
+
+
+async def test_approvals_refused(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running(lane="gpu")
+    parked = await waits.park(handle=handle)
+    other = await waits.park(handle=await running(engine, lane="gpu"))
+    execution_id, point = handle.execution_id, parked.details.waitpoint_id
+    approve = waits.backend.deliver_approval_signal
+    async with untouched(engine):
+        await refused("execution_not_found", approve(engine.new_id(), point, "x", lane_id="cpu"))
+        await refused("waitpoint_not_found", approve(execution_id, new_uuid(), "x", lane_id="cpu"))
+        await refused("waitpoint_not_found", approve(execution_id, other.details.waitpoint_id, "x"))
+        problem = await refused("invalid_input", approve(execution_id, point, "x", lane_id="cpu"))
+        assert "lane_mismatch" in problem.detail
+        await refused("invalid_input", approve(execution_id, point, ""))
+        await refused("invalid_input", approve(execution_id, "x", "x"))
+        await refused(
+            "invalid_input", approve(execution_id, point, "x", idempotency_suffix="x" * 513)
+        )
+        await refused("payload_too_large", approve(execution_id, point, "x", payload=b"x" * 65_537))
+    await approve(execution_id, point, "go", lane_id="gpu")
+    await refused("target_not_signalable", approve(execution_id, point, "again"))
+
+
+async def test_an_approval_outlives_the_key(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    await waits.backend.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 0)
+    await engine.advance(1)
+    await refused("token_expired", waits.send(parked))
+    outcome = await waits.backend.deliver_approval_signal(
+        parked.handle.execution_id, parked.details.waitpoint_id, "go"
+    )
+    assert isinstance(outcome, Accepted)
+    assert outcome.resumed
+
+
+async def test_a_bridge_compares_and_delivers(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    deliver = waits.backend.verify_and_deliver
+    async with untouched(engine):
+        await refused("waitpoint_token_not_found", deliver(execution_id, new_uuid(), "x", "go"))
+        for wrong in ("", "ü", "\ud800", "k1:" + "0" * 40):
+            await refused("invalid_token", deliver(execution_id, point, wrong, "go"))
+    outcome = await deliver(execution_id, point, parked.details.waitpoint_token, "go", payload=b"x")
+    assert isinstance(outcome, Accepted)
+    assert outcome.resumed
+    await refused(
+        "waitpoint_token_not_found",
+        deliver(execution_id, point, parked.details.waitpoint_token, "go"),
+    )
