@@ -94,6 +94,22 @@ async def grant(engine: Engine, execution_id: ExecutionId, **options: Any) -> Cl
     return await engine.backend.issue_claim_grant(execution_id, **(WORKER | options))
 
 
+async def fused(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
+    """An operator takes one named execution."""
+    arguments: dict[str, Any] = {"lease_duration_ms": TTL} | options
+    return await engine.backend.issue_grant_and_claim(execution_id, **arguments)
+
+
+def a_grant(execution_id: ExecutionId) -> ClaimGrant:
+    """A grant nobody issued."""
+    return ClaimGrant(
+        execution_id=execution_id,
+        partition_key=execution_id.tag,
+        grant_key="k#t",
+        expires_at_ms=1,
+    )
+
+
 async def reclaim_grant(engine: Engine, execution_id: ExecutionId, **options: Any) -> ReclaimGrant:
     """A reclaim grant for worker `v`."""
     outcome = await engine.backend.issue_reclaim_grant(execution_id, **(OTHER | options))
