@@ -1,0 +1,344 @@
+"""Closing: every way an attempt ends, with and without output, and what is left after a purge."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.leases import Handle
+from tests.engine.exec_support import Case, freeze, promote, refused, trim
+from tests.engine.stream_support import (
+    ENDINGS,
+    FIRST,
+    SECOND,
+    append,
+    meta,
+    payloads,
+    stream_key,
+    waiting_tail,
+)
+from tests.support.engine import Engine
+
+DAY = 86_400_000
+
+
+async def prepared(engine: Engine, name: str, *, wrote: bool) -> Handle:
+    """An attempt just before it ends."""
+    ending = ENDINGS[name]
+    handle = await engine.running(policy=ending.policy)
+    if wrote:
+        await append(engine, handle, b"output")
+    if ending.before is not None:
+        await ending.before(engine, handle)
+    return handle
+
+
+@pytest.mark.parametrize("wrote", [True, False], ids=["with output", "silent"])
+@pytest.mark.parametrize("name", sorted(ENDINGS))
+async def test_the_end_of_an_attempt_closes_its_stream(
+    engine: Engine,
+    name: str,
+    wrote: bool,  # noqa: FBT001
+) -> None:
+    backend, ending = engine.backend, ENDINGS[name]
+    handle = await prepared(engine, name, wrote=wrote)
+    execution_id = handle.execution_id
+    open_before = await backend.read_stream(execution_id, 0)
+    assert open_before.is_closed is (name in SECOND)
+    earliest = await engine.now()
+    await ending.end(engine, handle)
+    page = await backend.read_stream(execution_id, 0)
+    assert page.closed_reason == ending.reason
+    assert page.closed_at is not None
+    assert earliest <= page.closed_at <= await engine.now()
+    assert [frame.payload for frame in page.frames] == ([b"output"] if wrote else [])
+    code = "stale_owner_cannot_append"
+    if (await engine.vector(execution_id)).lifecycle_phase != "active":
+        code = "stream_closed"
+    await refused(append(engine, handle, b"late"), code)
+    # A closed stream with nothing behind the position does not make anybody wait.
+    async with asyncio.timeout(5):
+        tail = await backend.tail_stream(
+            execution_id, 0, after=page.next_cursor if wrote else "0-0", block_ms=30_000
+        )
+    assert (tail.frames, tail.closed_at, tail.closed_reason) == (
+        (),
+        page.closed_at,
+        page.closed_reason,
+    )
+
+
+@pytest.mark.parametrize("wrote", [True, False], ids=["with output", "silent"])
+@pytest.mark.parametrize("name", sorted(FIRST))
+async def test_the_end_of_an_attempt_wakes_its_followers(
+    engine: Engine,
+    name: str,
+    wrote: bool,  # noqa: FBT001
+) -> None:
+    handle = await prepared(engine, name, wrote=wrote)
+    seen = await engine.backend.read_stream(handle.execution_id, 0)
+    after = seen.next_cursor if wrote else "0-0"
+    tails = [await waiting_tail(engine, handle.execution_id, after=after) for _ in range(3)]
+    await ENDINGS[name].end(engine, handle)
+    async with asyncio.timeout(1):
+        pages = await asyncio.gather(*tails)
+    assert [(page.frames, page.closed_reason) for page in pages] == [((), ENDINGS[name].reason)] * 3
+    assert all(page.closed_at is not None for page in pages)
+
+
+async def test_followers_are_woken_within_a_tenth_of_a_second(engine: Engine) -> None:
+    loop, delays = asyncio.get_running_loop(), list[float]()
+    for _ in range(5):
+        handle = await engine.running()
+        tail = await waiting_tail(engine, handle.execution_id)
+        started = loop.time()
+        await engine.backend.complete(handle)
+        await tail
+        delays.append(loop.time() - started)
+    assert sorted(delays)[2] < 0.1
+
+
+async def test_no_marker_is_ever_visible(engine: Engine) -> None:
+    handle = await engine.running()
+    await append(engine, handle, b"x")
+    tail = await waiting_tail(engine, handle.execution_id, after="99999999999999-0")
+    await engine.backend.complete(handle)
+    await tail
+    assert await payloads(engine, handle) == [b"x"]
+
+
+async def test_nobody_waiting_costs_nothing(engine: Engine) -> None:
+    handle = await engine.running()
+    before = set(await engine.dump())
+    await engine.backend.complete(handle)
+    added = {name.decode() for name in set(await engine.dump()) - before}
+    assert not [name for name in added if name.startswith("ff:stream:")]
+
+
+# --- several attempts, several followers --------------------------------------------------------
+
+
+async def test_followers_of_different_attempts_do_not_disturb_each_other(engine: Engine) -> None:
+    """Somebody who waits for a later attempt takes nothing from those who follow this one."""
+    case = await Case.make(engine, "active")
+    backend, execution_id = engine.backend, case.execution_id
+    current = await waiting_tail(engine, execution_id, 0)
+    later = await waiting_tail(engine, execution_id, 1)
+    far = await waiting_tail(engine, execution_id, 5)
+    await backend.fail(case.held, "boom", "transient")
+    async with asyncio.timeout(5):
+        assert (await current).closed_reason == "attempt_failure"
+    assert not later.done()
+    await engine.advance(1000)
+    await promote(engine, execution_id)
+    await case.claim()
+    await append(engine, case.held, b"second")
+    async with asyncio.timeout(5):
+        page = await later
+    assert [frame.payload for frame in page.frames] == [b"second"]
+    again = await waiting_tail(engine, execution_id, 1, after=page.next_cursor)
+    await backend.complete(case.held)
+    async with asyncio.timeout(5):
+        assert (await again).closed_reason == "attempt_success"
+    assert not far.done()
+    far.cancel()
+    await asyncio.wait([far])
+
+
+async def test_followers_of_an_attempt_still_to_come(engine: Engine) -> None:
+    execution_id = await engine.create()
+    tail = await waiting_tail(engine, execution_id)
+    handle = (await engine.claim()).handle
+    await engine.backend.complete(handle)
+    async with asyncio.timeout(5):
+        assert (await tail).closed_reason == "attempt_success"
+
+
+async def test_followers_of_an_execution_still_to_come(engine: Engine) -> None:
+    """Nothing can be noted of an execution that does not exist; its end is noticed all the same."""
+    execution_id = engine.new_id()
+    tail = await waiting_tail(engine, execution_id)
+    await engine.create(execution_id=execution_id)
+    handle = (await engine.claim()).handle
+    await engine.backend.complete(handle)
+    async with asyncio.timeout(5):
+        assert (await tail).closed_reason == "attempt_success"
+
+
+async def test_the_list_of_followed_attempts_is_bounded(engine: Engine) -> None:
+    handle = await engine.running()
+    execution_id, backend = handle.execution_id, engine.backend
+    for index in range(30):
+        await backend.tail_stream(execution_id, index, block_ms=1)
+    fields: Any = await backend.transport.call(
+        "HGET", f"ff:exec:{execution_id.tag}:{execution_id}:core", "tailed"
+    )
+    assert fields == b",0,1,2,3,4,5,6,7,"
+    tail = await waiting_tail(engine, execution_id, 0)
+    await backend.complete(handle)
+    async with asyncio.timeout(5):
+        await tail
+
+
+# --- closed stays closed ------------------------------------------------------------------------
+
+
+async def test_a_pending_retry_does_not_change_the_reason(engine: Engine) -> None:
+    handle = await prepared(engine, "fail with a retry", wrote=True)
+    await ENDINGS["fail with a retry"].end(engine, handle)
+    first = await engine.backend.read_stream(handle.execution_id, 0)
+    await engine.advance(10)
+    await engine.backend.cancel_execution(handle.execution_id, "enough")
+    second = await engine.backend.read_stream(handle.execution_id, 0)
+    assert (second.closed_at, second.closed_reason) == (first.closed_at, "attempt_failure")
+
+
+async def test_a_reclaim_says_what_became_of_the_attempt(engine: Engine) -> None:
+    for name in ("reclaim", "reclaim after revoke", "reclaim over the cap"):
+        handle = await prepared(engine, name, wrote=True)
+        provisional = await meta(engine, handle)
+        assert provisional["closed_reason"] in {"lease_expired", "lease_revoked"}
+        await engine.advance(5)
+        await ENDINGS[name].end(engine, handle)
+        final = await meta(engine, handle)
+        assert final["closed_reason"] == ENDINGS[name].reason
+        assert int(final["closed_at"]) >= int(provisional["closed_at"]) + 5
+
+
+@pytest.mark.parametrize("wrote", [True, False], ids=["with output", "silent"])
+async def test_a_replay_leaves_the_old_attempt_closed(engine: Engine, wrote: bool) -> None:  # noqa: FBT001
+    for name in ("complete", "fail", "cancel by an operator", "deadline", "reclaim over the cap"):
+        handle = await prepared(engine, name, wrote=wrote)
+        await ENDINGS[name].end(engine, handle)
+        before = await engine.backend.read_stream(handle.execution_id, 0)
+        await engine.backend.replay_execution(handle.execution_id)
+        after = await engine.backend.read_stream(handle.execution_id, 0)
+        assert (after.closed_at, after.closed_reason) == (before.closed_at, before.closed_reason)
+        new = (await engine.claim()).handle
+        await append(engine, new, b"again")
+        assert not (await engine.backend.read_stream(handle.execution_id, 1)).is_closed
+        await engine.backend.complete(new)
+
+
+async def test_operations_that_do_not_end_the_attempt_leave_it_open(engine: Engine) -> None:
+    for state in ("paused_delayed", "paused_waiting", "waiting_children"):
+        case = await Case.make(engine, state)
+        page = await engine.backend.read_stream(case.execution_id, 0)
+        assert not page.is_closed, state
+        await engine.backend.cancel_execution(case.execution_id, "done")
+    handle = await engine.running()
+    await append(engine, handle, b"x")
+    await engine.backend.renew(handle)
+    await engine.backend.progress(handle, 5, "five")
+    assert not (await engine.backend.read_stream(handle.execution_id, 0)).is_closed
+
+
+async def test_closed_at_and_reason_come_together(engine: Engine) -> None:
+    handle, now = await engine.running(), await engine.now()
+    await append(engine, handle, b"x")
+    stored = await meta(engine, handle)
+    assert not {"closed_at", "closed_reason"} & set(stored)
+    await freeze(engine, now + 7)
+    await engine.backend.complete(handle)
+    stored = await meta(engine, handle)
+    assert (stored["closed_at"], stored["closed_reason"]) == (str(now + 7), "attempt_success")
+
+
+# --- races --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["complete", "fail", "cancel by an operator", "revoke"])
+async def test_an_append_and_the_end_are_serial(engine: Engine, name: str) -> None:
+    """Either the frame is in before the close, or the append is refused; never both or neither."""
+    backend = engine.backend
+    for first in ("append", "end"):
+        handle = await engine.running(policy=ENDINGS[name].policy)
+        await append(engine, handle, b"x")
+        work = {
+            "append": lambda h=handle: append(engine, h, b"y"),
+            "end": lambda h=handle: ENDINGS[name].end(engine, h),
+        }
+        order = [first, *(set(work) - {first})]
+        results = dict(
+            zip(
+                order,
+                await asyncio.gather(*(work[k]() for k in order), return_exceptions=True),
+                strict=True,
+            )
+        )
+        stored = await payloads(engine, handle)
+        assert (b"y" in stored) is not isinstance(results["append"], Exception)
+        page = await backend.read_stream(handle.execution_id, 0)
+        assert page.is_closed
+        if name == "revoke":
+            await backend.cancel_execution(handle.execution_id, "done")
+
+
+async def test_a_zombie_does_not_touch_the_new_attempt(engine: Engine) -> None:
+    handle = await prepared(engine, "reclaim", wrote=True)
+    new = (await engine.claim(instance="w-2")).handle
+    await append(engine, new, b"new")
+    await refused(append(engine, handle, b"zombie"), "stale_owner_cannot_append")
+    assert await payloads(engine, new) == [b"new"]
+    assert await payloads(engine, handle) == [b"output"]
+
+
+async def test_a_close_after_the_frames_were_seen_is_not_missed(engine: Engine) -> None:
+    """The bell of a close that happened before anybody waited is still heard."""
+    handle, backend = await engine.running(), engine.backend
+    await append(engine, handle, b"x")
+    page = await backend.tail_stream(handle.execution_id, 0, block_ms=1000)
+    await append(engine, handle, b"y")
+    await backend.complete(handle)
+    rest = await backend.tail_stream(
+        handle.execution_id, 0, after=page.next_cursor, block_ms=20_000
+    )
+    assert [frame.payload for frame in rest.frames] == [b"y"]
+    assert rest.closed_reason == "attempt_success"
+
+
+# --- purge --------------------------------------------------------------------------------------
+
+
+async def test_a_purge_leaves_nothing(engine: Engine) -> None:
+    case = await Case.make(engine, "active")
+    backend, execution_id = engine.backend, case.execution_id
+    for attempt in range(2):
+        await append(engine, case.held, b"x")
+        await append(engine, case.held, b'{"a":1}', mode="summary")
+        tail = await waiting_tail(engine, execution_id, attempt, after="99999999999999-0")
+        if attempt == 0:
+            await backend.fail(case.held, "boom", "transient")
+            await engine.advance(1000)
+            await promote(engine, execution_id)
+            old = case.held
+            await case.claim()
+        else:
+            await backend.complete(case.held)
+        await tail
+    names = {name.decode() for name in await engine.dump()}
+    for handle in (old, case.held):
+        for suffix in ("", ":meta", ":closed"):
+            assert stream_key(handle, suffix) in names
+    await engine.advance(DAY)
+    assert await trim(engine, execution_id) == "purged"
+    left = [name for name in await engine.dump() if execution_id.encode() in name]
+    assert left == []
+    page = await backend.read_stream(execution_id, 0)
+    assert (page.frames, page.is_closed) == ((), False)
+    assert await backend.read_summary(execution_id, 0) is None
+
+
+async def test_a_follower_alone_leaves_nothing_behind_a_purge(engine: Engine) -> None:
+    handle = await engine.running()
+    tail = await waiting_tail(engine, handle.execution_id)
+    await engine.backend.complete(handle)
+    await tail
+    await engine.advance(DAY)
+    assert await trim(engine, handle.execution_id) == "purged"
+    assert not [n for n in await engine.dump() if handle.execution_id.encode() in n]
+    # A late follower does not bring the execution back.
+    await engine.backend.tail_stream(handle.execution_id, 0, block_ms=1)
+    assert not [n for n in await engine.dump() if handle.execution_id.encode() in n]

@@ -1,0 +1,316 @@
+"""Followers and writers: a stream from its first to its last frame, over lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.streams import AppendOutcome, Frame
+from flowfabric.core.errors import EngineError, TransportError, ValidationError
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
+from flowfabric.engine.frame_writer import FrameWriter
+from flowfabric.engine.stream_follow import StreamFollower
+from flowfabric.engine.stream_pool import StreamPool
+from flowfabric.valkey.address import parse_url
+from tests.engine.exec_support import refused
+from tests.engine.probes import lossy
+from tests.engine.stream_support import append, frames, payloads, until_blocked, waiting_tail
+from tests.support.engine import TTL, Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+
+async def collect(follower: StreamFollower) -> list[bytes]:
+    return [frame.payload async for frame in follower]
+
+
+# --- following ----------------------------------------------------------------------------------
+
+
+async def test_from_the_first_frame_to_the_close(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await append(engine, handle, b"0")
+    follower = backend.follow_stream(handle.execution_id, 0)
+    reading = asyncio.ensure_future(collect(follower))
+    await until_blocked(backend)
+    for number in range(1, 30):
+        await append(engine, handle, str(number))
+    await backend.complete(handle)
+    async with asyncio.timeout(5):
+        assert await reading == [b"%d" % n for n in range(30)]
+    assert follower.closed_reason == "attempt_success"
+    assert follower.closed_at is not None
+    assert not follower.truncated
+    newest = await backend.read_stream(handle.execution_id, 0, from_="end")
+    assert follower.position == newest.frames[0].id
+
+
+async def test_a_closed_stream_is_drained(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    for first in range(0, 1250, 250):
+        batch = frames(*(str(n) for n in range(first, first + 250)))
+        outcome = await backend.append_frames(handle, batch)
+    await backend.complete(handle)
+    follower = backend.follow_stream(handle.execution_id, 0)
+    assert await collect(follower) == [b"%d" % n for n in range(1250)]
+    half = backend.follow_stream(handle.execution_id, 0, after=outcome.stream_ids[-2])
+    assert await collect(half) == [b"1249"]
+    with pytest.raises(StopAsyncIteration):
+        await anext(half)
+
+
+async def test_hidden_frames_are_passed_over_to_the_end(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await append(engine, handle, b"a")
+    await backend.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
+    await append(engine, handle, b"b")
+    await backend.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
+    await backend.complete(handle)
+    follower = backend.follow_stream(handle.execution_id, 0, visibility="exclude_best_effort")
+    assert await collect(follower) == [b"a", b"b"]
+    assert follower.closed_reason == "attempt_success"
+
+
+async def test_a_silent_attempt_ends_too(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    reading = asyncio.ensure_future(collect(backend.follow_stream(handle.execution_id, 0)))
+    await until_blocked(backend)
+    await engine.advance(TTL)
+    await backend.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
+    async with asyncio.timeout(5):
+        assert await reading == []
+
+
+async def test_gaps_are_told(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    for number in range(9):
+        await append(engine, handle, str(number), retention_maxlen=3)
+    await backend.complete(handle)
+    follower = backend.follow_stream(handle.execution_id, 0)
+    assert await collect(follower) == [b"6", b"7", b"8"]
+    assert follower.truncated
+
+
+async def test_a_bad_position_is_refused(engine: Engine) -> None:
+    for after in ("start", "end", "", "x"):
+        with pytest.raises(ValidationError):
+            engine.backend.follow_stream(engine.new_id(), 0, after=after)
+    with pytest.raises(EngineError):
+        await anext(engine.backend.follow_stream(engine.new_id(), -1))
+
+
+async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    with FaultProxy(valkey.socket_path) as proxy:
+        client = await Backend.connect(
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+        )
+        try:
+            follower = client.follow_stream(handle.execution_id, 0)
+            reading = asyncio.ensure_future(collect(follower))
+            for number in range(40):
+                await append(engine, handle, str(number))
+                if number % 8 == 3:
+                    await until_blocked(engine.backend)
+                    proxy.cut()
+                if number == 20:
+                    proxy.down()
+                    await append(engine, handle, b"in the dark")
+                    proxy.up()
+            await engine.backend.complete(handle)
+            async with asyncio.timeout(30):
+                found = await reading
+        finally:
+            await client.aclose()
+    expected = [b"%d" % n for n in range(40)]
+    expected.insert(21, b"in the dark")
+    assert found == expected
+    assert follower.closed_reason == "attempt_success"
+
+
+async def test_a_full_pool_is_waited_for(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    await backend.stream_pool.aclose()
+    backend.stream_pool = StreamPool(backend.transport, 1)
+    other = await engine.running()
+    tail = await waiting_tail(engine, other.execution_id)
+    reading = asyncio.ensure_future(collect(backend.follow_stream(handle.execution_id, 0)))
+    await append(engine, handle, b"x")
+    await backend.complete(handle)
+    await backend.complete(other)
+    await tail
+    async with asyncio.timeout(5):
+        assert await reading == [b"x"]
+
+
+async def test_a_closed_client_ends_its_followers(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, _):
+        reading = asyncio.ensure_future(collect(client.follow_stream(handle.execution_id, 0)))
+        await until_blocked(engine.backend)
+    with pytest.raises(EngineError) as caught:
+        async with asyncio.timeout(10):
+            await reading
+    assert caught.value.code in {"unavailable", "transport"}
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Passes appends on, and keeps how many frames each had."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.sizes: list[int] = []
+
+    async def append_frames(
+        self, handle: Handle, batch: Sequence[Frame], **how: Any
+    ) -> AppendOutcome:
+        self.sizes.append(len(batch))
+        return await self._backend.append_frames(handle, batch, **how)
+
+
+async def test_bursts_leave_in_batches(engine: Engine) -> None:
+    handle = await engine.running()
+    recorder = Recorder(engine.backend)
+    writer = FrameWriter(recorder, handle)
+    for number in range(1000):
+        await writer.write(Frame(payload=b"%d" % number))
+    await writer.flush()
+    assert await payloads(engine, handle) == [b"%d" % n for n in range(1000)]
+    assert len(recorder.sizes) <= 10
+    assert max(recorder.sizes) <= 256
+    await writer.flush()
+
+
+async def test_batches_stay_under_the_byte_limit(engine: Engine) -> None:
+    handle = await engine.running()
+    writer = FrameWriter(engine.backend, handle)
+    for _ in range(40):
+        await writer.write(Frame(payload=bytes(60_000)))
+    await writer.flush()
+    assert len(await payloads(engine, handle)) == 40
+
+
+async def test_much_to_write_makes_writers_wait(engine: Engine) -> None:
+    handle = await engine.running()
+    writer = FrameWriter(engine.backend, handle)
+    most = 0
+    for _ in range(5000):
+        await writer.write(Frame(payload=b"x"))
+        most = max(most, len(writer._waiting))  # pyright: ignore[reportPrivateUsage]
+    await writer.flush()
+    assert most <= 1025
+    assert len(await payloads(engine, handle)) == 5000
+
+
+async def test_every_frame_has_its_own_outcome(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    writer = FrameWriter(backend, handle)
+    outcomes = await asyncio.gather(*(writer.append(frame) for frame in frames(*"abcdef")))
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [o.stream_ids for o in outcomes] == [(frame.id,) for frame in page.frames]
+    assert [o.frame_count for o in outcomes] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_modes_keep_their_order(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    writer = FrameWriter(backend, handle)
+    modes: list[Any] = ["durable", "durable", "summary", "summary", "best_effort", "durable"]
+    outcomes = await asyncio.gather(
+        *(writer.append(Frame(payload=b"{}"), mode=mode) for mode in modes)
+    )
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [frame.mode for frame in page.frames] == modes
+    assert [o.summary_version for o in outcomes] == [None, None, 1, 2, None, None]
+
+
+async def test_a_bad_frame_fails_alone(engine: Engine) -> None:
+    handle = await engine.running()
+    writer = FrameWriter(engine.backend, handle)
+    good = asyncio.ensure_future(writer.append(Frame(payload=b"good")))
+    bad = asyncio.ensure_future(writer.append(Frame(payload=bytes(65_537))))
+    patches = [
+        asyncio.ensure_future(writer.append(Frame(payload=text), mode="summary"))
+        for text in (b"{}", b"[]", b'{"a":1}')
+    ]
+    await asyncio.wait([good, bad, *patches])
+    assert (await good).frame_count == 1
+    await refused(bad, "retention_limit_exceeded")
+    await refused(patches[1], "invalid_input")
+    assert (await patches[2]).summary_version == 2
+
+
+async def test_lost_replies_write_nothing_twice(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        writer = FrameWriter(client, handle)
+        for number in range(20):
+            if number % 10 == 0:
+                proxy.drop_next_reply(b"ff_append")
+            if number % 10 == 5:
+                proxy.drop_next_request(b"ff_append")
+            await writer.write(Frame(payload=b"%d" % number))
+            if number % 5 == 4:
+                await writer.flush()
+        await writer.flush()
+        assert proxy.dropped == 4
+    assert await payloads(engine, handle) == [b"%d" % n for n in range(20)]
+
+
+async def test_numbers_go_on_after_a_resume(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    writer = FrameWriter(backend, handle)
+    for frame in frames("a", "b", "c"):
+        await writer.append(frame)
+    await backend.delay(handle, 1)
+    resumed = (await engine.claim()).handle
+    outcome = await FrameWriter(backend, resumed).append(frames("d")[0])
+    assert (outcome.duplicate, outcome.frame_count) == (False, 4)
+    assert await payloads(engine, resumed) == [b"a", b"b", b"c", b"d"]
+
+
+async def test_a_lost_lease_is_told_by_every_later_call(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    writer = FrameWriter(backend, handle)
+    await writer.write(frames("in time")[0])
+    await writer.flush()
+    await backend.revoke_lease(handle.execution_id)
+    await writer.write(frames("late")[0])
+    for _ in range(2):
+        await refused(writer.flush(), "stale_owner_cannot_append")
+        await refused(writer.write(frames("later")[0]), "stale_owner_cannot_append")
+    await refused(writer.append(frames("later")[0]), "stale_owner_cannot_append")
+    assert await payloads(engine, handle) == [b"in time"]
+
+
+async def test_a_passing_fault_is_told_once(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    with FaultProxy(valkey.socket_path) as proxy:
+        client = await Backend.connect(
+            parse_url(proxy.url),
+            prepare_with=PartitionCounts(),
+            limits=Limits(),
+            testing=True,
+            request_timeout=0.3,
+        )
+        try:
+            writer = FrameWriter(client, handle)
+            proxy.down()
+            await writer.write(frames("lost")[0])
+            with pytest.raises(TransportError):
+                await writer.flush()
+            proxy.up()
+            await client.transport.wait_ready(10)
+            await writer.write(frames("kept")[0])
+            await writer.flush()
+        finally:
+            await client.aclose()
+    assert await payloads(engine, handle) == [b"kept"]

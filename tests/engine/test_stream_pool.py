@@ -1,0 +1,178 @@
+"""Permits of stream calls: the ceiling, the readers' share, shutdown, settings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from flowfabric.core.errors import (
+    ConfigError,
+    EngineError,
+    LimitError,
+    TimeoutError_,
+    TransportError,
+    UnavailableError,
+)
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.stream_pool import StreamPool, ceiling_from_env
+from tests.engine.exec_support import refused
+from tests.engine.stream_support import append, frames, until_blocked, waiting_tail
+from tests.support.engine import Engine
+
+
+@pytest.fixture
+async def small(engine: Engine) -> AsyncIterator[Engine]:
+    """An engine whose pool has eight permits."""
+    await engine.backend.stream_pool.aclose()
+    engine.backend.stream_pool = StreamPool(engine.backend.transport, 8)
+    yield engine
+
+
+async def exhausted(backend: Backend, execution_id: object, **how: int) -> LimitError:
+    error = await refused(
+        backend.tail_stream(execution_id, 0, block_ms=1000, **how),  # pyright: ignore[reportArgumentType]
+        "resource_exhausted",
+    )
+    assert isinstance(error, LimitError)
+    return error
+
+
+async def test_exhaustion_is_told_at_once(small: Engine) -> None:
+    handle, backend = await small.running(), small.backend
+    tails = [await waiting_tail(small, handle.execution_id) for _ in range(8)]
+    error = await exhausted(backend, handle.execution_id)
+    assert error.details == ("stream_ops", "max=8", "retry_after_ms=200")
+    assert (error.retryable, error.http_status, error.retry_after_ms) == (True, 429, 200)
+    assert backend.stream_pool.held == 8
+    # Writing, summaries and everything else need no permit.
+    await backend.append_frame(handle, frames('{"a":1}')[0], mode="summary")
+    async with asyncio.timeout(5):
+        await asyncio.gather(*tails)
+    assert await backend.read_summary(handle.execution_id, 0) is not None
+    assert backend.stream_pool.held == 0
+    await backend.tail_stream(handle.execution_id, 0, block_ms=1)
+
+
+async def test_followers_do_not_keep_readers_out(small: Engine) -> None:
+    handle, backend = await small.running(), small.backend
+    tails = [await waiting_tail(small, handle.execution_id) for _ in range(8)]
+    await backend.read_stream(handle.execution_id, 0)
+    await backend.tail_stream(handle.execution_id, 0, block_ms=0)
+    # A quarter more, and then readers are refused too.
+    with backend.stream_pool.permit(waits=False), backend.stream_pool.permit(waits=False):
+        error = await refused(backend.read_stream(handle.execution_id, 0), "resource_exhausted")
+        assert "retry_after_ms=200" in error.details
+        await refused(backend.tail_stream(handle.execution_id, 0), "resource_exhausted")
+    await backend.read_stream(handle.execution_id, 0)
+    await backend.complete(handle)
+    await asyncio.gather(*tails)
+
+
+@pytest.mark.parametrize(("ceiling", "pause"), [(1, 25), (2, 50), (64, 1600), (1000, 25_000)])
+async def test_how_long_to_wait(backend: Backend, ceiling: int, pause: int) -> None:
+    pool = StreamPool(backend.transport, ceiling)
+    pool.held = ceiling
+    with pytest.raises(LimitError) as caught, pool.permit(waits=True):
+        pass
+    assert caught.value.retry_after_ms == pause
+
+
+async def test_a_failed_call_gives_its_permit_back(small: Engine) -> None:
+    backend = small.backend
+    execution_id = await small.create()
+    await backend.transport.call("SET", f"ff:stream:{execution_id.tag}:{execution_id}:0", "x")
+    with pytest.raises(TransportError):
+        await backend.read_stream(execution_id, 0)
+    assert backend.stream_pool.held == 0
+    await backend.transport.call("DEL", f"ff:stream:{execution_id.tag}:{execution_id}:0")
+    await backend.read_stream(execution_id, 0)
+
+
+# --- shutdown -----------------------------------------------------------------------------------
+
+
+async def test_shutdown_waits_for_the_calls_under_way(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    tails = [await waiting_tail(engine, handle.execution_id) for _ in range(16)]
+    closing = asyncio.ensure_future(backend.shutdown_prepare(20.0))
+    while not backend.stream_pool.closed:
+        await asyncio.sleep(0)
+    for call in (
+        backend.read_stream(handle.execution_id, 0),
+        backend.tail_stream(handle.execution_id, 0),
+    ):
+        error = await refused(call, "unavailable")
+        assert isinstance(error, UnavailableError)
+        assert (error.retryable, error.http_status) == (True, 503)
+    assert not closing.done()
+    # Workers go on writing meanwhile.
+    await append(engine, handle, b"x")
+    async with asyncio.timeout(10):
+        await closing
+        pages = await asyncio.gather(*tails)
+    assert all(len(page.frames) == 1 for page in pages)
+
+
+async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
+    handle, backend = await engine.running(), engine.backend
+    tails = [await waiting_tail(engine, handle.execution_id) for _ in range(16)]
+    started = time.monotonic()
+    with pytest.raises(TimeoutError_) as caught:
+        await backend.shutdown_prepare(0.2)
+    assert 0.2 <= time.monotonic() - started < 2
+    assert (caught.value.code, caught.value.op) == ("timeout", "shutdown_prepare")
+    assert caught.value.details[0] == "shutdown_prepare"
+    assert caught.value.details[1].startswith("elapsed_ms=")
+    assert not any(tail.done() for tail in tails)
+    with pytest.raises(TimeoutError_):
+        await backend.shutdown_prepare(0)
+    await backend.complete(handle)
+    await asyncio.gather(*tails)
+    await backend.shutdown_prepare(0)
+
+
+async def test_closing_ends_waiting_tails(engine: Engine, backend: Backend) -> None:
+    from flowfabric.core.partition import PartitionCounts
+    from flowfabric.engine.calls import Limits
+
+    handle = await engine.running()
+    other = Backend(backend.transport, PartitionCounts(), Limits(), testing=True)
+    tail = asyncio.ensure_future(other.tail_stream(handle.execution_id, 0, block_ms=20_000))
+    await until_blocked(backend)
+    await other.stream_pool.aclose()
+    with pytest.raises(EngineError) as caught:
+        async with asyncio.timeout(5):
+            await tail
+    assert caught.value.code == "transport"
+    await until_blocked(backend, 0)
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environ", "ceiling"),
+    [
+        ({}, 64),
+        ({"FF_MAX_CONCURRENT_STREAM_OPS": "7"}, 7),
+        ({"FF_MAX_CONCURRENT_TAIL": "9"}, 9),
+        ({"FF_MAX_CONCURRENT_STREAM_OPS": "7", "FF_MAX_CONCURRENT_TAIL": "nonsense"}, 7),
+    ],
+)
+def test_the_ceiling_is_a_setting(environ: dict[str, str], ceiling: int) -> None:
+    assert ceiling_from_env(environ) == ceiling
+
+
+@pytest.mark.parametrize("name", ["FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"])
+@pytest.mark.parametrize("value", ["0", "-1", "", "many", "1.5", "٣", " 8"])
+def test_a_wrong_ceiling_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ceiling_from_env({name: value})
+
+
+async def test_the_environment_is_read(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_MAX_CONCURRENT_STREAM_OPS", "3")
+    assert StreamPool(backend.transport).ceiling == 3
