@@ -1,0 +1,100 @@
+"""The engine on a cluster: every call stays inside one slot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+import flowfabric as ff
+from flowfabric.core.conditions import Single
+from flowfabric.core.contracts.executions import Created, NewExecution, RetryScheduled
+from flowfabric.core.contracts.streams import Frame
+from flowfabric.core.contracts.suspension import Suspended
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.policy import parse_policy
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.scheduling import Want
+from flowfabric.scanners.supervisor import ScannerSupervisor
+from flowfabric.valkey.address import parse_url
+from tests.cluster.nodes import TestCluster
+
+LANES = [f"lane-{number}" for number in range(12)]
+
+
+@pytest.fixture
+async def backend(cluster: TestCluster) -> AsyncIterator[Backend]:
+    counts = PartitionCounts(flow=32)
+    connected = await Backend.connect(parse_url(cluster.url), prepare_with=counts, testing=True)
+    await connected.transport.call_all_primaries("FLUSHALL")
+    await connected.prepare()
+    await connected.seed_at_boot("ab" * 32)
+    yield connected
+    await connected.aclose()
+
+
+async def create(backend: Backend, lane: str) -> ExecutionId:
+    retry = {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}
+    outcome = await backend.create_execution(
+        NewExecution(
+            execution_id=ExecutionId.solo(lane, backend.counts),
+            execution_kind="job",
+            lane_id=lane,
+            idempotency_key=lane,
+            tags={"app.lane": lane},
+            policy=parse_policy({"retry_policy": retry}),
+        )
+    )
+    assert isinstance(outcome, Created)
+    return outcome.execution_id
+
+
+async def test_a_whole_life_on_every_node(backend: Backend) -> None:
+    for lane in LANES:
+        execution_id = await create(backend, lane)
+        want = Want.of(lane, "w", "w-1")
+        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
+        await backend.renew(claim.handle)
+        await backend.progress(claim.handle, 10, "on")
+        await backend.append_frame(claim.handle, Frame(payload=b"out"))
+        failed = await backend.fail(claim.handle, "x", "transient")
+        assert isinstance(failed, RetryScheduled)
+        supervisor = ScannerSupervisor(backend)
+        while (await backend.read_execution_state(execution_id)).value != "waiting":
+            await supervisor.scan_once("delayed_promoter")
+        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
+        parked = await backend.suspend(claim.handle, condition=Single("go"))
+        assert isinstance(parked, Suspended)
+        details = parked.details
+        await backend.deliver_signal(
+            execution_id, details.waitpoint_id, details.waitpoint_token, "go", payload=b"1"
+        )
+        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
+        assert [signal.payload for signal in await backend.observe_signals(claim.handle)] == [b"1"]
+        await backend.complete(claim.handle, b"done")
+        assert await backend.get_execution_result(execution_id) == b"done"
+        page = await backend.read_stream(execution_id, 0)
+        assert [frame.payload for frame in page.frames] == [b"out"]
+    listed = await backend.list_executions(limit=100)
+    assert len(listed.executions) == len(LANES)
+    await ScannerSupervisor(backend).scan_once("index_reconciler")
+
+
+async def test_an_application_runs_on_a_cluster(backend: Backend, cluster: TestCluster) -> None:
+    app = ff.Fabric(cluster.url)
+
+    @app.task(lane=LANES[0])
+    async def double(number: int) -> int:
+        return 2 * number
+
+    @app.task(lane=LANES[1])
+    def shout(text: str) -> str:
+        return text.upper()
+
+    async with app, app.worker(), asyncio.timeout(50):
+        runs = await app.submit_many(double, [[number] for number in range(50)])
+        loud = await app.submit(shout, "hello")
+        assert [await run.result() for run in runs] == [2 * number for number in range(50)]
+        assert await loud.result() == "HELLO"
