@@ -23,8 +23,9 @@ floor      the same transitions as raw batched calls, prepared beforehand
 latency    idle worker process: submit to handler start and to result seen
 memory     bytes of an execution with a 200-byte payload in each state
 idle       commands of 1 and of 100 idle workers; what 100 cost a submitter
-           on another lane, and on its lane but unable to take the work
-backlog    one claim at a time with a thousand and with n waiting
+           on another lane, and on its lane but unable to take the work,
+           against a second server without workers, in turns
+backlog    one claim at a time with a thousand and with n waiting, in turns
 recovery   kill -9 of a worker until its n executions run in another
            process, lease 2 s; it did or did not also run the scanners
 """
@@ -55,7 +56,7 @@ _DEFAULTS: dict[Scenario, tuple[int, int]] = {
     Scenario.FLOOR: (20_000, 3),
     Scenario.LATENCY: (1_000, 3),
     Scenario.MEMORY: (20_000, 1),
-    Scenario.IDLE: (2_000, 1),
+    Scenario.IDLE: (8_000, 1),
     Scenario.BACKLOG: (1_000_000, 1),
     Scenario.RECOVERY: (8, 3),
 }

@@ -15,21 +15,25 @@ from flowfabric.engine.scheduling import Want
 __all__ = ["run"]
 
 _SMALL = 1_000
-_SAMPLES = 3_000
-_BLOCK = 100
+_BLOCK = 50
+_BLOCKS = 60
 _SLICE = 16_384
 """So many creations are built at a time, to keep this process small."""
 
 
 async def run(options: Options, progress: Progress) -> Figures:
-    """Claim one execution at a time with a thousand waiting, then with `n`."""
-    async with arena(options.aof) as at:
-        raw = Raw(at, progress.advance)
-        small = min(_SMALL, options.n)
-        await _grow(raw, 0, small, progress)
-        few = await _claim(at, raw, small, progress)
-        await _grow(raw, small, options.n, progress)
-        many = await _claim(at, raw, options.n, progress)
+    """Claim one execution at a time with a thousand waiting, and with `n` on another server."""
+    async with arena(options.aof) as at, arena(options.aof) as at_large:
+        small = await _grown(at, min(_SMALL, options.n), progress)
+        large = await _grown(at_large, options.n, progress)
+        progress.begin("backlog: claim", 2 * (_BLOCKS + 1))
+        # In turns, so that whatever else the machine does touches both alike.
+        for _ in range(_BLOCKS + 1):
+            await small.claim_block()
+            progress.advance()
+            await large.claim_block()
+            progress.advance()
+    few, many = small.times(), large.times()
     return {
         "claim_p50_ms_1e3": percentile(few, 50),
         "claim_p99_ms_1e3": percentile(few, 99),
@@ -39,27 +43,35 @@ async def run(options: Options, progress: Progress) -> Figures:
     }
 
 
-async def _grow(raw: Raw, have: int, wanted: int, progress: Progress) -> None:
-    progress.begin(f"backlog: create {wanted:,}", wanted - have)
-    for start in range(have, wanted, _SLICE):
+async def _grown(at: Arena, wanted: int, progress: Progress) -> _Backlog:
+    progress.begin(f"backlog: create {wanted:,}", wanted)
+    raw = Raw(at, progress.advance)
+    for start in range(0, wanted, _SLICE):
         await raw.send(raw.creations(min(_SLICE, wanted - start)))
+    return _Backlog(at, min(_BLOCK, wanted))
 
 
-async def _claim(at: Arena, raw: Raw, waiting: int, progress: Progress) -> list[float]:
-    """Milliseconds of each claim; what was taken is completed and replaced after every block."""
-    want = Want.of(LANE, "bench", f"bench-{new_uuid()}")
-    block = min(_BLOCK, waiting)
-    times: list[float] = []
-    for _ in range(_SAMPLES // _BLOCK + 1):
-        taken: list[Completion] = []
-        progress.begin(f"backlog: claim with {waiting:,} waiting", 2 * block)
-        for _ in range(block):
+class _Backlog:
+    """Executions that wait on one server."""
+
+    def __init__(self, at: Arena, block: int) -> None:
+        self._at = at
+        self._block = block
+        self._raw = Raw(at, lambda _: None)
+        self._want = Want.of(LANE, "bench", f"bench-{new_uuid()}")
+        self._times: list[float] = []
+
+    async def claim_block(self) -> None:
+        """Time some claims; what they took is completed and replaced afterwards."""
+        at, taken = self._at, list[Completion]()
+        for _ in range(self._block):
             start = time.perf_counter_ns()
-            claimed = await at.backend.claim_many(want, at.tag, 1)
-            times.append((time.perf_counter_ns() - start) / 1e6)
+            claimed = await at.backend.claim_many(self._want, at.tag, 1)
+            self._times.append((time.perf_counter_ns() - start) / 1e6)
             taken += [Completion(claim.handle) for claim in claimed.claims]
-            progress.advance()
         await at.backend.complete_many(taken)
-        await raw.send(raw.creations(len(taken)))
-    # The first block warms up.
-    return times[block:]
+        await self._raw.send(self._raw.creations(len(taken)))
+
+    def times(self) -> list[float]:
+        """Milliseconds of every claim but those of the first block, which warms up."""
+        return self._times[self._block :]

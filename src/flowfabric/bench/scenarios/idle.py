@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from flowfabric.bench.arena import LANE, Arena, arena
 from flowfabric.bench.child import Plan
@@ -17,31 +17,27 @@ __all__ = ["run"]
 
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
-_ROUNDS = 3
+_ROUNDS = 40
 _SETTLE_S = 1.5
 
 
 async def run(options: Options, progress: Progress) -> Figures:
     """Count the commands of one idle worker and of many, and what the many cost a submitter."""
     workers, seconds = options.workers, options.seconds
-    async with arena(options.aof) as at:
+    async with arena(options.aof) as at, arena(options.aof) as empty:
         async with _crowd(at, 1, LANE, seconds):
             one = await _commands_per_s(at, seconds, "one idle worker", progress)
-        before = await _submit_rate(at, options.n, progress)
         async with _crowd(at, workers, _OTHER_LANE, seconds):
             many = await _commands_per_s(at, seconds, f"{workers} idle workers", progress)
-            elsewhere = await _submit_rate(at, options.n, progress)
-        between = await _submit_rate(at, options.n, progress)
+            alone, elsewhere = await _submit_rates((empty, at), options.n, progress)
         async with _crowd(at, workers, LANE, seconds):
-            same = await _submit_rate(at, options.n, progress)
-        after = await _submit_rate(at, options.n, progress)
-    # Each compared with the submitter alone right before and right after.
+            beside, same = await _submit_rates((empty, at), options.n, progress)
     return {
         "commands_per_s": one,
         "commands_per_s_100": many,
-        "submit_per_s": between,
-        "submit_slowdown_pct": 100 * (1 - 2 * elsewhere / (before + between)),
-        "submit_slowdown_same_lane_pct": 100 * (1 - 2 * same / (between + after)),
+        "submit_per_s": alone,
+        "submit_slowdown_pct": 100 * (1 - elsewhere / alone),
+        "submit_slowdown_same_lane_pct": 100 * (1 - same / beside),
     }
 
 
@@ -74,17 +70,23 @@ async def _commands(at: Arena) -> int:
     return int((await at.info("stats"))["total_commands_processed"])
 
 
-async def _submit_rate(at: Arena, n: int, progress: Progress) -> float:
-    """Submits per second, one after the other, of a task that no worker can take."""
-    app = BenchApp(at.url)
-    rates: list[float] = []
-    async with app.fabric:
-        progress.begin("idle: submit", _ROUNDS * n)
+async def _submit_rates(arenas: Sequence[Arena], n: int, progress: Progress) -> tuple[float, ...]:
+    """Submits per second, one after the other, of a task that no worker can take.
+
+    The servers are taken in turns, so that whatever else the machine does touches all alike.
+    """
+    apps = [BenchApp(at.url) for at in arenas]
+    seconds = [0.0] * len(apps)
+    progress.begin("idle: submit", len(apps) * _ROUNDS)
+    for app in apps:
         await app.fabric.submit(app.unwanted)
-        for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):
+        for position, app in enumerate(apps):
             start = time.perf_counter()
-            for _ in range(n):
+            for _ in range(-(-n // _ROUNDS)):
                 await app.fabric.submit(app.unwanted)
-                progress.advance()
-            rates.append(n / (time.perf_counter() - start))
-    return sorted(rates)[_ROUNDS // 2]
+            seconds[position] += time.perf_counter() - start
+            progress.advance()
+    for app in apps:
+        await app.fabric.aclose()
+    return tuple(-(-n // _ROUNDS) * _ROUNDS / spent for spent in seconds)
