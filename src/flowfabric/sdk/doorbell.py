@@ -12,6 +12,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.engine.backend import Backend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.scheduler.sweep import find_work
+from flowfabric.sdk.cluster_bell import ClusterBell
 from flowfabric.valkey.transport import Connection
 
 __all__ = ["Doorbell"]
@@ -39,6 +40,8 @@ class Doorbell:
         self._lanes = lanes
         self._poll_s = poll_interval_s
         self._conn: Connection | None = None
+        cluster = backend.transport.is_cluster
+        self._cluster = ClusterBell(backend, lanes) if cluster else None
         self._keys = {keys.wake(lane.lane_id): lane.lane_id for lane in lanes}
         self._pause = _FIRST_PAUSE_S
         self._rung: set[Place] = set()
@@ -46,24 +49,28 @@ class Doorbell:
 
     async def wait(self) -> list[Place]:
         """Lanes and partitions that may hold work now; often empty."""
-        if self._backend.transport.is_cluster:
-            await asyncio.sleep(self._poll_s)
-            return await self._sweep()
         try:
-            conn = self._conn
-            if conn is None or not conn.is_open:
-                conn = self._conn = await self._backend.transport.blocking()
-            reply: Any = await conn.submit(
-                ("BZPOPMIN", *self._keys, self._poll_s), self._poll_s + _GRACE_S
-            )
+            if self._cluster is None:
+                rings = await self._pop()
+            else:
+                rings = await self._cluster.wait(self._poll_s)
         except EngineError as error:
             log.debug("doorbell lost: %s", error)
             await asyncio.sleep(self._pause)
             self._pause = min(self._pause * 2, _LAST_PAUSE_S)
             return [(lane.lane_id, lane.home) for lane in self._lanes]
         self._pause = _FIRST_PAUSE_S
+        return rings or await self._sweep()
+
+    async def _pop(self) -> list[Place]:
+        conn = self._conn
+        if conn is None or not conn.is_open:
+            conn = self._conn = await self._backend.transport.blocking()
+        reply: Any = await conn.submit(
+            ("BZPOPMIN", *self._keys, self._poll_s), self._poll_s + _GRACE_S
+        )
         if reply is None:
-            return await self._sweep()
+            return []
         place = (self._keys[reply[0].decode()], f"{{fp:{reply[1].decode()}}}")
         self._rung.add(place)
         return [place]
@@ -80,7 +87,7 @@ class Doorbell:
     async def glance(self) -> list[Place]:
         """What rings now, left ringing for others, and what a sweep finds: for a busy worker."""
         found = await self._sweep()
-        if self._backend.transport.is_cluster:
+        if self._cluster is not None:
             return found
         for key, lane_id in self._keys.items():
             try:
@@ -111,6 +118,9 @@ class Doorbell:
 
     async def ring_back(self, lane_id: str, tag: str) -> None:
         """Ring for another worker, behind the rings that wait already."""
+        if self._cluster is not None:
+            # Everyone heard it.
+            return
         self._rung.discard((lane_id, tag))
         key = keys.wake(lane_id)
         score, partition = int(time.time() * 1000), tag[4:-1]
@@ -126,3 +136,5 @@ class Doorbell:
         if self._conn is not None:
             await self._conn.aclose()
             self._conn = None
+        if self._cluster is not None:
+            await self._cluster.aclose()

@@ -1,0 +1,74 @@
+"""Workers and waiters on a cluster: rings, results, moved slots."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.sdk.client import Client
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
+from flowfabric.valkey.address import parse_url
+from tests.cluster.nodes import TestCluster
+from tests.sdk.support import config, opener, serving, submit, until
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TestCluster]:
+    cluster = TestCluster()
+    asyncio.run(cluster.form())
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+async def client(cluster: TestCluster) -> AsyncIterator[Client]:
+    backend = await Backend.connect(
+        parse_url(cluster.url), prepare_with=PartitionCounts(), testing=True
+    )
+    await backend.transport.call_all_primaries("FLUSHALL")
+    await backend.prepare()
+    async with Client(backend) as client:
+        yield client
+
+
+async def work(task: ClaimedTask) -> bytes:
+    return task.input_payload
+
+
+async def test_idle_worker_wakes_at_once_wherever_work_appears(
+    cluster: TestCluster, client: Client
+) -> None:
+    settings = config(claim_poll_interval_ms=30_000, max_concurrent_tasks=4)
+    async with (
+        await Worker.connect(settings, opener(cluster.url)) as worker,
+        serving(worker, {"job": work}) as runtime,
+    ):
+        bell = runtime._doorbell._cluster
+        assert bell is not None
+        await until(lambda: not bell._moved and len(bell._conns) == 3, "three subscriptions")
+        for partition in (None, 0, 100, 200, 255):
+            started = time.perf_counter()
+            (execution_id,) = await submit(client.backend, partition=partition, input_payload=b"x")
+            assert await client.result(execution_id, timeout=20) == b"x"
+            assert time.perf_counter() - started < 3.0
+
+
+async def test_many_waiters_over_slots(cluster: TestCluster, client: Client) -> None:
+    async with (
+        await Worker.connect(config(max_concurrent_tasks=8), opener(cluster.url)) as worker,
+        serving(worker, {"job": work}) as runtime,
+    ):
+        waiters = [
+            asyncio.create_task(client.result(execution_id, timeout=30))
+            for partition in range(0, 256, 16)
+            for execution_id in await submit(client.backend, 5, partition=partition)
+        ]
+        assert await asyncio.gather(*waiters) == [b""] * len(waiters)
+        assert runtime.summary.completed == len(waiters)
+    await until(lambda: client._watch.waiting == 0, "no waiter left")
