@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Literal
 
+from flowfabric.app.output import write_output
 from flowfabric.app.waits import Waits
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts.streams import FrameMode
@@ -126,8 +127,13 @@ class Context:
         return self._do(self.waits.waitpoint(name, expires_in))
 
     def stream(self, data: Any, frame_type: str = "delta", mode: FrameMode = "durable") -> Any:
-        """Write output that anyone can follow live: bytes, text, or anything JSON can say."""
-        return self._do(self.waits.stream(data, frame_type, mode))
+        """Write output that anyone can follow live: bytes, text, or anything JSON can say.
+
+        It is sent in the background, in order, and stored before the run ends or waits.
+
+        >>> await ctx.stream(token)
+        """
+        return self._do(write_output(self._task, data, frame_type, mode))
 
     def signals(self) -> Any:
         """The signals that ended the last suspension of this attempt."""

@@ -24,6 +24,7 @@ __all__ = [
     "all_of_waitpoints",
     "check_tree",
     "condition_json",
+    "contributors",
     "named",
     "parse_condition",
     "referenced_waitpoint_keys",
@@ -291,6 +292,31 @@ def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
             return len(_satisfiers(condition, accepted)) >= condition.n
         case _:
             return False
+
+
+def contributors(condition: Condition, accepted: Sequence[Seen]) -> list[Seen]:
+    """Those signals, in order, that brought the condition nearer until it was met; else none."""
+    taken: list[Seen] = []
+    weight = 0
+    for seen in accepted:
+        more = _weight(condition, [*taken, seen])
+        if more > weight:
+            taken.append(seen)
+            weight = more
+            if satisfied(condition, taken):
+                return taken
+    return []
+
+
+def _weight(condition: Condition, accepted: Sequence[Seen]) -> int:
+    """How much was contributed to all nodes together."""
+    match condition:
+        case AllOf():
+            return sum(_weight(member, accepted) for member in condition.members)
+        case Count():
+            return len(_satisfiers(condition, accepted))
+        case _:
+            return int(satisfied(condition, accepted))
 
 
 def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:

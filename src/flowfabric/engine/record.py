@@ -43,7 +43,7 @@ _FAILED = frozenset({AttemptRecordState.ENDED_FAILURE, AttemptRecordState.INTERR
 _is_uuid = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
-    *("paused", "ended_by", "priority_request", "replay_request"),
+    *("paused", "ended_by", "priority_request", "replay_request", "run_from"),
 )
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
 

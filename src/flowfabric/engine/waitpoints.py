@@ -23,6 +23,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     OpenWaitpoint,
     OpenWaitpoints,
+    PastWait,
     ResumeSignal,
     SuspendedEntry,
     SuspendedPage,
@@ -104,7 +105,9 @@ class Waitpoints(Calls):
         # Recorded in the order of acceptance, which is the order of their times too.
         return [signal for signal in signals if signal is not None]
 
-    async def read_signal(self, execution_id: ExecutionId, signal_id: str) -> ResumeSignal | None:
+    async def read_signal(
+        self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
+    ) -> ResumeSignal | None:
         """One accepted signal with its payload, or None when it is gone."""
         key = f"ff:signal:{execution_id}:{signal_id}"
         body = f"{key}:payload"
@@ -114,10 +117,12 @@ class Waitpoints(Calls):
         if not fields:
             return None
         raw: Any = payload
-        waitpoint = f"ff:wp:{execution_id.tag}:{fields['target_waitpoint_id']}"
-        waitpoint_key: Any = await self.transport.call(
-            "HGET", waitpoint, "waitpoint_key", key=waitpoint
-        )
+        if waitpoint_key is None:
+            waitpoint = f"ff:wp:{execution_id.tag}:{fields['target_waitpoint_id']}"
+            found: Any = await self.transport.call(
+                "HGET", waitpoint, "waitpoint_key", key=waitpoint
+            )
+            waitpoint_key = "" if found is None else text(found)
         return ResumeSignal(
             signal_id=signal_id,
             signal_name=fields["signal_name"],
@@ -128,30 +133,36 @@ class Waitpoints(Calls):
             accepted_at=int(fields["accepted_at"]),
             payload=raw,
             payload_encoding=fields.get("payload_encoding", ""),
-            waitpoint_key="" if waitpoint_key is None else text(waitpoint_key),
+            waitpoint_key=waitpoint_key,
         )
 
-    async def waitpoint_answers(
-        self, execution_id: ExecutionId, waitpoint_key: str
-    ) -> tuple[str, list[ResumeSignal]] | None:
-        """How the newest closed waitpoint of a key ended, and its signals; None without one."""
-        tag = execution_id.tag
-        name = f"ff:exec:{tag}:{execution_id}:waitpoints"
-        members: Any = await self.transport.call("SMEMBERS", name, key=name)
-        ids = [text(member) for member in members]
-        records = await asyncio.gather(*(self._hash(f"ff:wp:{tag}:{i}") for i in ids))
-        closed = [
-            (int(record["closed_at"]), identity, record)
-            for identity, record in zip(ids, records, strict=True)
-            if record.get("waitpoint_key") == waitpoint_key and record.get("state") == "closed"
+    async def read_waits(self, execution_id: ExecutionId) -> list[PastWait]:
+        """The waitpoints of the present run that nobody waits on now; a replay begins a new run."""
+        execution_id = self.checked(execution_id)
+        reply = await self.fcall(
+            "ff_read_waits", execution_id.tag, (execution_id,), op="read_waits"
+        )
+        return [
+            PastWait(
+                waitpoint_id=text(row[0]),
+                waitpoint_key=text(row[1]),
+                waitpoint_token=WaitpointToken(text(row[2])),
+                state=text(row[3]),
+                attempt_index=row[4],
+                close_reason=text(row[5]),
+                closed_at=row[6],
+                ended=row[7] == 1,
+                signal_ids=tuple(map(text, row[8])),
+            )
+            for row in reply[2]
         ]
-        if not closed:
-            return None
-        _, identity, record = max(closed, key=lambda entry: entry[0])
-        listing = f"ff:wp:{tag}:{identity}:signals"
-        stored: Any = await self.transport.call("LRANGE", listing, 0, -1, key=listing)
-        signals = await asyncio.gather(*(self.read_signal(execution_id, text(s)) for s in stored))
-        return record["close_reason"], [signal for signal in signals if signal is not None]
+
+    async def read_wait_signals(
+        self, execution_id: ExecutionId, wait: PastWait
+    ) -> list[ResumeSignal]:
+        """What a waitpoint received, oldest first."""
+        read = (self.read_signal(execution_id, i, wait.waitpoint_key) for i in wait.signal_ids)
+        return [signal for signal in await asyncio.gather(*read) if signal is not None]
 
     async def list_suspended(
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import (
@@ -316,12 +316,13 @@ class WorkerRuntime:
     async def _fail(self, task: ClaimedTask, error: BaseException) -> None:
         if task.finished_by is not None:
             # The handler ended its task and then raised: its own call stands.
-            log.error(
-                "%s raised after its task had ended",
-                task.execution_kind,
-                exc_info=error,
-                extra={"action": "late_failure", "execution_id": task.execution_id},
-            )
+            if not _has_parked(error):
+                log.error(
+                    "%s raised after its task had ended",
+                    task.execution_kind,
+                    exc_info=error,
+                    extra={"action": "late_failure", "execution_id": task.execution_id},
+                )
             self._count(task.finished_by)
             return
         log.warning(
@@ -395,6 +396,14 @@ class WorkerRuntime:
         for running in stubborn.values():
             running.cancel("the worker is shutting down")
         await self._results.drain()
+
+
+def _has_parked(error: BaseException) -> bool:
+    """Whether this is how a wait inside a task group unwinds."""
+    if isinstance(error, BaseExceptionGroup):
+        inside = cast("tuple[BaseException, ...]", error.exceptions)
+        return any(_has_parked(one) for one in inside)
+    return isinstance(error, Parked)
 
 
 def _hopeless(error: EngineError) -> bool:

@@ -227,16 +227,19 @@ class ClaimedTask(TaskWaits):
 
     async def cancel(self, reason: str = "") -> None:
         """End the execution deliberately."""
+        await self._spill()
         backend = self._owner.backend
         await self._land("cancel", lambda: backend.cancel(self.handle, reason))
 
     async def delay_execution(self, delay_until_ms: int) -> None:
         """Give the lease back until then (at or before now: at once); the attempt resumes later."""
+        await self._spill()
         backend = self._owner.backend
         await self._land("delay", lambda: backend.delay(self.handle, delay_until_ms))
 
     async def move_to_waiting_children(self) -> WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
+        await self._spill()
         backend = self._owner.backend
         return await self._land(
             "wait_children",
@@ -326,10 +329,10 @@ class ClaimedTask(TaskWaits):
             self.finish("discard")
 
     async def _spill(self) -> None:
-        """Store what was written before a failure; that it cannot be stored is no second one."""
+        """Store what was written before the end; that it cannot be stored is no second failure."""
         try:
             await self.flush_output()
-        except EngineError as error:
+        except FlowFabricError as error:
             log.debug("output of %s is incomplete: %s", self.execution_id, error)
 
     # --- non-terminal operations ------------------------------------------------------------

@@ -17,6 +17,7 @@ from flowfabric.core.contracts.streams import (
     Visibility,
 )
 from flowfabric.core.contracts.suspension import (
+    PastWait,
     PendingWaitpoint,
     ResumePolicy,
     ResumeSignal,
@@ -25,6 +26,7 @@ from flowfabric.core.contracts.suspension import (
     UsePending,
 )
 from flowfabric.core.errors import StateError
+from flowfabric.core.ids import new_uuid
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.frame_writer import FrameWriter
 
@@ -122,6 +124,8 @@ class TaskWaits(ABC):
 
     async def _suspend(self, **options: Any) -> SuspendOutcome:
         await self.flush_output()
+        # Once for all repeats of the call, so that one after a lost reply finds the first.
+        options.setdefault("suspension_id", new_uuid())
         backend, handle = self.backend, self.handle
         return await self._land(
             "suspend",
@@ -149,6 +153,15 @@ class TaskWaits(ABC):
         """The signals that ended the suspension before this lease; ask before the next one."""
         self._usable()
         return await self.backend.observe_signals(self.handle)
+
+    async def past_waits(self) -> list[PastWait]:
+        """The waitpoints of this run that are not waited on now, from all its attempts."""
+        self._usable()
+        return await self.backend.read_waits(self.handle.execution_id)
+
+    async def wait_signals(self, wait: PastWait) -> list[ResumeSignal]:
+        """What one of them received, oldest first."""
+        return await self.backend.read_wait_signals(self.handle.execution_id, wait)
 
     # --- output -------------------------------------------------------------------------
 
@@ -178,6 +191,11 @@ class TaskWaits(ABC):
         self._usable()
         frame = Frame(payload=payload, frame_type=frame_type, correlation_id=metadata)
         return await self.output.append(frame, mode=mode, best_effort=best_effort)
+
+    async def write_frame(self, frame: Frame, *, mode: FrameMode = "durable") -> None:
+        """Add one frame without waiting for it: order is kept, a failure is raised later."""
+        self._usable()
+        await self.output.write(frame, mode=mode)
 
     @property
     def wrote_output(self) -> bool:
@@ -215,7 +233,3 @@ class TaskWaits(ABC):
             count_limit=count,
             visibility=visibility,
         )
-
-    async def answers(self, waitpoint_key: str) -> tuple[str, list[ResumeSignal]] | None:
-        """How this run's wait on a key ended, and what was answered; None while it did not."""
-        return await self.backend.waitpoint_answers(self.handle.execution_id, waitpoint_key)

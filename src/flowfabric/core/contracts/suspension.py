@@ -20,6 +20,7 @@ __all__ = [
     "HmacKids",
     "OpenWaitpoint",
     "OpenWaitpoints",
+    "PastWait",
     "PendingWaitpoint",
     "ResumePolicy",
     "ResumeSignal",
@@ -35,6 +36,7 @@ __all__ = [
     "SuspendedEntry",
     "SuspendedPage",
     "SuspensionDetails",
+    "TriggeredResume",
     "UsePending",
     "WaitpointDetails",
 ]
@@ -147,6 +149,13 @@ class Duplicate(msgspec.Struct, frozen=True):
 SignalOutcome = Accepted | Duplicate
 
 
+class TriggeredResume(msgspec.Struct, frozen=True):
+    """The signal was accepted and ended the suspension."""
+
+    kind: ClassVar[Literal["triggered_resume"]] = "triggered_resume"
+    signal_id: str
+
+
 class Resumed(msgspec.Struct, frozen=True):
     """The suspension was ended by hand."""
 
@@ -189,6 +198,26 @@ class OpenWaitpoints(msgspec.Struct, frozen=True):
 
     entries: tuple[OpenWaitpoint, ...]
     next_cursor: str | None = None
+
+
+class PastWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A waitpoint of a running handler's execution, with what became of it."""
+
+    waitpoint_id: str
+    waitpoint_key: str
+    waitpoint_token: WaitpointToken
+    state: str
+    attempt_index: int
+    close_reason: str
+    closed_at: int
+    ended: bool
+    """Whether a wait on it has ended; one that was never waited on may be closed too."""
+    signal_ids: tuple[str, ...]
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the wait ended because nobody answered in time."""
+        return self.close_reason.startswith("timed_out")
 
 
 class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):

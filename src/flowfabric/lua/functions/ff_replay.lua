@@ -1,5 +1,5 @@
 -- ff_replay: run a terminal execution again under the same id.
--- Keys: core, policy, result, attempt, steps, lane terminal, lane eligible, execution_deadline.
+-- Keys: core, policy, result, attempt, steps, waitpoints, lane terminal, lane eligible, execution_deadline.
 -- Arguments: execution_id, reason, requested_by, expected replay count or empty, keep steps (0 | 1),
 --   request id (a repeat of the same request is answered again, not carried out).
 -- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
@@ -51,7 +51,8 @@ server.register_function('ff_replay', function(keys, args)
     record.archive(c, id, rec, ended, ended_with(rec))
   end
   server.call('DEL', K.result(c.tag, id))
-  if args[5] ~= '1' then server.call('DEL', K.steps(c.tag, id)) end
+  local keeps = args[5] == '1'
+  if not keeps then server.call('DEL', K.steps(c.tag, id)) end
   record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
     'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
@@ -65,6 +66,10 @@ server.register_function('ff_replay', function(keys, args)
   local function set(name, value)
     update[#update + 1] = name
     update[#update + 1] = value
+  end
+  -- What was answered before belongs to the earlier run, like its steps.
+  if not keeps and server.call('EXISTS', suspension.waitpoints_key(c, id)) == 1 then
+    set('run_from', record.attempt_count(rec))
   end
   if reason ~= '' then set('pending_replay_reason', reason) end
   if requested_by ~= '' then set('pending_replay_requested_by', requested_by) end

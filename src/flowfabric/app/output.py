@@ -1,0 +1,54 @@
+"""Live output of a handler: whatever it writes, as frames that others can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from flowfabric.app import codec
+from flowfabric.core.contracts.streams import Frame, FrameMode
+from flowfabric.sdk.task import ClaimedTask
+
+__all__ = ["write_output"]
+
+_FRAME_BYTES = 65_536
+_NUMBER_BYTES = 64
+"""Room for the number of a part, which counts against the size of its frame."""
+_CONTINUES = 0b1000_0000
+_CONTINUES_MASK = 0b1100_0000
+
+
+async def write_output(task: ClaimedTask, data: Any, frame_type: str, mode: FrameMode) -> None:
+    """Write bytes, text or anything JSON can say; what is too large goes in several frames.
+
+    Frames of one such piece carry `{"part": 1, "of": 3}` as metadata. Waits only while very much
+    is under way already.
+    """
+    if isinstance(data, bytes):
+        raw, encoding = data, "binary"
+    elif isinstance(data, str):
+        raw, encoding = data.encode(errors="replace"), "utf8"
+    else:
+        raw, encoding = codec.encode(data)[0], codec.JSON
+    if len(raw) <= _FRAME_BYTES or mode == "summary":
+        frame = Frame(payload=raw, frame_type=frame_type, encoding=encoding)
+        await task.write_frame(frame, mode=mode)
+        return
+    parts = list(_parts(raw, whole_characters=encoding != "binary"))
+    for number, part in enumerate(parts, 1):
+        about = msgspec.json.encode({"part": number, "of": len(parts)}).decode()
+        frame = Frame(payload=part, frame_type=frame_type, encoding=encoding, metadata_json=about)
+        await task.write_frame(frame, mode=mode)
+
+
+def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
+    """Pieces that fit a frame; text is cut between characters, so that each piece is text."""
+    start = 0
+    while start < len(raw):
+        end = start + _FRAME_BYTES - _NUMBER_BYTES
+        while whole_characters and end < len(raw) and raw[end] & _CONTINUES_MASK == _CONTINUES:
+            end -= 1
+        yield raw[start:end]
+        start = end
