@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 from flowfabric.bench.arena import LANE, Arena, arena
 from flowfabric.bench.child import Plan
@@ -17,7 +18,8 @@ __all__ = ["run"]
 
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
-_ROUNDS = 40
+_TURNS = 80
+_WARM_UP = 50
 _SETTLE_S = 1.5
 
 
@@ -29,15 +31,15 @@ async def run(options: Options, progress: Progress) -> Figures:
             one = await _commands_per_s(at, seconds, "one idle worker", progress)
         async with _crowd(at, workers, _OTHER_LANE, seconds):
             many = await _commands_per_s(at, seconds, f"{workers} idle workers", progress)
-            alone, elsewhere = await _submit_rates((empty, at), options.n, progress)
+            rate, elsewhere = await _submit_both(empty, at, options.n, progress)
         async with _crowd(at, workers, LANE, seconds):
-            beside, same = await _submit_rates((empty, at), options.n, progress)
+            _, same = await _submit_both(empty, at, options.n, progress)
     return {
         "commands_per_s": one,
         "commands_per_s_100": many,
-        "submit_per_s": alone,
-        "submit_slowdown_pct": 100 * (1 - elsewhere / alone),
-        "submit_slowdown_same_lane_pct": 100 * (1 - same / beside),
+        "submit_per_s": rate,
+        "submit_slowdown_pct": elsewhere,
+        "submit_slowdown_same_lane_pct": same,
     }
 
 
@@ -70,23 +72,30 @@ async def _commands(at: Arena) -> int:
     return int((await at.info("stats"))["total_commands_processed"])
 
 
-async def _submit_rates(arenas: Sequence[Arena], n: int, progress: Progress) -> tuple[float, ...]:
-    """Submits per second, one after the other, of a task that no worker can take.
+async def _submit_both(
+    alone: Arena, crowded: Arena, n: int, progress: Progress
+) -> tuple[float, float]:
+    """Submits per second without workers, and by how many percent they are slower beside them.
 
-    The servers are taken in turns, so that whatever else the machine does touches all alike.
+    One after the other, of a task that no worker can take. The two servers take turns, and the
+    median turn counts, so that whatever else the machine does matters little.
     """
-    apps = [BenchApp(at.url) for at in arenas]
-    seconds = [0.0] * len(apps)
-    progress.begin("idle: submit", len(apps) * _ROUNDS)
-    for app in apps:
-        await app.fabric.submit(app.unwanted)
-    for _ in range(_ROUNDS):
-        for position, app in enumerate(apps):
-            start = time.perf_counter()
-            for _ in range(-(-n // _ROUNDS)):
-                await app.fabric.submit(app.unwanted)
-            seconds[position] += time.perf_counter() - start
+    apps = (BenchApp(alone.url), BenchApp(crowded.url))
+    async with apps[0].fabric, apps[1].fabric:
+        for app in apps:
+            await _submit_some(app, _WARM_UP)
+        progress.begin("idle: submit", _TURNS)
+        size = -(-n // _TURNS)
+        turns: list[tuple[float, float]] = []
+        for _ in range(_TURNS):
+            turns.append((await _submit_some(apps[0], size), await _submit_some(apps[1], size)))
             progress.advance()
-    for app in apps:
-        await app.fabric.aclose()
-    return tuple(-(-n // _ROUNDS) * _ROUNDS / spent for spent in seconds)
+    rate = statistics.median(size / without for without, _ in turns)
+    return rate, 100 * (1 - statistics.median(without / beside for without, beside in turns))
+
+
+async def _submit_some(app: BenchApp, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        await app.fabric.submit(app.unwanted)
+    return time.perf_counter() - start
