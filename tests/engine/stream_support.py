@@ -11,11 +11,10 @@ import msgspec
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.streams import AppendOutcome, Frame, StreamFrames
-from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
-from tests.engine.exec_support import ATTEMPT_TIMEOUT, DEADLINE, POLICY, expire, mark
+from tests.engine.exec_support import ATTEMPT_TIMEOUT, DEADLINE, POLICY, expire, mark, refused
 from tests.support.engine import TTL, Engine
 
 SECRET = "ab" * 32
@@ -61,9 +60,8 @@ async def expiry(engine: Engine, handle: Handle) -> int:
 
 
 async def payloads(engine: Engine, handle: Handle, **how: Any) -> list[bytes]:
-    page = await engine.backend.read_stream(
-        handle.execution_id, handle.attempt_index, **({"count_limit": 10_000} | how)
-    )
+    bounds: dict[str, Any] = {"count_limit": 10_000} | how
+    page = await engine.backend.read_stream(handle.execution_id, handle.attempt_index, **bounds)
     return [frame.payload for frame in page.frames]
 
 
@@ -76,7 +74,7 @@ async def blocked_clients(backend: Backend) -> int:
 async def until_blocked(backend: Backend, count: int = 1) -> None:
     """Return when this many tails wait in the server."""
     async with asyncio.timeout(20):
-        while await blocked_clients(backend) != count:
+        while await blocked_clients(backend) != count:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0)
 
 
@@ -85,9 +83,8 @@ async def waiting_tail(
 ) -> asyncio.Task[StreamFrames]:
     """A tail that waits in the server by now."""
     before = await blocked_clients(engine.backend)
-    task = asyncio.ensure_future(
-        engine.backend.tail_stream(execution_id, index, **({"block_ms": 20_000} | how))
-    )
+    limits: dict[str, Any] = {"block_ms": 20_000} | how
+    task = asyncio.ensure_future(engine.backend.tail_stream(execution_id, index, **limits))
     await until_blocked(engine.backend, before + 1)
     return task
 
@@ -155,10 +152,7 @@ async def _mark(engine: Engine, handle: Handle) -> None:
 
 async def _late_write(engine: Engine, handle: Handle) -> None:
     await engine.advance(TTL)
-    try:
-        await engine.backend.complete(handle)
-    except EngineError as error:
-        assert error.code == "lease_expired"
+    await refused(engine.backend.complete(handle), "lease_expired")
 
 
 async def _revoke(engine: Engine, handle: Handle) -> None:

@@ -53,13 +53,14 @@ async def test_from_the_first_frame_to_the_close(engine: Engine) -> None:
 
 async def test_a_closed_stream_is_drained(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
+    ids: list[str] = []
     for first in range(0, 1250, 250):
         batch = frames(*(str(n) for n in range(first, first + 250)))
-        outcome = await backend.append_frames(handle, batch)
+        ids += (await backend.append_frames(handle, batch)).stream_ids
     await backend.complete(handle)
     follower = backend.follow_stream(handle.execution_id, 0)
     assert await collect(follower) == [b"%d" % n for n in range(1250)]
-    half = backend.follow_stream(handle.execution_id, 0, after=outcome.stream_ids[-2])
+    half = backend.follow_stream(handle.execution_id, 0, after=ids[-2])
     assert await collect(half) == [b"1249"]
     with pytest.raises(StopAsyncIteration):
         await anext(half)
@@ -171,10 +172,10 @@ class Recorder:
         self.sizes: list[int] = []
 
     async def append_frames(
-        self, handle: Handle, batch: Sequence[Frame], **how: Any
+        self, handle: Handle, frames: Sequence[Frame], **how: Any
     ) -> AppendOutcome:
-        self.sizes.append(len(batch))
-        return await self._backend.append_frames(handle, batch, **how)
+        self.sizes.append(len(frames))
+        return await self._backend.append_frames(handle, frames, **how)
 
 
 async def test_bursts_leave_in_batches(engine: Engine) -> None:

@@ -11,6 +11,7 @@ import pytest
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import BestEffort
 from flowfabric.core.errors import EngineError
+from flowfabric.engine.appends import Summaries
 from tests.engine.exec_support import freeze, refused, unchanged
 from tests.engine.probes import lossy
 from tests.engine.stream_support import (
@@ -35,6 +36,10 @@ async def live(engine: Engine, handle: Handle, payload: str = "live", **knobs: A
 
 async def patch(engine: Engine, handle: Handle, text: str | bytes, **how: Any) -> Any:
     return await append(engine, handle, text, mode="summary", **how)
+
+
+def order(entry: str) -> tuple[int, ...]:
+    return tuple(map(int, entry.split("-")))
 
 
 async def document(engine: Engine, handle: Handle) -> bytes:
@@ -101,9 +106,22 @@ async def test_an_expired_stream_is_written_again(engine: Engine) -> None:
     assert not tail.truncated
     second = await live(engine, handle, "again")
     assert second.frame_count == 2
-    assert second.stream_id > first.stream_id
+    assert order(second.stream_id) > order(first.stream_id)
     assert await payloads(engine, handle) == [b"again"]
     assert await expiry(engine, handle) > 0
+
+
+async def test_an_expired_stream_gives_no_id_twice(engine: Engine) -> None:
+    """Also when the server's clock was set back meanwhile."""
+    handle, call = await engine.running(), engine.backend.transport.call
+    await live(engine, handle)
+    await call("DEL", stream_key(handle))
+    await call("HSET", stream_key(handle, ":meta"), "last_sequence", "99999999999999-5")
+    assert (await live(engine, handle)).stream_id == "99999999999999-6"
+    assert await length(engine, handle) == 1
+    await call("DEL", stream_key(handle))
+    batch = await engine.backend.append_frames(handle, frames("a", "b"))
+    assert batch.stream_ids == ("99999999999999-7", "99999999999999-8")
 
 
 async def test_knobs_beyond_the_store_are_refused(engine: Engine) -> None:
@@ -151,7 +169,12 @@ async def test_bursts_raise_and_pauses_lower_the_rate(engine: Engine) -> None:
 async def test_floor_and_ceiling_hold(engine: Engine) -> None:
     handle, now = await engine.running(), await engine.now()
     await freeze(engine, now)
-    knobs = {"ttl_ms": 30_000, "maxlen_floor": 10, "maxlen_ceiling": 100, "ema_alpha": 1.0}
+    knobs: dict[str, Any] = {
+        "ttl_ms": 30_000,
+        "maxlen_floor": 10,
+        "maxlen_ceiling": 100,
+        "ema_alpha": 1.0,
+    }
     for _ in range(3):
         await live(engine, handle, **knobs)
     assert (await kept(engine, handle))[0] == 100
@@ -168,7 +191,7 @@ async def test_floor_and_ceiling_hold(engine: Engine) -> None:
     ],
 )
 async def test_defaults_of_the_knobs(
-    engine: Engine, knobs: dict[str, int], floor: int, ceiling: int
+    engine: Engine, knobs: dict[str, Any], floor: int, ceiling: int
 ) -> None:
     handle = await engine.running()
     await freeze(engine, await engine.now())
@@ -253,6 +276,25 @@ async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: 
     outcome = await patch(engine, handle, '{"c":3}')
     assert outcome.summary_version == 3
     assert await document(engine, handle) == b'{"a":1,"b":2,"c":3}'
+
+
+async def test_a_forgotten_summary_is_read_again(engine: Engine) -> None:
+    handle = await engine.running()
+    await patch(engine, handle, '{"a":1}')
+    engine.backend.summaries = Summaries()
+    assert (await patch(engine, handle, '{"b":2}')).summary_version == 2
+    assert await document(engine, handle) == b'{"a":1,"b":2}'
+
+
+async def test_only_the_latest_summaries_are_remembered(engine: Engine) -> None:
+    engine.backend.summaries = Summaries(size=2)
+    handles = [await engine.running() for _ in range(4)]
+    for number in range(1, 4):
+        for handle in handles:
+            outcome = await patch(engine, handle, f'{{"k{number}":{number}}}')
+            assert outcome.summary_version == number
+    for handle in handles:
+        assert await document(engine, handle) == b'{"k1":1,"k2":2,"k3":3}'
 
 
 async def test_patches_of_many_tasks_are_all_merged(engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,7 +15,9 @@ from flowfabric.core.errors import (
     TransportError,
     UnavailableError,
 )
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
 from flowfabric.engine.stream_pool import StreamPool, ceiling_from_env
 from tests.engine.exec_support import refused
 from tests.engine.stream_support import append, frames, until_blocked, waiting_tail
@@ -24,11 +25,11 @@ from tests.support.engine import Engine
 
 
 @pytest.fixture
-async def small(engine: Engine) -> AsyncIterator[Engine]:
+async def small(engine: Engine) -> Engine:
     """An engine whose pool has eight permits."""
     await engine.backend.stream_pool.aclose()
     engine.backend.stream_pool = StreamPool(engine.backend.transport, 8)
-    yield engine
+    return engine
 
 
 async def exhausted(backend: Backend, execution_id: object, **how: int) -> LimitError:
@@ -98,7 +99,7 @@ async def test_shutdown_waits_for_the_calls_under_way(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     tails = [await waiting_tail(engine, handle.execution_id) for _ in range(16)]
     closing = asyncio.ensure_future(backend.shutdown_prepare(20.0))
-    while not backend.stream_pool.closed:
+    while not backend.stream_pool.closed:  # noqa: ASYNC110 - only the first step of the task
         await asyncio.sleep(0)
     for call in (
         backend.read_stream(handle.execution_id, 0),
@@ -135,9 +136,6 @@ async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
 
 
 async def test_closing_ends_waiting_tails(engine: Engine, backend: Backend) -> None:
-    from flowfabric.core.partition import PartitionCounts
-    from flowfabric.engine.calls import Limits
-
     handle = await engine.running()
     other = Backend(backend.transport, PartitionCounts(), Limits(), testing=True)
     tail = asyncio.ensure_future(other.tail_stream(handle.execution_id, 0, block_ms=20_000))

@@ -145,13 +145,14 @@ async def mixed(engine: Engine, *runs: tuple[str, int]) -> Handle:
     handle, backend = await engine.running(), engine.backend
     number = 0
     for mode, count in runs:
-        while count:
-            size = min(count, 250)
+        end = number + count
+        while number < end:
+            size = min(end - number, 250)
             batch = frames(*(str(n) for n in range(number, number + size)))
             await backend.append_frames(
                 handle, batch, mode="durable" if mode == "d" else "best_effort"
             )
-            number, count = number + size, count - size
+            number += size
     return handle
 
 

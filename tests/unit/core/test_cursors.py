@@ -25,7 +25,7 @@ LARGEST = 2**64 - 1
         ("0" * 5000 + "5", True, "5-0", "5"),
     ],
 )
-def test_forms(text: str, concrete: bool, first: str, last: str) -> None:  # noqa: FBT001
+def test_forms(text: str, concrete: bool, first: str, last: str) -> None:
     cursor = StreamCursor.parse(text)
     assert str(cursor) == text
     assert cursor.is_concrete is concrete
@@ -59,9 +59,7 @@ def test_bare_markers(text: str) -> None:
     ],
 )
 def test_malformed(text: str) -> None:
-    assert problem(text) == (
-        f"cursor: Malformed: {text!r}: give start, end, <ms> or <ms>-<seq>"
-    )
+    assert problem(text) == (f"cursor: Malformed: {text!r}: give start, end, <ms> or <ms>-<seq>")
 
 
 @pytest.mark.parametrize("text", ["start", "end"])

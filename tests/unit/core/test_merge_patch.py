@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -108,7 +108,9 @@ def test_arrays_may_be_deeper_than_objects() -> None:
     assert merged("{}", patch) == patch
 
 
-@pytest.mark.parametrize("document", [b"", b"{", b"[]", b"1", b"null", b"[" * 50_000, b'{"a":"\xff"}'])
+@pytest.mark.parametrize(
+    "document", [b"", b"{", b"[]", b"1", b"null", b"[" * 50_000, b'{"a":"\xff"}']
+)
 def test_an_unreadable_document_is_corruption(document: bytes) -> None:
     with pytest.raises(CorruptionError) as caught:
         merge(document, {"a": 1})
@@ -127,8 +129,10 @@ values = st.recursive(
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(codec="utf-8"), max_size=5),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=3), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 objects = st.dictionaries(st.sampled_from(["a", "b", "c"]), values, max_size=3)
@@ -138,8 +142,9 @@ def reference(target: Any, patch: Any) -> Any:
     """RFC 7396, word for word."""
     if not isinstance(patch, dict):
         return patch
-    result: dict[str, Any] = dict(target) if isinstance(target, dict) else {}
-    for name, value in patch.items():
+    known = cast("dict[str, Any]", target) if isinstance(target, dict) else {}
+    result = dict(known)
+    for name, value in cast("dict[str, Any]", patch).items():
         if value is None:
             result.pop(name, None)
         else:

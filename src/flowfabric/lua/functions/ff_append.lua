@@ -62,6 +62,13 @@ local function limit(mode, maxlen, keep, durable)
   return '~', math.max(keep, tonumber(durable or 0))
 end
 
+-- A stream that expired begins anew: it must not give out the ids of its first life again.
+local function go_on_after(stream, last)
+  if server.call('EXISTS', stream) == 1 then return end
+  server.call('XADD', stream, last, 't', '')
+  server.call('XDEL', stream, last)
+end
+
 -- The fields that every frame of one call shares, apart from its summary version.
 local function shared_fields(mode, want)
   if mode == 'd' then return {} end
@@ -104,7 +111,7 @@ server.register_function('ff_append', function(keys, args)
   local stream = streams.key(c, id, index)
   local meta_key = stream .. ':meta'
   local meta = server.call('HMGET', meta_key, 'closed_at', 'frame_count', 'total_bytes', 'durable',
-    'seen', 'ema_rate_hz', 'last_append_ts_ms')
+    'seen', 'ema_rate_hz', 'last_append_ts_ms', 'last_sequence')
   if meta[1] then return reply.err('stream_closed') end
   local before, durable = tonumber(meta[2] or 0), meta[4]
   if seq ~= '' and meta[5] then
@@ -135,6 +142,7 @@ server.register_function('ff_append', function(keys, args)
     set('last_append_ts_ms', c.now)
     set('maxlen_applied_last', keep)
   end
+  if meta[2] and not durable then go_on_after(stream, meta[8]) end
   local op, length = limit(mode, maxlen, keep, durable)
   local last, count, size = write(stream, args, shared_fields(mode, want), version, op, length)
   set('frame_count', before + count)
