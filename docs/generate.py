@@ -33,6 +33,8 @@ DUTIES = {
     "delayed_promoter": "makes delayed executions and retries claimable at their time",
     "attempt_timeout": "ends attempts that run longer than their `timeout`",
     "execution_deadline": "ends executions that passed their `deadline`, in any state",
+    "suspension_timeout": "ends waits that nobody answered in time, as each wait asks for",
+    "pending_wp_expiry": "closes waitpoints that were handed out and never waited for",
     "doorbell": "wakes workers again for work that waits, in case a wake-up was lost",
     "index_reconciler": "compares every execution with the indexes its record demands; repairs",
     "retention_trimmer": "deletes finished executions and old events when their time is over",

@@ -17,7 +17,10 @@ from flowfabric import __version__
 from tests.cli.support import COMMAND, Cli
 from tests.support.server import free_port
 
-COMMANDS = ("worker", "ps", "show", "cancel", "replay", "doctor", "bench")
+COMMANDS = (
+    *("worker", "ps", "show", "tail", "waiting", "approve", "signal"),
+    *("cancel", "replay", "doctor", "bench"),
+)
 
 
 @pytest.fixture

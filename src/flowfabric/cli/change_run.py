@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import getpass
 from collections.abc import Sequence
 
 from flowfabric.cli.errors import CliError, report
@@ -11,6 +10,7 @@ from flowfabric.cli.options import Target
 from flowfabric.cli.resolve import resolve
 from flowfabric.cli.screen import Screen, print_json, state_style
 from flowfabric.cli.session import opened
+from flowfabric.cli.user import user
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.backend import Backend
@@ -72,20 +72,12 @@ async def _replay(
             done = await backend.replay_execution(
                 execution_id,
                 reason=reason,
-                requested_by=_user(),
+                requested_by=user(),
                 expected_replay_count=expected,
             )
         except EngineError as error:
             raise await _told(backend, execution_id, error) from error
     _say(execution_id, done.public_state.value, as_json=as_json)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # A container may run under a number that no account belongs to.
-        return ""
 
 
 def _say(execution_id: ExecutionId, state: str, *, as_json: bool) -> None:

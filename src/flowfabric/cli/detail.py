@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from flowfabric.cli.fleet import live_workers, server_now_ms
+from flowfabric.cli.waiting_read import LastWait, open_waitpoints, read_last_wait
 from flowfabric.cli.words import preview
 from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import (
@@ -17,6 +18,7 @@ from flowfabric.core.contracts.executions import (
     LeaseSummary,
     WhyWaiting,
 )
+from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase
@@ -57,6 +59,10 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     why_not_running: WhyWaiting | None
     workers_of_lane: list[str] | None
     """Live workers that could take it; None when it does not wait for one."""
+    waitpoints: list[OpenWaitpoint]
+    """Where answers can be given now; without their tokens."""
+    wait: LastWait | None
+    """The newest suspension, open or not."""
     now_ms: int
 
     @property
@@ -74,10 +80,12 @@ async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool
         backend.read_execution_context(execution_id),
         server_now_ms(backend),
     )
-    attempts, history, why = await asyncio.gather(
+    attempts, history, why, waitpoints, wait = await asyncio.gather(
         backend.read_attempts(execution_id),
         backend.read_execution_history(execution_id),
         backend.explain_execution(execution_id),
+        open_waitpoints(backend, execution_id),
+        read_last_wait(backend, execution_id),
     )
     if snapshot is None:
         raise NotFoundError("execution_not_found", str(execution_id))
@@ -93,6 +101,8 @@ async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool
         result=_blob(result, info.result_encoding, full=full),
         why_not_running=why if waiting else None,
         workers_of_lane=await _takers(backend, info, now) if waiting else None,
+        waitpoints=waitpoints,
+        wait=wait,
         now_ms=now,
     )
 

@@ -9,12 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from flowfabric.bench.command import register as register_bench
+from flowfabric.cli.approve import approve
 from flowfabric.cli.change import cancel, replay
 from flowfabric.cli.doctor import doctor
 from flowfabric.cli.errors import Report, print_error, report
 from flowfabric.cli.options import Target
 from flowfabric.cli.ps import ps
 from flowfabric.cli.show import show
+from flowfabric.cli.signals import signal
+from flowfabric.cli.tail import tail
+from flowfabric.cli.waiting import waiting
 from flowfabric.cli.worker import worker
 from flowfabric.core.errors import FlowFabricError
 
@@ -63,6 +67,10 @@ def options(
 app.command()(worker)
 app.command()(ps)
 app.command()(show)
+app.command()(tail)
+app.command()(waiting)
+app.command()(approve)
+app.command()(signal)
 app.command()(cancel)
 app.command()(replay)
 app.command()(doctor)

@@ -52,8 +52,11 @@ async def opened(url: str | None) -> AsyncGenerator[Backend]:
         address = await place.address()
         transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-cli")
         try:
-            yield Backend(transport, await read_counts(transport))
-        finally:
+            backend = Backend(transport, await read_counts(transport))
+        except BaseException:
             await transport.aclose()
+            raise
+        async with backend:
+            yield backend
     finally:
         place.close()

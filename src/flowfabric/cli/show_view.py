@@ -12,6 +12,7 @@ from flowfabric.cli.options import Target
 from flowfabric.cli.resolve import resolve
 from flowfabric.cli.screen import Cell, Screen, print_json, state_style
 from flowfabric.cli.session import opened
+from flowfabric.cli.waiting_words import until, wanted
 from flowfabric.cli.why import sentence
 from flowfabric.cli.words import age, clean, clock, duration
 from flowfabric.core.contracts.events import Event
@@ -47,6 +48,7 @@ def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
         return
     screen = Screen()
     _head(screen, detail, why)
+    _waitpoints(screen, detail)
     _attempts(screen, detail)
     _history(screen, detail)
     _failure(screen, detail.execution)
@@ -152,6 +154,29 @@ def _lease(detail: Detail) -> list[tuple[str, Cell]]:
 
 def _moment(at_ms: int, now_ms: int) -> str:
     return f"{clock(at_ms)} ({age(now_ms - at_ms)} ago)"
+
+
+def _waitpoints(screen: Screen, detail: Detail) -> None:
+    if not detail.waitpoints:
+        return
+    screen.section("Waitpoints")
+    headers = ["KEY", "STATE", "SIGNALS", "SINCE", "UNTIL", "ID", "TOKEN"]
+    limit = detail.wait.until if detail.wait is not None else None
+    rows: list[list[Cell]] = []
+    for one in detail.waitpoints:
+        since = one.activated_at or one.created_at
+        rows.append(
+            [
+                (clean(one.waitpoint_key), "magenta"),
+                one.state,
+                wanted(one),
+                age(detail.now_ms - since),
+                until(one.expires_at if one.state == "pending" else limit, detail.now_ms),
+                one.waitpoint_id,
+                (f"{clean(one.token_kid)} {one.token_fingerprint}", "bright_black"),
+            ]
+        )
+    screen.table(headers, rows)
 
 
 def _attempts(screen: Screen, detail: Detail) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.cli.detail import Detail
+from flowfabric.cli.waiting_words import OPERATOR_ONLY, TIMEOUT_ONLY, asked, moment
 from flowfabric.cli.words import clean, clock, duration
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.state import OwnershipState, PublicState
@@ -23,6 +24,8 @@ def sentence(detail: Detail) -> str:
         return ""
     if detail.execution.public_state is PublicState.ACTIVE:
         return _active(detail)
+    if detail.execution.public_state is PublicState.SUSPENDED:
+        return _suspended(detail)
     return _waiting(detail, why)
 
 
@@ -49,6 +52,21 @@ def _active(detail: Detail) -> str:
     if not detail.running:
         return f"{worker} stopped renewing its lease; the next free worker takes it over"
     return ""
+
+
+def _suspended(detail: Detail) -> str:
+    active = [one for one in detail.waitpoints if one.state == "active"]
+    for_what = asked(active) or "an answer"
+    limit = detail.wait.until if detail.wait is not None else None
+    until = "" if limit is None else f", until {moment(limit, detail.now_ms)}"
+    names = {name for one in active for name in one.required_signal_names}
+    if TIMEOUT_ONLY in names:
+        return f"it pauses{until}"
+    uuid = detail.execution.execution_id.uuid
+    if OPERATOR_ONLY in names:
+        return f"it waits for an operator{until}: `flowfabric approve {uuid}` lets it go on"
+    which = "" if len(active) == 1 else " WAITPOINT"
+    return f"it waits for {for_what}{until}: `flowfabric approve {uuid}{which}` answers"
 
 
 def _when(at_ms: int, now_ms: int) -> str:

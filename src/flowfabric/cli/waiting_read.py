@@ -1,0 +1,134 @@
+"""What executions wait for, and how their waits ended; never a token."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal, SuspendedEntry
+from flowfabric.core.errors import NotFoundError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.engine.backend import Backend
+
+__all__ = ["LastWait", "Wait", "collect", "open_waitpoints", "read_last_wait", "read_wait"]
+
+_PAGE = 1000
+_FAR = 2**63
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution and the waitpoints that are open on it; a line of `waiting --json`."""
+
+    execution_id: ExecutionId
+    execution_kind: str
+    lane_id: str
+    namespace: str
+    public_state: PublicState
+    reason: str
+    since: int | None
+    """When it was suspended; None while it only prepares to wait."""
+    until: int | None
+    """When the wait ends by itself; None for never."""
+    waitpoints: list[OpenWaitpoint]
+
+
+class LastWait(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest suspension of an execution, open or not."""
+
+    reason: str
+    since: int
+    until: int | None
+    closed_at: int | None
+    close_reason: str
+    answers: list[ResumeSignal]
+    """The signals that ended it."""
+
+
+async def read_last_wait(backend: Backend, execution_id: ExecutionId) -> LastWait | None:
+    """The newest suspension; None when there was none yet."""
+    key = f"ff:exec:{execution_id.tag}:{execution_id}:suspension:current"
+    raw: Any = await backend.transport.call("HGETALL", key, key=key)
+    fields = {name.decode(): value.decode(errors="replace") for name, value in raw.items()}
+    if "created_at" not in fields:
+        return None
+    ids = [each for each in fields.get("all_satisfier_signals", "").split(",") if each]
+    found = await asyncio.gather(*(backend.read_signal(execution_id, each) for each in ids))
+    return LastWait(
+        reason=fields.get("reason_code", ""),
+        since=int(fields["created_at"]),
+        until=_number(fields.get("timeout_at")),
+        closed_at=_number(fields.get("closed_at")),
+        close_reason=fields.get("close_reason", ""),
+        answers=[signal for signal in found if signal is not None],
+    )
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+async def open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
+    """All of them, those that a suspension uses before those that only keep signals so far."""
+    found: list[OpenWaitpoint] = []
+    after: str | None = ""
+    while after is not None:
+        page = await backend.list_pending_waitpoints(execution_id, after, _PAGE)
+        found += page.entries
+        after = page.next_cursor
+    return sorted(found, key=lambda one: (one.state != "active", one.created_at, one.waitpoint_key))
+
+
+async def read_wait(backend: Backend, execution_id: ExecutionId) -> Wait:
+    """What one execution waits for, whatever its state."""
+    info, waitpoints, last = await asyncio.gather(
+        backend.read_execution_info(execution_id),
+        open_waitpoints(backend, execution_id),
+        read_last_wait(backend, execution_id),
+    )
+    current = last if info.public_state is PublicState.SUSPENDED else None
+    return Wait(
+        execution_id=execution_id,
+        execution_kind=info.execution_kind,
+        lane_id=info.lane_id,
+        namespace=info.namespace,
+        public_state=info.public_state,
+        reason="" if current is None else current.reason,
+        since=None if current is None else current.since,
+        until=None if current is None else current.until,
+        waitpoints=waitpoints,
+    )
+
+
+async def collect(
+    backend: Backend, *, lane: str | None, namespace: str | None, limit: int
+) -> tuple[list[Wait], int]:
+    """Suspended executions, the soonest to time out first; and how many were left out."""
+    entries: list[SuspendedEntry] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = await backend.list_suspended(cursor=cursor, limit=_PAGE)
+        entries += [one for one in page.entries if lane is None or one.lane_id == lane]
+        cursor = page.next_cursor
+    if namespace is not None:
+        entries = [one for one in entries if await _lives_in(backend, one, namespace)]
+    entries.sort(key=lambda one: (one.timeout_at or _FAR, one.suspended_at, one.execution_id))
+    read = await asyncio.gather(
+        *(_still_waiting(backend, one.execution_id) for one in entries[:limit])
+    )
+    return [wait for wait in read if wait is not None], max(0, len(entries) - limit)
+
+
+async def _lives_in(backend: Backend, entry: SuspendedEntry, namespace: str) -> bool:
+    return await backend.get_execution_namespace(entry.execution_id) == namespace
+
+
+async def _still_waiting(backend: Backend, execution_id: ExecutionId) -> Wait | None:
+    """It may have been answered, or even deleted, since it was listed."""
+    try:
+        wait = await read_wait(backend, execution_id)
+    except NotFoundError:
+        return None
+    return wait if wait.public_state is PublicState.SUSPENDED else None
