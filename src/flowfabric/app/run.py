@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.contracts.streams import Visibility
+from flowfabric.core.contracts.suspension import SignalOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client, Outcome
+from flowfabric.sdk.tail import Tail
 
 __all__ = ["Run"]
 
@@ -16,7 +19,7 @@ R = TypeVar("R")
 
 
 class Run(Generic[R]):
-    """A handle on one execution: its state, its result, and a way to cancel it."""
+    """A handle on one execution: its state, its result, its output, and ways to act on it."""
 
     __slots__ = ("_client", "_returns", "duplicate", "id")
 
@@ -51,6 +54,33 @@ class Run(Generic[R]):
     async def cancel(self, reason: str = "") -> None:
         """End it deliberately; a running handler learns of it with its next renewal."""
         await self._client.cancel(self.id, reason)
+
+    async def signal(
+        self, waitpoint: str, name: str, payload: Any = None, **options: Any
+    ) -> SignalOutcome:
+        """Answer a wait of the handler, named as in `ctx.wait_for`; the payload becomes JSON.
+
+        Takes the options of `Client.deliver_signal`.
+
+        >>> await run.signal("approval", "approved", {"note": "fine"})
+        """
+        if payload is not None:
+            options["payload"], options["payload_encoding"] = codec.encode(payload)
+        return await self._client.signal(self.id, waitpoint, name, **options)
+
+    def stream(
+        self,
+        attempt: int | Literal["latest"] = "latest",
+        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
+        after: str = "0-0",
+        visibility: Visibility = "all",
+    ) -> Tail:
+        """The handler's output as it comes, until the execution has ended.
+
+        >>> async for frame in run.stream():
+        ...     print(frame.payload.decode(), end="")
+        """
+        return self._client.tail(self.id, attempt, follow_attempts, after, visibility)
 
     def __repr__(self) -> str:
         return f"Run({self.id})"

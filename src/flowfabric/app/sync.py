@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
 from flowfabric.app.tasks import Task
 from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.contracts.streams import StreamedFrame, Visibility
+from flowfabric.core.contracts.suspension import SignalOutcome
 from flowfabric.core.durations import Duration
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Outcome
-from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.portal import Portal, iterate
 
 __all__ = ["SyncFabric", "SyncRun"]
 
@@ -52,6 +54,23 @@ class SyncRun(Generic[R]):
     def cancel(self, reason: str = "") -> None:
         """End it deliberately; a running handler learns of it with its next renewal."""
         self._call(lambda: self._run.cancel(reason))
+
+    def signal(
+        self, waitpoint: str, name: str, payload: Any = None, **options: Any
+    ) -> SignalOutcome:
+        """Answer a wait of the handler; the payload becomes JSON."""
+        return self._call(lambda: self._run.signal(waitpoint, name, payload, **options))
+
+    def stream(
+        self,
+        attempt: int | Literal["latest"] = "latest",
+        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
+        after: str = "0-0",
+        visibility: Visibility = "all",
+    ) -> Iterator[StreamedFrame]:
+        """The handler's output as it comes, until the execution has ended."""
+        tail = self._run.stream(attempt, follow_attempts, after, visibility)
+        return iterate(tail, self._call)
 
     def __repr__(self) -> str:
         return f"SyncRun({self.id})"

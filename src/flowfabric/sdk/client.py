@@ -32,6 +32,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
 from flowfabric.engine.listing import Filter
+from flowfabric.sdk.client_signals import ClientSignals
 from flowfabric.valkey.address import Address, parse_url
 
 __all__ = [
@@ -104,7 +105,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-class Client:
+class Client(ClientSignals):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:

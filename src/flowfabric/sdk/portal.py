@@ -6,12 +6,12 @@ import asyncio
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from flowfabric.valkey.transport import forget_on_fork, leave_behind
 
-__all__ = ["Portal"]
+__all__ = ["Portal", "iterate"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,21 @@ class Portal:
         self._lock = threading.Lock()
         self._loop = self._thread = None
         self.generation += 1
+
+
+def iterate(
+    source: AsyncIterator[T], call: Callable[[Callable[[], Coroutine[Any, Any, list[T]]]], list[T]]
+) -> Iterator[T]:
+    """A plain iterator over what an async one gives; `call` runs coroutines on its loop."""
+
+    async def next_one() -> list[T]:
+        try:
+            return [await anext(source)]
+        except StopAsyncIteration:
+            return []
+
+    while one := call(next_one):
+        yield one[0]
 
 
 def _close(portal: weakref.ref[Portal]) -> None:

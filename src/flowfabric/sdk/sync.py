@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.core.contracts.executions import (
     Cancelled,
@@ -17,12 +17,20 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
+from flowfabric.core.contracts.streams import StreamedFrame, StreamFrames, Visibility
+from flowfabric.core.contracts.suspension import (
+    OpenWaitpoints,
+    Resumed,
+    SignalOutcome,
+    SuspendedPage,
+)
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client import Client, Outcome
-from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.portal import Portal, iterate
+from flowfabric.sdk.tail import Tail
 from flowfabric.valkey.address import Address
 
 __all__ = ["SyncClient"]
@@ -169,6 +177,124 @@ class SyncClient:
     ) -> ExecutionPage:
         """Executions, page by page."""
         return self._call(lambda client: client.list(cursor=cursor, limit=limit, where=where))
+
+    # --- waits and output -----------------------------------------------------------------
+
+    def deliver_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        waitpoint_token: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome:
+        """Answer a wait with its token; takes the options of the async form."""
+        return self._call(
+            lambda client: client.deliver_signal(
+                execution_id, waitpoint_id, waitpoint_token, signal_name, **options
+            )
+        )
+
+    def signal(
+        self, execution_id: ExecutionId, waitpoint: str, signal_name: str, **options: Any
+    ) -> SignalOutcome:
+        """Answer an open wait, named by its key or id, without having its token."""
+        return self._call(
+            lambda client: client.signal(execution_id, waitpoint, signal_name, **options)
+        )
+
+    def approve(
+        self,
+        execution_id: ExecutionId,
+        waitpoint: str,
+        signal_name: str = "approved",
+        decided_by: str = "",
+        payload: bytes | None = None,
+    ) -> SignalOutcome:
+        """Decide as an operator; `waitpoint` is the key or the id of an open one."""
+        return self._call(
+            lambda client: client.approve(execution_id, waitpoint, signal_name, decided_by, payload)
+        )
+
+    def resume(
+        self,
+        execution_id: ExecutionId,
+        *,
+        trigger_type: str = "operator",
+        resume_delay_ms: int = 0,
+    ) -> Resumed:
+        """End a pause by hand, whatever it waits for."""
+        return self._call(
+            lambda client: client.resume(
+                execution_id, trigger_type=trigger_type, resume_delay_ms=resume_delay_ms
+            )
+        )
+
+    def list_suspended(
+        self, *, partition: int | None = None, cursor: str = "", limit: int = 100
+    ) -> SuspendedPage:
+        """Suspended executions, page by page."""
+        return self._call(
+            lambda client: client.list_suspended(partition=partition, cursor=cursor, limit=limit)
+        )
+
+    def list_pending_waitpoints(
+        self, execution_id: ExecutionId, after: str = "", limit: int = 100
+    ) -> OpenWaitpoints:
+        """What an execution can be answered now, without the tokens."""
+        return self._call(lambda client: client.list_pending_waitpoints(execution_id, after, limit))
+
+    def read_waitpoint_token(
+        self, execution_id: ExecutionId, waitpoint_id: str
+    ) -> WaitpointToken | None:
+        """The token of an open waitpoint: whoever has it may answer."""
+        return self._call(lambda client: client.read_waitpoint_token(execution_id, waitpoint_id))
+
+    def verify_and_deliver(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        presented: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome:
+        """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token."""
+        return self._call(
+            lambda client: client.verify_and_deliver(
+                execution_id, waitpoint_id, presented, signal_name, **options
+            )
+        )
+
+    def read_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        from_: str = "start",
+        to: str = "end",
+        count: int = 100,
+        visibility: Visibility = "all",
+    ) -> StreamFrames:
+        """Output of one attempt, both ends of the range included."""
+        return self._call(
+            lambda client: client.read_stream(
+                execution_id, attempt_index, from_, to, count, visibility
+            )
+        )
+
+    def tail(
+        self,
+        execution_id: ExecutionId,
+        attempt: int | Literal["latest"] = "latest",
+        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
+        after: str = "0-0",
+        visibility: Visibility = "all",
+    ) -> Iterator[StreamedFrame]:
+        """Output as it comes, over retries and reclaims, until the execution has ended."""
+
+        async def begin(client: Client) -> Tail:
+            return client.tail(execution_id, attempt, follow_attempts, after, visibility)
+
+        return iterate(self._call(begin), self._portal.call)
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from flowfabric.core.contracts.leases import (
     Claim,
@@ -18,6 +18,7 @@ from flowfabric.core.contracts.leases import (
     ReclaimOutcome,
     ResumeGrant,
 )
+from flowfabric.core.contracts.suspension import Accepted, SignalOutcome, TriggeredResume
 from flowfabric.core.errors import (
     ConfigError,
     ContentionError,
@@ -25,7 +26,7 @@ from flowfabric.core.errors import (
     TransportError,
     WorkerAtCapacity,
 )
-from flowfabric.core.ids import new_uuid
+from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.scheduling import Want
 from flowfabric.scheduler.hints import LaneHints, Lanes
@@ -345,6 +346,24 @@ class Worker:
             self.unreserve(1)
             raise
         return self.adopt(claim, since)
+
+    # --- signals ----------------------------------------------------------------------------
+
+    async def deliver_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        waitpoint_token: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome | TriggeredResume:
+        """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
+        outcome = await self.backend.deliver_signal(
+            execution_id, waitpoint_id, waitpoint_token, signal_name, **options
+        )
+        if isinstance(outcome, Accepted) and outcome.resumed:
+            return TriggeredResume(outcome.signal_id)
+        return outcome
 
     # --- ending -----------------------------------------------------------------------------
 

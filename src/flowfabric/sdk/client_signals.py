@@ -1,0 +1,222 @@
+"""What a client does about waits and output: answering, approving, listing, following."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from flowfabric.core.contracts.streams import StreamFrames, Visibility
+from flowfabric.core.contracts.suspension import (
+    OpenWaitpoint,
+    OpenWaitpoints,
+    Resumed,
+    SignalOutcome,
+    SuspendedPage,
+)
+from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.ids import ExecutionId, WaitpointToken
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.feed import CompletionWatch
+from flowfabric.sdk.tail import Tail
+
+__all__ = ["ClientSignals", "find_waitpoint"]
+
+
+async def find_waitpoint(
+    backend: Backend, execution_id: ExecutionId, waitpoint: str
+) -> OpenWaitpoint:
+    """The open waitpoint of this id or key.
+
+    A key that several have is `invalid_input`, one that none has `waitpoint_not_found`.
+    """
+    entries: list[OpenWaitpoint] = []
+    after: str | None = ""
+    while after is not None:
+        page = await backend.list_pending_waitpoints(execution_id, after, limit=1000)
+        entries += page.entries
+        after = page.next_cursor
+    found = [entry for entry in entries if waitpoint in (entry.waitpoint_id, entry.waitpoint_key)]
+    # The second wait of a handler for one name has a number.
+    found = found or [e for e in entries if e.waitpoint_key.rpartition("#")[0] == waitpoint]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(f"{entry.waitpoint_id} ({entry.waitpoint_key})" for entry in found)
+        raise ValidationError("invalid_input", f"waitpoint: {waitpoint!r} may be any of {ids}")
+    keys = ", ".join(sorted(repr(entry.waitpoint_key) for entry in entries)) or "none"
+    raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} is not open; open: {keys}")
+
+
+class ClientSignals:
+    """The part of a client that deals with waits and output."""
+
+    backend: Backend
+    _watch: CompletionWatch
+
+    async def deliver_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        waitpoint_token: WaitpointToken | str,
+        signal_name: str,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str = "json",
+        signal_category: str = "default",
+        source_type: str = "external",
+        source_identity: str = "",
+        correlation_id: str = "",
+        idempotency_key: str = "",
+        target_scope: str = "waitpoint",
+        signal_id: str | None = None,
+        created_at: int | None = None,
+        dedup_ttl_ms: int = 86_400_000,
+        resume_delay_ms: int = 0,
+        max_signals_per_execution: int | None = None,
+        signal_maxlen: int = 1000,
+    ) -> SignalOutcome:
+        """Answer a wait with the token that was handed out for it."""
+        return await self.backend.deliver_signal(
+            execution_id,
+            waitpoint_id,
+            waitpoint_token,
+            signal_name,
+            payload=payload,
+            payload_encoding=payload_encoding,
+            signal_category=signal_category,
+            source_type=source_type,
+            source_identity=source_identity,
+            correlation_id=correlation_id,
+            idempotency_key=idempotency_key,
+            target_scope=target_scope,
+            signal_id=signal_id,
+            created_at=created_at,
+            dedup_ttl_ms=dedup_ttl_ms,
+            resume_delay_ms=resume_delay_ms,
+            max_signals_per_execution=max_signals_per_execution,
+            signal_maxlen=signal_maxlen,
+        )
+
+    async def signal(
+        self, execution_id: ExecutionId, waitpoint: str, signal_name: str, **options: Any
+    ) -> SignalOutcome:
+        """Answer an open wait, named by its key or id, without having its token.
+
+        Takes the options of `deliver_signal`.
+        """
+        found = await find_waitpoint(self.backend, execution_id, waitpoint)
+        token = await self.backend.read_waitpoint_token(execution_id, found.waitpoint_id)
+        if token is None:
+            raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
+        return await self.backend.deliver_signal(
+            execution_id, found.waitpoint_id, token, signal_name, **options
+        )
+
+    async def approve(
+        self,
+        execution_id: ExecutionId,
+        waitpoint: str,
+        signal_name: str = "approved",
+        decided_by: str = "",
+        payload: bytes | None = None,
+    ) -> SignalOutcome:
+        """Decide as an operator; `waitpoint` is the key or the id of an open one.
+
+        Everybody may decide once for each signal name: a repeat is a `Duplicate`.
+
+        >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
+        """
+        found = await find_waitpoint(self.backend, execution_id, waitpoint)
+        return await self.backend.deliver_approval_signal(
+            execution_id,
+            found.waitpoint_id,
+            signal_name,
+            decided_by=decided_by,
+            payload=payload,
+        )
+
+    async def resume(
+        self,
+        execution_id: ExecutionId,
+        *,
+        trigger_type: str = "operator",
+        resume_delay_ms: int = 0,
+    ) -> Resumed:
+        """End a pause by hand, whatever it waits for."""
+        return await self.backend.resume_execution(
+            execution_id, trigger_type=trigger_type, resume_delay_ms=resume_delay_ms
+        )
+
+    async def list_suspended(
+        self, *, partition: int | None = None, cursor: str = "", limit: int = 100
+    ) -> SuspendedPage:
+        """Suspended executions, page by page."""
+        return await self.backend.list_suspended(partition=partition, cursor=cursor, limit=limit)
+
+    async def list_pending_waitpoints(
+        self, execution_id: ExecutionId, after: str = "", limit: int = 100
+    ) -> OpenWaitpoints:
+        """What an execution can be answered now, without the tokens."""
+        return await self.backend.list_pending_waitpoints(execution_id, after, limit)
+
+    async def read_waitpoint_token(
+        self, execution_id: ExecutionId, waitpoint_id: str
+    ) -> WaitpointToken | None:
+        """The token of an open waitpoint: whoever has it may answer."""
+        return await self.backend.read_waitpoint_token(execution_id, waitpoint_id)
+
+    async def verify_and_deliver(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        presented: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome:
+        """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token."""
+        return await self.backend.verify_and_deliver(
+            execution_id, waitpoint_id, presented, signal_name, **options
+        )
+
+    async def read_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        from_: str = "start",
+        to: str = "end",
+        count: int = 100,
+        visibility: Visibility = "all",
+    ) -> StreamFrames:
+        """Output of one attempt, both ends of the range included."""
+        return await self.backend.read_stream(
+            execution_id,
+            attempt_index,
+            from_=from_,
+            to=to,
+            count_limit=count,
+            visibility=visibility,
+        )
+
+    def tail(
+        self,
+        execution_id: ExecutionId,
+        attempt: int | Literal["latest"] = "latest",
+        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
+        after: str = "0-0",
+        visibility: Visibility = "all",
+    ) -> Tail:
+        """Output as it comes, over retries and reclaims, until the execution has ended.
+
+        `after` is a position in the output of the first attempt that is read.
+
+        >>> async for frame in client.tail(run.id):  # doctest: +SKIP
+        ...     print(frame.payload)
+        """
+        return Tail(
+            self.backend,
+            self._watch,
+            self.backend.checked(execution_id),
+            attempt,
+            follow_attempts=follow_attempts,
+            after=after,
+            visibility=visibility,
+        )

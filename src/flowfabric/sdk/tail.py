@@ -1,0 +1,153 @@
+"""Following the output of an execution from attempt to attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, Protocol, Self
+
+from flowfabric.core.contracts.executions import ExecutionInfo
+from flowfabric.core.contracts.streams import StreamedFrame, Visibility
+from flowfabric.core.errors import TransportError, invalid_input
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.stream_follow import StreamFollower
+
+__all__ = ["Tail"]
+
+_RETRY_S = 0.2
+
+
+class _Source(Protocol):
+    """What a tail reads from."""
+
+    def follow_stream(
+        self, execution_id: ExecutionId, attempt_index: int, *, after: str, visibility: Visibility
+    ) -> StreamFollower: ...
+
+    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo: ...
+
+
+class _Ends(Protocol):
+    """Tells the end of executions."""
+
+    async def wait_ended(self, execution_id: ExecutionId) -> None: ...
+
+
+class Tail:
+    """Iterates over the frames of an execution as they come, over retries and reclaims.
+
+    Ends when the execution has ended and its last output was read. `attempt` and `position` tell
+    where it is, to go on there later; `closed_reason` how the last attempt's output ended.
+
+    >>> async for frame in client.tail(execution_id):  # doctest: +SKIP
+    ...     print(frame.payload)
+    """
+
+    def __init__(
+        self,
+        source: _Source,
+        ends: _Ends,
+        execution_id: ExecutionId,
+        attempt: int | Literal["latest"] = "latest",
+        *,
+        follow_attempts: bool = True,
+        after: str = "0-0",
+        visibility: Visibility = "all",
+    ) -> None:
+        if attempt != "latest" and (isinstance(attempt, bool) or not isinstance(attempt, int)):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+            raise invalid_input("attempt", "must be a number or 'latest'")
+        self._source = source
+        self._ends = ends
+        self._execution_id = execution_id
+        self._follow_attempts = follow_attempts
+        self._after = after
+        self._visibility: Visibility = visibility
+        self._follower: StreamFollower | None = None
+        self.attempt: int | None = None if attempt == "latest" else attempt
+        """The attempt whose output is read now; None before the first frame."""
+        self._exists = False
+        self._over = False
+
+    @property
+    def position(self) -> str:
+        """Where in the output of the attempt it is."""
+        return self._after if self._follower is None else self._follower.position
+
+    @property
+    def closed_reason(self) -> str | None:
+        """How the output of the attempt ended; None while it may go on."""
+        return None if self._follower is None else self._follower.closed_reason
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamedFrame:
+        follower = self._follower or await self._begin()
+        while not self._over:
+            try:
+                return await (anext(follower) if self._exists else self._first(follower))
+            except StopAsyncIteration:
+                self._over = self._over or not await self._goes_on()
+            if not self._over:
+                follower = self._next_attempt()
+        raise StopAsyncIteration
+
+    async def _begin(self) -> StreamFollower:
+        info = await self._source.read_execution_info(self._execution_id)
+        if self.attempt is None:
+            self.attempt = max(0, info.total_attempt_count - 1)
+        self._exists = self.attempt < info.total_attempt_count
+        return self._follow(self._after)
+
+    def _follow(self, after: str) -> StreamFollower:
+        assert self.attempt is not None
+        self._follower = self._source.follow_stream(
+            self._execution_id, self.attempt, after=after, visibility=self._visibility
+        )
+        return self._follower
+
+    def _next_attempt(self) -> StreamFollower:
+        assert self.attempt is not None
+        self.attempt += 1
+        return self._follow("0-0")
+
+    async def _goes_on(self) -> bool:
+        """After the end of one attempt's output: whether another attempt exists or may come."""
+        assert self.attempt is not None
+        if not self._follow_attempts:
+            return False
+        info = await self._source.read_execution_info(self._execution_id)
+        self._exists = self.attempt + 1 < info.total_attempt_count
+        return self._exists or info.completed_at is None
+
+    async def _first(self, follower: StreamFollower) -> StreamedFrame:
+        """The first frame of an attempt that may never come: the execution may end before."""
+        assert self.attempt is not None
+        while not self._exists:
+            frame = asyncio.ensure_future(anext(follower))
+            ended = asyncio.ensure_future(self._ended())
+            try:
+                await asyncio.wait([frame, ended], return_when=asyncio.FIRST_COMPLETED)
+                if frame.done():
+                    self._exists = True
+                    return frame.result()
+                ended.result()
+            finally:
+                frame.cancel()
+                ended.cancel()
+                await asyncio.gather(frame, ended, return_exceptions=True)
+            info = await self._source.read_execution_info(self._execution_id)
+            self._exists = self.attempt < info.total_attempt_count
+            if not self._exists and info.completed_at is not None:
+                self._over = True
+                raise StopAsyncIteration
+        return await anext(follower)
+
+    async def _ended(self) -> None:
+        """The execution has ended, or may have."""
+        while True:
+            try:
+                return await self._ends.wait_ended(self._execution_id)
+            except TransportError as error:
+                if not error.retryable:
+                    raise
+            await asyncio.sleep(_RETRY_S)
