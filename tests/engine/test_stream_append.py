@@ -327,6 +327,10 @@ async def test_input_is_checked_before_anything_is_written(engine: Engine) -> No
     await backend.append_frame(handle, Frame(payload=b"", correlation_id="ü" * 512))
     bad: list[tuple[Frame, dict[str, Any]]] = [
         (Frame(payload=b"", correlation_id="x" * 1025), {}),
+        (Frame(payload=b"", correlation_id="\ud800"), {}),
+        (Frame(payload=b"", metadata_json="\ud800"), {}),
+        (Frame(payload=b"", encoding="x" * 129), {}),
+        (Frame(payload=b"", source="ü" * 65), {}),
         (Frame(payload=b"", ts=-1), {}),
         (Frame(payload=b""), {"mode": "sometimes"}),
         (Frame(payload=b""), {"retention_maxlen": -1}),

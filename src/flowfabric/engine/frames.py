@@ -40,7 +40,7 @@ MAX_BATCH_BYTES = 1_048_576
 U32 = 2**32 - 1
 U64 = 2**64 - 1
 _FRAME_TYPE_BYTES = 128
-_CORRELATION_BYTES = 1024
+_LONGEST = {"correlation_id": 1024, "encoding": 128, "source": 128}
 _MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
 _MODE_NAMES: dict[bytes, FrameMode] = {b"d": "durable", b"s": "summary", b"b": "best_effort"}
 _pack = msgspec.msgpack.Encoder().encode
@@ -114,6 +114,7 @@ def check_frames(frames: Sequence[Frame], mode: FrameMode, max_payload_bytes: in
         raise invalid_input("frames", f"must be 1 to {MAX_BATCH_FRAMES}")
     total = 0
     for frame in frames:
+        _check_text("metadata_json", frame.metadata_json, U32)
         size = size_of(frame)
         total += size
         if size > max_payload_bytes:
@@ -133,9 +134,21 @@ def _check_names(frame: Frame) -> None:
         raise ValidationError(
             "invalid_frame_type", f"must be 1 to {_FRAME_TYPE_BYTES} printable bytes"
         )
-    if len(frame.correlation_id.encode()) > _CORRELATION_BYTES:
-        raise invalid_input("correlation_id", f"at most {_CORRELATION_BYTES} bytes")
+    for field, longest in _LONGEST.items():
+        _check_text(field, getattr(frame, field), longest)
     check_number("ts", frame.ts, U64)
+
+
+def _check_text(field: str, value: str, longest: int) -> None:
+    if value.isascii():
+        size = len(value)
+    else:
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:
+            raise invalid_input(field, f"is not valid text: {error.reason}") from error
+    if size > longest:
+        raise invalid_input(field, f"at most {longest} bytes")
 
 
 def append_args(
