@@ -1,0 +1,20 @@
+"""An application on the engine of the test."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import flowfabric as ff
+from tests.app.support import SECRET
+from tests.support.engine import Engine
+from tests.support.server import TestServer
+
+
+@pytest.fixture
+async def waiting_app(engine: Engine, valkey: TestServer) -> AsyncIterator[ff.Fabric]:
+    """An application whose handlers can wait."""
+    await engine.backend.seed_at_boot(SECRET)
+    async with ff.Fabric(valkey.url) as fabric:
+        yield fabric

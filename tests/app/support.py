@@ -1,0 +1,37 @@
+"""Shorthands for tests of handlers that wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flowfabric as ff
+from flowfabric.core.contracts.suspension import OpenWaitpoint
+from flowfabric.core.ids import ExecutionId
+from tests.sdk.support import until
+from tests.support.engine import Engine
+
+SECRET = "ab" * 32
+
+
+async def parked(engine: Engine, run: ff.Run[Any], key: str | None = None) -> OpenWaitpoint:
+    """Wait until the handler waits (for this key); the first of the waitpoints."""
+    found: list[OpenWaitpoint] = []
+
+    async def waits() -> bool:
+        if (await run.state()).value != "suspended":
+            return False
+        page = await engine.backend.list_pending_waitpoints(run.id)
+        found[:] = [
+            e for e in page.entries if e.state == "active" and key in (None, e.waitpoint_key)
+        ]
+        return bool(found)
+
+    await until(waits, f"a wait for {key or 'something'}")
+    return found[0]
+
+
+async def time_out(engine: Engine, execution_id: ExecutionId, ms: int) -> None:
+    """Let the time of a wait pass, and do what the scanner of suspension timeouts does."""
+    await engine.advance(ms)
+    (done,) = await engine.backend.expire_suspension(execution_id.tag, [execution_id])
+    assert done == "auto_resume"

@@ -1,0 +1,215 @@
+"""Waits over retries, reclaims and replays, and how a handler unwinds at one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+import flowfabric as ff
+from tests.app.support import parked, time_out
+from tests.sdk.support import info, until
+from tests.support.engine import Engine
+
+
+@pytest.fixture
+def app(waiting_app: ff.Fabric) -> ff.Fabric:
+    return waiting_app
+
+
+# --- other attempts and other runs ------------------------------------------------------------
+
+
+async def test_a_retry_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None:
+    starts: list[int] = []
+
+    @app.task(retry=ff.Retry(3, backoff=0, jitter=False))
+    async def ask(ctx: ff.Context) -> list[Any]:
+        starts.append(ctx.attempt)
+        first = await ctx.wait_for("a")
+        if ctx.attempt == 0:
+            raise ff.RetryableError("once more")
+        second = await ctx.wait_for("b", timeout=5, on_timeout="default")
+        if ctx.attempt == 1:
+            raise ff.RetryableError("and again")
+        return [first.payload, second]
+
+    async with app.worker(scanners=False):
+        run = await app.submit(ask)
+        await parked(engine, run, "a")
+        await run.signal("a", "go", "kept")
+        await promoted(engine, run, 1)
+        await parked(engine, run, "b")
+        await time_out(engine, run.id, 5000)
+        await promoted(engine, run, 2)
+        assert await run.result(10) == ["kept", None]
+    assert starts == [0, 0, 1, 1, 2]
+
+
+async def promoted(engine: Engine, run: ff.Run[Any], retries: int) -> None:
+    """Do what the promoter of due retries does."""
+
+    async def retried() -> bool:
+        await engine.backend.promote_delayed(run.id.tag, "default", [run.id])
+        found = await info(engine.backend, run.id)
+        return found.retry_count == retries and found.public_state.value != "delayed"
+
+    await until(retried, "the retry")
+
+
+async def test_a_handed_out_waitpoint_outlives_its_attempt_once_answered(
+    app: ff.Fabric, engine: Engine
+) -> None:
+    points: list[str] = []
+
+    @app.task(retry=ff.Retry(3, backoff=0, jitter=False))
+    async def ask(ctx: ff.Context) -> list[Any]:
+        answered, open_ = await ctx.waitpoint("a"), await ctx.waitpoint("b")
+        points.append(open_.waitpoint_id)
+        if ctx.attempt == 0:
+            await engine.backend.deliver_signal(
+                ctx.execution_id, answered.waitpoint_id, answered.waitpoint_token, "go"
+            )
+            raise ff.RetryableError("before it could wait")
+        return [(await ctx.wait_for("a")).name, (await ctx.wait_for("b")).name]
+
+    async with app.worker(scanners=False):
+        run = await app.submit(ask)
+        await promoted(engine, run, 1)
+        await parked(engine, run, "b")
+        # The old one is closed, so that nobody answers it in vain.
+        with pytest.raises(ff.EngineError, match=r"waitpoint_closed|target_not_signalable"):
+            await engine.backend.deliver_approval_signal(run.id, points[0], "lost")
+        await run.signal("b", "found")
+        assert await run.result(10) == ["go", "found"]
+    assert points[0] != points[1] == points[2]
+
+
+async def test_a_reclaim_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None:
+    reached = asyncio.Event()
+
+    @app.task()
+    async def ask(ctx: ff.Context) -> str:
+        answer = await ctx.wait_for("a")
+        if ctx.attempt == 0:
+            reached.set()
+            await asyncio.Event().wait()
+        return answer.name
+
+    async with app.worker(scanners=False):
+        run = await app.submit(ask)
+        await parked(engine, run)
+        await run.signal("a", "go")
+        await reached.wait()
+        await engine.backend.revoke_lease(run.id)
+        assert await run.result(20) == "go"
+    assert (await info(engine.backend, run.id)).total_attempt_count == 2
+
+
+async def test_a_replay_asks_again_unless_steps_are_kept(app: ff.Fabric, engine: Engine) -> None:
+    @app.task()
+    async def ask(ctx: ff.Context) -> str:
+        first = await ctx.wait_for("a")
+        return f"{first.name} {ctx.attempt}"
+
+    async with app.worker(scanners=False):
+        run = await app.submit(ask)
+        await parked(engine, run)
+        await run.signal("a", "first")
+        assert await run.result(10) == "first 0"
+        await engine.backend.replay_execution(run.id, keep_steps=True)
+        assert await run.result(10) == "first 1"
+        await (await app.client()).replay(run.id)
+        await parked(engine, run)
+        await run.signal("a", "second")
+        assert await run.result(10) == "second 2"
+        await engine.backend.replay_execution(run.id, keep_steps=True)
+        assert await run.result(10) == "second 3"
+
+
+# --- unwinding --------------------------------------------------------------------------------
+
+
+async def test_def_handlers_wait_too(app: ff.Fabric, engine: Engine) -> None:
+    seen: list[str] = []
+
+    @app.task()
+    def ask(ctx: ff.Context) -> list[Any]:
+        try:
+            ctx.stream("asking")
+            point = ctx.waitpoint("a")
+            answer = ctx.wait_for("a")
+        except Exception:
+            seen.append("swallowed")
+            raise
+        finally:
+            seen.append("unwound")
+        ctx.stream("answered")
+        second = ctx.wait_condition(ff.Single("b"))
+        return [answer.name, point.waitpoint_key, second[0].payload]
+
+    async with app.worker(concurrency=1, scanners=False):
+        run = await app.submit(ask)
+        await parked(engine, run, "a")
+        await run.signal("a", "go")
+        await parked(engine, run, "b")
+        await run.signal("b", "go", 7)
+        assert await run.result(10) == ["go", "a", 7]
+        output = [frame.payload async for frame in run.stream()]
+    assert seen == ["unwound"] * 3
+    assert output == [b"asking", b"asking", b"answered", b"asking", b"answered"]
+
+
+async def test_a_handler_cannot_swallow_the_unwinding_by_mistake(
+    app: ff.Fabric, engine: Engine
+) -> None:
+    swallowed: list[str] = []
+
+    @app.task()
+    async def careless(ctx: ff.Context) -> str:
+        try:
+            return (await ctx.wait_for("a")).name
+        except Exception:  # noqa: BLE001 - the point of the test
+            swallowed.append("Exception")
+            return "wrong"
+
+    @app.task()
+    async def stubborn(ctx: ff.Context) -> str:
+        try:
+            return (await ctx.wait_for("a")).name
+        except BaseException:  # noqa: BLE001 - the point of the test
+            return "ignored: the task has ended for this start"
+
+    async with app.worker(scanners=False):
+        for task in (careless, stubborn):
+            run = await app.submit(task)
+            await parked(engine, run)
+            await run.signal("a", "right")
+            assert await run.result(10) == "right"
+    assert swallowed == []
+
+
+async def test_waits_side_by_side_are_answered_one_after_the_other(
+    app: ff.Fabric, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task()
+    async def gathered(ctx: ff.Context) -> list[str]:
+        waits: list[Awaitable[ff.Signal]] = [ctx.wait_for("a"), ctx.wait_for("b")]
+        return [signal.name for signal in await asyncio.gather(*waits)]
+
+    @app.task()
+    async def grouped(ctx: ff.Context) -> list[str]:
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(ctx.wait_for(name)) for name in ("a", "b")]
+        return [wait.result().name for wait in waits]
+
+    async with app.worker(scanners=False):
+        for task in (gathered, grouped):
+            run = await app.submit(task)
+            for key in ("a", "b"):
+                await parked(engine, run, key)
+                await run.signal(key, f"to {key}")
+            assert await run.result(10) == ["to a", "to b"]
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
