@@ -1,0 +1,400 @@
+"""Two calls at once, in both orders; and calls whose reply never arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from flowfabric.core.conditions import Single
+from flowfabric.core.contracts.suspension import (
+    Accepted,
+    AlreadySatisfiedSuspension,
+    Duplicate,
+    PendingWaitpoint,
+    Suspended,
+    UsePending,
+)
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from tests.engine.probes import event_types, lossy, refused, running
+from tests.support.engine import LANE, TTL, Engine
+from tests.support.server import TestServer
+from tests.support.suspension import GO, Waits
+
+Act = Callable[[Waits, Suspended], Awaitable[Any]]
+
+
+# --- who comes first ----------------------------------------------------------------------------
+
+
+async def signal(waits: Waits, parked: Suspended) -> Any:
+    return await waits.send(parked)
+
+
+async def timeout(waits: Waits, parked: Suspended) -> Any:
+    return await waits.expire(parked.handle.execution_id)
+
+
+async def cancel(waits: Waits, parked: Suspended) -> Any:
+    return await waits.backend.cancel_execution(parked.handle.execution_id)
+
+
+async def resume(waits: Waits, parked: Suspended) -> Any:
+    return await waits.backend.resume_execution(parked.handle.execution_id)
+
+
+async def deadline(waits: Waits, parked: Suspended) -> Any:
+    execution_id = parked.handle.execution_id
+    (verdict,) = await waits.backend.expire_execution(
+        execution_id.tag, ExpireReason.EXECUTION_DEADLINE, [execution_id]
+    )
+    return verdict
+
+
+async def close(waits: Waits, parked: Suspended) -> Any:
+    return await waits.backend.close_waitpoint(
+        parked.handle.execution_id, parked.details.waitpoint_id
+    )
+
+
+# First, then second: the state it ends in, the suspension's reason, and what the second is told.
+RACES: list[tuple[Act, Act, str, str, str]] = [
+    (signal, signal, "waiting", "resumed", "target_not_signalable"),
+    (signal, timeout, "waiting", "resumed", "not_suspended_cleaned"),
+    (signal, cancel, "cancelled", "resumed", "ok"),
+    (signal, resume, "waiting", "resumed", "execution_not_suspended"),
+    (signal, deadline, "expired", "resumed", "expired"),
+    (signal, close, "waiting", "resumed", "False"),
+    (timeout, signal, "failed", "timed_out_fail", "target_not_signalable"),
+    (timeout, timeout, "failed", "timed_out_fail", "not_suspended_cleaned"),
+    (timeout, cancel, "failed", "timed_out_fail", "execution_not_active"),
+    (timeout, resume, "failed", "timed_out_fail", "execution_not_suspended"),
+    (timeout, deadline, "failed", "timed_out_fail", "already_terminal"),
+    (cancel, signal, "cancelled", "cancelled", "target_not_signalable"),
+    (cancel, timeout, "cancelled", "cancelled", "not_suspended_cleaned"),
+    (cancel, resume, "cancelled", "cancelled", "execution_not_suspended"),
+    (cancel, deadline, "cancelled", "cancelled", "already_terminal"),
+    (resume, signal, "waiting", "resumed", "target_not_signalable"),
+    (resume, timeout, "waiting", "resumed", "not_suspended_cleaned"),
+    (resume, cancel, "cancelled", "resumed", "ok"),
+    (resume, resume, "waiting", "resumed", "execution_not_suspended"),
+    (deadline, signal, "expired", "expired:execution_deadline", "target_not_signalable"),
+    (deadline, timeout, "expired", "expired:execution_deadline", "not_suspended_cleaned"),
+    (deadline, cancel, "expired", "expired:execution_deadline", "execution_not_active"),
+    (deadline, resume, "expired", "expired:execution_deadline", "execution_not_suspended"),
+    (close, signal, "suspended", "", "waitpoint_closed"),
+    (close, timeout, "failed", "timed_out_fail", "fail"),
+    (close, resume, "waiting", "resumed", "ok"),
+]
+
+
+async def told(call: Awaitable[Any]) -> str:
+    try:
+        answer = await call
+    except EngineError as error:
+        return error.code
+    return answer if isinstance(answer, str) else str(answer) if answer is False else "ok"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "state", "reason", "answer"),
+    RACES,
+    ids=[f"{row[0].__name__}-{row[1].__name__}" for row in RACES],
+)
+async def test_one_after_the_other(
+    engine: Engine, first: Act, second: Act, state: str, reason: str, answer: str
+) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running(policy={"timeout_policy": {"execution_deadline_ms": 1000}})
+    parked = await waits.park(handle=handle, timeout_at=await engine.now() + 1000)
+    execution_id = handle.execution_id
+    await engine.advance(1001)
+    await first(waits, parked)
+    assert await told(second(waits, parked)) == answer
+    assert await engine.backend.read_execution_state(execution_id) == state
+    assert (await waits.suspension(execution_id)).get("close_reason", "") == reason
+    types = await event_types(engine, execution_id)
+    assert types.count("completion") == (state in ("failed", "cancelled", "expired"))
+    assert types.count("signal") <= 1
+
+
+async def test_all_at_once(engine: Engine) -> None:
+    """Whoever wins, the suspension closes once and one cause stands everywhere."""
+    rng = random.Random(random.getrandbits(64))
+    waits = await Waits.open(engine)
+    acts: list[Act] = [signal, signal, timeout, cancel, resume]
+    for _ in range(30):
+        handle = await running(engine)
+        parked = await waits.park(handle=handle, timeout_at=await engine.now() + 1)
+        await engine.advance(2)
+        rng.shuffle(acts)
+        await asyncio.gather(*(told(act(waits, parked)) for act in acts))
+        suspension = await waits.suspension(handle.execution_id)
+        (waitpoint,) = await waits.waitpoints(parked)
+        assert waitpoint["state"] == "closed"
+        assert waitpoint["close_reason"] == suspension["close_reason"]
+        types = await event_types(engine, handle.execution_id)
+        ends = types.count("signal") + types.count("resumed")
+        if suspension["close_reason"] == "resumed":
+            assert ends == 1
+        else:
+            assert ends == 0
+        assert types.count("completion") <= 1
+
+
+async def test_satisfying_signals_at_once(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    answers = await asyncio.gather(*(told(waits.send(parked)) for _ in range(20)))
+    assert sorted(answers) == ["ok"] + ["target_not_signalable"] * 19
+    claim = await engine.claim()
+    assert len(await waits.backend.observe_signals(claim.handle)) == 1
+
+
+async def test_one_key_at_once(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    answers = await asyncio.gather(*(waits.send(parked, idempotency_key="x") for _ in range(20)))
+    (accepted,) = [answer for answer in answers if isinstance(answer, Accepted)]
+    assert answers.count(Duplicate(accepted.signal_id)) == 19
+
+
+async def test_suspend_and_signal_in_both_orders(engine: Engine) -> None:
+    """A signal to a pending waitpoint is never lost, whenever the suspension comes."""
+    rng = random.Random(random.getrandbits(64))
+    waits = await Waits.open(engine)
+    for _ in range(20):
+        handle = await running(engine)
+        pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+        calls: list[Awaitable[Any]] = [
+            waits.backend.suspend(
+                handle, condition=Single("k"), waitpoints=[UsePending(pending.waitpoint_id)]
+            ),
+            waits.signal(handle.execution_id, pending, "go"),
+        ]
+        rng.shuffle(calls)
+        outcomes = await asyncio.gather(*calls)
+        (outcome,) = [o for o in outcomes if isinstance(o, Suspended | AlreadySatisfiedSuspension)]
+        if isinstance(outcome, AlreadySatisfiedSuspension):
+            assert len(await waits.backend.observe_signals(handle)) == 1
+            await engine.backend.complete(handle)
+        else:
+            claim = await engine.claim()
+            assert len(await waits.backend.observe_signals(claim.handle)) == 1
+            await engine.backend.complete(claim.handle)
+
+
+@pytest.mark.parametrize("scan_first", [True, False])
+async def test_activation_and_expiry(engine: Engine, scan_first: bool) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+    tag = handle.execution_id.tag
+    binding = UsePending(pending.waitpoint_id)
+    if scan_first:
+        await engine.advance(1001)
+        assert await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id]) == ["closed"]
+        await refused(
+            "waitpoint_not_pending",
+            waits.backend.suspend(handle, condition=Single("k"), waitpoints=[binding]),
+        )
+        return
+    await waits.backend.suspend(handle, condition=Single("k"), waitpoints=[binding])
+    await engine.advance(1001)
+    verdicts = await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id])
+    assert verdicts == ["not_pending_cleaned"]
+    await waits.signal(handle.execution_id, pending, "go")
+
+
+@pytest.mark.parametrize("suspend_first", [True, False])
+async def test_suspend_and_lease_expiry(engine: Engine, suspend_first: bool) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    execution_id = handle.execution_id
+
+    async def mark() -> list[str]:
+        await engine.advance(TTL)
+        return await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+
+    if suspend_first:
+        await waits.park(handle=handle)
+        assert await mark() == ["not_active"]
+        assert (await engine.vector(execution_id)).lifecycle_phase == "suspended"
+        return
+    assert await mark() == ["marked_expired"]
+    await refused("lease_expired", waits.backend.suspend(handle, condition=GO))
+    assert await waits.suspension(execution_id) == {}
+
+
+# --- lost replies -------------------------------------------------------------------------------
+
+
+async def test_a_lost_suspend_is_answered_from_memory(engine: Engine, valkey: TestServer) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_suspend")
+        outcome = await client.suspend(handle, condition=GO)
+        assert proxy.dropped == 1
+    assert isinstance(outcome, Suspended)
+    assert await event_types(engine, handle.execution_id) == ["acquired", "released"]
+    await waits.send(outcome)
+
+
+async def test_a_lost_suspend_without_a_key_is_told(engine: Engine, valkey: TestServer) -> None:
+    await Waits.open(engine)
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_suspend")
+        with pytest.raises(TransportError) as caught:
+            await client.suspend(handle, condition=GO, idempotency_key="")
+        assert caught.value.ambiguous
+        problem = await refused(
+            "execution_not_active", client.suspend(handle, condition=GO, idempotency_key="")
+        )
+    # Own epoch and attempt, phase suspended: it was committed.
+    assert problem.details == ("none", "1", "suspended", handle.attempt_id)
+
+
+async def test_a_lost_request_suspends_nothing_twice(engine: Engine, valkey: TestServer) -> None:
+    await Waits.open(engine)
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_request(b"ff_suspend")
+        outcome = await client.suspend(handle, condition=GO)
+    assert isinstance(outcome, Suspended)
+    assert await event_types(engine, handle.execution_id) == ["acquired", "released"]
+
+
+async def test_a_lost_pending_waitpoint_is_the_same_one(engine: Engine, valkey: TestServer) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_create_waitpoint")
+        pending = await client.create_waitpoint(handle, "k", 60_000)
+        assert proxy.dropped == 1
+    assert isinstance(pending, PendingWaitpoint)
+    listed = await waits.backend.list_pending_waitpoints(handle.execution_id)
+    assert [entry.waitpoint_id for entry in listed.entries] == [pending.waitpoint_id]
+    await waits.signal(handle.execution_id, pending, "go")
+
+
+Send = Callable[[Backend, Suspended], Awaitable[Any]]
+
+
+async def plain(client: Backend, parked: Suspended) -> Any:
+    return await client.deliver_signal(
+        parked.handle.execution_id,
+        parked.details.waitpoint_id,
+        parked.details.waitpoint_token,
+        "go",
+    )
+
+
+async def keyed(client: Backend, parked: Suspended) -> Any:
+    return await client.deliver_signal(
+        parked.handle.execution_id,
+        parked.details.waitpoint_id,
+        parked.details.waitpoint_token,
+        "go",
+        idempotency_key="k",
+    )
+
+
+async def undeduplicated(client: Backend, parked: Suspended) -> Any:
+    return await client.deliver_signal(
+        parked.handle.execution_id,
+        parked.details.waitpoint_id,
+        parked.details.waitpoint_token,
+        "go",
+        idempotency_key="k",
+        dedup_ttl_ms=0,
+    )
+
+
+async def approval(client: Backend, parked: Suspended) -> Any:
+    return await client.deliver_approval_signal(
+        parked.handle.execution_id, parked.details.waitpoint_id, "go"
+    )
+
+
+@pytest.mark.parametrize("send", [plain, keyed, undeduplicated, approval])
+async def test_a_lost_signal_counts_once_and_tells_its_effect(
+    engine: Engine, valkey: TestServer, send: Send
+) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_signal")
+        outcome = await send(client, parked)
+        assert proxy.dropped == 1
+    assert isinstance(outcome, Accepted)
+    assert outcome.effect == "resume_condition_satisfied", "although it had resumed before"
+    types = await event_types(engine, parked.handle.execution_id)
+    assert types.count("signal") == 1
+    claim = await engine.claim()
+    (signal,) = await waits.backend.observe_signals(claim.handle)
+    assert signal.signal_id == outcome.signal_id
+
+
+async def test_a_callers_own_repeat_is_a_duplicate(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    first = await keyed(waits.backend, parked)
+    assert await keyed(waits.backend, parked) == Duplicate(first.signal_id), "after the resume too"
+
+
+async def test_a_lost_resume_is_told_and_not_repeated(engine: Engine, valkey: TestServer) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    execution_id = parked.handle.execution_id
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_resume")
+        with pytest.raises(TransportError) as caught:
+            await client.resume_execution(execution_id)
+        assert caught.value.ambiguous
+        await refused("execution_not_suspended", client.resume_execution(execution_id))
+    assert (await event_types(engine, execution_id)).count("resumed") == 1
+
+
+async def test_a_lost_timeout_scan_acts_once(engine: Engine, valkey: TestServer) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(timeout_at=await engine.now() + 1)
+    execution_id = parked.handle.execution_id
+    await engine.advance(2)
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_expire_suspension")
+        verdicts = await client.expire_suspension(execution_id.tag, [execution_id])
+    assert verdicts == ["not_suspended_cleaned"]
+    assert (await event_types(engine, execution_id)).count("completion") == 1
+
+
+async def test_a_lost_claim_after_the_resume(engine: Engine, valkey: TestServer) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    await waits.send(parked)
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_claim_many")
+        want = engine.want(lane=LANE)
+        claimed = await client.claim_many(want, parked.handle.execution_id.tag, 1)
+        assert proxy.dropped == 1
+    (claim,) = claimed.claims
+    assert claim.resume_cause is not None
+    assert claim.handle.lease_epoch == 2
+    assert len(await waits.backend.observe_signals(claim.handle)) == 1
+
+
+async def test_a_lost_rotation_is_a_noop(engine: Engine, valkey: TestServer) -> None:
+    await Waits.open(engine)
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.drop_next_reply(b"ff_rotate_secret")
+        done = await client.rotate_waitpoint_hmac_secret(0, "k2", "cd" * 32)
+        assert done.status == "noop"
+        proxy.drop_next_reply(b"ff_rotate_secret")
+        summary = await client.rotate_waitpoint_hmac_secret_all("k3", "ef" * 32)
+    assert summary.rotated == engine.backend.counts.flow
