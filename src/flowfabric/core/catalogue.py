@@ -76,8 +76,8 @@ signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution i
 invalid_kid T Key ids have 1 to 64 letters, digits, dots, underscores or hyphens.
 invalid_secret_hex T Pass the secret as an even number of hex digits, at least 16 bytes.
 invalid_grace_ms T Pass a whole number of milliseconds from 0 to 2^53 - 1.
-retention_limit_exceeded T Ask for less retention than the configured limit.
-invalid_frame_type S Use one of the documented frame types.
+retention_limit_exceeded T Send smaller frames, or trim the summary.
+invalid_frame_type S Use 1 to 128 printable bytes as the frame type.
 invalid_budget_scope T Use a documented scope and give its target id.
 invalid_quota_spec T Give a positive window and limits.
 invalid_dependency T Name two members of this flow.
