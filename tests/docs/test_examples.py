@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from examples.demo.proof import verify
 from examples.demo.watch import Row
+from examples.deploy_approval import promised
 
 from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.state import PublicState
@@ -24,6 +25,13 @@ def test_example(name: str, tmp_path: Path) -> None:
     printed = run_python(tmp_path, "-m", f"examples.{name}")
     assert len(printed.splitlines()) >= 3
     wait_for_server_end(tmp_path / ".flowfabric")
+
+
+def test_an_approval_that_breaks_its_promise_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="broken promise: ada counts once"):
+        promised("ada counts once", False)
+    promised("bob counts", True)
+    assert "bob counts" in capsys.readouterr().out
 
 
 def test_demo(tmp_path: Path) -> None:

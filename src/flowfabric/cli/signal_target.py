@@ -45,6 +45,8 @@ async def find_waitpoint(
         raise await nothing_waits(backend, execution_id)
     if text is not None:
         named = [one for one in found if text in (one.waitpoint_key, one.waitpoint_id)]
+        # The second wait of a handler for one name has a number.
+        named = named or [one for one in found if one.waitpoint_key.rpartition("#")[0] == text]
         if not named and len(text) >= _MIN_PREFIX:
             named = [one for one in found if one.waitpoint_id.startswith(text.lower())]
         if not named:

@@ -1,0 +1,158 @@
+"""A deployment that waits for two people: build with a live log, approval, release.
+
+Run it with `python -m examples.deploy_approval`; it uses FF_URL, or an embedded Valkey. It plays
+the people too, and ends with an error unless everything goes as promised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import NoReturn
+
+import flowfabric as ff
+from flowfabric.core.contracts.suspension import SignalOutcome
+
+app = ff.Fabric()
+began = time.monotonic()
+artefacts: dict[str, str] = {}
+"""Stands for the registry that keeps what was built."""
+builds: list[str] = []
+
+TWO_PEOPLE = ff.Count(
+    n=2,
+    waitpoints=("release",),
+    count_kind=ff.CountKind.DISTINCT_SOURCES,
+    signal_name="approved",
+)
+
+
+@app.task(lane="deploys")
+async def deploy(ctx: ff.Context, version: str, patience: float) -> str:
+    """Build, wait for two people, release.
+
+    While it waits it holds no worker. It starts again from its first line when the wait is over, so
+    what it did before is looked up instead of done twice; the wait that was answered returns at
+    once.
+    """
+    if version not in artefacts:
+        artefacts[version] = await build(ctx, version)
+    try:
+        approvals: list[ff.Signal] = await ctx.wait_condition(TWO_PEOPLE, timeout=patience)
+    except ff.WaitTimeout:
+        await ctx.stream(f"nobody released {version} in time\n", "stderr")
+        return f"{version} stays in the drawer"
+    people = " and ".join(signal.source_identity for signal in approvals)
+    await ctx.stream(f"releasing {artefacts[version]}, as {people} said\n", "stdout")
+    return f"{version} is live, released by {people}"
+
+
+async def build(ctx: ff.Context, version: str) -> str:
+    """Takes a moment and tells how far it is, for anyone who looks."""
+    builds.append(version)
+    for step in ("fetch", "compile", "test", "pack"):
+        await ctx.stream(f"{version}: {step} …\n", "stdout")
+        await asyncio.sleep(0.1)
+    return f"shop-{version}.tar"
+
+
+# --- the people -------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """One line with the time."""
+    print(f"{time.monotonic() - began:5.1f} s  {text}", flush=True)
+
+
+def broken(promise: str) -> NoReturn:
+    """End with an error."""
+    sys.exit(f"broken promise: {promise}")
+
+
+def promised(promise: str, kept: bool) -> None:  # noqa: FBT001 - reads as a sentence
+    """Say what was kept, or end with an error."""
+    if not kept:
+        broken(promise)
+    say(f"✓ {promise}")
+
+
+async def watch(run: ff.Run[str]) -> str:
+    """Print the log as it is written, until the execution has ended; returns all of it."""
+    text = ""
+    async for frame in run.stream():
+        line = frame.payload.decode()
+        text += line
+        say(f"  │ {line.rstrip()}")
+    return text
+
+
+async def until_suspended(run: ff.Run[str]) -> None:
+    """Return when the handler waits."""
+    async with asyncio.timeout(20):
+        while True:
+            if await run.state() == "suspended":
+                return
+            await asyncio.sleep(0.01)
+
+
+def effect(outcome: SignalOutcome) -> str:
+    """What became of an answer."""
+    return outcome.effect if outcome.kind == "accepted" else outcome.kind
+
+
+async def forged(client: ff.Client, run: ff.Run[str]) -> str:
+    """Try a token that was made for another wait; the engine's answer."""
+    (waitpoint,) = (await client.list_pending_waitpoints(run.id)).entries
+    token = f"{waitpoint.token_kid}:{'0' * 64}"
+    try:
+        await client.deliver_signal(run.id, waitpoint.waitpoint_id, token, "approved")
+    except ff.EngineError as error:
+        return error.code
+    return "accepted"
+
+
+async def released(client: ff.Client) -> None:
+    """Two people approve."""
+    run = await app.submit(deploy, "2.4.1", 60.0)
+    log = asyncio.create_task(watch(run))
+    await until_suspended(run)
+    say(f"deploy waits for two people: flowfabric approve {run.id.uuid[:8]}")
+    promised("a forged token is refused", await forged(client, run) == "invalid_token")
+    first = await client.approve(run.id, "release", decided_by="ada")
+    promised("one approval is not enough", effect(first) == "appended_to_waitpoint")
+    again = await client.approve(run.id, "release", decided_by="ada")
+    promised("ada's second click changes nothing", effect(again) == "duplicate")
+    more = await run.signal("release", "approved", source_type="operator", source_identity="ada")
+    promised("nor does another message of hers", effect(more) == "appended_to_waitpoint_duplicate")
+    promised("so it still waits", await run.state() == "suspended")
+    second = await client.approve(run.id, "release", decided_by="bob")
+    answered = time.monotonic()
+    promised("bob's approval lets it go on", effect(second) == "resume_condition_satisfied")
+    result = await run.result(timeout=20)
+    say(f"{result} ({(time.monotonic() - answered) * 1000:.0f} ms after the approval)")
+    promised("the result names both", result == "2.4.1 is live, released by ada and bob")
+    promised("the whole log was seen live", (await log).count("\n") == 5)
+
+
+async def left_alone() -> None:
+    """Nobody approves."""
+    run = await app.submit(deploy, "2.5.0", 1.0)
+    log = asyncio.create_task(watch(run))
+    await until_suspended(run)
+    say("deploy waits for two people, for one second; nobody comes")
+    result = await run.result(timeout=20)
+    promised("without an answer the handler goes on by itself", "stays in the drawer" in result)
+    promised("and says so in its log", "nobody released 2.5.0" in await log)
+
+
+async def main() -> None:
+    """Both deployments."""
+    async with app, app.worker():
+        await released(await app.client())
+        await left_alone()
+    promised("each version was built once", builds == ["2.4.1", "2.5.0"])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
