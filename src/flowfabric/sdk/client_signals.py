@@ -36,7 +36,7 @@ async def find_waitpoint(
         after = page.next_cursor
     found = [entry for entry in entries if waitpoint in (entry.waitpoint_id, entry.waitpoint_key)]
     # The second wait of a handler for one name has a number.
-    found = found or [e for e in entries if e.waitpoint_key.rpartition("#")[0] == waitpoint]
+    found = found or [e for e in entries if _unnumbered(e.waitpoint_key) == waitpoint]
     if len(found) == 1:
         return found[0]
     if found:
@@ -44,6 +44,11 @@ async def find_waitpoint(
         raise ValidationError("invalid_input", f"waitpoint: {waitpoint!r} may be any of {ids}")
     keys = ", ".join(sorted(repr(entry.waitpoint_key) for entry in entries)) or "none"
     raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} is not open; open: {keys}")
+
+
+def _unnumbered(key: str) -> str | None:
+    name, mark, _ = key.rpartition("#")
+    return name if mark else None
 
 
 class ClientSignals:

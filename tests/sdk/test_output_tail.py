@@ -1,0 +1,193 @@
+"""Following the output of an execution from attempt to attempt, to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.streams import Frame
+from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.sdk.client import Client
+from flowfabric.sdk.sync import SyncClient
+from flowfabric.sdk.tail import Tail
+from tests.sdk.support import until
+from tests.support.engine import Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+from tests.support.suspension import Waits
+
+RETRY = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}}
+
+
+@pytest.fixture
+async def client(engine: Engine, valkey: TestServer) -> AsyncIterator[Client]:
+    async with await Client.connect(valkey.url) as connected:
+        yield connected
+
+
+class Reader:
+    """A tail that is read in the background."""
+
+    def __init__(self, tail: Tail) -> None:
+        self.tail = tail
+        self.seen: list[str] = []
+        self._task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for frame in self.tail:
+            self.seen.append(f"{self.tail.attempt}:{frame.payload.decode()}")
+
+    async def saw(self, *expected: str) -> None:
+        await until(lambda: self._task.done() or len(self.seen) >= len(expected), str(expected))
+        assert self.seen == list(expected)
+        assert not self._task.done()
+
+    async def ended(self) -> list[str]:
+        async with asyncio.timeout(10):
+            await self._task
+        return self.seen
+
+
+async def write(engine: Engine, handle: Handle, text: str, mode: str = "durable") -> None:
+    frame = Frame(payload=text.encode())
+    await engine.backend.append_frame(handle, frame, mode=mode)  # pyright: ignore[reportArgumentType]
+
+
+async def retried(engine: Engine, handle: Handle) -> Handle:
+    """Fail an attempt and claim the next one."""
+    await engine.backend.fail(handle, "again", "transient")
+    await engine.backend.promote_delayed(handle.execution_id.tag, "default", [handle.execution_id])
+    return (await engine.claim()).handle
+
+
+async def test_follows_retries_reclaims_and_resumes_to_the_end(
+    client: Client, engine: Engine
+) -> None:
+    waits = await Waits.open(engine)
+    execution_id = await engine.create(policy=RETRY)
+    reader = Reader(client.tail(execution_id))
+    handle = (await engine.claim()).handle
+    await write(engine, handle, "first")
+    await reader.saw("0:first")
+    handle = await retried(engine, handle)
+    await write(engine, handle, "retried")
+    await reader.saw("0:first", "1:retried")
+    parked = await waits.park(handle=handle)
+    await waits.send(parked)
+    handle = (await engine.claim()).handle
+    await write(engine, handle, "resumed")
+    await reader.saw("0:first", "1:retried", "1:resumed")
+    await engine.backend.revoke_lease(execution_id)
+    handle = (await engine.claim()).handle
+    assert handle.attempt_index == 2
+    # This one writes nothing, and the next one does.
+    handle = await retried(engine, handle)
+    await write(engine, handle, "last")
+    await engine.backend.complete(handle)
+    seen = await reader.ended()
+    assert seen == ["0:first", "1:retried", "1:resumed", "3:last"]
+    assert (reader.tail.attempt, reader.tail.closed_reason) == (3, "attempt_success")
+
+
+async def test_where_to_begin(client: Client, engine: Engine) -> None:
+    await engine.create(policy=RETRY)
+    handle = (await engine.claim()).handle
+    execution_id = handle.execution_id
+    for text in ("a", "b", "c"):
+        await write(engine, handle, text)
+    handle = await retried(engine, handle)
+    await write(engine, handle, "d")
+    await write(engine, handle, "e", "best_effort")
+    await engine.backend.complete(handle)
+
+    async def all_of(tail: Tail) -> list[str]:
+        return await Reader(tail).ended()
+
+    assert await all_of(client.tail(execution_id)) == ["1:d", "1:e"]
+    assert await all_of(client.tail(execution_id, 0)) == ["0:a", "0:b", "0:c", "1:d", "1:e"]
+    assert await all_of(client.tail(execution_id, 0, follow_attempts=False)) == [
+        "0:a",
+        "0:b",
+        "0:c",
+    ]
+    tail = client.tail(execution_id, 0, visibility="exclude_best_effort")
+    assert (await anext(tail)).payload == b"a"
+    middle = tail.position
+    # The position belongs to the first attempt only.
+    assert await all_of(client.tail(execution_id, 0, after=middle)) == ["0:b", "0:c", "1:d", "1:e"]
+    assert await all_of(tail) == ["0:b", "0:c", "1:d"]
+    with pytest.raises(StopAsyncIteration):
+        await anext(tail)
+    with pytest.raises(ValidationError, match="must be a number or 'latest'"):
+        client.tail(execution_id, "newest")  # pyright: ignore[reportArgumentType]
+
+
+async def test_an_attempt_that_never_comes(client: Client, engine: Engine) -> None:
+    """Cancelled before the first claim, between attempts, and before anybody followed."""
+    waiting = await engine.create(policy=RETRY)
+    reader = Reader(client.tail(waiting))
+    await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+    await client.cancel(waiting)
+    assert await reader.ended() == []
+    assert await Reader(client.tail(waiting)).ended() == []
+
+    handle = await engine.running(policy=RETRY)
+    await write(engine, handle, "only")
+    between = Reader(client.tail(handle.execution_id))
+    await between.saw("0:only")
+    await engine.backend.fail(handle, "again", "transient")
+    await until(lambda: between.tail.attempt == 1, "the wait for the retry")
+    await client.cancel(handle.execution_id)
+    assert await between.ended() == ["0:only"]
+
+
+async def test_an_unknown_execution(client: Client, engine: Engine) -> None:
+    with pytest.raises(NotFoundError, match="execution_not_found"):
+        await anext(client.tail(engine.new_id()))
+
+
+async def test_goes_on_after_a_lost_connection(
+    engine: Engine, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    async with await Client.connect(proxy.url) as client:
+        execution_id = await engine.create()
+        reader = Reader(client.tail(execution_id))
+        await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+        proxy.cut()
+        handle = (await engine.claim()).handle
+        await write(engine, handle, "one")
+        await reader.saw("0:one")
+        proxy.cut()
+        await write(engine, handle, "two")
+        await engine.backend.complete(handle)
+        assert await reader.ended() == ["0:one", "0:two"]
+
+
+async def test_a_reader_that_goes_away_frees_everything(client: Client, engine: Engine) -> None:
+    for execution_id in (await engine.create(), (await engine.running()).execution_id):
+        waiting = asyncio.ensure_future(anext(client.tail(execution_id)))
+        await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert client.backend.stream_pool.held == 0
+
+
+async def test_plain_code_iterates(engine: Engine, valkey: TestServer) -> None:
+    handle = await engine.running()
+    await write(engine, handle, "one")
+
+    def read(execution_id: ExecutionId) -> list[bytes]:
+        with SyncClient.connect(valkey.url) as client:
+            frames = client.tail(execution_id)
+            first = next(frames)
+            page = client.read_stream(execution_id, 0, from_=first.id, to=first.id)
+            return [first.payload, *(one.payload for one in (*frames, *page.frames))]
+
+    reading = asyncio.create_task(asyncio.to_thread(read, handle.execution_id))
+    await write(engine, handle, "two")
+    await engine.backend.complete(handle)
+    assert await reading == [b"one", b"two", b"one"]
