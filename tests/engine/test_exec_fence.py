@@ -88,6 +88,18 @@ async def test_the_triple_comes_before_the_state(
             assert code_of(answer) == "partial_fence_triple"
 
 
+async def test_a_partial_triple_is_no_repeat(engine: Engine) -> None:
+    """Even the former holder must name its whole triple to be told what it was told before."""
+    handle = await engine.running()
+    own = handle.fence
+    await engine.backend.complete(handle)
+    without_lease = Fence("", own.lease_epoch, own.attempt_id, own.attempt_index)
+    answer = await unchanged(
+        engine, lambda: engine.backend.complete_execution(handle.execution_id, without_lease)
+    )
+    assert code_of(answer) == "partial_fence_triple"
+
+
 async def _in_state(engine: Engine, state: str) -> ExecutionId:
     if state == "waiting":
         return await engine.create()

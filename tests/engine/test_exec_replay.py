@@ -19,6 +19,7 @@ from tests.engine.exec_support import (
     indexes,
     mark,
     promote,
+    raw,
     record,
     refused,
     unchanged,
@@ -144,6 +145,20 @@ async def test_what_an_archived_attempt_says(engine: Engine) -> None:
     await engine.backend.replay_execution(handle.execution_id)
     attempt = (await engine.backend.read_attempts(handle.execution_id))[1]
     assert (attempt.attempt_state, attempt.failure_reason) == ("ended_success", None)
+
+
+async def test_an_archived_success_stores_no_failure_of_another(engine: Engine) -> None:
+    policy = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}}
+    handle = await engine.running(policy=policy)
+    execution_id = handle.execution_id
+    await engine.backend.fail(handle, "boom", "transient")
+    await promote(engine, execution_id)
+    await engine.backend.complete((await engine.claim()).handle)
+    await engine.backend.replay_execution(execution_id)
+    stored = await raw(engine, keys.attempt(execution_id.tag, execution_id, 1))
+    assert stored["attempt_state"] == "ended_success"
+    assert stored["retry_reason"] == "boom"
+    assert not {"failure_reason", "failure_category"} & set(stored)
 
 
 @pytest.mark.parametrize("policy_duration", [None, DEADLINE])
