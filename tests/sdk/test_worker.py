@@ -102,6 +102,16 @@ async def test_failed_connect_leaves_the_id_free(engine: Engine, valkey: TestSer
     assert await engine.backend.list_workers() == []
 
 
+async def test_connection_lost_while_connecting(
+    engine: Engine, make_worker: MakeWorker, proxy: FaultProxy
+) -> None:
+    """A restart of the server under a starting worker is no reason to give up."""
+    proxy.drop_next_reply(b"ff:config:partitions")
+    worker = await make_worker(proxy.url)
+    assert proxy.dropped == 1
+    assert await worker.claim() is None
+
+
 async def test_heartbeat_registers_again(engine: Engine, make_worker: MakeWorker) -> None:
     worker = await make_worker(worker_instance_id="one", lease_ttl_ms=1000)
     await engine.backend.mark_worker_dead("one")

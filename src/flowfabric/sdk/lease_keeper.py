@@ -16,7 +16,7 @@ from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.backend import Backend
 
-__all__ = ["HeldLease", "LeaseKeeper", "LeaseWatcher"]
+__all__ = ["HeldLease", "LeaseKeeper", "LeaseWatcher", "opened"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,17 @@ _JITTER = 0.1
 _BATCH = 256
 _STEPS = 10
 """Looks per renewal interval: late enough to batch, early enough to be on time."""
+
+
+async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
+    """A backend; opening only reads, so a connection lost under it is opened again."""
+    for tries_left in (2, 1, 0):
+        try:
+            return await connect()
+        except TransportError as error:
+            if not (error.ambiguous and tries_left):
+                raise
+    raise AssertionError("unreachable")
 
 
 class LeaseWatcher(Protocol):
@@ -160,7 +171,7 @@ class LeaseKeeper:
     async def _run(self) -> None:
         self._wake = wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._connecting = asyncio.ensure_future(self._connect())
+        self._connecting = asyncio.ensure_future(opened(self._connect))
         if self._stopping:
             self._connecting.cancel()
         backend = await self._connecting

@@ -32,7 +32,7 @@ from flowfabric.engine.scheduling import Want
 from flowfabric.scheduler.hints import LaneHints, Lanes
 from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
+from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.task import ClaimedTask, warn_dropped
 from flowfabric.valkey.address import Address, parse_url
 
@@ -91,7 +91,7 @@ class Worker:
         `place` is a url, an address, or a function that opens a backend.
         """
         connect = place if callable(place) else _opener(place)
-        backend = await connect()
+        backend = await opened(connect)
         keeper = LeaseKeeper(connect, config.lease_ttl_ms)
         worker = cls(config, backend, keeper)
         try:
