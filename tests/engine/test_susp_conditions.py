@@ -47,6 +47,7 @@ SIGNALS = [(key, name, who) for key in "ab" for name in ("x", "y") for who in ("
 def leaves() -> list[Condition]:
     """Every leaf over two keys, one name or any, and counts up to two."""
     found: list[Condition] = [Single(key, name) for key in "ab" for name in (None, "x")]
+    found.append(Single("a", ("w", "x")))
     for kind, keys, n, name in product(KINDS, (("a",), ("a", "b")), (1, 2), (None, "x")):
         node = Count(n=n, waitpoints=keys, count_kind=kind, signal_name=name)
         try:

@@ -267,6 +267,18 @@ async def test_states_that_cannot_be(engine: Engine) -> None:
         await refused("target_not_signalable", waits.send(parked))
 
 
+@pytest.mark.corrupts
+async def test_a_waitpoint_that_was_left_pending_by_an_ended_execution(engine: Engine) -> None:
+    """An ending closes a bounded number of them; the rest waits for its own expiry."""
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    await engine.backend.complete(handle)
+    await waits.write(f"ff:wp:{handle.execution_id.tag}:{pending.waitpoint_id}", state="pending")
+    async with untouched(engine):
+        await refused("target_not_signalable", waits.signal(handle.execution_id, pending))
+
+
 async def test_an_old_token_cannot_touch_a_newer_suspension(engine: Engine) -> None:
     waits = await Waits.open(engine)
     first = await waits.park(Single("k"))

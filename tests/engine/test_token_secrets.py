@@ -63,6 +63,12 @@ async def test_first_boot_installs_and_the_next_one_matches(engine: Engine) -> N
         assert await waits.hash(store(partition)) == {"current_kid": "k1", "secret:k1": SECRET}
 
 
+async def test_a_configured_secret_never_replaces_the_stored_one(engine: Engine) -> None:
+    await engine.backend.seed_at_boot(SECRET)
+    async with untouched(engine):
+        assert await engine.backend.seed_at_boot(OTHER) == SeedOutcome(mismatch=ALL)
+
+
 async def test_the_stored_secret_wins(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     await engine.backend.seed_at_boot(SECRET)
     with caplog.at_level(logging.WARNING):
@@ -118,6 +124,11 @@ async def test_a_torn_partition_without_proof_is_refused(
             assert await backend.seed_at_boot(OTHER) == SeedOutcome(mismatch=ALL - 1, torn=1)
     actions = {r.__dict__["action"]: r.levelno for r in caplog.records}
     assert actions["secret_torn"] == logging.ERROR
+
+
+async def test_all_torn_is_no_proof(engine: Engine) -> None:
+    backend, call = engine.backend, engine.backend.transport.call
+    await backend.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
     for partition in range(ALL):
         await call("HDEL", store(partition), "secret:prod.7")
     async with untouched(engine):

@@ -214,8 +214,11 @@ def _text(value: Any) -> str:
 def _name(matcher: Any) -> SignalName:
     if matcher == "Wildcard":
         return None
-    if "AnyName" in matcher:
-        return tuple(_text(name) for name in matcher["AnyName"])
+    if isinstance(matcher, dict) and "AnyName" in matcher:
+        names = cast("dict[str, Any]", matcher)["AnyName"]
+        if not isinstance(names, list):
+            raise TypeError("AnyName must be a list")
+        return tuple(_text(name) for name in cast("list[Any]", names))
     return _text(matcher["ByName"])
 
 

@@ -43,6 +43,7 @@ def detail_of(problem: pytest.ExceptionInfo[ValidationError]) -> str:
 DOCUMENTED: list[tuple[Condition, str]] = [
     (Single("k", "go"), '{"Single":{"waitpoint_key":"k","matcher":{"ByName":"go"}}}'),
     (Single("k"), '{"Single":{"waitpoint_key":"k","matcher":"Wildcard"}}'),
+    (Single("k", ("a", "b")), '{"Single":{"waitpoint_key":"k","matcher":{"AnyName":["a","b"]}}}'),
     (OperatorOnly(), '"OperatorOnly"'),
     (TimeoutOnly(), '"TimeoutOnly"'),
     (
@@ -92,6 +93,9 @@ def test_keys_of_a_count_are_stored_once() -> None:
         '{"Single":{"waitpoint_key":1,"matcher":"Wildcard"}}',
         '{"Single":{"waitpoint_key":"k","matcher":"Any"}}',
         '{"Single":{"waitpoint_key":"k","matcher":{"ByName":1}}}',
+        '{"Single":{"waitpoint_key":"k","matcher":"AnyName"}}',
+        '{"Single":{"waitpoint_key":"k","matcher":{"AnyName":"ab"}}}',
+        '{"Single":{"waitpoint_key":"k","matcher":{"AnyName":["a",1]}}}',
         '{"Single":{"waitpoint_key":"k","matcher":"Wildcard"},"Composite":{}}',
         '{"V2":{"waitpoint_key":"k"}}',
         '{"Composite":{"kind":"AnyOf","members":[]}}',
@@ -155,6 +159,8 @@ BINDINGS: list[tuple[Condition, Keys, str]] = [
     (TimeoutOnly(), ["k"], "timeout_only_without_deadline"),
     (Single("k", ""), ["k"], NO_NAME),
     (Single("k", ""), [None], NO_NAME),
+    (Single("k", ()), ["k"], NO_NAME),
+    (Single("k", ("a", "")), ["k"], NO_NAME),
     (AllOf((Single("k"), AllOf((Single("k", ""),)))), ["k"], NO_NAME),
     (Count(n=1, waitpoints=("k",), signal_name=""), ["k"], NO_NAME),
 ]
@@ -279,7 +285,7 @@ def test_counts_count_what_is_different() -> None:
 
 def trees() -> st.SearchStrategy[Condition]:
     key = st.sampled_from("abc")
-    name = st.sampled_from([None, "go", "no"])
+    name = st.sampled_from([None, "go", "no", ("go", "other")])
     leaf: Any = st.one_of(
         st.builds(Single, key, name),
         st.builds(
