@@ -44,7 +44,8 @@ def test_same_methods_and_parameters() -> None:
     theirs["close"] = theirs.pop("aclose")
     assert set(ours) == set(theirs)
     for name, method in theirs.items():
-        if name != "connect":
+        # One gives an async iterator where the other gives an ordinary one.
+        if name not in ("connect", "tail"):
             mine = str(inspect.signature(ours[name])).replace("builtins.", "")
             assert mine == str(inspect.signature(method)), name
         assert not inspect.iscoroutinefunction(ours[name])

@@ -259,7 +259,7 @@ async def ended(engine: Engine, task: ClaimedTask) -> bool:
 async def test_possibly_succeeded_but_it_did_not(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
-    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2)
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.5)
     task = await claimed(worker, engine)
     error = await lost_call(proxy, task, "complete")
     assert await error.verify() == "failed"
@@ -291,7 +291,7 @@ async def test_verify_recognises_each_operation(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy, op: str,
     verdict: str,
 ) -> None:  # fmt: skip
-    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2)
+    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.5)
     task = await claimed(worker, engine, policy=RETRY)
     error = await lost_call(proxy, task, op)
     assert await error.verify() == "failed"

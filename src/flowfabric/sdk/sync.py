@@ -186,12 +186,43 @@ class SyncClient:
         waitpoint_id: str,
         waitpoint_token: WaitpointToken | str,
         signal_name: str,
-        **options: Any,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str = "json",
+        signal_category: str = "default",
+        source_type: str = "external",
+        source_identity: str = "",
+        correlation_id: str = "",
+        idempotency_key: str = "",
+        target_scope: str = "waitpoint",
+        signal_id: str | None = None,
+        created_at: int | None = None,
+        dedup_ttl_ms: int = 86_400_000,
+        resume_delay_ms: int = 0,
+        max_signals_per_execution: int | None = None,
+        signal_maxlen: int = 1_000,
     ) -> SignalOutcome:
-        """Answer a wait with its token; takes the options of the async form."""
+        """Answer a wait with its token."""
         return self._call(
             lambda client: client.deliver_signal(
-                execution_id, waitpoint_id, waitpoint_token, signal_name, **options
+                execution_id,
+                waitpoint_id,
+                waitpoint_token,
+                signal_name,
+                payload=payload,
+                payload_encoding=payload_encoding,
+                signal_category=signal_category,
+                source_type=source_type,
+                source_identity=source_identity,
+                correlation_id=correlation_id,
+                idempotency_key=idempotency_key,
+                target_scope=target_scope,
+                signal_id=signal_id,
+                created_at=created_at,
+                dedup_ttl_ms=dedup_ttl_ms,
+                resume_delay_ms=resume_delay_ms,
+                max_signals_per_execution=max_signals_per_execution,
+                signal_maxlen=signal_maxlen,
             )
         )
 
