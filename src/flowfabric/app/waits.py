@@ -221,12 +221,12 @@ class Waits:
             # A first start has no past.
             return []
         if self._past is None:
-            past = await self._task.past_waits()
+            past = await self._task.past_waits(*keys)
             if any(self._is_stale(wait) for wait in past):
                 # Nobody may answer those any more: what came before that counts.
                 for wait in filter(self._is_stale, past):
                     await self._task.close_waitpoint(wait.waitpoint_id, "attempt_ended")
-                past = await self._task.past_waits()
+                past = await self._task.past_waits(*keys)
             self._past = sorted(past, key=lambda wait: wait.closed_at, reverse=True)
         return [wait for wait in self._past if wait.waitpoint_key in keys]
 

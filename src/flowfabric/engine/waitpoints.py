@@ -6,6 +6,7 @@ import asyncio
 import base64
 import binascii
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
@@ -123,44 +124,25 @@ class Waitpoints(Calls):
                 "HGET", waitpoint, "waitpoint_key", key=waitpoint
             )
             waitpoint_key = "" if found is None else text(found)
-        return ResumeSignal(
-            signal_id=signal_id,
-            signal_name=fields["signal_name"],
-            signal_category=fields.get("signal_category", ""),
-            source_type=fields.get("source_type", ""),
-            source_identity=fields.get("source_identity", ""),
-            correlation_id=fields.get("correlation_id", ""),
-            accepted_at=int(fields["accepted_at"]),
-            payload=raw,
-            payload_encoding=fields.get("payload_encoding", ""),
-            waitpoint_key=waitpoint_key,
-        )
+        return _resume_signal(signal_id, fields, raw, waitpoint_key)
 
-    async def read_waits(self, execution_id: ExecutionId) -> list[PastWait]:
-        """The waitpoints of the present run that nobody waits on now; a replay begins a new run."""
+    async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
+        """The waitpoints of the present run that nobody waits on now; a replay begins a new run.
+
+        What came to the `wanted` keys is read along, unless it is much.
+        """
         execution_id = self.checked(execution_id)
         reply = await self.fcall(
-            "ff_read_waits", execution_id.tag, (execution_id,), op="read_waits"
+            "ff_read_waits", execution_id.tag, (execution_id, *wanted), op="read_waits"
         )
-        return [
-            PastWait(
-                waitpoint_id=text(row[0]),
-                waitpoint_key=text(row[1]),
-                waitpoint_token=WaitpointToken(text(row[2])),
-                state=text(row[3]),
-                attempt_index=row[4],
-                close_reason=text(row[5]),
-                closed_at=row[6],
-                ended=row[7] == 1,
-                signal_ids=tuple(map(text, row[8])),
-            )
-            for row in reply[2]
-        ]
+        return [_past_wait(row) for row in reply[2]]
 
     async def read_wait_signals(
         self, execution_id: ExecutionId, wait: PastWait
     ) -> list[ResumeSignal]:
         """What a waitpoint received, oldest first."""
+        if wait.signals is not None:
+            return list(wait.signals)
         read = (self.read_signal(execution_id, i, wait.waitpoint_key) for i in wait.signal_ids)
         return [signal for signal in await asyncio.gather(*read) if signal is not None]
 
@@ -214,6 +196,52 @@ class Waitpoints(Calls):
             return [partition]
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
         return sorted(int(member) for member in members)
+
+
+def _resume_signal(
+    signal_id: str, fields: Mapping[str, str], payload: bytes | None, waitpoint_key: str
+) -> ResumeSignal:
+    return ResumeSignal(
+        signal_id=signal_id,
+        signal_name=fields["signal_name"],
+        signal_category=fields.get("signal_category", ""),
+        source_type=fields.get("source_type", ""),
+        source_identity=fields.get("source_identity", ""),
+        correlation_id=fields.get("correlation_id", ""),
+        accepted_at=int(fields["accepted_at"]),
+        payload=payload,
+        payload_encoding=fields.get("payload_encoding", ""),
+        waitpoint_key=waitpoint_key,
+    )
+
+
+def _past_wait(row: list[Any]) -> PastWait:
+    key, signal_ids = text(row[1]), tuple(map(text, row[8]))
+    signals: tuple[ResumeSignal, ...] | None = None
+    if row[9] is not None:
+        signals = tuple(
+            _resume_signal(signal_id, _fields(flat), payload, key)
+            for signal_id, (flat, payload) in zip(signal_ids, row[9], strict=True)
+            if flat
+        )
+    return PastWait(
+        waitpoint_id=text(row[0]),
+        waitpoint_key=key,
+        waitpoint_token=WaitpointToken(text(row[2])),
+        state=text(row[3]),
+        attempt_index=row[4],
+        close_reason=text(row[5]),
+        closed_at=row[6],
+        ended=row[7] == 1,
+        signal_ids=signal_ids,
+        signals=signals,
+    )
+
+
+def _fields(flat: Sequence[bytes]) -> Fields:
+    """A hash that a function answered as a list."""
+    decoded = [part.decode(errors="replace") for part in flat]
+    return dict(zip(decoded[::2], decoded[1::2], strict=True))
 
 
 def _suspended_entry(row: list[Any]) -> SuspendedEntry:

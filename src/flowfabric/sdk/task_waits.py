@@ -154,10 +154,13 @@ class TaskWaits(ABC):
         self._usable()
         return await self.backend.observe_signals(self.handle)
 
-    async def past_waits(self) -> list[PastWait]:
-        """The waitpoints of this run that are not waited on now, from all its attempts."""
+    async def past_waits(self, *wanted: str) -> list[PastWait]:
+        """The waitpoints of this run that are not waited on now, from all its attempts.
+
+        What came to the `wanted` keys is read along.
+        """
         self._usable()
-        return await self.backend.read_waits(self.handle.execution_id)
+        return await self.backend.read_waits(self.handle.execution_id, *wanted)
 
     async def wait_signals(self, wait: PastWait) -> list[ResumeSignal]:
         """What one of them received, oldest first."""

@@ -213,6 +213,8 @@ class PastWait(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool
     """Whether a wait on it has ended; one that was never waited on may be closed too."""
     signal_ids: tuple[str, ...]
+    signals: tuple[ResumeSignal, ...] | None = None
+    """What it received, when that was read along."""
 
     @property
     def timed_out(self) -> bool:
