@@ -104,7 +104,7 @@ def effect(outcome: SignalOutcome) -> str:
 async def forged(client: ff.Client, run: ff.Run[str]) -> str:
     """Try a token that was made for another wait; the engine's answer."""
     (waitpoint,) = (await client.list_pending_waitpoints(run.id)).entries
-    token = f"{waitpoint.token_kid}:{'0' * 64}"
+    token = f"{waitpoint.token_kid}:{'0' * 40}"
     try:
         await client.deliver_signal(run.id, waitpoint.waitpoint_id, token, "approved")
     except ff.EngineError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks, name_of, python_blocks
-from tests.docs.scratch import run_python, wait_for_server_end
+from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
@@ -32,6 +32,14 @@ def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
     page.write_text("text\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
     with pytest.raises(AssertionError, match=r'page.md", line 8'):
         run_python(tmp_path, "-m", "tests.docs.session", str(page))
+
+
+def test_only_handlers_may_raise() -> None:
+    logged = "fetch of {fp:86}:4f741fa7-d815-4982-8948-2e74a37ea035 failed: no\n"
+    raised = "Traceback (most recent call last):\n  File x\nConnectionError: no\n"
+    assert tracebacks(logged + raised) == []
+    assert tracebacks("Task exception was never retrieved\n" + raised) != []
+    assert tracebacks(raised) == [""]
 
 
 def test_there_is_something_to_run() -> None:
