@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from flowfabric.bench.command import register
 from flowfabric.bench.options import Options
 from flowfabric.bench.progress import ProgressBar
 from flowfabric.bench.run import measure
+from flowfabric.bench.scenarios import forgery
+from flowfabric.core.errors import FlowFabricError
+from flowfabric.core.ids import ExecutionId
 
 ABOUT = {"scenario", "n", "aof", "repeat"}
 RATES = {"submit_per_s", "process_per_s", "lifecycle_per_s", "server_us"}
@@ -119,3 +124,58 @@ async def test_idle():
     assert set(report) == ABOUT | slower | {"commands_per_s", "commands_per_s_100", "submit_per_s"}
     assert 0 < float(report["commands_per_s"]) < float(report["commands_per_s_100"])
     assert all(float(report[key]) < 100 for key in slower)
+
+
+def test_resume():
+    p50, p99, per_s = figures(run("resume", "--n", "5"), "p50_ms", "p99_ms", "per_s")
+    assert p50 <= p99
+    assert per_s < 1e6
+
+
+async def test_stream():
+    with ProgressBar() as progress:
+        report = await measure("stream", Options(n=2000, workers=12), 1, progress)
+    slowdown = report.pop("call_slowdown_pct")
+    _, _, lag_50, lag_99, crowd_50, crowd_99 = figures(
+        report,
+        "frames_per_s",
+        "frames_per_s_10",
+        "lag_p50_ms",
+        "lag_p99_ms",
+        "lag_p50_ms_100",
+        "lag_p99_ms_100",
+    )
+    assert lag_50 <= lag_99
+    assert crowd_50 <= crowd_99
+    assert float(slowdown) > -100
+
+
+def test_no_forged_token_is_accepted():
+    report = run("tokens", "--n", "3000")
+    assert set(report) == ABOUT | {"tried", "accepted", "per_s"}
+    assert (report["tried"], report["accepted"]) == (3000, 0)
+    assert report["per_s"] > 0
+
+
+async def test_a_right_token_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPatch):
+    """Here every forger hands in the real token, and the run does not end well."""
+
+    def honest(_: object, target: Any, __: object) -> Any:
+        return target.execution_id, target.waitpoint_id, target.token
+
+    monkeypatch.setattr(forgery, "_FORGERS", (honest,))
+    with ProgressBar() as progress, pytest.raises(FlowFabricError):
+        # The first one ends the wait, so the next is refused for another reason.
+        await measure("tokens", Options(n=200), 1, progress)
+
+
+def test_forgeries_are_never_the_real_token():
+    ids = [ExecutionId.parse(f"{{fp:1}}:{uuid.UUID(int=n)}") for n in range(3)]
+    targets = [
+        forgery._Target(eid, str(uuid.UUID(int=n)), f"k1:{n:040x}") for n, eid in enumerate(ids)
+    ]
+    real = {(target.execution_id, target.waitpoint_id, target.token) for target in targets}
+    made = list(forgery._forgeries(random.Random(7), targets, 2000))
+    assert len(made) == 2000
+    assert real.isdisjoint(made)
+    assert len({token for _, _, token in made}) > 800

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -32,6 +33,10 @@ class Arena:
         self.backend = backend
         self.tag = f"{{fp:{solo_partition(LANE, backend.counts)}}}"
         """The partition that holds the lane's executions."""
+
+    async def seed_secret(self) -> None:
+        """Make waits possible: their tokens are signed."""
+        await self.backend.seed_at_boot(secrets.token_hex(32))
 
     async def info(self, section: str) -> dict[str, str]:
         """The fields of one section of INFO."""

@@ -28,6 +28,12 @@ idle       commands of 1 and of 100 idle workers; what 100 cost a submitter
 backlog    one claim at a time with a thousand and with n waiting, in turns
 recovery   kill -9 of a worker until its n executions run in another
            process, lease 2 s; it did or did not also run the scanners
+resume     idle worker process: signal to the waiting handler having it, one
+           at a time; then n that wait at once: n / time until all have ended
+stream     n frames of one task and of ten, all stored; a frame until the tail
+           of its stream has it, one tail and 100 on 100 streams; calls beside
+           100 waiting tails against calls beside one, in turns
+tokens     n forged, cut, altered and misplaced waitpoint tokens are tried
 """
 
 
@@ -41,6 +47,9 @@ class Scenario(StrEnum):
     IDLE = "idle"
     BACKLOG = "backlog"
     RECOVERY = "recovery"
+    RESUME = "resume"
+    STREAM = "stream"
+    TOKENS = "tokens"
 
 
 class AofChoice(StrEnum):
@@ -59,6 +68,9 @@ _DEFAULTS: dict[Scenario, tuple[int, int]] = {
     Scenario.IDLE: (8_000, 1),
     Scenario.BACKLOG: (1_000_000, 1),
     Scenario.RECOVERY: (8, 3),
+    Scenario.RESUME: (1_000, 3),
+    Scenario.STREAM: (100_000, 3),
+    Scenario.TOKENS: (1_000_000, 1),
 }
 """How many executions, and how many runs."""
 
@@ -68,7 +80,9 @@ def bench(
     *,
     n: Annotated[
         int | None,
-        typer.Option("--n", min=1, help="Executions; each scenario has its own default."),
+        typer.Option(
+            "--n", min=1, help="Executions, frames or tokens; each scenario has its own default."
+        ),
     ] = None,
     aof: Annotated[AofChoice, typer.Option(help="The server's append-only file.")] = AofChoice.NO,
     repeat: Annotated[

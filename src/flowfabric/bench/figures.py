@@ -39,6 +39,18 @@ _MEANING: Mapping[str, tuple[str, str]] = {
     "recovery_s": ("killed worker also ran the scanners", "s"),
     "recovery_follower_s": ("killed worker did not", "s"),
     "lease_ttl_s": ("lease of the killed worker", "s"),
+    "p50_ms": ("signal → handler goes on, median", "ms"),
+    "p99_ms": ("signal → handler goes on, 99 %", "ms"),
+    "per_s": ("many at once", "/s"),
+    "frames_per_s": ("frames of one task", "/s"),
+    "frames_per_s_10": ("frames of ten tasks", "/s"),
+    "lag_p50_ms": ("written → in the tail, one tail, median", "ms"),
+    "lag_p99_ms": ("written → in the tail, one tail, 99 %", "ms"),
+    "lag_p50_ms_100": ("… beside 99 other tails, median", "ms"),
+    "lag_p99_ms_100": ("… beside 99 other tails, 99 %", "ms"),
+    "call_slowdown_pct": ("other calls while 100 tails wait", "% slower"),
+    "tried": ("forged tokens tried", ""),
+    "accepted": ("forged tokens accepted", ""),
 }
 
 _ABOUT = ("scenario", "n", "aof", "repeat")

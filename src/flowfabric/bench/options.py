@@ -23,7 +23,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     unbatched: bool = False
     with_floor: bool = False
     workers: int = 100
-    """How many idle workers make the crowd of `idle`."""
+    """How many idle workers make the crowd of `idle`, and tails that of `stream`."""
     seconds: float = 5.0
     """How long `idle` counts commands."""
 

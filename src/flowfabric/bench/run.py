@@ -10,11 +10,14 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.scenarios import (
     backlog,
     floor,
+    forgery,
     idle,
     latency,
     lifecycle,
     memory,
     recovery,
+    resume,
+    stream,
 )
 from flowfabric.bench.statistics import median_run
 
@@ -31,6 +34,9 @@ _SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "idle": (idle.run, "submit_slowdown_pct"),
     "backlog": (backlog.run, "ratio_p99"),
     "recovery": (recovery.run, "recovery_s"),
+    "resume": (resume.run, "p50_ms"),
+    "stream": (stream.run, "frames_per_s"),
+    "tokens": (forgery.run, "per_s"),
 }
 
 

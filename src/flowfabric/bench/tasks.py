@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.tasks import Task
 from flowfabric.bench.arena import LANE
@@ -33,7 +34,7 @@ class Count:
 
 
 class BenchApp:
-    """An application on the scenario's server: `noop`, `stamp`, `hold` and `unwanted`."""
+    """An application on the scenario's server: `noop`, `stamp`, `hold`, `ask` and `unwanted`."""
 
     def __init__(
         self, url: str, *, count: Count | None = None, started: Callable[[int], None] | None = None
@@ -54,6 +55,10 @@ class BenchApp:
                 started(item)
             await asyncio.Event().wait()
 
+        async def ask(ctx: Context) -> int:
+            await ctx.wait_for("go")
+            return time.monotonic_ns()
+
         async def unwanted() -> None:
             raise AssertionError("no worker offers what this task requires")
 
@@ -61,4 +66,5 @@ class BenchApp:
         self.noop: Task[[], Any] = task(lane=LANE)(noop)
         self.stamp: Task[[], Any] = task(lane=LANE)(stamp)
         self.hold: Task[[int], Any] = task(lane=LANE)(hold)
+        self.ask: Task[[Context], Any] = task(lane=LANE)(ask)
         self.unwanted: Task[[], Any] = task(lane=LANE, capabilities={"bench-nobody"})(unwanted)

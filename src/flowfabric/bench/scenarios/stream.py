@@ -1,0 +1,149 @@
+"""Output of attempts: how much a worker can write, and how soon followers have it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from flowfabric.bench.arena import LANE, Arena, arena
+from flowfabric.bench.options import Figures, Options, Progress
+from flowfabric.bench.statistics import percentile
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.streams import Frame
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.backend import Backend
+from flowfabric.sdk.client import Client
+from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
+from flowfabric.valkey.address import parse_url
+
+__all__ = ["run"]
+
+_TOKEN = Frame(payload=b" a token of an LLM", frame_type="delta")
+_WRITERS = 10
+_FRAMES_PER_LAG = 100
+"""One lag is measured for so many frames written."""
+_PAUSE_S = 0.002
+_TURNS = 7
+
+
+async def run(options: Options, progress: Progress) -> Figures:
+    """Write `n` frames as fast as it goes, then single ones that tails wait for."""
+    n, tails = options.n, options.workers
+    samples = max(10, n // _FRAMES_PER_LAG)
+    async with arena(options.aof) as at:
+        config = WorkerConfig(max_concurrent_tasks=tails + _WRITERS + 1, scanners=False)
+        async with await Worker.connect(config, at.url) as worker:
+            tasks = await _claimed(at, worker, tails)
+            progress.begin("stream: write", 2 * n)
+            await _write(tasks[:1], n // 10)
+            one = await _write(tasks[:1], n)
+            progress.advance(n)
+            ten = await _write(tasks[:_WRITERS], n)
+            progress.advance(n)
+            lag = await _lags(at, tasks[:1], samples, progress)
+            crowd = await _lags(at, tasks, samples, progress)
+            slowdown = await _slowdown(at, tasks, samples, progress)
+            await asyncio.gather(*(task.complete() for task in tasks))
+    return {
+        "frames_per_s": one,
+        "frames_per_s_10": ten,
+        "lag_p50_ms": percentile(lag, 50),
+        "lag_p99_ms": percentile(lag, 99),
+        "lag_p50_ms_100": percentile(crowd, 50),
+        "lag_p99_ms_100": percentile(crowd, 99),
+        "call_slowdown_pct": slowdown,
+    }
+
+
+async def _claimed(at: Arena, worker: Worker, count: int) -> list[ClaimedTask]:
+    count = max(count, _WRITERS)
+    ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
+    await at.backend.create_many(
+        [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
+    )
+    return await worker.claim_many(count)
+
+
+async def _write(tasks: Sequence[ClaimedTask], n: int) -> float:
+    """Frames per second, all stored."""
+    each = max(1, n // len(tasks))
+
+    async def write(task: ClaimedTask) -> None:
+        for _ in range(each):
+            await task.write_frame(_TOKEN)
+        await task.flush_output()
+
+    start = time.perf_counter()
+    await asyncio.gather(*(write(task) for task in tasks))
+    return each * len(tasks) / (time.perf_counter() - start)
+
+
+@contextlib.asynccontextmanager
+async def _tails(
+    at: Arena, tasks: Sequence[ClaimedTask], lags: list[float]
+) -> AsyncGenerator[Backend]:
+    """A client whose tails wait, one for each task; each frame's age goes to `lags`."""
+    backend = await Backend.connect(parse_url(at.url), name="ff-bench-tails")
+    backend.stream_pool.ceiling = max(len(tasks), backend.stream_pool.ceiling)
+    async with Client(backend) as client:
+        reading = [asyncio.create_task(_read(client, task, lags)) for task in tasks]
+        try:
+            while int((await at.info("clients"))["blocked_clients"]) < len(tasks):  # noqa: ASYNC110
+                await asyncio.sleep(_PAUSE_S)
+            yield backend
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def _read(client: Client, task: ClaimedTask, lags: list[float]) -> None:
+    last = await task.append_frame("delta", b"")
+    async for frame in client.tail(task.execution_id, 0, after=last.stream_id):
+        lags.append((time.monotonic_ns() - int(frame.payload)) / 1e6)  # noqa: PERF401 - each when it comes
+
+
+async def _lags(
+    at: Arena, tasks: Sequence[ClaimedTask], samples: int, progress: Progress
+) -> list[float]:
+    """Milliseconds from writing a frame until the tail of its stream has it."""
+    lags: list[float] = []
+    rng = random.Random()  # noqa: S311 - a test load
+    progress.begin(f"stream: {len(tasks)} tails", samples)
+    async with _tails(at, tasks, lags):
+        for number in range(samples):
+            await asyncio.sleep(_PAUSE_S)
+            frame = Frame(payload=b"%d" % time.monotonic_ns(), frame_type="delta")
+            await rng.choice(tasks).write_frame(frame)
+            while len(lags) <= number:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            progress.advance()
+    return lags
+
+
+async def _slowdown(
+    at: Arena, tasks: Sequence[ClaimedTask], samples: int, progress: Progress
+) -> float:
+    """How much longer a call takes on the connection of a client whose tails all wait."""
+    progress.begin("stream: calls beside waiting tails", _TURNS)
+    ratios: list[float] = []
+    for _ in range(_TURNS):
+        async with _tails(at, tasks[:1], []) as backend:
+            alone = await _call_rate(backend, tasks[0], samples)
+        async with _tails(at, tasks, []) as backend:
+            beside = await _call_rate(backend, tasks[0], samples)
+        ratios.append(alone / beside)
+        progress.advance()
+    return 100 * (percentile(ratios, 50) - 1)
+
+
+async def _call_rate(backend: Backend, task: ClaimedTask, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        await backend.read_execution_state(task.execution_id)
+    return calls / (time.perf_counter() - start)
