@@ -125,3 +125,32 @@ async def test_a_crashed_embedded_server_comes_back_with_its_data(app: ff.Fabric
     os.kill(server.pid, signal.SIGKILL)
     async with app.worker(), asyncio.timeout(30):
         assert await run.result() == "kept"
+
+
+def test_one_application_in_several_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FF_DATA_DIR", str(tmp_path / "data"))
+    app = ff.Fabric()
+
+    @app.task()
+    async def echo(text: str) -> str:
+        return text
+
+    async def once(text: str) -> str:
+        async with app, app.worker():
+            return await (await app.submit(echo, text)).result(timeout=20)
+
+    assert asyncio.run(once("a")) == "a"
+    assert asyncio.run(once("b")) == "b"
+
+
+async def test_a_failed_first_connection_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "data"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("FF_DATA_DIR", str(blocked))
+    async with ff.Fabric() as app:
+        with pytest.raises(ff.ConfigError):
+            await app.client()
+        blocked.unlink()
+        assert (await app.client()).namespace == "default"

@@ -85,10 +85,19 @@ class Fabric:
 
     async def client(self) -> Client:
         """The connected client of this application and event loop."""
+        opening = self._opening
+        # A client belongs to the loop it was made in; one of a loop that ended is of no use.
+        if opening is None or opening.get_loop() is not asyncio.get_running_loop():
+            self._client = None
+            opening = self._opening = asyncio.create_task(self._open())
         if self._client is None:
-            if self._opening is None:
-                self._opening = asyncio.create_task(self._open())
-            self._client = await self._opening
+            try:
+                self._client = await asyncio.shield(opening)
+            except BaseException:
+                # A connection that could not be made is tried again by the next caller.
+                if opening.done():
+                    self._opening = None
+                raise
         return self._client
 
     async def _open(self) -> Client:

@@ -46,10 +46,8 @@ class Run(Generic[R]):
 
     async def result(self, timeout: float | None = None) -> R:
         """Wait for the result. `ExecutionFailed` and its siblings tell why there is none."""
-        data = await self._client.result(self.id, timeout)
-        info = None if data is None else await self.info()
-        encoding = codec.JSON if info is None else info.result_encoding
-        return codec.decode(data, encoding, self._returns)
+        outcome = await self._client.success(self.id, timeout)
+        return codec.decode(outcome.result, outcome.result_encoding, self._returns)
 
     async def cancel(self, reason: str = "") -> None:
         """End it deliberately; a running handler learns of it with its next renewal."""

@@ -209,9 +209,13 @@ class Client(ClientSignals):
 
     async def result(self, execution_id: ExecutionId, timeout: float | None = None) -> bytes | None:
         """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
+        return (await self.success(execution_id, timeout)).result
+
+    async def success(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+        """Wait for a successful end; any other raises its `RunError`."""
         outcome = await self.wait(execution_id, timeout)
         if outcome.state is PublicState.COMPLETED:
-            return outcome.result
+            return outcome
         raise _ERRORS[outcome.state](await self.backend.read_execution_info(execution_id))
 
     async def result_now(self, execution_id: ExecutionId) -> bytes | None:

@@ -152,6 +152,10 @@ class SyncClient:
         """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
         return self._call(lambda client: client.result(execution_id, timeout))
 
+    def success(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+        """Wait for a successful end; any other raises its `RunError`."""
+        return self._call(lambda client: client.success(execution_id, timeout))
+
     def result_now(self, execution_id: ExecutionId) -> bytes | None:
         """The result bytes without waiting; `NotFinished` when it has not ended."""
         return self._call(lambda client: client.result_now(execution_id))
