@@ -90,15 +90,16 @@ class Fabric:
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
             self._client = None
             opening = self._opening = asyncio.create_task(self._open())
-        if self._client is None:
-            try:
-                self._client = await asyncio.shield(opening)
-            except BaseException:
-                # A connection that could not be made is tried again by the next caller.
-                if opening.done():
-                    self._opening = None
-                raise
-        return self._client
+        if self._client is not None:
+            return self._client
+        try:
+            client = self._client = await asyncio.shield(opening)
+        except BaseException:
+            # A connection that could not be made is tried again by the next caller.
+            if opening.done():
+                self._opening = None
+            raise
+        return client
 
     async def _open(self) -> Client:
         return Client(await self.place.open(), self.namespace)
