@@ -13,10 +13,11 @@ from flowfabric.scanners.leader import LEADER_KEY
 from tests.cli.support import Cli, Done
 from tests.support.engine import Engine
 from tests.support.server import TestServer, free_port
+from tests.support.suspension import SECRET
 
 CHECKS = (
     *("connection", "version", "functions", "eviction", "persistence", "clock", "clock skew"),
-    *("partitions", "lanes", "lane placement", "workers", "scanners", "indexes"),
+    *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "indexes"),
 )
 
 
@@ -37,6 +38,7 @@ async def live(engine: Engine, *lanes: str) -> None:
 
 
 async def test_all_is_well(cli: Cli, engine: Engine) -> None:
+    await engine.backend.seed_at_boot(SECRET)
     await live(engine)
     await engine.create()
     done, found = await examined(cli)
@@ -55,6 +57,7 @@ async def test_all_is_well(cli: Cli, engine: Engine) -> None:
 
 
 async def test_nobody_works(cli: Cli, engine: Engine) -> None:
+    await engine.backend.seed_at_boot(SECRET)
     done, found = await examined(cli)
     assert done.code == 0
     assert found["workers"]["grade"] == found["scanners"]["grade"] == "warning"
@@ -91,6 +94,7 @@ async def test_lanes_that_share_a_partition(cli: Cli, engine: Engine) -> None:
 
 @pytest.mark.corrupts
 async def test_index_drift_is_broken(cli: Cli, engine: Engine) -> None:
+    await engine.backend.seed_at_boot(SECRET)
     await live(engine)
     execution_id = await engine.create()
     await engine.backend.transport.call(
@@ -114,6 +118,18 @@ async def test_counts_that_contradict_the_environment(cli: Cli) -> None:
     same, found = await examined(cli, FF_FLOW_PARTITIONS="256")
     assert same.code == 0
     assert found["partitions"]["detail"] == "256 flow, 32 budget, 32 quota"
+
+
+async def test_without_a_secret_nobody_can_wait(cli: Cli, engine: Engine) -> None:
+    _, found = await examined(cli)
+    assert found["tokens"]["grade"] == "warning"
+    assert found["tokens"]["detail"].startswith("no secret signs tokens on the server:")
+    assert "FF_WAITPOINT_HMAC_SECRET" in found["tokens"]["advice"]
+    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.transport.call("DEL", "ff:sec:{fp:7}:waitpoint_hmac")
+    _, found = await examined(cli)
+    assert found["tokens"]["detail"].startswith("no secret signs tokens on 1 partition:")
+    assert SECRET not in str(found)
 
 
 async def test_a_missing_library_is_a_warning(cli: Cli, engine: Engine) -> None:
@@ -143,7 +159,9 @@ async def test_prepare_sets_an_external_server_up(tmp_path: Path, fresh: TestSer
     assert found["eviction"]["grade"] == "broken"
     assert found["persistence"]["grade"] == "warning"
     assert "noeviction" in found["eviction"]["advice"]
-    _, found = await examined(cli, "--prepare", FF_FLOW_PARTITIONS="64")
+    secret = {"FF_WAITPOINT_HMAC_SECRET": SECRET}
+    _, found = await examined(cli, "--prepare", FF_FLOW_PARTITIONS="64", **secret)
+    assert found["tokens"]["detail"] == "signed with k1"
     assert found["prepare"]["grade"] == found["functions"]["grade"] == "ok"
     assert found["partitions"]["detail"].startswith("64 flow")
     refused, found = await examined(cli, "--prepare")

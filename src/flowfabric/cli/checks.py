@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from enum import StrEnum
@@ -143,6 +144,7 @@ async def check_deployment(backend: Backend, namespace: str | None) -> list[Chec
     leader = await _leader(backend)
     return [
         _partitions(backend.counts),
+        await _tokens(backend),
         await _lanes(backend, lanes),
         _collisions(lanes, backend.counts),
         await _workers(backend, lanes, workers),
@@ -164,6 +166,26 @@ def _partitions(counts: PartitionCounts) -> Check:
                 f"unset {', '.join(_COUNT_VARIABLES)}: the counts never change",
             )
     return Check("partitions", Grade.OK, stored)
+
+
+async def _tokens(backend: Backend) -> Check:
+    """Each partition signs the tokens of its own waitpoints."""
+    names = [f"ff:sec:{{fp:{index}}}:waitpoint_hmac" for index in range(backend.counts.flow)]
+    found: list[Any] = await asyncio.gather(
+        *(backend.transport.call("HGET", name, "current_kid", key=name) for name in names)
+    )
+    kids = sorted({kid.decode(errors="replace") for kid in found if kid is not None})
+    missing = found.count(None)
+    if not missing:
+        return Check("tokens", Grade.OK, f"signed with {clean(', '.join(kids))}")
+    where = "the server" if missing == len(found) else plural(missing, "partition")
+    return Check(
+        "tokens",
+        Grade.WARNING,
+        f"no secret signs tokens on {where}: handlers there cannot wait for answers",
+        "set FF_WAITPOINT_HMAC_SECRET, for example to what `openssl rand -hex 32` prints, and run "
+        "`flowfabric doctor --prepare`",
+    )
 
 
 async def _lanes(backend: Backend, lanes: list[str]) -> Check:
