@@ -108,6 +108,35 @@ async def test_a_reclaim_keeps_the_answers(app: ff.Fabric, engine: Engine) -> No
     assert (await info(engine.backend, run.id)).total_attempt_count == 2
 
 
+async def test_a_worker_that_stops_hands_its_waitpoints_over(
+    app: ff.Fabric, engine: Engine
+) -> None:
+    """The same attempt goes on elsewhere: what was handed out still counts, and is not parked on
+    when its answer came meanwhile."""
+    seen: list[tuple[int, str]] = []
+    reached = asyncio.Event()
+
+    @app.task()
+    async def ask(ctx: ff.Context) -> str:
+        point = await ctx.waitpoint("a")
+        seen.append((ctx.lease_epoch, point.waitpoint_id))
+        if ctx.lease_epoch == 1:
+            reached.set()
+            await asyncio.Event().wait()
+        return (await ctx.wait_for("a")).name
+
+    worker = app.worker(scanners=False)
+    first = asyncio.create_task(worker.run(grace_s=0, signals=False))
+    run = await app.submit(ask)
+    await reached.wait()
+    worker.stop()
+    await first
+    await run.signal("a", "meanwhile")
+    async with app.worker(scanners=False):
+        assert await run.result(10) == "meanwhile"
+    assert seen == [(1, seen[0][1]), (2, seen[0][1])]
+
+
 async def test_a_replay_asks_again_unless_steps_are_kept(app: ff.Fabric, engine: Engine) -> None:
     @app.task()
     async def ask(ctx: ff.Context) -> str:

@@ -167,6 +167,38 @@ async def test_large_data_goes_in_several_frames(app: ff.Fabric, engine: Engine)
     assert (len(whole.payload), whole.metadata_json) == (65_536, "")
 
 
+async def test_a_stream_of_its_own_mode(app: ff.Fabric, engine: Engine) -> None:
+    stored: list[bytes] = []
+
+    @app.task()
+    async def later(ctx: ff.Context) -> None:
+        async with ctx.open_stream("progress", mode="summary") as summary:
+            for page in range(3):
+                await summary.write({"pages": page})
+        found = await engine.backend.read_summary(ctx.execution_id, 0)
+        assert found is not None
+        stored.append(found.document_json)
+        async with ctx.open_stream() as output:
+            await output.write("kept")
+            raise ff.PermanentError("in the block")
+
+    @app.task()
+    def threaded(ctx: ff.Context) -> None:
+        with ctx.open_stream("stdout") as output:
+            output.write(b"one")
+            output.write(b"two")
+
+    async with app, app.worker(scanners=False):
+        run = await app.submit(later)
+        with pytest.raises(ff.ExecutionFailed, match="in the block"):
+            await run.result(10)
+        assert (await payloads(engine, run.id))[-1] == b"kept"
+        run = await app.submit(threaded)
+        await run.result(10)
+        assert await payloads(engine, run.id) == [b"one", b"two"]
+    assert stored == [b'{"pages":2}']
+
+
 # --- one claimed task -------------------------------------------------------------------------
 
 

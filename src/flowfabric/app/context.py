@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Literal
 
-from flowfabric.app.output import write_output
+from flowfabric.app.output import OutputStream, write_output
 from flowfabric.app.waits import Waits
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts.streams import FrameMode
@@ -118,9 +118,18 @@ class Context:
         """
         return self._do(self.waits.wait_for(name, signals, timeout, on_timeout, default, reason))
 
-    def wait_condition(self, condition: Condition, timeout: Duration | None = None) -> Any:
-        """Wait until a condition over several waitpoints is met; returns its signals."""
-        return self._do(self.waits.wait_condition(condition, timeout))
+    def wait_condition(
+        self,
+        condition: Condition,
+        timeout: Duration | None = None,
+        reason: str = "waiting_for_signal",
+    ) -> Any:
+        """Wait until a condition over several waitpoints is met; returns its signals.
+
+        >>> both = AllOf((Single("legal", "approved"), Single("finance", "approved")))
+        >>> await ctx.wait_condition(both, timeout="24h")
+        """
+        return self._do(self.waits.wait_condition(condition, timeout, reason))
 
     def waitpoint(self, name: str, expires_in: Duration | None = None) -> Any:
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
@@ -134,6 +143,14 @@ class Context:
         >>> await ctx.stream(token)
         """
         return self._do(write_output(self._task, data, frame_type, mode))
+
+    def open_stream(self, frame_type: str = "delta", mode: FrameMode = "durable") -> OutputStream:
+        """Output of one mode: `summary` patches a document, `best_effort` may be dropped.
+
+        >>> async with ctx.open_stream("progress", mode="summary") as summary:
+        ...     await summary.write({"pages": 3})
+        """
+        return OutputStream(self._task, self._do, frame_type, mode)
 
     def signals(self) -> Any:
         """The signals that ended the last suspension of this attempt."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Self
 
 import msgspec
 
@@ -11,7 +11,7 @@ from flowfabric.app import codec
 from flowfabric.core.contracts.streams import Frame, FrameMode
 from flowfabric.sdk.task import ClaimedTask
 
-__all__ = ["write_output"]
+__all__ = ["OutputStream", "write_output"]
 
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64
@@ -52,3 +52,41 @@ def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
             end -= 1
         yield raw[start:end]
         start = end
+
+
+class OutputStream:
+    """Output of one mode and type; what was written in the block is stored at its end.
+
+    `async with` in an `async def` handler, `with` in a `def` handler. A block that raises leaves
+    the storing to the end of the run, so that nothing hides what it raised.
+    """
+
+    def __init__(
+        self,
+        task: ClaimedTask,
+        do: Callable[[Coroutine[Any, Any, Any]], Any],
+        frame_type: str,
+        mode: FrameMode,
+    ) -> None:
+        self._task = task
+        self._do = do
+        self._frame_type = frame_type
+        self._mode: FrameMode = mode
+
+    def write(self, data: Any) -> Any:
+        """Add bytes, text, or anything JSON can say."""
+        return self._do(write_output(self._task, data, self._frame_type, self._mode))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._task.flush_output()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._do(self._task.flush_output())
