@@ -8,6 +8,7 @@ import os
 import pty
 import signal
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,13 @@ import pytest
 from flowfabric.cli.tail_view import readable
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.valkey.address import parse_url
 from tests.cli.support import COMMAND, Cli
 from tests.engine.exec_support import promote
 from tests.support.engine import Engine
+from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
 RETRY = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
@@ -208,6 +213,29 @@ async def test_a_reader_that_leaves_and_ctrl_c(cli: Cli, engine: Engine) -> None
         False,
         False,
     )
+
+
+async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
+    server = TestServer("--appendonly", "yes", "--appendfsync", "always")
+    try:
+        address = parse_url(server.url)
+        backend = await Backend.connect(address, prepare_with=PartitionCounts(), testing=True)
+        engine = Engine(backend)
+        handle = await engine.running()
+        await write(engine, handle, "before\n")
+        async with Cli(tmp_path, FF_URL=server.url).start("tail", handle.execution_id) as tail:
+            await tail.line("before")
+            server.kill()
+            await tail.line("── no answer from the server, trying again: ")
+            server.start()
+            await write(engine, handle, "after\n")
+            await tail.line("after")
+            await backend.complete(handle)
+            done = await tail.end()
+        await backend.aclose()
+    finally:
+        server.stop()
+    assert (done.code, done.lines[-1]) == (0, "── completed")
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,18 @@ class _Follower:
     async def run(self) -> None:
         """Everything from the first attempt that is wanted to the end."""
         await self._begin()
+        told = False
         while True:
             try:
                 if await self._step():
                     return
+                told = False
             except TransportError as error:
                 if not (self._follow and error.retryable):
                     raise
-                self._printer.interrupted(str(error))
+                if not told:
+                    self._printer.interrupted(error.message or error.kind)
+                told = True
                 await asyncio.sleep(_PAUSE_S)
 
     async def _begin(self) -> None:
