@@ -242,3 +242,28 @@ async def test_waits_side_by_side_are_answered_one_after_the_other(
                 await run.signal(key, f"to {key}")
             assert await run.result(10) == ["to a", "to b"]
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_a_wait_beside_one_that_parked_unwinds_too(app: ff.Fabric, engine: Engine) -> None:
+    """It must not look like a failure that the handler could deal with."""
+    dealt_with: list[str] = []
+
+    @app.task()
+    async def ask(ctx: ff.Context) -> list[str]:
+        async def careful(name: str) -> str:
+            try:
+                signal: ff.Signal = await ctx.wait_for(name)
+            except Exception as error:
+                dealt_with.append(repr(error))
+                raise
+            return signal.name
+
+        return await asyncio.gather(*(careful(name) for name in ("a", "b", "c")))
+
+    async with app.worker(scanners=False):
+        run = await app.submit(ask)
+        for key in ("a", "b", "c"):
+            await parked(engine, run, key)
+            await run.signal(key, f"to {key}")
+        assert await run.result(10) == ["to a", "to b", "to c"]
+    assert dealt_with == []
