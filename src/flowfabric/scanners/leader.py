@@ -39,7 +39,7 @@ class Leadership:
         backend: Backend,
         *,
         key: str = LEADER_KEY,
-        ttl_s: float = 4.5,
+        ttl_s: float = 1.5,
         healthy: Callable[[], bool],
     ) -> None:
         self.key = key

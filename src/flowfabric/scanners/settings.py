@@ -49,7 +49,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a lane or partition of another process may stay unseen."""
     clock_trust_s: float = 5.0
     """How long the server's clock is carried forward before it is asked again."""
-    leader_ttl_s: float = 4.5
+    leader_ttl_s: float = 1.5
     """How long the other processes wait for a leader that no longer renews."""
 
     def interval(self, scanner: str) -> float:

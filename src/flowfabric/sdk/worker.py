@@ -222,6 +222,9 @@ class Worker:
         if len(claimed.claims) > reserved:
             # The answer to an earlier request, when there was more room.
             await self.give_back(claim.handle for claim in claimed.claims[reserved:])
+        if tasks:
+            # The scanners of this process look here from now on, without waiting for their list.
+            self.backend.known_partitions.add(tag)
         lane = self.lanes[lane_id]
         if claimed.remaining:
             lane.add(tag)

@@ -7,18 +7,36 @@ Context.__index = Context
 local MAX_ARGS = 400
 
 function Context.open(tag)
-  return setmetatable(
-    { tag = tag, now = clock.now(), lane_settings = {}, order = {},
-      commands = { ZADD = {}, ZREM = {}, SADD = {}, SREM = {} } },
-    Context
-  )
+  return setmetatable({ tag = tag, now = clock.now() }, Context)
 end
 
+-- A time as text. The server would turn the number into text anew for every command.
+function Context:text(ms)
+  local texts = self.texts
+  if not texts then
+    texts = {}
+    self.texts = texts
+  end
+  local known = texts[ms]
+  if not known then
+    known = string.format('%.0f', ms)
+    texts[ms] = known
+  end
+  return known
+end
+
+-- The arguments queued for one command and key.
 local function queue(self, command, key)
-  local args = self.commands[command][key]
+  local by_key = self[command]
+  if not by_key then
+    by_key = {}
+    self[command] = by_key
+    self.order = self.order or {}
+  end
+  local args = by_key[key]
   if not args then
     args = { command, key }
-    self.commands[command][key] = args
+    by_key[key] = args
     self.order[#self.order + 1] = args
   end
   return args
@@ -46,7 +64,7 @@ function Context:srem(key, member)
 end
 
 function Context:flush()
-  for _, args in ipairs(self.order) do
+  for _, args in ipairs(self.order or {}) do
     if #args <= MAX_ARGS then
       server.call(unpack(args))
     else
@@ -55,15 +73,19 @@ function Context:flush()
       end
     end
   end
-  self.commands = { ZADD = {}, ZREM = {}, SADD = {}, SREM = {} }
-  self.order = {}
+  self.order, self.ZADD, self.ZREM, self.SADD, self.SREM = nil, nil, nil, nil, nil
 end
 
 local DEFAULT_WEIGHT_MS = 1e12
 
 -- The partition's copy of the lane settings; no copy means the defaults.
 function Context:lane(lane)
-  local settings = self.lane_settings[lane]
+  local all = self.lane_settings
+  if not all then
+    all = {}
+    self.lane_settings = all
+  end
+  local settings = all[lane]
   if not settings then
     local stored = server.call('HMGET', K.lane(self.tag, lane, 'config'),
       'state', 'priority_weight_ms', 'reclaim_grace_ms', 'emit_renewals')
@@ -73,7 +95,7 @@ function Context:lane(lane)
       reclaim_grace = tonumber(stored[3] or 0),
       emit_renewals = stored[4] == '1',
     }
-    self.lane_settings[lane] = settings
+    all[lane] = settings
   end
   return settings
 end

@@ -74,7 +74,7 @@ end
 -- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` carries the lease and
 -- attempt id as prefix and common suffix, the worker, the ttl and an optional event reason.
 function lease.open(c, id, rec, mode, grant)
-  local expires = c.now + grant.ttl
+  local expires = c:text(c.now + grant.ttl)
   local old_epoch = record.epoch(rec)
   local timeout = tonumber(rec.attempt_timeout_ms or 0)
   local fields = NO_FIELDS
@@ -97,10 +97,10 @@ function lease.open(c, id, rec, mode, grant)
   rec.lease = grant.lease_prefix .. grant.suffix .. '/' .. (old_epoch + 1)
   rec.worker = grant.worker
   rec.lease_expires_at = expires
-  rec[started] = c.now
+  rec[started] = c:text(c.now)
   -- The start of the attempt, or its resumption, is also the time of this transition.
   server.call('HSET', K.core(c.tag, id), 'state', S.ACTIVE, 'lease', rec.lease,
-    'attempt', rec.attempt, 'worker', rec.worker, 'lease_expires_at', expires, started, c.now)
+    'attempt', rec.attempt, 'worker', rec.worker, 'lease_expires_at', expires, started, rec[started])
   if fields ~= NO_FIELDS then record.set(c, id, rec, fields) end
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)

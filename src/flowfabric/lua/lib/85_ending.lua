@@ -10,7 +10,7 @@ local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expir
 function ending.finish(c, id, rec, how)
   local args = {
     'HSET', K.core(c.tag, id), 'state',
-    S.terminal(how.outcome, S.attempt(rec.state), rec.attempt), 'completed_at', c.now,
+    S.terminal(how.outcome, S.attempt(rec.state), rec.attempt), 'completed_at', c:text(c.now),
   }
   for _, value in ipairs(how.fields or {}) do args[#args + 1] = value end
   local held = S.phase(rec.state) == 'a'
@@ -32,7 +32,7 @@ function ending.finish(c, id, rec, how)
   rec.state = args[4]
   rec.completed_at = c.now
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'),
-    c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS), id)
+    c:text(c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS)), id)
   local told = { 'o', OUTCOME_NAMES[how.outcome], 'r', how.reason }
   local function tell(name, value)
     told[#told + 1] = name

@@ -217,6 +217,20 @@ local function look_further(c, want, offered, passed, rows, ids)
   end
 end
 
+-- Considers the best candidates; how many were looked at, and how many lost ones stay.
+local function look(c, want, offered, limit, rows, ids)
+  local looked, passed = 0, 0
+  local lost = K.lane(c.tag, want.lane, 'reclaimable')
+  for _, candidate in ipairs(claiming.candidates(c, want.lane, offered, limit)) do
+    if #rows == want.max then break end
+    looked = looked + 1
+    if stays(c, want, offered, candidate, rows, ids) and candidate.key == lost then
+      passed = passed + 1
+    end
+  end
+  return looked, passed
+end
+
 -- Claims up to want.max executions of a lane. A repeat of the same request gives
 -- the same claims. Returns the rows and how many claimable ones stay behind.
 function claiming.many(c, want)
@@ -227,13 +241,12 @@ function claiming.many(c, want)
   if before then return replayed(c, want, before), claiming.remaining(c, want.lane, offered) end
   local state = c:lane(want.lane).state
   if state == 'paused' or state == 'disabled' then return {}, 0 end
-  local rows, ids, passed = {}, {}, 0
-  local lost = K.lane(c.tag, want.lane, 'reclaimable')
-  for _, candidate in ipairs(claiming.candidates(c, want.lane, offered, want.max + LOOK_AHEAD)) do
-    if #rows == want.max then break end
-    if stays(c, want, offered, candidate, rows, ids) and candidate.key == lost then
-      passed = passed + 1
-    end
+  local rows, ids = {}, {}
+  local looked, passed = look(c, want, offered, want.max, rows, ids)
+  if looked > #rows and #rows < want.max then
+    -- Some were not for this worker, or should not have stood there: look behind them.
+    c:flush()
+    looked, passed = look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
   end
   if passed >= LOOK_AHEAD then look_further(c, want, offered, passed, rows, ids) end
   c:flush()
