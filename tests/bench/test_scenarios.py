@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ RATES = {"submit_per_s", "process_per_s", "lifecycle_per_s", "server_us"}
 
 
 @pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the private servers live during the test."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the private servers live during the test; the name of a unix socket must be short."""
+    with tempfile.TemporaryDirectory(prefix="ffb-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
 def run(*arguments: str) -> dict[str, Any]:
