@@ -25,6 +25,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     workers: int = 1
     concurrency: int = 1
+    batch: int = 64
     lane: str = "default"
     lease_ttl_s: float = 30.0
     scanners: bool = True
@@ -55,6 +56,7 @@ async def _run(plan: Plan) -> None:
     workers = [
         app.fabric.worker(
             concurrency=plan.concurrency,
+            batch=plan.batch,
             lanes=[plan.lane],
             lease_ttl=plan.lease_ttl_s,
             scanners=plan.scanners,

@@ -17,6 +17,7 @@ __all__ = ["run"]
 _WARM_UP = 1024
 _CHUNK = 4096
 _CONCURRENCY = 256
+_IN_FLIGHT = 64
 
 
 async def run(options: Options, progress: Progress) -> Figures:
@@ -81,19 +82,31 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
 
 
 async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
-    """One submit call after another here, one claim after another in a worker process."""
+    """No call carries more than one execution: first many calls under way, then one at a time."""
+    figures = await _single_calls(at, n, _IN_FLIGHT, progress)
+    alone = await _single_calls(at, max(1, n // 4), 1, progress)
+    return {**figures, "in_flight": _IN_FLIGHT, "one_at_a_time_per_s": alone["lifecycle_per_s"]}
+
+
+async def _single_calls(at: Arena, n: int, in_flight: int, progress: Progress) -> Figures:
+    """Submit here and process in a worker process at the same time, one execution a call."""
     app = BenchApp(at.url)
-    plan = Plan(url=at.url, concurrency=1, goal=_WARM_UP + n)
+    plan = Plan(url=at.url, concurrency=in_flight, batch=1, goal=_WARM_UP + n)
     async with app.fabric, worker_process(plan) as worker:
         progress.begin("lifecycle: warm-up", _WARM_UP)
         await _submit(app, _WARM_UP, progress)
         await at.until_done()
-        progress.begin("lifecycle: submit and process, one at a time", n)
+        progress.begin(f"lifecycle: single calls, {in_flight} under way", n)
         server = await at.server_cpu_s()
         start = time.perf_counter()
-        for _ in range(n):
-            await app.fabric.submit(app.noop)
-            progress.advance()
+        rest = iter(range(n))
+
+        async def submit_some() -> None:
+            for _ in rest:
+                await app.fabric.submit(app.noop)
+                progress.advance()
+
+        await asyncio.gather(*(submit_some() for _ in range(in_flight)))
         submit_s = time.perf_counter() - start
         await worker.events("reached")
         await at.until_done()

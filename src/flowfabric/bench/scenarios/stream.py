@@ -85,7 +85,7 @@ async def _write(tasks: Sequence[ClaimedTask], n: int) -> float:
 
 @contextlib.asynccontextmanager
 async def _tails(
-    at: Arena, tasks: Sequence[ClaimedTask], lags: list[float]
+    at: Arena, tasks: Sequence[ClaimedTask], lags: asyncio.Queue[float]
 ) -> AsyncGenerator[Backend]:
     """A client whose tails wait, one for each task; each frame's age goes to `lags`."""
     backend = await Backend.connect(parse_url(at.url), name="ff-bench-tails")
@@ -102,28 +102,28 @@ async def _tails(
             await asyncio.gather(*reading, return_exceptions=True)
 
 
-async def _read(client: Client, task: ClaimedTask, lags: list[float]) -> None:
+async def _read(client: Client, task: ClaimedTask, lags: asyncio.Queue[float]) -> None:
     last = await task.append_frame("delta", b"")
     async for frame in client.tail(task.execution_id, 0, after=last.stream_id):
-        lags.append((time.monotonic_ns() - int(frame.payload)) / 1e6)  # noqa: PERF401 - each when it comes
+        lags.put_nowait((time.monotonic_ns() - int(frame.payload)) / 1e6)
 
 
 async def _lags(
     at: Arena, tasks: Sequence[ClaimedTask], samples: int, progress: Progress
 ) -> list[float]:
     """Milliseconds from writing a frame until the tail of its stream has it."""
-    lags: list[float] = []
+    lags: asyncio.Queue[float] = asyncio.Queue()
+    measured: list[float] = []
     rng = random.Random()  # noqa: S311 - a test load
     progress.begin(f"stream: {len(tasks)} tails", samples)
     async with _tails(at, tasks, lags):
-        for number in range(samples):
+        for _ in range(samples):
             await asyncio.sleep(_PAUSE_S)
             frame = Frame(payload=b"%d" % time.monotonic_ns(), frame_type="delta")
             await rng.choice(tasks).write_frame(frame)
-            while len(lags) <= number:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            measured.append(await lags.get())
             progress.advance()
-    return lags
+    return measured
 
 
 async def _slowdown(
@@ -133,9 +133,9 @@ async def _slowdown(
     progress.begin("stream: calls beside waiting tails", _TURNS)
     ratios: list[float] = []
     for _ in range(_TURNS):
-        async with _tails(at, tasks[:1], []) as backend:
+        async with _tails(at, tasks[:1], asyncio.Queue()) as backend:
             alone = await _call_rate(backend, tasks[0], samples)
-        async with _tails(at, tasks, []) as backend:
+        async with _tails(at, tasks, asyncio.Queue()) as backend:
             beside = await _call_rate(backend, tasks[0], samples)
         ratios.append(alone / beside)
         progress.advance()
