@@ -15,7 +15,14 @@ if TYPE_CHECKING:
     from flowfabric.app.sync import SyncFabric, SyncRun
     from flowfabric.app.tasks import Task
     from flowfabric.app.waits import Signal, WaitTimeout
-    from flowfabric.core.conditions import AllOf, Count, CountKind, OperatorOnly, Single
+    from flowfabric.core.conditions import (
+        AllOf,
+        Count,
+        CountKind,
+        OperatorOnly,
+        Single,
+        TimeoutOnly,
+    )
     from flowfabric.core.errors import (
         ConfigError,
         EngineError,
@@ -47,7 +54,14 @@ _HOMES = {
     "flowfabric.app.sync": ("SyncFabric", "SyncRun"),
     "flowfabric.app.tasks": ("Task",),
     "flowfabric.app.waits": ("Signal", "WaitTimeout"),
-    "flowfabric.core.conditions": ("AllOf", "Count", "CountKind", "OperatorOnly", "Single"),
+    "flowfabric.core.conditions": (
+        "AllOf",
+        "Count",
+        "CountKind",
+        "OperatorOnly",
+        "Single",
+        "TimeoutOnly",
+    ),
     "flowfabric.core.errors": (
         "ConfigError",
         "EngineError",
@@ -99,6 +113,7 @@ __all__ = [
     "SyncFabric",
     "SyncRun",
     "Task",
+    "TimeoutOnly",
     "TransportError",
     "WaitTimeout",
     "Worker",

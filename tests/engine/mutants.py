@@ -345,8 +345,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "no more than asked for",
         CLAIMING,
-        "    if #rows == want.max then break end\n",
-        "",
+        "    if #rows < want.max then\n      looked",
+        "    if true then\n      looked",
         test_claim_many.test_no_more_than_asked_and_the_rest_is_counted,
     ),
     # --- losing and reclaiming ---

@@ -93,12 +93,13 @@ class Fabric:
         if self._client is not None:
             return self._client
         try:
-            client = self._client = await asyncio.shield(opening)
+            client = await asyncio.shield(opening)
         except BaseException:
             # A connection that could not be made is tried again by the next caller.
             if opening.done():
                 self._opening = None
             raise
+        self._client = client
         return client
 
     async def _open(self) -> Client:
@@ -208,13 +209,15 @@ class Fabric:
         lanes: Sequence[str] | None = None,
         capabilities: Iterable[str] = (),
         lease_ttl: Duration = 30,
+        batch: int = 64,
         scanners: bool = True,
         on_unknown_kind: Literal["fail", "release"] = "fail",
         worker_id: str | None = None,
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
-        Without `lanes` it serves every lane that a task names.
+        Without `lanes` it serves every lane that a task names. `batch` is the most executions
+        one call claims or completes.
         """
         served = lanes or list(dict.fromkeys(task.lane for task in self.tasks.values()))
         config = WorkerConfig(
@@ -223,6 +226,7 @@ class Fabric:
             capabilities=tuple(capabilities),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
             max_concurrent_tasks=concurrency,
+            batch=batch,
             scanners=scanners,
             worker_id=worker_id or default_worker_id(),
         )

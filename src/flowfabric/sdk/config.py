@@ -15,6 +15,7 @@ from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, val
 __all__ = ["WorkerConfig", "default_worker_id"]
 
 _MIN_LEASE_TTL_MS = 1_000
+_MAX_BATCH = 256
 
 
 def default_worker_id() -> str:
@@ -46,6 +47,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_tasks: int = 1
     complete_on_exit: bool = False
     """Whether leaving `async with task:` normally completes a task that has no end yet."""
+    batch: int = 64
+    """The most executions one call claims or completes: large enough to share a round trip, small
+    enough that the next one overlaps with it."""
     scanners: bool = True
     """Whether this process may also run the deployment's scanners; one process at a time does."""
 
@@ -54,6 +58,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("worker", "at least one lane is required")
         if isinstance(self.lease_ttl_ms, bool) or self.lease_ttl_ms < _MIN_LEASE_TTL_MS:
             raise ConfigError("worker", f"must be at least {_MIN_LEASE_TTL_MS}", "lease_ttl_ms")
+        if not 1 <= self.batch <= _MAX_BATCH:
+            raise ConfigError("worker", f"must be 1 to {_MAX_BATCH}", "batch")
         if self.claim_poll_interval_ms < 1:
             raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
         for field, check in (

@@ -22,7 +22,7 @@ from flowfabric.engine.executions import Completion
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
-__all__ = ["BATCH", "Encoded", "Results", "RunSummary"]
+__all__ = ["Encoded", "Results", "RunSummary"]
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ Encoded = tuple[bytes, str]
 """Result bytes and their encoding label."""
 Finished = tuple[ClaimedTask, Completion]
 
-BATCH = 64
-"""Tasks per claim: large enough to share a round trip, small enough to overlap with the next."""
 _MAX_STICKY = 16
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
@@ -64,6 +62,7 @@ class Results:
         stopping: asyncio.Event,
     ) -> None:
         self._worker = worker
+        self._batch = worker.config.batch
         self._summary = summary
         self._start = start
         self._refuse = refuse
@@ -100,9 +99,9 @@ class Results:
         self._flush_planned = False
         done, self._done = self._done, {}
         for (lane_id, tag), finished in done.items():
-            for first in range(0, len(finished), BATCH):
+            for first in range(0, len(finished), self._batch):
                 call = asyncio.create_task(
-                    self._send(lane_id, tag, finished[first : first + BATCH])
+                    self._send(lane_id, tag, finished[first : first + self._batch])
                 )
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)

@@ -22,7 +22,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report
-from flowfabric.sdk.results import BATCH, Encoded, Results, RunSummary
+from flowfabric.sdk.results import Encoded, Results, RunSummary
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
@@ -178,7 +178,7 @@ class WorkerRuntime:
         tag = None if lane is None else lane.oldest()
         if lane is None or tag is None:
             return
-        tasks, remaining = await self.worker.claim_at(lane.lane_id, tag, BATCH)
+        tasks, remaining = await self.worker.claim_at(lane.lane_id, tag, self.worker.config.batch)
         if remaining:
             lane.rotate(tag)
         for task in tasks:

@@ -39,6 +39,8 @@ server.register_function('ff_complete', function(keys, args)
   c:flush()
   local first = 5 * count + 2
   if not args[first] then return reply.ok(replies) end
-  local rows, left = claiming.many(c, claiming.wanted(args, first))
+  local want = claiming.wanted(args, first)
+  want.awake = true
+  local rows, left = claiming.many(c, want)
   return reply.ok(replies, rows, left)
 end)

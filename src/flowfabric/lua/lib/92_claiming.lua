@@ -26,36 +26,45 @@ function claiming.missing(required, offered)
   return table.concat(absent, ',')
 end
 
+-- Adds the best of one index; nil when it is empty, else whether it may hold more.
 local function append(candidates, key, limit, offset)
   local first = offset or 0
   local found = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
     candidates[#candidates + 1] = { id = found[i], score = tonumber(found[i + 1]), key = key }
   end
-  return #found > 0
+  if #found == 0 then return nil end
+  return #found == 2 * limit
 end
 
--- Eligible and reclaimable executions this worker could take, best first.
+local function best_first(a, b)
+  if a.score ~= b.score then return a.score < b.score end
+  return a.id < b.id
+end
+
+-- Eligible and reclaimable executions this worker could take, best first, and the indexes
+-- that may hold more than these.
 function claiming.candidates(c, lane, offered, limit)
-  local candidates = {}
-  local sources = append(candidates, K.eligible(c.tag, lane), limit) and 1 or 0
-  for _, signature in ipairs(server.call('SMEMBERS', K.lane(c.tag, lane, 'sigs'))) do
-    if not claiming.missing(signature, offered) then
-      if append(candidates, K.eligible(c.tag, lane, signature), limit) then
-        sources = sources + 1
-      else
-        server.call('SREM', K.lane(c.tag, lane, 'sigs'), signature)
+  local candidates, crowded, sources = {}, {}, 0
+  local function add(key)
+    local more = append(candidates, key, limit)
+    if more ~= nil then sources = sources + 1 end
+    if more then crowded[key] = true end
+    return more ~= nil
+  end
+  add(K.eligible(c.tag, lane))
+  local signatures, lost = K.lane(c.tag, lane, 'sigs'), K.lane(c.tag, lane, 'reclaimable')
+  if server.call('EXISTS', signatures, lost) > 0 then
+    for _, signature in ipairs(server.call('SMEMBERS', signatures)) do
+      if not claiming.missing(signature, offered)
+          and not add(K.eligible(c.tag, lane, signature)) then
+        server.call('SREM', signatures, signature)
       end
     end
+    add(lost)
   end
-  if append(candidates, K.lane(c.tag, lane, 'reclaimable'), limit) then sources = sources + 1 end
-  if sources > 1 then
-    table.sort(candidates, function(a, b)
-      if a.score ~= b.score then return a.score < b.score end
-      return a.id < b.id
-    end)
-  end
-  return candidates
+  if sources > 1 then table.sort(candidates, best_first) end
+  return candidates, crowded
 end
 
 -- How an execution in this state can be taken, or nil when it cannot.
@@ -209,7 +218,7 @@ local function look_further(c, want, offered, passed, rows, ids)
   for _ = 1, MAX_LOST_PAGES do
     c:flush()
     local page = {}
-    if #rows == want.max or not append(page, key, want.max + LOOK_AHEAD, passed) then return end
+    if #rows == want.max or append(page, key, want.max + LOOK_AHEAD, passed) == nil then return end
     for _, candidate in ipairs(page) do
       if #rows == want.max then return end
       if stays(c, want, offered, candidate, rows, ids) then passed = passed + 1 end
@@ -217,18 +226,29 @@ local function look_further(c, want, offered, passed, rows, ids)
   end
 end
 
--- Considers the best candidates; how many were looked at, and how many lost ones stay.
+-- Considers the best candidates. Returns how many were looked at, how many lost ones stay, and
+-- what is needed to tell how many claimable ones there are then.
 local function look(c, want, offered, limit, rows, ids)
-  local looked, passed = 0, 0
+  local candidates, crowded = claiming.candidates(c, want.lane, offered, limit)
   local lost = K.lane(c.tag, want.lane, 'reclaimable')
-  for _, candidate in ipairs(claiming.candidates(c, want.lane, offered, limit)) do
-    if #rows == want.max then break end
-    looked = looked + 1
-    if stays(c, want, offered, candidate, rows, ids) and candidate.key == lost then
-      passed = passed + 1
+  local looked, passed, left = 0, 0, 0
+  for _, candidate in ipairs(candidates) do
+    local stay = true
+    if #rows < want.max then
+      looked = looked + 1
+      stay = stays(c, want, offered, candidate, rows, ids)
+      if stay and candidate.key == lost then passed = passed + 1 end
     end
+    if stay and not crowded[candidate.key] then left = left + 1 end
   end
-  return looked, passed
+  return looked, passed, { left = left, crowded = crowded }
+end
+
+-- How many claimable ones there are, once the taken ones have left their indexes.
+local function left_behind(seen)
+  local count = seen.left
+  for key in pairs(seen.crowded) do count = count + server.call('ZCARD', key) end
+  return count
 end
 
 -- Claims up to want.max executions of a lane. A repeat of the same request gives
@@ -242,17 +262,19 @@ function claiming.many(c, want)
   local state = c:lane(want.lane).state
   if state == 'paused' or state == 'disabled' then return {}, 0 end
   local rows, ids = {}, {}
-  local looked, passed = look(c, want, offered, want.max, rows, ids)
+  local looked, passed, seen = look(c, want, offered, want.max, rows, ids)
   if looked > #rows and #rows < want.max then
     -- Some were not for this worker, or should not have stood there: look behind them.
     c:flush()
-    looked, passed = look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
+    looked, passed, seen = look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
   end
-  if passed >= LOOK_AHEAD then look_further(c, want, offered, passed, rows, ids) end
+  local far = passed >= LOOK_AHEAD
+  if far then look_further(c, want, offered, passed, rows, ids) end
   c:flush()
   if #ids > 0 then note_request(memo, want, ids, known) end
-  local left = claiming.remaining(c, want.lane, offered)
-  if left > 0 and #rows > 0 then c:ring(want.lane) end
+  local left = far and claiming.remaining(c, want.lane, offered) or left_behind(seen)
+  -- Who goes on from a completion was awake before: others were woken then.
+  if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
   return rows, left
 end
 
