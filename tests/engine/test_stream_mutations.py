@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from importlib.resources import files
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from flowfabric.core.errors import EngineError
-from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
-from flowfabric.valkey import library
-from flowfabric.valkey.address import parse_url
 from tests.engine import (
     test_stream_append,
     test_stream_close,
@@ -20,8 +13,8 @@ from tests.engine import (
     test_stream_numbers,
     test_stream_read,
 )
+from tests.engine.mutation import failure_of, private_engine, private_server
 from tests.support.engine import Engine
-from tests.support.server import TestServer
 
 Scenario = Callable[[Engine], Awaitable[None]]
 APPEND = "functions/ff_append.lua"
@@ -275,42 +268,11 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
 ]
 
+__all__ = ["private_engine", "private_server"]
+
 PREVENTS_CRASHES = {
     "math.min(LARGEST_MAXLEN, tonumber(args[5] ~= '' and args[5] or found[5] or 0))"
 }
-
-
-@pytest.fixture(scope="module")
-def private_server() -> Iterator[TestServer]:
-    """A server whose library may be replaced."""
-    server = TestServer()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def private_engine(private_server: TestServer) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(
-        parse_url(private_server.url),
-        prepare_with=PartitionCounts(),
-        limits=Limits(),
-        testing=True,
-    )
-    await backend.transport.call("FLUSHALL")
-    await backend.prepare()
-    yield Engine(backend)
-    await backend.aclose()
-
-
-def mutated(path: str, guard: str, replacement: str) -> str:
-    """The whole library with one change in one file."""
-    original = (files("flowfabric") / "lua" / path).read_text(encoding="utf-8")
-    assert original.count(guard) == 1, (
-        f"{path}: the guard stands there {original.count(guard)} times"
-    )
-    whole = library._assemble(library._Settings(cluster=False, events_maxlen=10_000, testing=True))
-    assert whole.count(original) == 1
-    return whole.replace(original, original.replace(guard, replacement))
 
 
 @pytest.mark.parametrize(
@@ -321,9 +283,6 @@ def mutated(path: str, guard: str, replacement: str) -> str:
 async def test_a_removed_guard_is_noticed(
     private_engine: Engine, path: str, guard: str, replacement: str, scenario: Scenario
 ) -> None:
-    code = mutated(path, guard, replacement)
-    await private_engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
-    with pytest.raises((AssertionError, EngineError, TimeoutError)) as caught:
-        await scenario(private_engine)
+    failure = await failure_of(private_engine, path, guard, replacement, scenario)
     # A mutant that merely crashes shows nothing about the guard, unless the guard prevents that.
-    assert ("user_function" in str(caught.value)) is (guard in PREVENTS_CRASHES), caught.value
+    assert ("user_function" in failure) is (guard in PREVENTS_CRASHES), failure

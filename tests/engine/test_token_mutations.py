@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core.errors import EngineError
 from tests.engine import (
-    test_mutations,
     test_susp_approval,
     test_susp_conditions,
     test_susp_effects,
@@ -23,12 +21,12 @@ from tests.engine import (
     test_token_forgery,
     test_token_secrets,
 )
-from tests.engine.test_mutations import Scenario, mutated
+from tests.engine.mutants import Scenario
+from tests.engine.mutation import failure_of, private_engine, private_server
 from tests.support.engine import Engine
 
 # The fixtures come with the module that made them.
-private_server = test_mutations.private_server
-private_engine = test_mutations.private_engine
+__all__ = ["private_engine", "private_server"]
 
 TOKENS = "lib/66_tokens.lua"
 CONDITIONS = "lib/67_conditions.lua"
@@ -460,9 +458,6 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
 async def test_a_removed_guard_is_noticed(
     private_engine: Engine, path: str, guard: str, replacement: str, scenario: Scenario
 ) -> None:
-    code = mutated(path, guard, replacement)
-    await private_engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
-    with pytest.raises((AssertionError, EngineError, KeyError, pytest.fail.Exception)) as caught:
-        await scenario(private_engine)
+    failure = await failure_of(private_engine, path, guard, replacement, scenario)
     # A mutant that merely crashes shows nothing about the guard.
-    assert "user_function" not in str(caught.value), caught.value
+    assert "user_function" not in failure

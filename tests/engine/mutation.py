@@ -1,0 +1,63 @@
+"""Loading a library with one guard removed, on a server of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from importlib.resources import files
+
+import pytest
+
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
+from flowfabric.valkey import library
+from flowfabric.valkey.address import parse_url
+from tests.engine.mutants import Scenario
+from tests.support.engine import Engine
+from tests.support.server import TestServer
+
+__all__ = ["failure_of", "private_engine", "private_server"]
+
+
+@pytest.fixture(scope="module")
+def private_server() -> Iterator[TestServer]:
+    """A server whose library may be replaced."""
+    server = TestServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def private_engine(private_server: TestServer) -> AsyncIterator[Engine]:
+    backend = await Backend.connect(
+        parse_url(private_server.url),
+        prepare_with=PartitionCounts(),
+        limits=Limits(),
+        testing=True,
+    )
+    await backend.transport.call("FLUSHALL")
+    await backend.prepare()
+    yield Engine(backend)
+    await backend.aclose()
+
+
+def mutated(path: str, guard: str, replacement: str) -> str:
+    """The whole library with one change in one file."""
+    original = (files("flowfabric") / "lua" / path).read_text(encoding="utf-8")
+    assert original.count(guard) == 1, (
+        f"{path}: the guard stands there {original.count(guard)} times"
+    )
+    whole = library._assemble(library._Settings(cluster=False, events_maxlen=10_000, testing=True))
+    assert whole.count(original) == 1
+    return whole.replace(original, original.replace(guard, replacement))
+
+
+async def failure_of(
+    engine: Engine, path: str, guard: str, replacement: str, scenario: Scenario
+) -> str:
+    """How the scenario fails without the guard; that it does not fail is the failure here."""
+    code = mutated(path, guard, replacement)
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+    with pytest.raises((Exception, pytest.fail.Exception)) as caught:
+        await scenario(engine)
+    return str(caught.value)
