@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.app.place import Place
 from flowfabric.app.run import Run
 from flowfabric.app.tasks import Task, TaskOptions
 from flowfabric.app.worker import AppWorker
+from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, EngineError
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Fabric:
+class Fabric(AsyncClosing):
     """An application: its tasks, and the deployment they run on.
 
     Without a url it uses `FF_URL`, else `FF_HOST`, else an embedded Valkey under `./.flowfabric`
@@ -240,14 +240,3 @@ class Fabric:
         if client is not None:
             await client.aclose()
         self.place.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()

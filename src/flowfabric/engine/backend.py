@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Self
 
+from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
@@ -40,6 +40,7 @@ def limits_from_env() -> Limits:
 
 
 class Backend(
+    AsyncClosing,
     Scheduling,
     Leases,
     Reads,
@@ -127,9 +128,3 @@ class Backend(
         """Close every connection; pending calls fail."""
         await self.stream_pool.aclose()
         await self.transport.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()

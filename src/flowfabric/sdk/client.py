@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
+from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import (
     Cancelled,
     CreateOutcome,
@@ -105,7 +105,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-class Client(ClientSignals):
+class Client(ClientSignals, AsyncClosing):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -261,17 +261,6 @@ class Client(ClientSignals):
         self._closed = True
         await self._watch.aclose()
         await self.backend.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 def _outcome(info: ExecutionInfo, result: bytes | None) -> Outcome:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Any, Self
 
+from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimGrant,
@@ -49,7 +49,7 @@ def _opener(place: Address | str) -> Connect:
     return lambda: Backend.connect(address)
 
 
-class Worker:
+class Worker(AsyncClosing):
     """Claims tasks and owns the permits. `WorkerRuntime` runs handlers on top of it.
 
     >>> async with await Worker.connect(config, "valkey://127.0.0.1:6379") as worker:
@@ -390,14 +390,3 @@ class Worker:
         except EngineError as error:
             log.debug("worker not deregistered: %s", error)
         await self.backend.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
