@@ -70,7 +70,7 @@ def test_lifecycle_without_floor_keeps_the_log_it_was_asked_to():
 
 def test_unbatched_lifecycle_counts_the_whole():
     report = run("lifecycle", "--n", "50", "--unbatched")
-    figures(report, *RATES, "in_flight", "one_at_a_time_per_s")
+    figures(report, *RATES, "in_flight", "in_flight_per_s")
     assert report["lifecycle_per_s"] == report["process_per_s"] <= report["submit_per_s"]
 
 

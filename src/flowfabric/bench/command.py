@@ -17,9 +17,9 @@ _HELP = """Measure this machine on a private embedded Valkey, gone afterwards.
 lifecycle  submit_many, then one worker runs a no-op for each:
            n / (submit time + process time). No worker runs while submitting;
            processing is from the first handler to the last completion.
-           --unbatched: every execution has a submit call and a claim of its
-           own, while a worker process runs: n / time of the whole, with 64
-           of each under way, and with one at a time.
+           --unbatched: one submit call and one claim at a time while a worker
+           process runs: n / time of the whole; in_flight_per_s is the same
+           with 64 single calls of each under way.
 floor      the same transitions as raw batched calls, prepared beforehand
 latency    idle worker process: submit to handler start and to result seen
 memory     bytes of an execution with a 200-byte payload in each state
@@ -90,7 +90,7 @@ def bench(
         int | None, typer.Option(min=1, help="Runs; the median one is reported.")
     ] = None,
     unbatched: Annotated[
-        bool, typer.Option("--unbatched", help="lifecycle: one execution a call.")
+        bool, typer.Option("--unbatched", help="lifecycle: one submit and one claim at a time.")
     ] = False,
     with_floor: Annotated[
         bool, typer.Option("--with-floor", help="lifecycle: measure the floor too, and the ratio.")
