@@ -82,11 +82,21 @@ async def waiting_tail(
     engine: Engine, execution_id: ExecutionId, index: int = 0, **how: Any
 ) -> asyncio.Task[StreamFrames]:
     """A tail that waits in the server by now."""
-    before = await blocked_clients(engine.backend)
+    # By id: one that was cancelled a moment ago may still count as blocked.
+    before = await blocked_ids(engine.backend)
     limits: dict[str, Any] = {"block_ms": 20_000} | how
     task = asyncio.ensure_future(engine.backend.tail_stream(execution_id, index, **limits))
-    await until_blocked(engine.backend, before + 1)
+    async with asyncio.timeout(20):
+        while await blocked_ids(engine.backend) <= before:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0)
     return task
+
+
+async def blocked_ids(backend: Backend) -> set[str]:
+    """The connections that wait in the server."""
+    listing: Any = await backend.transport.call("CLIENT", "LIST")
+    clients = [dict(p.split("=", 1) for p in row.split()) for row in listing.decode().splitlines()]
+    return {client["id"] for client in clients if "b" in client["flags"]}
 
 
 def holder(handle: Handle, **changes: Any) -> Handle:
