@@ -196,7 +196,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "epoch rises",
         LEASE,
-        "(old_epoch + 1)",
+        "old_epoch + 1",
         "math.max(1, old_epoch)",
         test_fencing.test_epochs_order_all_owners,
     ),
@@ -317,7 +317,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "live grants are skipped",
         CLAIMING,
-        "tonumber(rec.grant_expires_at or 0) >= c.now\n      or ",
+        "(rec.grant_expires_at and tonumber(rec.grant_expires_at) >= c.now)\n      or ",
         "",
         test_claim_many.test_live_grants_are_skipped_and_hide_nothing,
     ),

@@ -44,6 +44,7 @@ __all__ = ["Leases", "claim_from_row"]
 _MAX_TTL_MS = 2**53 - 1
 _RENEW_BATCH = 256
 _REASON_BYTES = 4096
+_NOTHING_RARE: tuple[Any, ...] = (None,) * 6
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_TAGS: dict[str, str] = {}
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
@@ -65,7 +66,8 @@ def worker_pair(worker_id: str, worker_instance_id: str) -> str:
 
 def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     """A claim from the engine's positional reply."""
-    tags = row[8]
+    rare = row[8] if len(row) > 8 else _NOTHING_RARE
+    attempt_type, tags, namespace, timeout, deadline, cause = rare
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -77,14 +79,15 @@ def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Cl
             kind=_MODES[row[1]],
         ),
         execution_kind=row[2].decode(),
-        attempt_type="initial" if row[7] is None else row[7].decode(),
+        attempt_type="initial" if attempt_type is None else attempt_type.decode(),
         input_payload=row[5] or b"",
         payload_encoding="" if row[6] is None else row[6].decode(),
         tags=_NO_TAGS if not tags else _pairs(tags),
-        namespace="default" if row[9] is None else row[9].decode(),
-        lease_expires_at=row[10],
-        attempt_timeout_ms=row[11],
-        resume_cause=None if row[13] is None else _cause(row[13]),
+        namespace="default" if namespace is None else namespace.decode(),
+        lease_expires_at=row[7],
+        attempt_timeout_ms=timeout,
+        execution_deadline_at=deadline,
+        resume_cause=None if cause is None else _cause(cause),
     )
 
 
@@ -265,7 +268,7 @@ class Leases(Calls):
         ttl = positive_ms(ttl, "lease_ttl_ms")
         args = (execution_id, lane_id, worker_pair(*worker), _token(grant), ttl, *ids)
         reply = await self.fcall(function, execution_id.tag, args, op=function.removeprefix("ff_"))
-        return claim_from_row(reply[2], text(reply[2][12]), ttl, worker[1])
+        return claim_from_row(reply[2], text(reply[3]), ttl, worker[1])
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
         try:
@@ -301,7 +304,7 @@ class Leases(Calls):
         reply = await self.fcall(
             "ff_grant_and_claim", execution_id.tag, args, op="issue_grant_and_claim"
         )
-        return claim_from_row(reply[2], text(reply[2][12]), ttl, worker_instance_id)
+        return claim_from_row(reply[2], text(reply[3]), ttl, worker_instance_id)
 
     async def reclaim_execution(
         self,

@@ -65,7 +65,7 @@ def _assemble(settings: _Settings) -> str:
     head = (
         "#!lua name=flowfabric\n"
         f"local SETTINGS = {{ cluster = {'true' if settings.cluster else 'false'}, "
-        f"events_maxlen = {settings.events_maxlen}, version = {LIBRARY_VERSION}, "
+        f"events_maxlen = '{settings.events_maxlen}', version = {LIBRARY_VERSION}, "
         f"content_hash = '{content_hash}', min_client = {MIN_CLIENT} }}\n"
     )
     tail = ""

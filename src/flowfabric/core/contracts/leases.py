@@ -222,6 +222,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     lease_expires_at: int
     attempt_timeout_ms: int | None
+    """What is left of the attempt's time: less than its policy says once it was resumed."""
+    execution_deadline_at: int | None = None
     resume_cause: ResumeCause | None = None
 
     @property

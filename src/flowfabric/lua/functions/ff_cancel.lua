@@ -29,6 +29,5 @@ server.register_function('ff_cancel', function(keys, args)
     stream_reason = 'attempt_cancelled',
     fields = { 'cancellation_reason', reason, 'cancelled_by', source },
   })
-  c:flush()
   return reply.ok('cancelled')
 end)

@@ -3,7 +3,7 @@
 --   attempt_timeout.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms,
 --   lease_id, attempt_id.
--- Replies: claim row. Errors: execution_not_found, execution_not_leaseable, lease_conflict,
+-- Replies: claim row, lane. Errors: execution_not_found, execution_not_leaseable, lease_conflict,
 --   active_attempt_exists, use_claim_resumed_execution, invalid_claim_grant,
 --   claim_grant_expired, invalid_input (lane_mismatch). Events: acquired.
 local function refusal(c, id, rec, lane)
@@ -30,6 +30,5 @@ server.register_function('ff_claim_execution', function(keys, args)
   if problem then return problem end
   claiming.take(c, id, rec, 'fresh',
     { lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl })
-  c:flush()
-  return reply.ok(claiming.row(c, id, rec, 'fresh'))
+  return reply.ok(claiming.row(c, id, rec, 'fresh'), rec.lane_id)
 end)

@@ -2,7 +2,7 @@
 -- Keys: core, claim_grant, payload, tags, lane eligible / active, lease_expiry, worker leases,
 --   attempt_timeout.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms, lease_id.
--- Replies: claim row. Errors: execution_not_found, execution_not_leaseable,
+-- Replies: claim row, lane. Errors: execution_not_found, execution_not_leaseable,
 --   not_a_resumed_execution, invalid_claim_grant, claim_grant_expired,
 --   invalid_input (lane_mismatch). Events: acquired (reason claim_resumed).
 server.register_function('ff_claim_resumed', function(keys, args)
@@ -23,6 +23,5 @@ server.register_function('ff_claim_resumed', function(keys, args)
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end
   claiming.take(c, id, rec, 'resumed', { lease_prefix = lease_id, suffix = '', worker = worker, ttl = ttl })
-  c:flush()
-  return reply.ok(claiming.row(c, id, rec, 'resumed'))
+  return reply.ok(claiming.row(c, id, rec, 'resumed'), rec.lane_id)
 end)

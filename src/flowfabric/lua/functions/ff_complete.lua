@@ -4,6 +4,8 @@
 --   `1` followed by the encoding label), result bytes; then optionally the claim arguments.
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
 -- Errors: execution_not_found and those of the fence. Events: completion.
+local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_success' }
+
 local function complete(c, id, text, source, label, result)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
@@ -13,23 +15,21 @@ local function complete(c, id, text, source, label, result)
     if own and own.state == 'ended_success' then return 'completed' end
     return problem
   end
-  local stored = string.sub(label, 1, 1) == '1'
-  local fields
-  if stored then
-    server.call('SET', K.result(c.tag, id), result)
-    if #label > 1 then fields = { 'result_encoding', string.sub(label, 2) } end
-  end
-  ending.finish(c, id, rec, {
-    outcome = 's', reason = 'completed', fields = fields, has_result = stored,
-    stream_reason = 'attempt_success',
-    source = source == 'operator_override' and source or nil,
-  })
+  local override = source == 'operator_override' and source or nil
+  local stored = label ~= '0'
+  if stored then server.call('SET', K.result(c.tag, id), result) end
+  ending.finish(c, id, rec, (stored or override) and {
+    outcome = 's', reason = 'completed', stream_reason = 'attempt_success',
+    fields = #label > 1 and { 'result_encoding', string.sub(label, 2) } or nil,
+    has_result = stored, source = override,
+  } or PLAIN)
   return 'completed'
 end
 
 server.register_function('ff_complete', function(keys, args)
-  local c = Context.open(keys[1])
   local count = tonumber(args[1])
+  local first = 5 * count + 2
+  local c = Context.open(keys[1], count > 1 or (args[first + 4] or '1') ~= '1')
   local replies = {}
   for n = 1, count do
     local i = 5 * n - 3
@@ -37,7 +37,6 @@ server.register_function('ff_complete', function(keys, args)
       args[i + 4])
   end
   c:flush()
-  local first = 5 * count + 2
   if not args[first] then return reply.ok(replies) end
   local want = claiming.wanted(args, first)
   want.awake = true

@@ -90,6 +90,7 @@ end
 -- What the record needs of a policy; computed once per distinct policy in a call.
 -- A wrong type is refused here: an error later would stop a batch half-way.
 local function digest(c, text)
+  c.policies = c.policies or {}
   local known = c.policies[text]
   if known then return known end
   local ok, policy = pcall(cjson.decode, text)
@@ -112,28 +113,52 @@ local function options(common, packed)
 end
 
 -- The id that already stands for this submission, if there is one.
-local function existing(c, id, namespace, idem)
+local function existing(c, id, lane, namespace, idem)
   if idem then
     local stored = server.call('GET', K.idem(c.tag, namespace, idem))
     if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
   end
+  if lane ~= c.lane_id then
+    -- Mostly neither is there: one command tells both.
+    if server.call('EXISTS', K.core(c.tag, id), K.lane(c.tag, lane, 'config')) == 0 then
+      c:is_ordinary(lane)
+      return nil
+    end
+  end
   if server.call('EXISTS', K.core(c.tag, id)) == 1 then return id end
 end
 
-local function write(c, id, rec, args)
-  for name, value in pairs(rec) do
-    if not (name == 'lane_id' or name == 'namespace') or value ~= 'default' then
-      args[#args + 1] = name
-      args[#args + 1] = value
-    end
+-- Adds to a record what its options and its policy ask for, and returns the fields to store.
+local function specify(c, rec, lane, namespace, opts, policy)
+  local fields = {}
+  local function set(name, value)
+    if value == nil then return end
+    rec[name] = value
+    fields[#fields + 1] = name
+    fields[#fields + 1] = value
   end
-  server.call(unpack(args))
+  if lane ~= 'default' then set('lane_id', lane) end
+  if namespace ~= 'default' then set('namespace', namespace) end
+  set('creator_identity', opts.creator)
+  for name, value in pairs(policy.fields or NONE) do set(name, value) end
+  local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
+  if priority ~= 0 then set('priority', priority) end
+  if opts.tags then set('tagged', 1) end
+  local after = opts.delay_in and c.now + opts.delay_in
+  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), MAX_MS)
+  if delay > c.now then
+    rec.state = S.delayed('d', 'f')
+    set('delay_until', delay)
+  end
+  set('execution_deadline_at', opts.deadline
+    or (policy.deadline_in and math.min(c.now + policy.deadline_in, MAX_MS)) or nil)
+  return fields
 end
 
 local function create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
   local idem = opts.idem
-  local found = existing(c, id, namespace, idem)
+  local found = existing(c, id, lane, namespace, idem)
   if found then return reply.duplicate(found) end
   local accepting = c:lane(lane).state
   if accepting == 'draining' or accepting == 'disabled' then
@@ -142,26 +167,15 @@ local function create(c, id, kind, payload, encoding, opts)
   local policy = opts.policy and digest(c, opts.policy) or NONE
   if policy.error then return policy.error end
 
-  local rec = {
-    execution_kind = kind, created_at = c.now, lane_id = lane, namespace = namespace,
-    creator_identity = opts.creator,
-  }
-  for name, value in pairs(policy.fields or NONE) do rec[name] = value end
-  local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
-  if priority ~= 0 then rec.priority = priority end
-  if encoding ~= '' then rec.payload_encoding = encoding end
-  if opts.tags then rec.tagged = 1 end
-  local after = opts.delay_in and c.now + opts.delay_in
-  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), MAX_MS)
-  rec.state = S.eligible('f')
-  if delay > c.now then
-    rec.state = S.delayed('d', 'f')
-    rec.delay_until = delay
+  local rec = { state = S.NEW, lane_id = lane, created_at = c.now }
+  local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE
+  if encoding ~= '' then
+    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
+      'created_at', c:text(c.now), 'payload_encoding', encoding, unpack(fields))
+  else
+    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
+      'created_at', c:text(c.now), unpack(fields))
   end
-  rec.execution_deadline_at = opts.deadline
-    or (policy.deadline_in and math.min(c.now + policy.deadline_in, MAX_MS)) or nil
-
-  write(c, id, rec, { 'HSET', K.core(c.tag, id) })
   if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
   if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end
@@ -170,17 +184,16 @@ local function create(c, id, kind, payload, encoding, opts)
   if rec.execution_deadline_at then
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
   end
-  local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), MAX_MS - c.now)
-  if idem and window > 0 then
-    server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window)
+  if idem then
+    local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), MAX_MS - c.now)
+    if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
   end
-  if S.eligibility(rec.state) == 'e' then c.rings[lane] = true end
+  if S.eligibility(rec.state) == 'e' then c:ring_for(lane) end
   return S.public(rec.state)
 end
 
 server.register_function('ff_create', function(keys, args)
-  local c = Context.open(keys[1])
-  c.policies, c.rings = {}, {}
+  local c = Context.open(keys[1], #args > 6)
   local common = args[1] ~= '' and cmsgpack.unpack(args[1]) or NONE
   local replies = {}
   for i = 2, #args, 5 do
@@ -189,6 +202,5 @@ server.register_function('ff_create', function(keys, args)
         options(common, args[i + 4]))
   end
   c:flush()
-  for lane in pairs(c.rings) do c:ring(lane) end
   return reply.ok(replies)
 end)

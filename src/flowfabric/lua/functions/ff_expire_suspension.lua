@@ -20,7 +20,6 @@ local function finish(c, id, rec, behavior)
     source = behavior == 'cancel' and 'system_timeout' or nil,
     close_reason = 'timed_out_' .. behavior, stream_reason = 'suspension_timeout',
   })
-  c:flush()
   return behavior
 end
 

@@ -18,7 +18,6 @@ server.register_function('ff_fail', function(keys, args)
       end
       return reply.ok('terminal_failed')
     end
-    c:flush()
     return problem
   end
   local policy = retry.policy(c, id)
@@ -26,7 +25,6 @@ server.register_function('ff_fail', function(keys, args)
   if retry.allowed(rec, policy, category) then
     local due, next_index = retry.schedule(c, id, rec, policy,
       { reason = reason, category = category, ended_by = 'fail' })
-    c:flush()
     return reply.ok('retry_scheduled', string.format('%.0f', due), tostring(next_index))
   end
   ending.finish(c, id, rec, {
@@ -35,6 +33,5 @@ server.register_function('ff_fail', function(keys, args)
     source = override and source or nil,
     fields = { 'failure_reason', reason, 'failure_category', category, 'ended_by', 'fail' },
   })
-  c:flush()
   return reply.ok('terminal_failed')
 end)

@@ -2,7 +2,7 @@
 -- Keys: core, claim_grant, payload, tags, lane eligible / active, lease_expiry, worker leases,
 --   attempt_timeout.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), lease ttl ms, lease_id, attempt_id.
--- Replies: claim row. Errors: execution_not_found, execution_not_eligible, lease_conflict,
+-- Replies: claim row, lane. Errors: execution_not_found, execution_not_eligible, lease_conflict,
 --   active_attempt_exists, grant_already_exists, execution_not_in_eligible_set,
 --   invalid_input (lane_mismatch). Events: acquired (reason issue_grant_and_claim[_resumed]).
 local function refusal(c, id, rec, lane)
@@ -36,6 +36,5 @@ server.register_function('ff_grant_and_claim', function(keys, args)
     lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl,
     reason = mode == 'resumed' and 'issue_grant_and_claim_resumed' or 'issue_grant_and_claim',
   })
-  c:flush()
-  return reply.ok(claiming.row(c, id, rec, mode))
+  return reply.ok(claiming.row(c, id, rec, mode), rec.lane_id)
 end)

@@ -23,7 +23,6 @@ server.register_function('ff_issue_reclaim_grant', function(keys, args)
   local cap = claiming.reclaim_cap(rec)
   if tonumber(rec.lease_reclaim_count or 0) >= cap then
     claiming.end_at_cap(c, id, rec)
-    c:flush()
     return reply.err('max_retries_exhausted', string.format('%d', cap))
   end
   local expires = granting.write(c, id, rec, {

@@ -20,7 +20,7 @@ local function promote(c, lane, id)
 end
 
 server.register_function('ff_promote_delayed', function(keys, args)
-  local c = Context.open(keys[1])
+  local c = Context.open(keys[1], true)
   local promoted = false
   local replies = batch.each(args, 2, function(id)
     local answer = promote(c, args[1], id)

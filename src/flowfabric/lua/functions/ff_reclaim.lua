@@ -24,13 +24,11 @@ server.register_function('ff_reclaim', function(keys, args)
   local cap = claiming.reclaim_cap(rec, args[8] ~= '' and args[8] or nil)
   if tonumber(rec.lease_reclaim_count or 0) >= cap then
     claiming.end_at_cap(c, id, rec)
-    c:flush()
     return reply.err('max_retries_exhausted', string.format('%d', cap))
   end
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end
   claiming.take(c, id, rec, 'reclaimed',
     { lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl })
-  c:flush()
   return reply.ok(claiming.row(c, id, rec, 'reclaimed'))
 end)

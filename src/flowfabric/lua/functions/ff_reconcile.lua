@@ -117,7 +117,6 @@ local function reconcile(c, id, rec, found, repair)
   for suffix in pairs(want) do
     if not found[suffix] then add(c, id, rec, suffix) end
   end
-  c:flush()
   if want.eligible or want.reclaimable then c:ring(rec.lane_id) end
   return 'repaired:' .. names(found) .. '>' .. names(want)
 end
@@ -133,7 +132,6 @@ local function reconcile_some(c, ids, repair)
   local answers = batch.each(ids, 1, function(id)
     return broken[id] or reconcile(c, id, records[id], found[id], repair)
   end)
-  c:flush()
   return answers
 end
 

@@ -19,7 +19,7 @@ local function renew(c, id, text, ttl)
 end
 
 server.register_function('ff_renew', function(keys, args)
-  local c = Context.open(keys[1])
+  local c = Context.open(keys[1], #args > 3)
   local replies = {}
   for i = 1, #args, 3 do
     replies[#replies + 1] = reply.guarded(renew, c, args[i], args[i + 1], tonumber(args[i + 2]))

@@ -82,7 +82,6 @@ server.register_function('ff_replay', function(keys, args)
   server.call(unpack(update))
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
   waiting.enter(c, id, rec)
-  c:flush()
   local told = { 'b', 'normal', 'rc', count + 1 }
   if requested_by ~= '' then
     told[#told + 1] = 'by'

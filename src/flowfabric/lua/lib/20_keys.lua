@@ -10,25 +10,31 @@ function K.lane_part(lane)
   return lane
 end
 
--- Building a string costs more than most commands: names that a call uses again and
--- again are remembered, in one table per partition, up to a bound.
-local remembered, remembered_count = {}, 0
-local REMEMBERED_MAX = 20000
-
-local function remember(tag, group, name, built)
-  if remembered_count >= REMEMBERED_MAX then remembered, remembered_count = {}, 0 end
-  remembered_count = remembered_count + 1
-  local by_tag = remembered[tag] or {}
-  remembered[tag] = by_tag
-  by_tag[group] = by_tag[group] or {}
-  by_tag[group][name] = built
-  return built
+local partition_tag, partition_number
+function K.partition(tag)
+  if tag ~= partition_tag then partition_tag, partition_number = tag, string.match(tag, '%d+') end
+  return partition_number
 end
 
-local function recall(tag, group, name)
-  local by_tag = remembered[tag]
-  local by_group = by_tag and by_tag[group]
-  return by_group and by_group[name]
+-- Building a string costs more than most commands: names that calls use again and again
+-- are kept, in one table per partition and group, up to a bound.
+local kept, kept_count = {}, 0
+local KEPT_MAX = 20000
+
+-- The kept names of a group; `build` makes those that are missing.
+local function names(tag, group, build)
+  if kept_count >= KEPT_MAX then kept, kept_count = {}, 0 end
+  local by_tag = kept[tag] or {}
+  kept[tag] = by_tag
+  by_tag[group] = by_tag[group] or setmetatable({}, {
+    __index = function(all, name)
+      kept_count = kept_count + 1
+      local built = build(name)
+      all[name] = built
+      return built
+    end,
+  })
+  return by_tag[group]
 end
 
 local last_core_id, last_core
@@ -48,24 +54,48 @@ function K.steps(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':steps' end
 function K.unresolved(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':deps:unresolved' end
 function K.attempt(tag, id, index) return 'ff:attempt:' .. tag .. ':' .. id .. ':' .. index end
 function K.idem(tag, namespace, key) return 'ff:idem:' .. tag .. ':' .. namespace .. ':' .. key end
+
+local index_tag, index_names
 function K.index(tag, name)
-  return recall(tag, 1, name) or remember(tag, 1, name, 'ff:idx:' .. tag .. ':' .. name)
+  if tag ~= index_tag or kept_count >= KEPT_MAX then
+    index_names = names(tag, 1, function(each) return 'ff:idx:' .. tag .. ':' .. each end)
+    index_tag = tag
+  end
+  return index_names[name]
 end
+
+local lane_tag, lane_lane, lane_names
 function K.lane(tag, lane, name)
-  return recall(tag, lane, name)
-    or remember(tag, lane, name, 'ff:idx:' .. tag .. ':lane:' .. K.lane_part(lane) .. ':' .. name)
+  if lane ~= lane_lane or tag ~= lane_tag or kept_count >= KEPT_MAX then
+    local prefix = 'ff:idx:' .. tag .. ':lane:' .. K.lane_part(lane) .. ':'
+    lane_names = names(tag, lane, function(each) return prefix .. each end)
+    lane_tag, lane_lane = tag, lane
+  end
+  return lane_names[name]
 end
+
 function K.eligible(tag, lane, signature)
   if signature == nil or signature == '' then return K.lane(tag, lane, 'eligible') end
   return K.lane(tag, lane, 'eligible:' .. signature)
 end
+
+local leases_tag, leases_names
 function K.worker_leases(tag, instance)
-  return recall(tag, 2, instance)
-    or remember(tag, 2, instance, 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases')
+  if tag ~= leases_tag or kept_count >= KEPT_MAX then
+    leases_names = names(tag, 2, function(each)
+      return 'ff:idx:' .. tag .. ':worker:' .. each .. ':leases'
+    end)
+    leases_tag = tag
+  end
+  return leases_names[instance]
 end
+
 function K.last_claim(tag, lane, instance) return K.lane(tag, lane, 'claimed:' .. instance) end
+
+local events_tag, events_key
 function K.events(tag)
-  return recall(tag, 3, 'events') or remember(tag, 3, 'events', 'ff:part:' .. tag .. ':events')
+  if tag ~= events_tag then events_tag, events_key = tag, 'ff:part:' .. tag .. ':events' end
+  return events_key
 end
 function K.wake(tag, lane)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end

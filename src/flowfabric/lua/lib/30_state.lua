@@ -15,11 +15,24 @@ local OUTCOMES = {
   n = 'none', s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped',
 }
 
-function S.phase(code) return string.sub(code, 1, 1) end
-function S.ownership(code) return string.sub(code, 2, 2) end
-function S.eligibility(code) return string.sub(code, 3, 3) end
-function S.outcome(code) return string.sub(code, 5, 5) end
-function S.attempt(code) return string.sub(code, 6, 6) end
+-- One letter of a code; there are few codes, so each is cut once.
+local function letter(position)
+  local known = {}
+  return function(code)
+    local found = known[code]
+    if not found then
+      found = string.sub(code, position, position)
+      known[code] = found
+    end
+    return found
+  end
+end
+
+S.phase = letter(1)
+S.ownership = letter(2)
+S.eligibility = letter(3)
+S.outcome = letter(5)
+S.attempt = letter(6)
 function S.phase_name(code) return PHASES[S.phase(code)] or 'unknown' end
 function S.outcome_name(code) return OUTCOMES[S.outcome(code)] or 'unknown' end
 

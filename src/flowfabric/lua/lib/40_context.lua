@@ -1,13 +1,14 @@
--- One call's context: partition, time, lane settings, and index changes that
--- are joined into one command per index. Records are written before indexes.
+-- One call's context: partition, time, lane settings, and index changes. A call for many
+-- executions joins these into one command per index and writes them after the records.
 local Context = {}
 Context.__index = Context
 
 -- Lua's unpack puts every argument on its stack; larger batches go in pieces.
 local MAX_ARGS = 400
 
-function Context.open(tag)
-  return setmetatable({ tag = tag, now = clock.now() }, Context)
+-- `joined` is for calls that may handle several executions.
+function Context.open(tag, joined)
+  return setmetatable({ tag = tag, now = clock.now(), joined = joined }, Context)
 end
 
 -- A time as text. The server would turn the number into text anew for every command.
@@ -19,7 +20,7 @@ function Context:text(ms)
   end
   local known = texts[ms]
   if not known then
-    known = string.format('%.0f', ms)
+    known = string.format('%d', ms)
     texts[ms] = known
   end
   return known
@@ -43,27 +44,44 @@ local function queue(self, command, key)
 end
 
 function Context:zadd(key, score, member)
+  if not self.joined then
+    server.call('ZADD', key, score, member)
+    return
+  end
   local args = queue(self, 'ZADD', key)
   args[#args + 1] = score
   args[#args + 1] = member
 end
 
 function Context:zrem(key, member)
+  if not self.joined then
+    server.call('ZREM', key, member)
+    return
+  end
   local args = queue(self, 'ZREM', key)
   args[#args + 1] = member
 end
 
 function Context:sadd(key, member)
+  if not self.joined then
+    server.call('SADD', key, member)
+    return
+  end
   local args = queue(self, 'SADD', key)
   args[#args + 1] = member
 end
 
 function Context:srem(key, member)
+  if not self.joined then
+    server.call('SREM', key, member)
+    return
+  end
   local args = queue(self, 'SREM', key)
   args[#args + 1] = member
 end
 
 function Context:flush()
+  if not self.joined then return end
   for _, args in ipairs(self.order or {}) do
     if #args <= MAX_ARGS then
       server.call(unpack(args))
@@ -73,31 +91,33 @@ function Context:flush()
       end
     end
   end
+  for lane in pairs(self.rings or {}) do self:ring(lane) end
+  self.rings = nil
   self.order, self.ZADD, self.ZREM, self.SADD, self.SREM = nil, nil, nil, nil, nil
 end
 
 local DEFAULT_WEIGHT_MS = 1e12
 
+local DEFAULTS = { state = 'active', weight = DEFAULT_WEIGHT_MS, reclaim_grace = 0 }
+
+-- Tells that a lane has no settings of its own; for callers that found it out by the way.
+function Context:is_ordinary(lane)
+  self.lane_id, self.lane_settings = lane, DEFAULTS
+end
+
 -- The partition's copy of the lane settings; no copy means the defaults.
 function Context:lane(lane)
-  local all = self.lane_settings
-  if not all then
-    all = {}
-    self.lane_settings = all
-  end
-  local settings = all[lane]
-  if not settings then
+  if lane ~= self.lane_id then
     local stored = server.call('HMGET', K.lane(self.tag, lane, 'config'),
       'state', 'priority_weight_ms', 'reclaim_grace_ms', 'emit_renewals')
-    settings = {
+    self.lane_id, self.lane_settings = lane, {
       state = stored[1] or 'active',
       weight = tonumber(stored[2] or DEFAULT_WEIGHT_MS),
       reclaim_grace = tonumber(stored[3] or 0),
       emit_renewals = stored[4] == '1',
     }
-    all[lane] = settings
   end
-  return settings
+  return self.lane_settings
 end
 
 -- Lowest score first: higher priority, then older.
@@ -122,6 +142,16 @@ function Context:ring(lane)
   if SETTINGS.cluster then
     server.call('SPUBLISH', K.wake(self.tag, lane), lane)
   else
-    server.call('ZADD', K.wake(self.tag, lane), 'NX', self.now, string.match(self.tag, '%d+'))
+    server.call('ZADD', K.wake(self.tag, lane), 'NX', self:text(self.now), K.partition(self.tag))
   end
+end
+
+-- Rings once the work can be found: now, or when the joined index changes are written.
+function Context:ring_for(lane)
+  if not self.joined then
+    self:ring(lane)
+    return
+  end
+  self.rings = self.rings or {}
+  self.rings[lane] = true
 end

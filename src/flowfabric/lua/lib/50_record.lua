@@ -13,6 +13,17 @@ function record.read(c, id)
   return rec
 end
 
+-- A small whole number as text; making one from a number costs as much as a command.
+local digits = {}
+function record.digits(number)
+  local known = digits[number]
+  if not known then
+    known = string.format('%d', number)
+    if number < 1000 then digits[number] = known end
+  end
+  return known
+end
+
 function record.attempt_index(rec)
   return rec.attempt and tonumber(string.match(rec.attempt, '/(%d+)$')) or nil
 end

@@ -5,11 +5,23 @@
 local events = {}
 
 local HISTORY_MAX = 32
+-- Two a lifecycle: these are written without building a list first.
+local USUAL = { acquired = true, completion = true }
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
 function events.emit(c, kind, id, rec, ...)
+  if USUAL[kind] and rec.namespace == 'default' and not clock.shifted then
+    if rec.lane_id == 'default' then
+      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
+        't', kind, 'id', id, 'k', rec.execution_kind, ...)
+    else
+      server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
+        't', kind, 'id', id, 'k', rec.execution_kind, 'l', rec.lane_id, ...)
+    end
+    return
+  end
   local args = {
     'XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
     't', kind, 'id', id, 'k', rec.execution_kind, ...

@@ -6,7 +6,7 @@ function lease.leave_indexes(c, id, rec)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
   c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
-  if S.ownership(rec.state) ~= 'l' then
+  if rec.state ~= S.ACTIVE then
     c:zrem(K.lane(c.tag, rec.lane_id, 'reclaimable'), id)
   end
   if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
@@ -90,11 +90,11 @@ function lease.open(c, id, rec, mode, grant)
   end
   local started = 'resumed_at'
   if mode ~= 'resumed' then
-    rec.attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.attempt_count(rec)
+    rec.attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.digits(record.attempt_count(rec))
     started = rec.started_at and 'attempt_started_at' or 'started_at'
   end
   rec.state = S.ACTIVE
-  rec.lease = grant.lease_prefix .. grant.suffix .. '/' .. (old_epoch + 1)
+  rec.lease = grant.lease_prefix .. grant.suffix .. '/' .. record.digits(old_epoch + 1)
   rec.worker = grant.worker
   rec.lease_expires_at = expires
   rec[started] = c:text(c.now)
@@ -106,7 +106,9 @@ function lease.open(c, id, rec, mode, grant)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if timeout > 0 then
-    c:zadd(K.index(c.tag, 'attempt_timeout'), c.now + math.max(1, timeout), id)
+    -- Not a field of the record: what the claim tells the worker.
+    rec.time_left = math.max(1, timeout)
+    c:zadd(K.index(c.tag, 'attempt_timeout'), c.now + rec.time_left, id)
   end
   if mode == 'reclaimed' then
     events.emit_lease(c, 'reclaimed', id, rec, 'oe', old_epoch)

@@ -135,7 +135,6 @@ function suspension.resume(c, id, rec, open, how)
   record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id')
   if delay == 0 then record.clear(c, id, rec, 'blocking_detail') end
   waiting.enter(c, id, rec)
-  c:flush()
   suspension.close(c, id, open, how)
   if delay == 0 then c:ring(rec.lane_id) end
 end

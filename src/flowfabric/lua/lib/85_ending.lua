@@ -4,17 +4,28 @@ local ending = {}
 local DEFAULT_RETENTION_MS = 86400000
 local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
 
+local NONE = {}
+local RESULT = { 'rr', '1' }
+
+-- What the event says beyond outcome, reason and who held it.
+local function extras(how)
+  if not (how.source or how.category) then return how.has_result and RESULT or NONE end
+  local told = {}
+  for name, value in pairs({ s = how.source, c = how.category, rr = how.has_result and '1' or nil }) do
+    told[#told + 1] = name
+    told[#told + 1] = value
+  end
+  return told
+end
+
 -- Ends an execution from any phase. `how`: outcome letter, event reason, and
 -- `fields`, a flat list of record fields to store; source and category for the event;
 -- `stream_reason` for the attempt's stream, `close_reason` for open waitpoints.
 function ending.finish(c, id, rec, how)
-  local args = {
-    'HSET', K.core(c.tag, id), 'state',
-    S.terminal(how.outcome, S.attempt(rec.state), rec.attempt), 'completed_at', c:text(c.now),
-  }
-  for _, value in ipairs(how.fields or {}) do args[#args + 1] = value end
+  local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.phase(rec.state) == 'a'
-  server.call(unpack(args))
+  server.call('HSET', K.core(c.tag, id), 'state', state, 'completed_at', c:text(c.now),
+    unpack(how.fields or NONE))
   streams.close(c, id, rec, how.stream_reason)
   if held then
     lease.leave_indexes(c, id, rec)
@@ -29,22 +40,18 @@ function ending.finish(c, id, rec, how)
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
-  rec.state = args[4]
+  rec.state = state
   rec.completed_at = c.now
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'),
     c:text(c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS)), id)
-  local told = { 'o', OUTCOME_NAMES[how.outcome], 'r', how.reason }
-  local function tell(name, value)
-    told[#told + 1] = name
-    told[#told + 1] = value
-  end
-  if rec.attempt then tell('A', rec.attempt) end
+  local outcome, told = OUTCOME_NAMES[how.outcome], extras(how)
   if held then
-    tell('L', rec.lease)
-    tell('w', rec.worker)
+    events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
+      'L', rec.lease, 'w', rec.worker, unpack(told))
+  elseif rec.attempt then
+    events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
+      unpack(told))
+  else
+    events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, unpack(told))
   end
-  if how.source then tell('s', how.source) end
-  if how.category then tell('c', how.category) end
-  if how.has_result then tell('rr', '1') end
-  events.emit(c, 'completion', id, rec, unpack(told))
 end

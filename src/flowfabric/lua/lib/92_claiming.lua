@@ -9,7 +9,10 @@ local REMEMBERED = 4
 -- How far a claim looks past lost executions that this worker cannot take.
 local MAX_LOST_PAGES = 16
 
+local NONE = {}
+
 function claiming.offered(csv)
+  if csv == '' then return NONE end
   local set = {}
   for token in string.gmatch(csv, '[^,]+') do set[token] = true end
   return set
@@ -42,29 +45,49 @@ local function best_first(a, b)
   return a.id < b.id
 end
 
--- Eligible and reclaimable executions this worker could take, best first, and the indexes
--- that may hold more than these.
-function claiming.candidates(c, lane, offered, limit)
-  local candidates, crowded, sources = {}, {}, 0
+-- Whether the lane has no settings, no requirements and no lost executions here.
+local function is_plain(c, lane)
+  local tag = c.tag
+  if server.call('EXISTS', K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'reclaimable'),
+      K.lane(tag, lane, 'config')) > 0 then
+    return false
+  end
+  c:is_ordinary(lane)
+  return true
+end
+
+-- Ids of eligible and reclaimable executions this worker could take, best first; the index of
+-- each in the same order, or none when all are eligible without requirements; and the indexes that may hold
+-- more than these.
+local function candidates(c, want, offered, limit)
+  local eligible = K.eligible(c.tag, want.lane)
+  if want.plain then
+    local ids = server.call('ZRANGE', eligible, 0, limit - 1)
+    return ids, NONE, #ids == limit and { [eligible] = true } or NONE
+  end
+  local found, crowded, sources = {}, {}, 0
   local function add(key)
-    local more = append(candidates, key, limit)
+    local more = append(found, key, limit)
     if more ~= nil then sources = sources + 1 end
     if more then crowded[key] = true end
     return more ~= nil
   end
-  add(K.eligible(c.tag, lane))
-  local signatures, lost = K.lane(c.tag, lane, 'sigs'), K.lane(c.tag, lane, 'reclaimable')
-  if server.call('EXISTS', signatures, lost) > 0 then
-    for _, signature in ipairs(server.call('SMEMBERS', signatures)) do
-      if not claiming.missing(signature, offered)
-          and not add(K.eligible(c.tag, lane, signature)) then
-        server.call('SREM', signatures, signature)
-      end
+  add(eligible)
+  local signatures = K.lane(c.tag, want.lane, 'sigs')
+  for _, signature in ipairs(server.call('SMEMBERS', signatures)) do
+    if not claiming.missing(signature, offered)
+        and not add(K.eligible(c.tag, want.lane, signature)) then
+      server.call('SREM', signatures, signature)
     end
-    add(lost)
   end
-  if sources > 1 then table.sort(candidates, best_first) end
-  return candidates, crowded
+  add(K.lane(c.tag, want.lane, 'reclaimable'))
+  if sources > 1 then table.sort(found, best_first) end
+  local ids, stand_in = {}, {}
+  for i, candidate in ipairs(found) do
+    ids[i] = candidate.id
+    stand_in[i] = candidate.key
+  end
+  return ids, stand_in, crowded
 end
 
 -- How an execution in this state can be taken, or nil when it cannot.
@@ -115,15 +138,35 @@ end
 
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
+-- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, the
+-- execution's deadline, why it was resumed.
+local function rare(c, id, rec, mode)
+  if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at)
+      and rec.namespace == 'default' and mode ~= 'resumed' then
+    return nil
+  end
+  local left = rec.time_left
+  if rec.attempt_timeout_ms and not left then
+    -- The answer of an earlier call, given again.
+    local timer = server.call('ZSCORE', K.index(c.tag, 'attempt_timeout'), id)
+    left = timer and math.max(1, tonumber(timer) - c.now)
+  end
+  return {
+    rec.attempt_type or false,
+    rec.tagged and server.call('HGETALL', K.tags(c.tag, id)) or false,
+    rec.namespace ~= 'default' and rec.namespace or false,
+    left or false,
+    tonumber(rec.execution_deadline_at) or false,
+    mode == 'resumed' and suspension.cause(c, id, rec) or false,
+  }
+end
+
 -- Everything a worker needs to run the claimed attempt, by position.
 function claiming.row(c, id, rec, mode)
   return {
     id, MODE_LETTERS[mode], rec.execution_kind, rec.lease, rec.attempt,
     server.call('GET', K.payload(c.tag, id)), rec.payload_encoding or false,
-    rec.attempt_type or false, rec.tagged and server.call('HGETALL', K.tags(c.tag, id)) or false,
-    rec.namespace ~= 'default' and rec.namespace or false, tonumber(rec.lease_expires_at),
-    tonumber(rec.attempt_timeout_ms) or false, rec.lane_id,
-    mode == 'resumed' and suspension.cause(c, id, rec) or false,
+    tonumber(rec.lease_expires_at), rare(c, id, rec, mode),
   }
 end
 
@@ -175,22 +218,23 @@ local function note_request(memo, want, ids, known)
 end
 
 local function earlier_claims(known, want)
+  -- Nearly always it is a new request; this tells without building a string.
+  if not string.find(known, want.lease_prefix, 1, true) then return nil end
   local _, at = string.find(known, '\n' .. want.lease_prefix .. ' ', 1, true)
   return at and string.match(known, '^[^\n]*', at + 1)
 end
 
 -- Takes one candidate if it is claimable now; true when it stays where it stands.
-local function consider(c, want, offered, candidate, rows, ids)
-  local id = candidate.id
+local function consider(c, want, offered, id, key, rows, ids)
   local rec = record.read(c, id)
   local mode = rec and claiming.mode(c, rec)
   if not mode then
     -- A lost execution in its lane's grace stays; anything else has no business here.
     if rec and S.ownership(rec.state) == 'x' then return true end
-    c:zrem(candidate.key, id)
+    c:zrem(key, id)
     return false
   end
-  if tonumber(rec.grant_expires_at or 0) >= c.now
+  if (rec.grant_expires_at and tonumber(rec.grant_expires_at) >= c.now)
       or claiming.missing(rec.required_capabilities, offered) then
     return true
   end
@@ -221,58 +265,58 @@ local function look_further(c, want, offered, passed, rows, ids)
     if #rows == want.max or append(page, key, want.max + LOOK_AHEAD, passed) == nil then return end
     for _, candidate in ipairs(page) do
       if #rows == want.max then return end
-      if stays(c, want, offered, candidate, rows, ids) then passed = passed + 1 end
+      if stays(c, want, offered, candidate.id, key, rows, ids) then passed = passed + 1 end
     end
   end
 end
 
--- Considers the best candidates. Returns how many were looked at, how many lost ones stay, and
--- what is needed to tell how many claimable ones there are then.
+-- Considers the best candidates. Returns how many were looked at, how many lost ones stay, how
+-- many others stay in indexes seen whole, and the indexes that may hold more.
 local function look(c, want, offered, limit, rows, ids)
-  local candidates, crowded = claiming.candidates(c, want.lane, offered, limit)
-  local lost = K.lane(c.tag, want.lane, 'reclaimable')
+  local best, stand_in, crowded = candidates(c, want, offered, limit)
+  local eligible, lost = K.eligible(c.tag, want.lane), K.lane(c.tag, want.lane, 'reclaimable')
   local looked, passed, left = 0, 0, 0
-  for _, candidate in ipairs(candidates) do
-    local stay = true
+  for i = 1, #best do
+    local id = best[i]
+    local key, stay = stand_in[i] or eligible, true
     if #rows < want.max then
       looked = looked + 1
-      stay = stays(c, want, offered, candidate, rows, ids)
-      if stay and candidate.key == lost then passed = passed + 1 end
+      stay = stays(c, want, offered, id, key, rows, ids)
+      if stay and key == lost then passed = passed + 1 end
     end
-    if stay and not crowded[candidate.key] then left = left + 1 end
+    if stay and not crowded[key] then left = left + 1 end
   end
-  return looked, passed, { left = left, crowded = crowded }
-end
-
--- How many claimable ones there are, once the taken ones have left their indexes.
-local function left_behind(seen)
-  local count = seen.left
-  for key in pairs(seen.crowded) do count = count + server.call('ZCARD', key) end
-  return count
+  return looked, passed, left, crowded
 end
 
 -- Claims up to want.max executions of a lane. A repeat of the same request gives
 -- the same claims. Returns the rows and how many claimable ones stay behind.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
-  local memo = K.last_claim(c.tag, want.lane, string.match(want.worker, ' (.*)$'))
+  local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
   local known = server.call('GET', memo) or ''
   local before = known ~= '' and earlier_claims(known, want)
   if before then return replayed(c, want, before), claiming.remaining(c, want.lane, offered) end
+  want.plain = is_plain(c, want.lane)
   local state = c:lane(want.lane).state
   if state == 'paused' or state == 'disabled' then return {}, 0 end
   local rows, ids = {}, {}
-  local looked, passed, seen = look(c, want, offered, want.max, rows, ids)
+  local looked, passed, left, crowded = look(c, want, offered, want.max, rows, ids)
   if looked > #rows and #rows < want.max then
     -- Some were not for this worker, or should not have stood there: look behind them.
     c:flush()
-    looked, passed, seen = look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
+    looked, passed, left, crowded =
+      look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
   end
   local far = passed >= LOOK_AHEAD
   if far then look_further(c, want, offered, passed, rows, ids) end
   c:flush()
   if #ids > 0 then note_request(memo, want, ids, known) end
-  local left = far and claiming.remaining(c, want.lane, offered) or left_behind(seen)
+  if far then
+    left = claiming.remaining(c, want.lane, offered)
+  else
+    for key in pairs(crowded) do left = left + server.call('ZCARD', key) end
+  end
   -- Who goes on from a completion was awake before: others were woken then.
   if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
   return rows, left

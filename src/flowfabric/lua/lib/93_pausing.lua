@@ -31,7 +31,6 @@ function pausing.release(c, id, rec, state, marker, fields, score)
   end
   rec.state = state
   waiting.enter(c, id, rec, score)
-  c:flush()
 end
 
 -- The answer an earlier, identical call got, when its reply was lost.

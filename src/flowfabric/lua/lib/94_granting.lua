@@ -90,7 +90,7 @@ function granting.replayed(c, id, rec, lease_id, attempt_id, mode)
   if rec.state == S.ACTIVE and tonumber(rec.lease_expires_at) > c.now
       and record.lease_id(rec) == lease_id
       and (attempt_id == '' or record.attempt_id(rec) == attempt_id) then
-    return reply.ok(claiming.row(c, id, rec, mode))
+    return reply.ok(claiming.row(c, id, rec, mode), rec.lane_id)
   end
 end
 
