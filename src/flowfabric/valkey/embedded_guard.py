@@ -33,6 +33,9 @@ SOCKET_RECORD = "socket.path"
 STOP_SECONDS = 10.0
 PREDECESSOR_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
+# The packaged server lives on many short strings; with room for them in the thread's own cache
+# it needs 4 to 5 % fewer instructions a call. A setting of the user's wins.
+_TUNABLES = "glibc.malloc.tcache_count=1000"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -121,7 +124,8 @@ def spawn_server(binary: str, server_lock: int) -> int:
             os.set_inheritable(server_lock, True)  # noqa: FBT003
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_DFL)
-            os.execv(binary, [binary, CONFIG_FILE])  # noqa: S606
+            environment = {"GLIBC_TUNABLES": _TUNABLES, **os.environ}
+            os.execve(binary, [binary, CONFIG_FILE], environment)  # noqa: S606
     except OSError as error:
         os.write(2, f"cannot run {binary}: {error.strerror}\n".encode())
     finally:

@@ -39,6 +39,22 @@ def test_settings_are_in_force(folder: Path) -> None:
         assert {name: config(server.url, name) for name in expected} == expected
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("chosen", [None, "glibc.malloc.tcache_count=7"])
+def test_the_allocator_is_tuned_unless_the_user_did(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    if chosen is None:
+        monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    else:
+        monkeypatch.setenv("GLIBC_TUNABLES", chosen)
+    with EmbeddedServer.acquire(folder):
+        pid = (folder / "valkey.pid").read_text().strip()
+        given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    expected = chosen or "glibc.malloc.tcache_count=1000"
+    assert f"GLIBC_TUNABLES={expected}".encode() in given
+
+
 def test_everything_is_private(folder: Path) -> None:
     with EmbeddedServer.acquire(folder):
         assert mode(folder) == 0o700
