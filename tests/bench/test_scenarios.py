@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from flowfabric.bench.command import register
+from flowfabric.bench.figures import as_table
 from flowfabric.bench.options import Options
 from flowfabric.bench.progress import ProgressBar
 from flowfabric.bench.run import measure
@@ -42,6 +43,8 @@ def run(*arguments: str) -> dict[str, Any]:
     assert result.stdout.count("\n") == 1
     report = json.loads(result.stdout)
     assert report["scenario"] == arguments[0]
+    # Every figure also has a line in the table for people.
+    assert as_table(report).row_count == len(report) - len(ABOUT)
     return report
 
 
@@ -70,7 +73,8 @@ def test_lifecycle_without_floor_keeps_the_log_it_was_asked_to():
 
 def test_unbatched_lifecycle_counts_the_whole():
     report = run("lifecycle", "--n", "50", "--unbatched")
-    figures(report, *RATES, "in_flight", "in_flight_per_s")
+    figures(report, *RATES, "callers", "serial_per_s", "ping_us")
+    assert report["callers"] == 64
     assert report["lifecycle_per_s"] == report["process_per_s"] <= report["submit_per_s"]
 
 

@@ -17,9 +17,10 @@ _HELP = """Measure this machine on a private embedded Valkey, gone afterwards.
 lifecycle  submit_many, then one worker runs a no-op for each:
            n / (submit time + process time). No worker runs while submitting;
            processing is from the first handler to the last completion.
-           --unbatched: one submit call and one claim at a time while a worker
-           process runs: n / time of the whole; in_flight_per_s is the same
-           with 64 single calls of each under way.
+           --unbatched: a submit call carries one execution and a claim takes
+           one, with 64 callers and a worker process of 64 slots at the same
+           time: n / time of the whole. serial_per_s is the same with one
+           caller and one slot, where the machine's round trip (ping_us) counts.
 floor      the same transitions as raw batched calls, prepared beforehand
 latency    idle worker process: submit to handler start and to result seen
 memory     bytes of an execution with a 200-byte payload in each state
@@ -90,7 +91,8 @@ def bench(
         int | None, typer.Option(min=1, help="Runs; the median one is reported.")
     ] = None,
     unbatched: Annotated[
-        bool, typer.Option("--unbatched", help="lifecycle: one submit and one claim at a time.")
+        bool,
+        typer.Option("--unbatched", help="lifecycle: one execution per submit call and per claim."),
     ] = False,
     with_floor: Annotated[
         bool, typer.Option("--with-floor", help="lifecycle: measure the floor too, and the ratio.")

@@ -17,7 +17,8 @@ __all__ = ["run"]
 _WARM_UP = 1024
 _CHUNK = 4096
 _CONCURRENCY = 256
-_IN_FLIGHT = 64
+_CALLERS = 64
+_PINGS = 2_000
 
 
 async def run(options: Options, progress: Progress) -> Figures:
@@ -82,21 +83,38 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
 
 
 async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
-    """One submit call and one claim at a time; beside it the same with many under way."""
-    figures = await _single_calls(at, n, 1, progress)
-    crowd = await _single_calls(at, n, _IN_FLIGHT, progress)
-    return {**figures, "in_flight": _IN_FLIGHT, "in_flight_per_s": crowd["lifecycle_per_s"]}
+    """One execution a call; beside it the same where every call waits for the one before."""
+    figures = await _single_calls(at, n, _CALLERS, progress)
+    serial = await _single_calls(at, n, 1, progress)
+    return {
+        **figures,
+        "callers": _CALLERS,
+        "serial_per_s": serial["lifecycle_per_s"],
+        "ping_us": await _ping_us(at),
+    }
 
 
-async def _single_calls(at: Arena, n: int, in_flight: int, progress: Progress) -> Figures:
-    """Submit here and process in a worker process at the same time, one execution a call."""
+async def _ping_us(at: Arena) -> float:
+    """What a round trip costs here when each waits for the one before."""
+    start = time.perf_counter()
+    for _ in range(_PINGS):
+        await at.backend.transport.call("PING")
+    return (time.perf_counter() - start) / _PINGS * 1e6
+
+
+async def _single_calls(at: Arena, n: int, callers: int, progress: Progress) -> Figures:
+    """Submit here and process in a worker process at the same time, one execution a call.
+
+    Each caller submits, waits for the answer and submits again; the worker has as many slots,
+    and each of them ends its execution and takes the next one.
+    """
     app = BenchApp(at.url)
-    plan = Plan(url=at.url, concurrency=in_flight, batch=1, goal=_WARM_UP + n)
+    plan = Plan(url=at.url, concurrency=callers, batch=1, goal=_WARM_UP + n)
     async with app.fabric, worker_process(plan) as worker:
         progress.begin("lifecycle: warm-up", _WARM_UP)
         await _submit(app, _WARM_UP, progress)
         await at.until_done()
-        progress.begin(f"lifecycle: single calls, {in_flight} under way", n)
+        progress.begin(f"lifecycle: one execution a call, callers: {callers}", n)
         server = await at.server_cpu_s()
         start = time.perf_counter()
         rest = iter(range(n))
@@ -106,7 +124,7 @@ async def _single_calls(at: Arena, n: int, in_flight: int, progress: Progress) -
                 await app.fabric.submit(app.noop)
                 progress.advance()
 
-        await asyncio.gather(*(submit_some() for _ in range(in_flight)))
+        await asyncio.gather(*(submit_some() for _ in range(callers)))
         submit_s = time.perf_counter() - start
         await worker.events("reached")
         await at.until_done()
