@@ -68,8 +68,14 @@ def raises(error: BaseException) -> Any:
     return handler
 
 
-async def wrong_type(task: ClaimedTask) -> Any:
-    return "text"
+RETURNS = "a handler returns bytes, None, or (bytes, encoding label), not"
+
+
+def returns(result: Any) -> Any:
+    async def handler(task: ClaimedTask) -> Any:
+        return result
+
+    return handler
 
 
 async def awaits_something_cancelled(task: ClaimedTask) -> None:
@@ -96,7 +102,11 @@ def chained() -> Exception:
         (raises(SystemExit(3)), "handler_panic", "handler crashed: SystemExit: 3"),
         (raises(KeyboardInterrupt()), "handler_panic", "handler crashed: KeyboardInterrupt"),
         (awaits_something_cancelled, "handler_panic", "handler crashed: CancelledError"),
-        (wrong_type, "handler_error", "TypeError: a handler returns bytes or None, not str"),
+        (returns("text"), "permanent", f"{RETURNS} a str"),
+        (returns((b"x",)), "permanent", f"{RETURNS} a tuple of 1"),
+        (returns((5, "json")), "permanent", f"{RETURNS} (int, str)"),
+        (returns((b"x", None)), "permanent", f"{RETURNS} (bytes, NoneType)"),
+        (returns((b"x", "\ud800")), "permanent", f"{RETURNS} a label that is not valid Unicode"),
         (None, "runtime_no_handler", "no handler is registered for kind 'job'"),
     ],
 )

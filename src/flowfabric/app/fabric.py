@@ -11,11 +11,12 @@ from flowfabric.app.place import Place
 from flowfabric.app.run import Run
 from flowfabric.app.tasks import Task, TaskOptions
 from flowfabric.app.worker import AppWorker
+from flowfabric.core.capabilities import normalise
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import validate_namespace
+from flowfabric.core.ids import validate_lanes, validate_namespace
 from flowfabric.core.retry import Retry
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
@@ -68,7 +69,7 @@ class Fabric(AsyncClosing):
             timeout=timeout,
             deadline=deadline,
             retry=retry,
-            capabilities=tuple(capabilities),
+            capabilities=normalise(capabilities),
             retention=retention,
         )
 
@@ -219,11 +220,12 @@ class Fabric(AsyncClosing):
         Without `lanes` it serves every lane that a task names. `batch` is the most executions
         one call claims or completes.
         """
-        served = lanes or list(dict.fromkeys(task.lane for task in self.tasks.values()))
+        named = dict.fromkeys(task.lane for task in self.tasks.values())
+        served = validate_lanes(lanes) if lanes else tuple(named)
         config = WorkerConfig(
             namespace=self.namespace,
-            lanes=tuple(served or ("default",)),
-            capabilities=tuple(capabilities),
+            lanes=served or ("default",),
+            capabilities=normalise(capabilities, "worker"),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
             max_concurrent_tasks=concurrency,
             batch=batch,

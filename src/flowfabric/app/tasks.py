@@ -9,6 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 import msgspec
 
 from flowfabric.app.context import Context
+from flowfabric.core.capabilities import normalise
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
 from flowfabric.core.ids import validate_execution_kind, validate_lane
@@ -43,7 +44,7 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
         set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
         if set_timeouts:
             policy["timeout_policy"] = set_timeouts
-        tokens = list(self.capabilities)
+        tokens = normalise(self.capabilities)
         if tokens:
             policy["routing_requirements"] = {"required_capabilities": tokens}
         if self.retention is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal, cast
 from unicodedata import category
 
 from flowfabric.core.errors import ValidationError
@@ -14,21 +14,22 @@ MAX_TOKENS = 256
 MAX_CSV_BYTES = 4096
 
 Side = Literal["required", "worker"]
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 # Controls and lone surrogates; the latter have no UTF-8 form.
 _FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs"})
 
 
 def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
-    """Check a list of tokens and return it sorted, without duplicates.
+    """Check a list, or any other collection of tokens, and return it sorted, without duplicates.
+
+    A text is not taken for the list of its letters, nor an object for that of its names.
 
     >>> normalise(["gpu", "cuda", "gpu"])
     ('cuda', 'gpu')
     """
-    if not isinstance(tokens, (list, tuple, set, frozenset)):
+    if isinstance(tokens, _NO_LISTS) or not isinstance(tokens, Iterable):
         raise _refuse(side, "not_array")
-    distinct: set[str] = set()
-    for token in tokens:  # pyright: ignore[reportUnknownVariableType]
-        distinct.add(_check_token(token, side))  # pyright: ignore[reportUnknownArgumentType]
+    distinct = {_check_token(token, side) for token in cast("Iterable[object]", tokens)}
     if len(distinct) > MAX_TOKENS:
         raise _refuse(side, "too_many_tokens")
     ordered = tuple(sorted(distinct))

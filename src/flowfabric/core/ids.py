@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import re
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import NewType, Self, cast
 from unicodedata import category
@@ -329,6 +330,7 @@ _NAMESPACE_MAX = 128
 _TEXT_MAX = 1024
 _is_lane = re.compile(r"[\x20-\x7e]{1,64}").fullmatch
 _is_plain_name = re.compile(r"[!-~]{1,128}").fullmatch
+_NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 _NAMESPACE_FORBIDDEN = frozenset(":{}")
 
 
@@ -367,6 +369,16 @@ def validate_lane(text: str, field: str = "lane_id") -> str:
     if problem is not None:
         raise invalid_input(field, problem, undecodable=True)
     return text
+
+
+def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
+    """A list of lane names, in its order; one name alone is not taken for its letters."""
+    if isinstance(names, str):
+        raise invalid_input(field, f"must be a list: write [{names!r}]", undecodable=True)
+    kind = type(names).__name__
+    if isinstance(names, _NO_LISTS) or not isinstance(names, Iterable):
+        raise invalid_input(field, f"must be a list of lane names, got {kind}", undecodable=True)
+    return tuple(validate_lane(cast("str", name)) for name in cast("Iterable[object]", names))
 
 
 def stored_lane(text: str, context: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core import keys
 from flowfabric.core.errors import invalid_input
-from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, validate_worker_id
+from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 from flowfabric.engine.calls import Calls, text
 from flowfabric.engine.leases import positive_ms
 
@@ -66,8 +66,8 @@ class Registry(Calls):
         args = (
             worker_id,
             worker_instance_id,
-            _LANE_SEPARATOR.join(sorted({validate_lane(lane) for lane in lanes})),
-            caps.to_csv(caps.normalise(list(capabilities), "worker")),
+            _LANE_SEPARATOR.join(sorted(set(validate_lanes(lanes)))),
+            caps.to_csv(caps.normalise(capabilities, "worker")),
             liveness_ttl_ms,
             "1" if only_if_absent else "0",
             self.nonce,

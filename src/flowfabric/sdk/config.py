@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import new_uuid, validate_lane, validate_namespace, validate_worker_id
+from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 
 __all__ = ["WorkerConfig", "default_worker_id"]
 
@@ -25,6 +26,15 @@ def default_worker_id() -> str:
 
 def _default_instance_id() -> str:
     return f"{default_worker_id()}-{os.getpid()}-{new_uuid()[:8]}"
+
+
+_CHECKS: tuple[tuple[str, Callable[[Any], object]], ...] = (
+    ("worker_id", validate_worker_id),
+    ("worker_instance_id", validate_worker_id),
+    ("namespace", validate_namespace),
+    ("lanes", validate_lanes),
+    ("capabilities", lambda given: caps.normalise(given, "worker")),
+)
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,30 +64,27 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether this process may also run the deployment's scanners; one process at a time does."""
 
     def __post_init__(self) -> None:
-        if not self.lanes:
-            raise ConfigError("worker", "at least one lane is required")
         if isinstance(self.lease_ttl_ms, bool) or self.lease_ttl_ms < _MIN_LEASE_TTL_MS:
             raise ConfigError("worker", f"must be at least {_MIN_LEASE_TTL_MS}", "lease_ttl_ms")
         if not 1 <= self.batch <= _MAX_BATCH:
             raise ConfigError("worker", f"must be 1 to {_MAX_BATCH}", "batch")
         if self.claim_poll_interval_ms < 1:
             raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
-        for field, check in (
-            ("worker_id", lambda: validate_worker_id(self.worker_id)),
-            ("worker_instance_id", lambda: validate_worker_id(self.worker_instance_id)),
-            ("namespace", lambda: validate_namespace(self.namespace)),
-            ("lanes", lambda: [validate_lane(lane) for lane in self.lanes]),
-            ("capabilities", lambda: self.capabilities_csv),
-        ):
+        for field, check in _CHECKS:
             try:
-                check()
+                # Kept as checked: what was given may be an iterator, which reads once.
+                msgspec.structs.force_setattr(self, field, check(getattr(self, field)))
             except EngineError as error:
-                raise ConfigError("worker", error.detail, field) from error
+                problem = error.detail.removeprefix(f"{field}: ")
+                advice = f" — {error.hint}" if error.code == "invalid_capabilities" else ""
+                raise ConfigError("worker", problem + advice, field) from error
+        if not self.lanes:
+            raise ConfigError("worker", "at least one lane is required")
 
     @property
     def capabilities_csv(self) -> str:
         """The offered tokens in their stored form."""
-        return caps.to_csv(caps.normalise(list(self.capabilities), "worker"))
+        return caps.to_csv(self.capabilities)
 
     @property
     def permits(self) -> int:

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import msgspec
 
@@ -19,6 +20,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.executions import Completion
+from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
@@ -74,14 +76,16 @@ class Results:
         self._sticky = 0
 
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
-        """Complete this task with the others of this loop tick."""
+        """Complete this task with the others of this loop tick.
+
+        What cannot be a result is refused here, where it is one handler's failure and not that
+        of the whole batch.
+        """
         handle = task.claim.handle
         if result is None or type(result) is bytes:
             completion = Completion(handle, result)
-        elif type(result) is tuple:
-            completion = Completion(handle, result[0], result[1])
         else:
-            raise TypeError(f"a handler returns bytes or None, not {type(result).__name__}")
+            completion = Completion(handle, *_encoded(result))
         self._done.setdefault((handle.lane_id, handle.execution_id.tag), []).append(
             (task, completion)
         )
@@ -217,3 +221,27 @@ class Results:
         )
         self._summary.abandoned += 1
         task.finish("abandoned")
+
+
+def _encoded(result: object) -> Encoded:
+    """Result bytes with their label, or the failure of the handler that returned neither."""
+    if not isinstance(result, tuple):
+        raise _unusable(f"a {type(result).__name__}")
+    parts = cast("tuple[object, ...]", result)
+    if len(parts) != 2:
+        raise _unusable(f"a tuple of {len(parts)}")
+    data, label = parts
+    if not isinstance(data, bytes) or not isinstance(label, str):
+        raise _unusable(f"({type(data).__name__}, {type(label).__name__})")
+    try:
+        label.encode()
+    except UnicodeEncodeError:
+        raise _unusable("a label that is not valid Unicode") from None
+    return data, label
+
+
+def _unusable(got: str) -> HandlerFailure:
+    # What a handler returns is decided by its code: a retry would return the same.
+    return HandlerFailure(
+        f"a handler returns bytes, None, or (bytes, encoding label), not {got}", "permanent"
+    )

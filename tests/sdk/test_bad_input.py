@@ -1,0 +1,113 @@
+"""What callers get wrong: refused typed, at the place where it went wrong, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import flowfabric as ff
+from flowfabric.core.errors import ConfigError, ValidationError
+from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.results import RunSummary
+from flowfabric.sdk.task import ClaimedTask
+from tests.sdk.conftest import MakeWorker
+from tests.sdk.support import info, serving, submit, until
+from tests.support.engine import Engine
+
+RETRY_SOON = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
+RETURNS = "a handler returns bytes, None, or (bytes, encoding label), not"
+NO_LISTS: list[Any] = ["gpu", b"gpu", bytearray(b"gpu"), {"gpu": 1}, 5, None]
+
+
+async def test_an_unusable_result_is_one_handlers_failure_and_nobody_elses(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    together = asyncio.Barrier(3)
+    answers: dict[str, Any] = {"number": (5, "json"), "label": (b"x", "\ud800"), "fine": b"ok"}
+
+    async def handler(task: ClaimedTask) -> Any:
+        await together.wait()
+        return answers[task.execution_kind]
+
+    ids = {k: (await submit(engine.backend, kind=k, policy=RETRY_SOON))[0] for k in answers}
+    worker = await make_worker(max_concurrent_tasks=3)
+    async with serving(worker, dict.fromkeys(answers, handler)) as runtime:
+        await until(lambda: runtime.summary.completed + runtime.summary.failed == 3, "all ends")
+    ends = {kind: await info(engine.backend, each) for kind, each in ids.items()}
+    assert ends["fine"].public_state.value == "completed"
+    for kind in ("number", "label"):
+        assert ends[kind].failure_category == "permanent"
+        assert RETURNS in (ends[kind].failure_reason or "")
+    assert runtime.summary == RunSummary(completed=1, failed=2)
+
+
+# --- lists of capabilities and lanes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", NO_LISTS)
+def test_a_task_requires_a_list_of_capabilities(given: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ff.Fabric().task(capabilities=given)
+    assert (caught.value.code, caught.value.detail) == (
+        "invalid_capabilities",
+        "required:not_array",
+    )
+    assert '["gpu"]' in str(caught.value)
+
+
+@pytest.mark.parametrize("given", NO_LISTS)
+def test_a_worker_offers_a_list_of_capabilities(given: Any) -> None:
+    app = ff.Fabric()
+
+    @app.task()
+    async def nothing() -> None: ...
+
+    with pytest.raises(ValidationError) as caught:
+        app.worker(capabilities=given)
+    assert (caught.value.code, caught.value.detail) == ("invalid_capabilities", "worker:not_array")
+    with pytest.raises(ConfigError, match="worker:not_array") as refused:
+        WorkerConfig(capabilities=given)
+    assert refused.value.field == "capabilities"
+    assert '["gpu"]' in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("emails", "must be a list: write ['emails']"),
+        (b"emails", "must be a list of lane names, got bytes"),
+        ({"emails": 1}, "must be a list of lane names, got dict"),
+        (5, "must be a list of lane names, got int"),
+    ],
+)
+def test_a_worker_serves_a_list_of_lanes(given: Any, problem: str) -> None:
+    app = ff.Fabric()
+
+    @app.task()
+    async def nothing() -> None: ...
+
+    with pytest.raises(ConfigError) as caught:
+        WorkerConfig(lanes=given)
+    assert (caught.value.field, caught.value.message) == ("lanes", problem)
+    with pytest.raises(ValidationError) as refused:
+        app.worker(lanes=given)
+    assert refused.value.detail == f"lanes: {problem}"
+
+
+def test_settings_are_kept_as_they_were_checked() -> None:
+    made = WorkerConfig(lanes=iter(["a", "b"]), capabilities=iter(["gpu", "cuda"]))  # pyright: ignore[reportArgumentType]
+    assert (made.lanes, made.capabilities) == (("a", "b"), ("cuda", "gpu"))
+    assert made.capabilities_csv == "cuda,gpu"
+
+
+async def test_the_registry_takes_lists_only(engine: Engine) -> None:
+    who: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
+    for given in NO_LISTS:
+        with pytest.raises(ValidationError) as caught:
+            await engine.backend.register_worker(**who, lanes=["a"], capabilities=given)
+        assert caught.value.detail == "worker:not_array"
+    with pytest.raises(ValidationError, match="lanes: must be a list"):
+        await engine.backend.register_worker(**who, lanes="emails")
+    assert await engine.backend.list_workers() == []
