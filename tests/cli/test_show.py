@@ -100,6 +100,21 @@ async def test_why_it_waits_for_a_worker(cli: Cli, engine: Engine) -> None:
     assert "lane video is paused" in await shown(cli, waiting)
 
 
+async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> None:
+    needs = {"routing_requirements": {"required_capabilities": ["cuda", "gpu"]}}
+    waiting = await engine.create(lane="video", policy=needs)
+    for instance, offers in (("w-1", []), ("w-2", ["gpu"])):
+        await engine.backend.register_worker(
+            worker_id="w", worker_instance_id=instance, lanes=["video"], capabilities=offers
+        )
+    detail = await as_json(cli, waiting)
+    assert detail["summary"] == (
+        "2 live workers serve lane video, but the nearest lacks cuda: "
+        "start one with `flowfabric worker module:app --capabilities cuda,gpu`"
+    )
+    assert detail["why_not_running"]["missing_capabilities"] == ["cuda"]
+
+
 async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     out = await shown(cli, handle.execution_id)

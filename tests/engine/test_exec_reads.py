@@ -150,7 +150,7 @@ async def test_explain(engine: Engine) -> None:
     await engine.backend.promote_delayed(execution_id.tag, LANE, [execution_id])
     why = await engine.backend.explain_execution(execution_id)
     assert (why.blocking_reason, why.lane_state) == ("waiting_for_worker", "paused")
-    assert (why.retry_at, why.missing_capabilities) == (None, ())
+    assert (why.retry_at, why.missing_capabilities, why.live_workers) == (None, ("gpu",), 0)
     await engine.backend.set_lane_state(LANE, "active")
     await refused(
         engine.backend.issue_claim_grant(execution_id, worker_id="w", worker_instance_id="w"),

@@ -39,7 +39,7 @@ def _waiting(detail: Detail, why: WhyWaiting) -> str:
     if why.unresolved_edges:
         return f"it waits for {why.unresolved_edges} executions that it depends on"
     if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
-        return _for_worker(info, detail.workers_of_lane or [])
+        return _for_worker(info, why, detail.workers_of_lane or [])
     return _other(why)
 
 
@@ -74,22 +74,31 @@ def _when(at_ms: int, now_ms: int) -> str:
     return f"at {clock(at_ms)} (in {duration(left)})" if left > 0 else "any moment now"
 
 
-def _for_worker(info: ExecutionInfo, takers: list[str]) -> str:
+def _for_worker(info: ExecutionInfo, why: WhyWaiting, takers: list[str]) -> str:
     lane = clean(info.lane_id)
     needs = ", ".join(clean(each) for each in info.required_capabilities)
+    asked_for = needs.replace(" ", "")
     if takers:
-        count = len(takers)
-        some = "1 live worker serves" if count == 1 else f"{count} live workers serve"
-        return f"{some} lane {lane}; it starts as soon as one is free"
+        return f"{_count(len(takers))} lane {lane}; it starts as soon as one is free"
+    if why.live_workers and why.missing_capabilities:
+        lacks = ", ".join(clean(each) for each in why.missing_capabilities)
+        return (
+            f"{_count(why.live_workers)} lane {lane}, but the nearest lacks {lacks}: "
+            f"start one with `flowfabric worker module:app --capabilities {asked_for}`"
+        )
     if needs:
         return (
             f"no live worker serves lane {lane} and offers {needs}: "
-            f"start one with `flowfabric worker module:app --capabilities {needs}`"
+            f"start one with `flowfabric worker module:app --capabilities {asked_for}`"
         )
     return (
         f"no live worker serves lane {lane}: start one with "
         f"`flowfabric worker module:app --lanes {lane}`"
     )
+
+
+def _count(workers: int) -> str:
+    return "1 live worker serves" if workers == 1 else f"{workers} live workers serve"
 
 
 def _other(why: WhyWaiting) -> str:

@@ -21,7 +21,7 @@ from flowfabric.core.contracts.executions import (
 from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.calls import Calls
+from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
@@ -35,7 +35,7 @@ def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
         raise CorruptionError("corruption", problem) from None
 
 
-class Reads(Calls):
+class Reads(Gaps):
     """Single-execution reads."""
 
     async def _record(self, execution_id: ExecutionId) -> Record | None:
@@ -184,7 +184,11 @@ class Reads(Calls):
         ]
 
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
-        """Why an execution is not running."""
+        """Why an execution is not running.
+
+        What capabilities are missing is judged now, by the workers registered for its lane and
+        namespace, and only while it waits for one.
+        """
         record = await self._existing(execution_id, "explain_execution")
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
@@ -195,7 +199,10 @@ class Reads(Calls):
         )
         state: Any = lane_state
         count: Any = edges
-        required = caps.from_csv(record.get("required_capabilities", ""))
+        near = None
+        if waits_for_worker(record.vector):
+            required = caps.from_csv(record.get("required_capabilities", ""))
+            near = await self.coverage(record.namespace, record.lane_id, required)
         return WhyWaiting(
             public_state=record.public_state,
             blocking_reason=record.vector.blocking_reason.value,
@@ -203,7 +210,8 @@ class Reads(Calls):
             since=record.last_transition_at,
             lane_state=state.decode() if state else "active",
             retry_at=record.number("delay_until"),
-            missing_capabilities=required if record.get("last_capability_mismatch_at") else (),
+            missing_capabilities=() if near is None else near.missing,
+            live_workers=None if near is None else near.workers,
             unresolved_edges=count,
             waitpoints=await self._waited_for(record),
         )

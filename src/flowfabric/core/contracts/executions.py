@@ -298,5 +298,8 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     lane_state: str
     retry_at: int | None = None
     missing_capabilities: tuple[str, ...] = ()
+    """What the live worker that comes nearest lacks; all that is required when none is live."""
+    live_workers: int | None = None
+    """Live workers of its lane and namespace; None when it does not wait for a worker."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()
