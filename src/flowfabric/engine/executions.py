@@ -30,7 +30,6 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
-    PartitionKey,
     new_uuid,
     validate_creator_identity,
     validate_execution_kind,
@@ -38,12 +37,12 @@ from flowfabric.core.ids import (
     validate_lane,
     validate_namespace,
 )
-from flowfabric.core.keys import LANES, PARTITIONS
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags, validate_tags
 from flowfabric.core.text import truncate_utf8
-from flowfabric.engine.calls import Calls, proof, refusal, refused, text
+from flowfabric.engine.calls import proof, refusal, refused, text
+from flowfabric.engine.registration import Registration
 
 __all__ = ["BATCH", "Completion", "Executions"]
 
@@ -83,7 +82,7 @@ def _whole(value: Any, field: str) -> int:
     return value
 
 
-class Executions(Calls):
+class Executions(Registration):
     """The lifecycle operations."""
 
     async def create_execution(self, new: NewExecution) -> CreateOutcome:
@@ -181,21 +180,6 @@ class Executions(Calls):
             "payload_too_large",
             f"{field} has {size} bytes, the limit is {self.limits.max_payload_bytes}",
         )
-
-    async def _register(self, tag: str, lanes: set[str]) -> None:
-        """Scanners walk registered lanes and partitions only; ours are added before first use."""
-        unseen = lanes - self.known_lanes
-        if unseen:
-            await self.transport.call("SADD", LANES, *unseen, key=LANES, replay_safe=True)
-            self.known_lanes |= unseen
-        if tag not in self.known_partitions:
-            index = PartitionKey.trusted(tag).index_number
-            await self.transport.call("SADD", PARTITIONS, index, key=PARTITIONS, replay_safe=True)
-            self.known_partitions.add(tag)
-
-    # The lanes and partitions this process has registered; filled by `_register`.
-    known_lanes: set[str]
-    known_partitions: set[str]
 
     # --- ending ---------------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""Which lanes, partitions and namespaces are in use: scanners and listings look nowhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from flowfabric.core.ids import PartitionKey
+from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS
+from flowfabric.engine.calls import Calls
+
+__all__ = ["Registration"]
+
+_REPEAT_S = 10.0
+
+
+class Registration(Calls):
+    """Registers places before their first use, and all of them again now and then.
+
+    A failover to a replica that lags forgets registrations, and nobody is told: only repeating
+    them brings them back.
+    """
+
+    # What this process has registered or seen in use.
+    known_lanes: set[str]
+    known_partitions: set[str]
+    known_namespaces: set[str]
+
+    _repeat_at: float = 0.0
+
+    async def register_places(self, lanes: Iterable[str], tags: Iterable[str]) -> None:
+        """Make sure that scanners visit these lanes and partitions."""
+        lanes, tags = set(lanes), set(tags)
+        if time.monotonic() >= self._repeat_at:
+            self.known_lanes |= lanes
+            self.known_partitions |= tags
+            await self.register_again()
+            return
+        lanes -= self.known_lanes
+        tags -= self.known_partitions
+        await self._add(LANES, lanes)
+        self.known_lanes |= lanes
+        await self._add(PARTITIONS, _numbers(tags))
+        self.known_partitions |= tags
+
+    async def register_again(self) -> None:
+        """Register everything this process knows, whatever the server still remembers."""
+        # Calls under way at the same time need not do the same.
+        self._repeat_at = time.monotonic() + _REPEAT_S
+        try:
+            # Copies: the sets may be shared with another thread, which adds to them.
+            await self._add(LANES, self.known_lanes.copy())
+            await self._add(PARTITIONS, _numbers(self.known_partitions.copy()))
+            await self._add(NAMESPACES, self.known_namespaces.copy())
+        except BaseException:
+            self._repeat_at = 0.0
+            raise
+
+    async def _register(self, tag: str, lanes: set[str]) -> None:
+        """What every creation asks for, as cheaply as it can be answered."""
+        if (
+            tag not in self.known_partitions
+            or not lanes <= self.known_lanes
+            or time.monotonic() >= self._repeat_at
+        ):
+            await self.register_places(lanes, (tag,))
+
+    async def _add(self, key: str, members: Iterable[str | int]) -> None:
+        given = list(members)
+        if given:
+            await self.transport.call("SADD", key, *given, key=key, replay_safe=True)
+
+
+def _numbers(tags: Iterable[str]) -> list[int]:
+    return [PartitionKey.trusted(tag).index_number for tag in tags]
