@@ -344,6 +344,8 @@ _TRANSPORT_HINTS: Mapping[str, str] = {
     "out_of_memory": "Valkey is at maxmemory; free memory or raise the limit, then repeat.",
     "read_only": "This node is a replica; a failover may be under way, repeat shortly.",
     "busy_script": "A long script blocks Valkey; repeat shortly.",
+    "cannot_persist": "Valkey cannot write its disk and so refuses writes; free space on it.",
+    "no_replicas": "Too few replicas are in step (min-replicas-to-write); repeat when they are.",
 }
 _RETRYABLE_KINDS = frozenset(
     {
@@ -354,6 +356,8 @@ _RETRYABLE_KINDS = frozenset(
         "out_of_memory",
         "read_only",
         "busy_script",
+        "cannot_persist",
+        "no_replicas",
     }
 )
 

@@ -184,10 +184,13 @@ class ClusterClient:
     async def aclose(self) -> None:
         """Fail what is pending and close every connection. A closed client stays closed."""
         self._closed = True
+        links = [*self._links.values(), *self._ask_links.values()]
+        # Before the first wait, in which the caller may be cancelled.
+        for link in links:
+            link.close()
         if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.wait([self._refreshing])
-        links = [*self._links.values(), *self._ask_links.values()]
         await asyncio.gather(*(link.aclose() for link in links), *self._retiring)
 
     def forget(self) -> None:
@@ -403,6 +406,7 @@ class ClusterClient:
             # A node that left may still owe replies; a later map closes it.
             if link.conn is None or not link.conn.in_flight:
                 del self._links[endpoint]
+                link.close()
                 task = asyncio.get_running_loop().create_task(link.aclose())
                 self._retiring.add(task)
                 task.add_done_callback(self._retiring.discard)

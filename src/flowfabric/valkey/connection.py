@@ -33,6 +33,7 @@ STALL_GRACE: Final = 5.0
 
 # At most this much longer may a call wait when its deadline passed while the loop was held.
 _HELD_GRACE: Final = 0.05
+_CLOSE_GRACE: Final = 1.0
 _WRITE_HIGH_WATER: Final = 1 << 20
 _NOTHING: Final = object()
 # Subscription confirmations are not here: they answer the SUBSCRIBE call that caused them.
@@ -54,6 +55,7 @@ class Connection(asyncio.Protocol):
         max_in_flight: int = MAX_IN_FLIGHT,
         on_push: OnPush | None = None,
         on_lost: Callable[[Connection], None] | None = None,
+        on_demoted: Callable[[Connection], None] | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.peer = peer
@@ -61,6 +63,7 @@ class Connection(asyncio.Protocol):
         self._max_in_flight = max_in_flight
         self._on_push = on_push
         self._on_lost = on_lost
+        self._on_demoted = on_demoted
         self._transport: asyncio.Transport | None = None
         self._gone = self.loop.create_future()
         self._why, self._kind = "not connected", "transport"
@@ -71,6 +74,7 @@ class Connection(asyncio.Protocol):
         self._flush_due = False
         self._stuck = False
         self._paused = False
+        self._retiring = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = inf
         # RESP3 sets may hold lists, and False is a reply, not a sign of missing data.
@@ -114,14 +118,26 @@ class Connection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Close: what was sent fails as ambiguous, what was not sent fails cleanly."""
+        self.close()
+        await asyncio.wait([self._gone], timeout=2 * _CLOSE_GRACE)
+
+    def close(self) -> None:
+        """Begin what `aclose` waits for; it goes on by itself."""
         self._end("the client closed the connection", abort=False)
-        done, _ = await asyncio.wait([self._gone], timeout=1.0)
-        if not done:
-            self.abort("the client closed the connection")
+
+    def retire(self) -> None:
+        """Close as soon as every call made so far is answered."""
+        self._retiring = True
+        self._leave_if_idle()
 
     def abort(self, why: str) -> None:
         """Drop the socket at once and fail every call with this reason."""
         self._end(why, abort=True)
+
+    @property
+    def why(self) -> str:
+        """What ended the connection, in words."""
+        return self._why
 
     def ended(self) -> TransportError:
         """Why no call can be sent."""
@@ -150,16 +166,23 @@ class Connection(asyncio.Protocol):
                     self.loop.call_soon(on_push, reply)
                     continue
                 future, _ = sent.popleft()
+                if isinstance(reply, ReplyError):
+                    self._refuse(future, faults.from_reply(str(reply)))
                 # An abandoned call keeps its slot, so that its reply is dropped here.
-                if not future.done():
-                    if isinstance(reply, ReplyError):
-                        future.set_exception(faults.from_reply(str(reply)))
-                    else:
-                        future.set_result(reply)
+                elif not future.done():
+                    future.set_result(reply)
         except Exception as error:  # noqa: BLE001
             self._fail_stream(error)
         if self._stuck:
             self._flush()
+        if self._retiring:
+            self._leave_if_idle()
+
+    def _refuse(self, future: asyncio.Future[Reply], error: TransportError) -> None:
+        if not future.done():
+            future.set_exception(error)
+        if error.kind == "read_only" and self._on_demoted is not None:
+            self._on_demoted(self)
 
     def pause_writing(self) -> None:
         """The socket is full: keep new calls here."""
@@ -176,6 +199,8 @@ class Connection(asyncio.Protocol):
         if exc is not None:
             self._why = f"the connection was lost ({exc})"
         self._end(self._why, abort=True)
+        if self._alarm is not None:
+            self._alarm.cancel()
         if not self._gone.done():
             self._gone.set_result(None)
 
@@ -230,6 +255,8 @@ class Connection(asyncio.Protocol):
         self._alarm, self._alarm_at = None, inf
         if self._transport is not None:
             self._expire(self.loop.time())
+            if self._retiring:
+                self._leave_if_idle()
 
     def _expire(self, now: float) -> None:
         if self._sent and self._sent[0][1] + STALL_GRACE <= now:
@@ -260,6 +287,10 @@ class Connection(asyncio.Protocol):
 
     # -- ending ---------------------------------------------------------------------------------
 
+    def _leave_if_idle(self) -> None:
+        if not self._sent and not self._unsent:
+            self._end("the connection was replaced", abort=False)
+
     def _fail_stream(self, error: Exception) -> None:
         """Replies can no longer be matched to calls: nothing after this byte can be trusted."""
         what = "a reply that no call asked for" if isinstance(error, IndexError) else str(error)
@@ -285,6 +316,8 @@ class Connection(asyncio.Protocol):
             transport.abort()
         else:
             transport.close()
+            # A peer that takes no bytes must not keep the socket.
+            self._alarm = self.loop.call_later(_CLOSE_GRACE, transport.abort)
 
 
 def _is_push(reply: Reply) -> bool:
@@ -303,14 +336,19 @@ async def dial(
     max_in_flight: int = MAX_IN_FLIGHT,
     on_push: OnPush | None = None,
     on_lost: Callable[[Connection], None] | None = None,
+    on_demoted: Callable[[Connection], None] | None = None,
 ) -> Connection:
-    """Open one connection and do the handshake: RESP3, login, client name, database."""
+    """Open one connection and do the handshake: RESP3, login, client name, database.
+
+    `on_demoted` is called when the server refuses a call because it is a replica.
+    """
     conn = Connection(
         address.peer,
         timeout=request_timeout,
         max_in_flight=max_in_flight,
         on_push=on_push,
         on_lost=on_lost,
+        on_demoted=on_demoted,
     )
     try:
         async with asyncio.timeout(connect_timeout):
@@ -319,7 +357,8 @@ async def dial(
     except BaseException as error:
         conn.abort("the handshake failed")
         if isinstance(error, TransportError):
-            error.ambiguous = False
+            if error.ambiguous:
+                raise faults.no_handshake(address.peer, error.kind, conn.why) from None
             raise
         if isinstance(error, Exception):
             raise faults.from_connect(error, address.peer) from error

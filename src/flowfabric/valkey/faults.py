@@ -16,14 +16,15 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
     "LOADING": ("busy_loading", ""),
     "OOM": ("out_of_memory", ""),
     "READONLY": ("read_only", ""),
+    "MASTERDOWN": ("read_only", "the replica lost its primary"),
+    "UNBLOCKED": ("read_only", "the wait ended because the server became a replica"),
     "BUSY": ("busy_script", "FUNCTION KILL ends a function that has not written"),
-    "MASTERDOWN": ("cluster", "the replica lost its primary"),
     "CLUSTERDOWN": ("cluster", "not every slot is served; see CLUSTER INFO"),
     "TRYAGAIN": ("cluster", "the slot is being moved"),
     "CROSSSLOT": ("protocol", "the keys of one call must share one hash tag"),
     "NOPROTO": ("protocol", "RESP3 is needed: use Valkey 8.0 or newer"),
-    "MISCONF": ("other", "Valkey cannot persist and refuses writes; look at its disk"),
-    "NOREPLICAS": ("other", "too few replicas for min-replicas-to-write"),
+    "MISCONF": ("cannot_persist", ""),
+    "NOREPLICAS": ("no_replicas", ""),
 }
 _MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
 
@@ -71,6 +72,11 @@ def from_connect(error: BaseException, peer: str) -> TransportError:
         # The event loop puts the address there instead of the system's words.
         reason = os.strerror(error.errno)
     return TransportError("transport", f"no connection to {peer}: {reason}")
+
+
+def no_handshake(peer: str, kind: str, reason: str) -> TransportError:
+    """The peer did not greet as a server does: no call was made, so nothing is ambiguous."""
+    return TransportError(kind, f"no connection to {peer}: {reason}")
 
 
 def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> TransportError:

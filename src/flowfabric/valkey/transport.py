@@ -95,7 +95,12 @@ class Transport(Protocol):
 
 
 class Link:
-    """One server's connection, dialled again in the background whenever it is lost."""
+    """One server's connection, dialled again in the background whenever it is lost.
+
+    A server that refuses a write because it is a replica may have been demoted behind its
+    address. It is dialled again, too: the old connection serves until the new one is up, so
+    that nothing waits or becomes ambiguous, and then all others to that server end.
+    """
 
     def __init__(
         self,
@@ -121,6 +126,12 @@ class Link:
         self._closed = False
         self._pause = 0.0
         self._up_at = 0.0
+        self._wrong_server = False
+        # Owned by callers, ended here only when the address leads to another server.
+        self._dedicated: set[Connection] = set()
+        # Replaced while they still owed replies; they close by themselves.
+        self._replaced: set[Connection] = set()
+        self._closing: list[Connection] = []
         forget_on_fork(self)
 
     async def acquire(self, deadline: float, *, patient: bool = True) -> Connection:
@@ -142,27 +153,40 @@ class Link:
         """Another connection to the same server, owned by the caller."""
         if self._closed:
             raise faults.lost(self.address.peer, "the client is closed", sent=False)
-        return await self._dial(on_push, None)
+        conn = await self._dial(on_push, self._dedicated.discard)
+        if conn.is_open:
+            self._dedicated.add(conn)
+        return conn
 
-    async def aclose(self) -> None:
-        """Stop dialling and close the connection; every waiting call fails."""
+    def close(self) -> None:
+        """Stop dialling, fail every waiting call, and begin to close the connections."""
         self._closed = True
         if self._dialler is not None:
             self._dialler.cancel()
-            await asyncio.wait([self._dialler])
-            self._dialler = None
         if self._attempt is not None and not self._attempt.done():
             self._attempt.set_result(
                 faults.lost(self.address.peer, "the client is closed", sent=False)
             )
-        conn, self.conn = self.conn, None
-        if conn is not None:
-            await conn.aclose()
+        self._closing += self._replaced
+        if self.conn is not None:
+            self._closing.append(self.conn)
+        self.conn = None
+        for conn in self._closing:
+            conn.close()
+
+    async def aclose(self) -> None:
+        """`close`, and wait for its end. A cancelled caller only stops waiting."""
+        self.close()
+        if self._dialler is not None:
+            await asyncio.wait([self._dialler])
+        await asyncio.gather(*(conn.aclose() for conn in self._closing))
 
     def forget(self) -> None:
         """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
         leave_behind(self.conn, self._dialler, self._attempt)
+        leave_behind(self._dedicated, self._replaced, self._closing)
         self.conn = self._dialler = self._attempt = self._error = None
+        self._dedicated, self._replaced, self._closing = set(), set(), []
 
     def _failure(self, error: TransportError | None) -> TransportError:
         if error is None:
@@ -176,13 +200,26 @@ class Link:
         return self._attempt
 
     def _lost(self, conn: Connection) -> None:
+        self._replaced.discard(conn)
         if self.conn is conn:
             self.conn = None
-            # A peer that drops every new connection must not be dialled in a tight loop.
-            if conn.loop.time() - self._up_at > LAST_BACKOFF:
-                self._pause = 0.0
-            if not self._closed and not conn.loop.is_closed():
-                self._start()
+            self._redial(conn)
+
+    def _demoted(self, conn: Connection) -> None:
+        if conn in self._dedicated:
+            conn.retire()
+        elif conn is not self.conn:
+            return
+        self._wrong_server = True
+        self._redial(conn)
+
+    def _redial(self, conn: Connection) -> None:
+        if self._attempt is not None or self._closed or conn.loop.is_closed():
+            return
+        # A peer that drops every new connection must not be dialled in a tight loop.
+        if conn.loop.time() - self._up_at > LAST_BACKOFF:
+            self._pause = 0.0
+        self._start()
 
     async def _dial(
         self, on_push: OnPush | None, on_lost: Callable[[Connection], None] | None
@@ -195,6 +232,7 @@ class Link:
             max_in_flight=self._max_in_flight,
             on_push=on_push,
             on_lost=on_lost,
+            on_demoted=self._demoted,
         )
 
     async def _dial_until_up(self) -> None:
@@ -206,8 +244,8 @@ class Link:
             try:
                 conn = await self._dial(None, self._lost)
                 self._error = None if conn.is_open else conn.ended()
-                self.conn = conn if conn.is_open else None
-                self._up_at = conn.loop.time()
+                if conn.is_open:
+                    self._take(conn)
             except TransportError as error:
                 self._error = error
                 if self._revive is not None:
@@ -218,6 +256,18 @@ class Link:
                 return
             self._attempt = asyncio.get_running_loop().create_future()
             attempt.set_result(self._error)
+
+    def _take(self, conn: Connection) -> None:
+        old, self.conn = self.conn, conn
+        self._up_at = conn.loop.time()
+        if old is not None:
+            self._replaced.add(old)
+            old.retire()
+        if self._wrong_server:
+            self._wrong_server = False
+            # The address may lead elsewhere now: whoever blocks there must dial again.
+            for each in list(self._dedicated):
+                each.abort("the server was a replica; its address is dialled again")
 
 
 class _Forgetful(Protocol):

@@ -221,6 +221,8 @@ def test_timeouts_do_not_collide_with_the_builtin() -> None:
         ("out_of_memory", True),
         ("read_only", True),
         ("busy_script", True),
+        ("cannot_persist", True),
+        ("no_replicas", True),
         ("protocol", False),
         ("auth", False),
         ("script_not_loaded", False),
@@ -243,7 +245,7 @@ def test_transport_faults_by_kind(kind: str, *, repeat: bool) -> None:
 
 
 def test_the_transport_kinds_are_closed() -> None:
-    assert len(TransportError.KINDS) == 11
+    assert len(TransportError.KINDS) == 13
     with pytest.raises(ValueError, match="unknown transport fault kind 'gremlins'"):
         TransportError("gremlins", "")
 

@@ -94,6 +94,36 @@ async def test_connect_gives_up_at_its_timeout(tmp_path: Path) -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+async def test_another_service_is_named_as_such_and_nothing_is_unknown() -> None:
+    async with scripted_peer(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+        with pytest.raises(TransportError) as caught:
+            await connect(parse_url(f"valkey://127.0.0.1:{port}"), connect_timeout=30)
+    error = caught.value
+    assert (error.kind, error.ambiguous) == ("protocol", False)
+    assert error.message.startswith(f"no connection to 127.0.0.1:{port}: ")
+    assert "unknown" not in str(error)
+    assert "not a proxy or another service" in str(error)
+
+
+async def test_a_peer_that_hangs_up_on_the_greeting_leaves_nothing_unknown() -> None:
+    hung_up = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal hung_up
+        await reader.read(1)
+        hung_up += 1
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(TransportError) as caught:
+        await connect(parse_url(f"valkey://127.0.0.1:{port}"), connect_timeout=0.2)
+    server.close()
+    assert hung_up
+    assert caught.value.safe_to_repeat
+    assert "unknown" not in str(caught.value)
+
+
 async def test_a_standalone_server_is_not_a_cluster(shared_server: TestServer) -> None:
     async with scripted_peer(
         lambda c: (

@@ -1,0 +1,202 @@
+"""A primary is demoted behind an address that stays: clients follow it to the new one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from flowfabric.core.errors import TransportError
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.transport import Client, dial
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer, free_port
+from tests.unit.valkey.conftest import Keeper
+from tests.unit.valkey.resp import HELLO, scripted_peer
+from tests.unit.valkey.test_connection import failure, until
+
+
+class Pair:
+    """Two servers behind one address; the first one is primary until `fail_over`."""
+
+    def __init__(self) -> None:
+        self.servers = [TestServer(port=free_port()), TestServer(port=free_port())]
+        self.proxy = FaultProxy(self.servers[0].socket_path)
+
+    async def command(self, server: int, *args: str | int) -> object:
+        conn = await dial(parse_url(self.servers[server].url))
+        try:
+            return await conn.call(*args)
+        finally:
+            await conn.aclose()
+
+    async def demote(self) -> None:
+        await self.command(0, "REPLICAOF", "127.0.0.1", self.servers[1].port)
+
+    def move_address(self) -> None:
+        """New connections lead to the second server; the present ones stay where they are."""
+        self.proxy._upstream = str(self.servers[1].socket_path)
+
+    def stop(self) -> None:
+        self.proxy.stop()
+        for server in self.servers:
+            server.stop()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.stop()
+
+
+@pytest.fixture
+async def client(pair: Pair) -> AsyncIterator[Client]:
+    client = Client(parse_url(pair.proxy.url))
+    await client.wait_ready()
+    yield client
+    await client.aclose()
+
+
+async def written(client: Client, key: str) -> list[TransportError]:
+    """Set the key, as often as it is refused; the refusals."""
+    refusals: list[TransportError] = []
+    while True:
+        try:
+            await client.call("SET", key, 1)
+        except TransportError as error:
+            refusals.append(error)
+            await asyncio.sleep(0.01)
+        else:
+            return refusals
+
+
+async def test_a_demoted_server_is_left(pair: Pair, client: Client) -> None:
+    await client.call("SET", "before", 1)
+    await pair.demote()
+    pair.move_address()
+    refusals = await asyncio.wait_for(written(client, "after"), 5)
+    assert {error.kind for error in refusals} == {"read_only"}
+    assert all(error.safe_to_repeat for error in refusals)
+    assert await pair.command(1, "EXISTS", "after") == 1
+    assert pair.proxy.accepted == 2
+
+
+async def test_the_address_may_move_later(pair: Pair, client: Client) -> None:
+    await pair.demote()
+    assert (await failure(client.call("SET", "k", 1))).kind == "read_only"
+    await until(lambda: pair.proxy.accepted > 1)
+    pair.move_address()
+    refusals = await asyncio.wait_for(written(client, "after"), 5)
+    assert {error.kind for error in refusals} <= {"read_only"}
+
+
+async def test_blocking_reads_follow(pair: Pair, client: Client) -> None:
+    """A reader on the old primary hears nothing of its demotion, and must not stay there."""
+    await pair.demote()
+    reader = await client.blocking()
+    read = reader.submit(("XREAD", "BLOCK", 0, "STREAMS", "feed", "0"), 30)
+    await until(lambda: reader.in_flight)
+    pair.move_address()
+    await asyncio.wait_for(written(client, "k"), 5)
+    assert (await failure(asyncio.wait_for(read, 5))).kind == "transport"
+    assert not reader.is_open
+    again = await client.blocking()
+    await pair.command(1, "XADD", "feed", "*", "a", "b")
+    assert await again.call("XREAD", "BLOCK", 5000, "STREAMS", "feed", "0")
+    await again.aclose()
+
+
+async def test_a_refused_pop_ends_its_connection_and_moves_the_client(
+    pair: Pair, client: Client
+) -> None:
+    """An idle worker only pops: that refusal is all that tells of the failover."""
+    bell = await client.blocking()
+    pop = bell.submit(("BZPOPMIN", "bell", 0), 30)
+    await until(lambda: bell.in_flight)
+    await pair.demote()
+    # The server ends the waits itself when it is demoted.
+    assert (await failure(pop)).kind in {"read_only", "transport"}
+    late = await client.blocking()
+    pair.move_address()
+    assert (await failure(late.call("BZPOPMIN", "bell", 1))).kind == "read_only"
+    assert not late.is_open
+    await until(lambda: pair.proxy.accepted > 3)
+    await until(lambda: client._link._attempt is None)
+    assert await client.call("SET", "k", 1) == b"OK"
+
+
+async def test_a_server_that_stays_a_replica_is_not_hammered(pair: Pair, client: Client) -> None:
+    """And it goes on answering reads while it is dialled again."""
+    await client.call("SET", "k", 1)
+    await pair.command(0, "REPLICAOF", "127.0.0.1", 1)
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 1.5
+    slowest = 0.0
+    while loop.time() < end:
+        start = loop.time()
+        assert (await failure(client.call("SET", "k", 2))).kind == "read_only"
+        assert await client.call("GET", "k") == b"1"
+        slowest = max(slowest, loop.time() - start)
+    assert 3 <= pair.proxy.accepted <= 12
+    assert slowest < 0.4
+    # One that is dialled, one that it replaces.
+    assert pair.proxy.connections <= 2
+
+
+@pytest.mark.parametrize(
+    "word", ["READONLY You can't write", "MASTERDOWN Link with MASTER is down"]
+)
+async def test_calls_under_way_keep_their_answers(keep: Keeper, word: str) -> None:
+    """What the old connection still owes is not lost when the new one is up."""
+    held: list[int] = []
+    greetings = 0
+
+    def answer(command: list[bytes]) -> bytes:
+        nonlocal greetings
+        if command[0] == b"HELLO":
+            greetings += 1
+            return HELLO
+        if command[0] == b"SLOW":
+            held.append(greetings)
+            return b""
+        if command[0] == b"SET":
+            return f"-{word}\r\n".encode() if greetings == 1 else b"+OK\r\n"
+        # The late answer of the slow call, then this one's.
+        return b"+late\r\n" + b"+PONG\r\n"
+
+    async with scripted_peer(answer) as port:
+        client = keep(Client(parse_url(f"valkey://127.0.0.1:{port}")))
+        await client._link.acquire(asyncio.get_running_loop().time() + 5)
+        old = client._link.conn
+        assert old is not None
+        refused = asyncio.ensure_future(client.call("SET", "k", 1))
+        assert (await failure(refused)).kind == "read_only"
+        slow = asyncio.ensure_future(old.call("SLOW"))
+        await until(lambda: held)
+        await until(lambda: client._link.conn is not old)
+        assert await client.call("SET", "k", 1) == b"OK"
+        assert old.is_open
+        await asyncio.gather(old.call("PING"), slow)
+        assert slow.result() == b"late"
+        await until(lambda: not old.is_open)
+        assert not client._link._replaced
+
+
+async def test_closing_while_the_old_connection_still_owes(keep: Keeper) -> None:
+    def answer(command: list[bytes]) -> bytes:
+        if command[0] == b"HELLO":
+            return HELLO
+        return b"" if command[0] == b"SLOW" else b"-READONLY You can't write\r\n"
+
+    async with scripted_peer(answer) as port:
+        client = Client(parse_url(f"valkey://127.0.0.1:{port}"))
+        await failure(client.call("SET", "k", 1))
+        old = client._link.conn
+        assert old is not None
+        slow = asyncio.ensure_future(old.call("SLOW"))
+        await until(lambda: client._link.conn is not old)
+        await client.aclose()
+        assert (await failure(slow)).ambiguous
+        assert asyncio.all_tasks() == {asyncio.current_task()}
