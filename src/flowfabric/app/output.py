@@ -31,7 +31,7 @@ async def write_output(task: ClaimedTask, data: Any, frame_type: str, mode: Fram
     elif isinstance(data, str):
         raw, encoding = data.encode(errors="replace"), "utf8"
     else:
-        raw, encoding = codec.encode(data)[0], codec.JSON
+        raw, encoding = codec.encode(data, "data")[0], codec.JSON
     if len(raw) <= _FRAME_BYTES or mode == "summary":
         frame = Frame(payload=raw, frame_type=frame_type, encoding=encoding)
         await task.write_frame(frame, mode=mode)

@@ -63,7 +63,7 @@ class Run(Generic[R]):
         >>> await run.signal("approval", "approved", {"note": "fine"})
         """
         if payload is not None:
-            options["payload"], options["payload_encoding"] = codec.encode(payload)
+            options["payload"], options["payload_encoding"] = codec.encode(payload, "payload")
         return await self._client.signal(self.id, waitpoint, name, **options)
 
     def stream(

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context
+from flowfabric.app.finite import NonFiniteNumber
 from flowfabric.app.interrupt import HandlerThreads
 from flowfabric.app.place import Place
 from flowfabric.app.tasks import Task
@@ -108,7 +109,11 @@ class AppWorker:
             except (ValueError, TypeError) as error:
                 raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
             result = await call
-            return None if result is None else codec.encode(result)
+            try:
+                return None if result is None else codec.encode(result)
+            except NonFiniteNumber as error:
+                reason = f"{task.name}: result: {error.details[0]}"
+                raise HandlerFailure(reason, "permanent") from error
 
         return handle
 
