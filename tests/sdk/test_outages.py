@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.transport import dial
 from tests.sdk.support import config, opener, submit, until
-from tests.support.server import TestServer
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer, free_port
 
 SETTINGS = (
     *("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction"),
@@ -64,12 +66,19 @@ class Site:
 
 @pytest.fixture
 async def site(server: TestServer) -> AsyncIterator[Site]:
+    async with at_work(server, server.url) as site:
+        yield site
+
+
+@asynccontextmanager
+async def at_work(server: TestServer, url: str, lease_ttl_ms: int = 20_000) -> AsyncGenerator[Site]:
+    """A site that reaches the server by this address; on leaving, no work may be lost."""
     backend = await Backend.connect(
-        parse_url(server.url), prepare_with=PartitionCounts(), request_timeout=0.4
+        parse_url(url), prepare_with=PartitionCounts(), request_timeout=0.4
     )
     worker = await Worker.connect(
-        config(max_concurrent_tasks=4, claim_poll_interval_ms=100, lease_ttl_ms=20_000),
-        opener(server.url, request_timeout=0.4),
+        config(max_concurrent_tasks=4, claim_poll_interval_ms=100, lease_ttl_ms=lease_ttl_ms),
+        opener(url, request_timeout=0.4),
     )
     runtime = WorkerRuntime(worker)
     site = Site(server, Client(backend), runtime)
@@ -148,6 +157,74 @@ async def test_read_only_replica(site: Site) -> None:
     site.gate.set()
     await refused_once(site)
     await site.command("REPLICAOF", "NO", "ONE")
+    await site.works()
+
+
+async def test_failover_behind_one_address() -> None:
+    """The old primary lives on as a replica; new connections lead to the new one."""
+    spare = TestServer(*SETTINGS, port=free_port())
+    old = TestServer(*SETTINGS, port=free_port())
+    proxy = FaultProxy(old.socket_path)
+    try:
+        async with at_work(old, proxy.url, lease_ttl_ms=6000) as site:
+            there = Site(spare, site.client, site.runtime)
+            await there.command("REPLICAOF", "127.0.0.1", old.port)
+            await until(lambda: says(there, "master_link_status:up"), "a replica in step")
+            await site.command("FAILOVER")
+            await until(lambda: says(there, "role:master"), "the failover")
+            await until(lambda: says(site, "role:slave"), "the demotion")
+            await fails_as("read_only", site.client)
+            proxy._upstream = str(spare.socket_path)
+            await until(lambda: written(site.client), "a client on the new primary", 5)
+            await site.works()
+            # Nobody stays behind: neither blocking connections nor the keeper of the held lease.
+            await until(lambda: deserted(site), "the move of every connection")
+            site.gate.set()
+    finally:
+        proxy.stop()
+        old.stop()
+        spare.stop()
+
+
+async def deserted(site: Site) -> bool:
+    left: Any = await site.command("CLIENT", "LIST", "TYPE", "normal")
+    # The one that asks.
+    return left.count(b"name=flowfabric") == 1
+
+
+async def says(site: Site, line: str) -> bool:
+    raw: Any = await site.command("INFO", "replication")
+    return line in raw.decode()
+
+
+async def written(client: Client) -> bool:
+    try:
+        await client.submit("job")
+    except TransportError:
+        return False
+    return True
+
+
+async def test_too_few_replicas(site: Site) -> None:
+    await site.command("CONFIG", "SET", "min-replicas-to-write", "1")
+    await fails_as("no_replicas", site.client)
+    site.gate.set()
+    await refused_once(site)
+    await site.command("CONFIG", "SET", "min-replicas-to-write", "0")
+    await site.works()
+
+
+async def test_a_disk_that_takes_no_snapshot(site: Site) -> None:
+    in_the_way = site.server.folder / "dump.rdb"
+    in_the_way.mkdir()
+    await site.command("CONFIG", "SET", "save", "3600 1")
+    await site.command("BGSAVE")
+    await fails_as("cannot_persist", site.client)
+    site.gate.set()
+    await refused_once(site)
+    in_the_way.rmdir()
+    await site.command("BGSAVE")
+    await until(lambda: written(site.client), "the snapshot")
     await site.works()
 
 
