@@ -149,7 +149,7 @@ async def test_json_logs_are_all_there_is(shop: Cli, client: Client) -> None:
     assert done.code == 0
     records = {record["action"]: record for record in map(json.loads, done.lines)}
     ready = records["worker_ready"]
-    assert (ready["lanes"], ready["capabilities"]) == (["mails"], ["gpu", "eu"])
+    assert (ready["lanes"], ready["capabilities"]) == (["mails"], ["eu", "gpu"])
     assert ready["level"] == "info"
     assert ready["tasks"] == ["forever", "greet", "mail", "until_stopped"]
     assert records["lane_not_served"]["level"] == "warning"

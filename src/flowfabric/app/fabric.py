@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, cast
 
 from flowfabric.app import codec
 from flowfabric.app.place import Place
@@ -16,7 +16,7 @@ from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import validate_lanes, validate_namespace
+from flowfabric.core.ids import validate_namespace
 from flowfabric.core.retry import Retry
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
@@ -221,11 +221,12 @@ class Fabric(AsyncClosing):
         one call claims or completes.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
-        served = validate_lanes(lanes) if lanes else tuple(named)
+        served = lanes or tuple(named)
         config = WorkerConfig(
             namespace=self.namespace,
             lanes=served or ("default",),
-            capabilities=normalise(capabilities, "worker"),
+            # Checked and kept as a tuple there.
+            capabilities=cast("Sequence[str]", capabilities),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
             max_concurrent_tasks=concurrency,
             batch=batch,

@@ -8,19 +8,15 @@ from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
+from flowfabric.engine.audit_trail import AuditTrail
 from flowfabric.engine.boot import MintSecret, configured_counts, prepare, read_counts
 from flowfabric.engine.calls import Limits
-from flowfabric.engine.leases import Leases
+from flowfabric.engine.collisions import report_collisions
 from flowfabric.engine.listing import Listing
 from flowfabric.engine.reads import Reads
-from flowfabric.engine.registry import Registry
-from flowfabric.engine.scheduling import Scheduling
 from flowfabric.engine.secrets import Secrets
-from flowfabric.engine.signals import Signals
 from flowfabric.engine.stream_pool import StreamPool
 from flowfabric.engine.streams import Streams
-from flowfabric.engine.suspensions import Suspensions
-from flowfabric.engine.upkeep import Upkeep
 from flowfabric.engine.waitpoints import Waitpoints
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
@@ -41,14 +37,9 @@ def limits_from_env() -> Limits:
 
 class Backend(
     AsyncClosing,
-    Scheduling,
-    Leases,
+    AuditTrail,
     Reads,
     Listing,
-    Registry,
-    Upkeep,
-    Suspensions,
-    Signals,
     Waitpoints,
     Secrets,
     Streams,
@@ -92,6 +83,7 @@ class Backend(
                 counts = await read_counts(transport)
             else:
                 await prepare(transport, prepare_with, testing=testing, mint_secret=mint_secret)
+                await report_collisions(transport, prepare_with)
                 counts = prepare_with
         except BaseException:
             await transport.aclose()
@@ -118,7 +110,9 @@ class Backend(
 
     async def prepare(self) -> bool:
         """Version gate, counts, library, lanes, secret; True when the library was loaded."""
-        return await prepare(self.transport, self.counts, testing=self._testing)
+        loaded = await prepare(self.transport, self.counts, testing=self._testing)
+        await report_collisions(self.transport, self.counts)
+        return loaded
 
     async def ping(self) -> None:
         """One round trip."""

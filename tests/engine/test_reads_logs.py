@@ -1,0 +1,227 @@
+"""What the engine writes into its log: operators, ends, wear, lanes (02 §20, 03 §15, 01 §13)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
+from flowfabric.core.partition import PartitionCounts, solo_partition
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.audit import acting_as, caller
+from flowfabric.engine.collisions import report_collisions
+from flowfabric.engine.executions import Completion
+from tests.engine.exec_support import POLICY, mark
+from tests.engine.probes import reclaim
+from tests.support.engine import LANE, TTL, Engine
+
+Records = pytest.LogCaptureFixture
+
+
+def said(caplog: Records, action: str) -> list[dict[str, Any]]:
+    return [vars(record) for record in caplog.records if vars(record).get("action") == action]
+
+
+async def test_operator_calls_name_their_caller(engine: Engine, caplog: Records) -> None:
+    backend = engine.backend
+    handle = await engine.running()
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    with acting_as("ada@example.com"):
+        await backend.revoke_lease(handle.execution_id, reason="stuck")
+        await backend.cancel_execution(handle.execution_id, "no longer wanted")
+        await backend.replay_execution(handle.execution_id, reason="again")
+        await backend.change_priority(handle.execution_id, 7)
+        await backend.set_lane_state(LANE, "paused", "lunch")
+    calls = said(caplog, "operator_call")
+    assert [call["op"] for call in calls] == [
+        "revoke_lease",
+        "cancel_execution",
+        "replay_execution",
+        "change_priority",
+        "set_lane_state",
+    ]
+    assert {call["caller"] for call in calls} == {"ada@example.com"}
+    assert {call["code"] for call in calls} == {"ok"}
+    assert {call["execution_id"] for call in calls[:4]} == {str(handle.execution_id)}
+    revoked, cancelled, *_ = calls
+    assert revoked["reason"] == "stuck"
+    assert (cancelled["source"], cancelled["outcome"]) == ("operator_override", "cancelled")
+    assert (calls[3]["new_priority"], calls[4]["state"]) == (7, "paused")
+    # One record tells it: the cancellation is not reported a second time as an end.
+    assert said(caplog, "execution_ended") == []
+
+
+@pytest.mark.parametrize("way", ["complete", "fail", "delay", "claim"])
+async def test_every_override_is_logged(engine: Engine, caplog: Records, way: str) -> None:
+    backend = engine.backend
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    if way == "claim":
+        execution_id = await engine.create()
+        await backend.issue_grant_and_claim(execution_id, lease_duration_ms=1000)
+    else:
+        execution_id = (await engine.running()).execution_id
+        source: Any = {"source": "operator_override"}
+        if way == "complete":
+            await backend.complete_execution(execution_id, result_payload=b"secret", **source)
+        elif way == "fail":
+            await backend.fail_execution(
+                execution_id, failure_reason="gone", failure_category="x", **source
+            )
+        else:
+            await backend.delay_execution(execution_id, delay_until=1, **source)
+    (call,) = said(caplog, "operator_call")
+    assert (call["execution_id"], call["caller"]) == (str(execution_id), caller())
+    assert "secret" not in caplog.text
+
+
+async def test_a_refused_override_is_logged_too(engine: Engine, caplog: Records) -> None:
+    execution_id = await engine.create()
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    with pytest.raises(EngineError):
+        await engine.backend.complete_execution(execution_id, source="operator_override")
+    (call,) = said(caplog, "operator_call")
+    assert (call["op"], call["code"]) == ("complete_execution", "execution_not_active")
+
+
+async def test_without_a_name_the_account_of_the_process_acts() -> None:
+    own = caller()
+    assert "@" in own
+    with acting_as("ada"):
+        with acting_as("grace"):
+            assert caller() == "grace"
+        assert caller() == "ada"
+    assert caller() == own
+
+
+async def test_every_end_is_logged_once(engine: Engine, caplog: Records) -> None:
+    backend = engine.backend
+    handles = [await engine.running(policy=POLICY) for _ in range(6)]
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    await backend.complete(handles[0], b"result")
+    await backend.complete_many([Completion(handles[1], b"r"), Completion(handles[1], b"r")][:1])
+    await backend.complete_and_claim(
+        handles[2].execution_id.tag, [Completion(handles[2])], engine.want(), 0
+    )
+    await backend.fail(handles[3], "no", "permanent")
+    await backend.cancel(handles[4], "done")
+    await backend.fail(handles[5], "no", "transient")
+    ends = said(caplog, "execution_ended")
+    assert [(end["execution_id"], end["outcome"]) for end in ends] == [
+        (handles[0].execution_id, "success"),
+        (handles[1].execution_id, "success"),
+        (handles[2].execution_id, "success"),
+        (handles[3].execution_id, "failed"),
+        (handles[4].execution_id, "cancelled"),
+    ]
+    for end, handle in zip(ends, handles, strict=False):
+        assert (end["attempt_id"], end["lease_epoch"]) == (handle.attempt_id, handle.lease_epoch)
+        assert (end["attempt_index"], end["lane"]) == (0, LANE)
+    assert said(caplog, "operator_call") == []
+
+
+async def test_ends_by_timers_are_logged(engine: Engine, caplog: Records) -> None:
+    handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    tag, ids = handle.execution_id.tag, [str(handle.execution_id)]
+    await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
+    assert said(caplog, "execution_ended") == []
+    await engine.advance(1000)
+    await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, iter(ids))
+    (end,) = said(caplog, "execution_ended")
+    assert (end["execution_id"], end["outcome"], end["op"]) == (
+        ids[0],
+        "expired",
+        "attempt_timeout",
+    )
+
+
+async def test_nothing_is_logged_below_the_level(engine: Engine, caplog: Records) -> None:
+    handle = await engine.running()
+    caplog.set_level(logging.WARNING, "flowfabric.engine")
+    await engine.backend.complete(handle)
+    await engine.backend.replay_execution(handle.execution_id)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("way", ["claim_many", "grant", "complete_and_claim"])
+@pytest.mark.parametrize(("before", "warned"), [(98, False), (99, True), (100, False), (199, True)])
+async def test_a_warning_at_every_hundredth_reclaim(
+    engine: Engine, caplog: Records, way: str, before: int, warned: bool
+) -> None:
+    backend = engine.backend
+    handle = await engine.running(policy={"max_reclaim_count": 1000})
+    execution_id = handle.execution_id
+    other = None
+    if way == "complete_and_claim":
+        other = await engine.running()
+    key = keys.core(execution_id.tag, execution_id)
+    await backend.transport.call(
+        *("HSET", key, "lease_reclaim_count", before, "attempt", f"{handle.attempt_id}/{before}"),
+        key=key,
+    )
+    await backend.revoke_lease(execution_id)
+    caplog.clear()
+    if way == "claim_many":
+        claim = await engine.claim()
+    elif way == "grant":
+        claim = await reclaim(engine, execution_id)
+    else:
+        assert other is not None
+        _, claimed = await backend.complete_and_claim(
+            execution_id.tag, [Completion(other)], engine.want(), 1
+        )
+        (claim,) = claimed.claims
+    warnings = said(caplog, "reclaimed_often")
+    assert [w["reclaim_count"] for w in warnings] == ([before + 1] if warned else [])
+    for warning in warnings:
+        assert warning["levelno"] == logging.WARNING
+        assert warning["lease_epoch"] == claim.handle.lease_epoch
+    await backend.cancel_execution(execution_id)
+
+
+async def test_lanes_that_share_a_partition_are_told_at_boot(
+    engine: Engine, caplog: Records
+) -> None:
+    backend = engine.backend
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.collisions")
+    await backend.prepare()
+    (clean,) = said(caplog, "lane_collisions")
+    assert (clean["grade"], clean["levelno"], clean["shared"]) == ("clean", logging.DEBUG, [])
+    home = solo_partition(LANE, backend.counts)
+    twin = next(
+        name
+        for name in (f"lane-{n}" for n in range(10_000))
+        if solo_partition(name, backend.counts) == home
+    )
+    await backend.transport.call("SADD", keys.LANES, twin, key=keys.LANES)
+    caplog.clear()
+    await backend.prepare()
+    (shared,) = said(caplog, "lane_collisions")
+    assert (shared["grade"], shared["levelno"]) == ("remediate", logging.WARNING)
+    assert shared["shared"] == [[LANE, twin]]
+    assert (shared["affected"], shared["lanes"]) == (2, 2)
+
+
+async def test_few_shared_lanes_among_many_are_no_warning(engine: Engine, caplog: Records) -> None:
+    counts = PartitionCounts(flow=65_535)
+    names = [f"lane-{n}" for n in range(200)]
+    await engine.backend.transport.call("SADD", keys.LANES, *names, key=keys.LANES)
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.collisions")
+    await report_collisions(engine.backend.transport, counts)
+    (told,) = said(caplog, "lane_collisions")
+    assert told["levelno"] < logging.WARNING
+
+
+async def test_a_reclaim_at_the_cap_is_an_end(engine: Engine, caplog: Records) -> None:
+    handle = await engine.running(policy={"max_reclaim_count": 0})
+    await engine.advance(TTL + 1)
+    await mark(engine, handle.execution_id)
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    await engine.backend.issue_reclaim_grant(
+        handle.execution_id, worker_id="w", worker_instance_id="w-2"
+    )
+    (call,) = said(caplog, "operator_call")
+    assert (call["op"], call["outcome"]) == ("issue_reclaim_grant", "failed")
