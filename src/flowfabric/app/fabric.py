@@ -9,15 +9,23 @@ from typing import Any, Literal, ParamSpec, TypeVar, cast
 from flowfabric.app import codec
 from flowfabric.app.place import Place
 from flowfabric.app.run import Run
+from flowfabric.app.submission import (
+    SubmitManyError,
+    arguments_of,
+    at_position,
+    check_sizes,
+    created,
+)
 from flowfabric.app.tasks import Task, TaskOptions
 from flowfabric.app.worker import AppWorker
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import validate_namespace
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError
+from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.core.retry import Retry
+from flowfabric.engine.executions import BATCH
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
 
@@ -134,8 +142,8 @@ class Fabric(AsyncClosing):
 
         >>> run = await app.submit(greet, "Ada", priority=5, idempotency_key="greet-ada")
         """
-        client = await self.client()
         kind, home, payload, policy = self.call(task, args, kwargs)
+        client = await self.client()
         outcome = await client.submit(
             kind,
             payload,
@@ -147,7 +155,7 @@ class Fabric(AsyncClosing):
             policy=policy,
             delay_ms=None if delay is None else to_ms(delay, "delay"),
         )
-        return self._run(client, task, outcome)
+        return self._outcome(client, task, outcome)
 
     async def submit_many(
         self,
@@ -160,19 +168,16 @@ class Fabric(AsyncClosing):
     ) -> list[Run[R]]:
         """Submit many executions of one task in few round trips.
 
-        Each call is a sequence of positional arguments or a mapping of named ones.
+        Each call is a list of positional arguments or a mapping of named ones. Nothing is sent
+        when one of them cannot be. `SubmitManyError` tells what was stored when the engine, or the
+        way to it, failed half-way.
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
-        client = await self.client()
-        prepared = [
-            self.call(task, (), dict(call))
-            if isinstance(call, Mapping)
-            else self.call(task, tuple(call), {})
-            for call in calls
-        ]
+        prepared = [self._prepared(task, call, place) for place, call in enumerate(calls)]
         if not prepared:
             return []
+        client = await self.client()
         at = lane or prepared[0][1]
         new = [
             NewExecution(
@@ -190,16 +195,40 @@ class Fabric(AsyncClosing):
                 client.mint(at, len(prepared)), prepared, strict=True
             )
         ]
-        outcomes = await client.submit_many(new)
-        for outcome in outcomes:
-            if isinstance(outcome, EngineError):
-                raise outcome
-        return [self._run(client, task, o) for o in outcomes if not isinstance(o, EngineError)]
+        check_sizes(new, client.backend.limits.max_payload_bytes)
+        try:
+            outcomes = await client.submit_many(new)
+        except EngineError as error:
+            if len(new) <= BATCH and not getattr(error, "ambiguous", False):
+                # It was one call, and the engine did not do it.
+                raise
+            unsure = {n: self._run(client, task, e.execution_id) for n, e in enumerate(new)}
+            raise SubmitManyError({}, {}, unsure) from error
+        return created(outcomes, lambda outcome: self._outcome(client, task, outcome))
 
-    def _run(self, client: Client, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
-        returns = Any if isinstance(task, str) else task.returns
+    def _prepared(
+        self, task: Task[..., Any] | str, call: object, position: int
+    ) -> tuple[str, str, bytes, Any]:
+        args, kwargs = arguments_of(call, position)
+        try:
+            return self.call(task, args, kwargs)
+        except ValidationError as error:
+            raise at_position(error, position) from error
+
+    def _outcome(self, client: Client, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
         duplicate = not isinstance(outcome, Created)
-        return Run(client, outcome.execution_id, returns, duplicate=duplicate)
+        return self._run(client, task, outcome.execution_id, duplicate=duplicate)
+
+    def _run(
+        self,
+        client: Client,
+        task: Task[..., R] | str,
+        execution_id: ExecutionId,
+        *,
+        duplicate: bool = False,
+    ) -> Run[R]:
+        returns = Any if isinstance(task, str) else task.returns
+        return Run(client, execution_id, returns, duplicate=duplicate)
 
     # --- working ----------------------------------------------------------------------------
 

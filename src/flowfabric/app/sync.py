@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
+from flowfabric.app.submission import SubmitManyError
 from flowfabric.app.tasks import Task
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
@@ -129,14 +130,21 @@ class SyncFabric:
         return SyncRun(self._call(submit), self._call)
 
     def submit_many(
-        self, task: Task[..., R] | str, calls: Sequence[Sequence[Any]], **options: Any
+        self,
+        task: Task[..., R] | str,
+        calls: Sequence[Sequence[Any] | Mapping[str, Any]],
+        **options: Any,
     ) -> list[SyncRun[R]]:
         """Submit one task many times in few round trips; takes the options of the async form."""
 
         async def submit() -> list[Run[R]]:
             return await self._fabric().submit_many(task, calls, **options)
 
-        return [SyncRun(run, self._call) for run in self._call(submit)]
+        try:
+            runs = self._call(submit)
+        except SubmitManyError as error:
+            raise error.with_runs(lambda run: SyncRun(run, self._call)) from error.__cause__
+        return [SyncRun(run, self._call) for run in runs]
 
     def close(self) -> None:
         """Close connections and end the private thread. The application itself stays usable."""

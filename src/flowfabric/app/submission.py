@@ -1,0 +1,111 @@
+"""A batch of calls: what it must be before it is sent, and what is told when a part was stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
+from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError, invalid_input
+
+__all__ = ["SubmitManyError", "arguments_of", "at_position", "check_sizes", "created"]
+
+T = TypeVar("T")
+
+_NO_CALLS = (str, bytes, bytearray, memoryview)
+
+
+class SubmitManyError(FlowFabricError):
+    """A batch was stored in part. Each part stands by its position in `calls`.
+
+    Submit again only what `errors` names, and of `unsure` what does not exist: `await run.state()`
+    answers `execution_not_found` for a call that was not stored.
+
+    >>> try:
+    ...     runs = await app.submit_many(greet, calls)
+    ... except SubmitManyError as error:
+    ...     again = [calls[position] for position in error.errors]
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[int, Any],
+        errors: Mapping[int, EngineError],
+        unsure: Mapping[int, Any],
+    ) -> None:
+        super().__init__(runs, errors, unsure)
+        self.runs = dict(runs)
+        """Handles on the calls that were stored."""
+        self.errors = dict(errors)
+        """Why the engine refused the others."""
+        self.unsure = dict(unsure)
+        """Handles on calls that may or may not be stored: the server's answer was lost."""
+
+    def with_runs(self, wrap: Callable[[Any], Any]) -> SubmitManyError:
+        """The same with every handle made into another one."""
+        runs = {position: wrap(run) for position, run in self.runs.items()}
+        unsure = {position: wrap(run) for position, run in self.unsure.items()}
+        return SubmitManyError(runs, self.errors, unsure)
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.runs)} calls were stored"]
+        if self.errors:
+            position, error = next(iter(self.errors.items()))
+            parts.append(f"{len(self.errors)} were refused, the first calls[{position}]: {error}")
+        if self.unsure:
+            why = f" ({self.__cause__})" if self.__cause__ is not None else ""
+            parts.append(f"of {len(self.unsure)} it is not known{why}: look with `run.state()`")
+        return "; ".join(parts)
+
+
+def arguments_of(call: object, position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the named arguments of one call of a batch."""
+    if isinstance(call, (list, tuple)):
+        return tuple(cast("Sequence[Any]", call)), {}
+    if isinstance(call, Mapping):
+        return (), dict(cast("Mapping[str, Any]", call))
+    if isinstance(call, Iterable) and not isinstance(call, _NO_CALLS):
+        return tuple(cast("Iterable[Any]", call)), {}
+    problem = f"must be a list of arguments or a mapping of named ones: write [{call!r:.60}]"
+    raise invalid_input(f"calls[{position}]", problem)
+
+
+def at_position(error: ValidationError, position: int) -> ValidationError:
+    """The same refusal, saying which call of the batch it is about."""
+    return ValidationError(
+        error.code,
+        f"calls[{position}]: {error.details[0]}",
+        *error.details[1:],
+        op=error.op,
+        undecodable=error.undecodable,
+    )
+
+
+def check_sizes(new: Sequence[NewExecution], most: int) -> None:
+    """Refuse the batch when one payload is too large; the rest of it would be stored."""
+    for position, item in enumerate(new):
+        size = len(item.input_payload)
+        if size > most:
+            raise ValidationError(
+                "payload_too_large", f"calls[{position}] has {size} bytes, the limit is {most}"
+            )
+
+
+def created(
+    outcomes: Sequence[CreateOutcome | EngineError], handle: Callable[[CreateOutcome], T]
+) -> list[T]:
+    """A handle for each outcome; `SubmitManyError` when only some are there, the refusal when
+    none is.
+    """
+    runs: dict[int, T] = {}
+    errors: dict[int, EngineError] = {}
+    for position, outcome in enumerate(outcomes):
+        if isinstance(outcome, EngineError):
+            errors[position] = outcome
+        else:
+            runs[position] = handle(outcome)
+    if errors and not runs:
+        raise next(iter(errors.values()))
+    if errors:
+        raise SubmitManyError(runs, errors, {})
+    return list(runs.values())
