@@ -16,7 +16,10 @@ from flowfabric.core.ids import validate_execution_kind, validate_lane
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.retry import Retry
 
-__all__ = ["Task", "TaskOptions"]
+__all__ = ["SUBMIT_OPTIONS", "Task", "TaskOptions"]
+
+SUBMIT_OPTIONS = frozenset({"delay", "idempotency_key", "lane", "priority", "tags"})
+"""What `Fabric.submit` takes by name for itself."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -85,6 +88,14 @@ class Task(Generic[P, R]):
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise ConfigError(
                     "task", f"{self.name}: *args and **kwargs cannot be submitted", name
+                )
+            if name in SUBMIT_OPTIONS and parameter.kind is not parameter.POSITIONAL_ONLY:
+                raise ConfigError(
+                    "task",
+                    f"{self.name}: `submit` has an option of this name and would take the "
+                    "argument for itself: rename the parameter, or put a `/` after it so that "
+                    "it is given by position only",
+                    name,
                 )
             wanted[name] = hints.get(name, Any)
         return wanted
