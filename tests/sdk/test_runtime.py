@@ -296,26 +296,6 @@ async def test_lanes_and_partitions_share_a_busy_worker(
     assert 200 < half.count("a") < 700
 
 
-async def test_scanner_that_breaks_does_not_end_the_worker(
-    engine: Engine, make_worker: MakeWorker
-) -> None:
-    worker = await make_worker(scanners=True)
-    runtime = WorkerRuntime(worker)
-    scanners: Any = runtime._scanners
-
-    async def broken(*_: Any) -> None:
-        raise RuntimeError("a bug in a scanner")
-
-    for runner in scanners._runners.values():
-        runner.scanner.scan = broken
-    runtime.on("job", nothing)
-    running = asyncio.create_task(runtime.run())
-    await submit(engine.backend, 10)
-    await until(lambda: runtime.summary.completed == 10, "the work")
-    runtime.stop()
-    assert (await running).completed == 10
-
-
 # --- ending ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -87,11 +88,20 @@ class Upkeep(Calls):
 
     async def trim_events(self, tag: str, older_than_ms: int) -> int:
         """Drop feed entries from before a time."""
-        key = keys.events(tag)
-        trimmed: Any = await self.transport.call(
-            "XTRIM", key, "MINID", f"{older_than_ms}-0", key=key, replay_safe=True
+        key, edge = keys.events(tag), f"{older_than_ms}-0"
+        newest: Any = await self.transport.call(
+            "XREVRANGE", key, f"({edge}", "-", "COUNT", 1, key=key, replay_safe=True
         )
-        return int(trimmed)
+        if not newest:
+            return 0
+        # Trimming leaves no trace, deleting does: subscribers tell by it what they missed.
+        deleted: Any = await self.transport.call(
+            "XDEL", key, newest[0][0], key=key, replay_safe=True
+        )
+        trimmed: Any = await self.transport.call(
+            "XTRIM", key, "MINID", edge, key=key, replay_safe=True
+        )
+        return int(deleted) + int(trimmed)
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Literal["check", "repair"] = "repair"
@@ -114,6 +124,21 @@ class Upkeep(Calls):
         """The tags of partitions that hold or held work."""
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
         return [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+
+    async def occupied_partitions(self, tags: Sequence[str]) -> list[str]:
+        """Those of the partitions that hold executions, registered or not.
+
+        On a single server one command tells that none does.
+        """
+        names = [keys.index(tag, "all_executions") for tag in tags]
+        if not self.transport.is_cluster and (
+            not names or not await self.transport.call("EXISTS", *names, key="", replay_safe=True)
+        ):
+            return []
+        found: list[Any] = await asyncio.gather(
+            *(self.transport.call("EXISTS", name, key=name, replay_safe=True) for name in names)
+        )
+        return [tag for tag, exists in zip(tags, found, strict=True) if exists]
 
     async def server_time_ms(self) -> int:
         """The engine's clock."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import msgspec
 
+from flowfabric.core.errors import EngineError
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.territory import Territory
@@ -43,14 +44,23 @@ def _never() -> bool:
     return False
 
 
-def _ignore() -> None:
+def _ignore(*_: object) -> None:
     return None
 
 
 class Scope:
     """Where one cycle may look, for how long, and whom it tells that it gets on."""
 
-    __slots__ = ("_ends_at", "_on_progress", "_stopped", "filter", "territory", "thorough", "watch")
+    __slots__ = (
+        "_ends_at",
+        "_on_progress",
+        "_on_trouble",
+        "_stopped",
+        "filter",
+        "territory",
+        "thorough",
+        "watch",
+    )
 
     def __init__(
         self,
@@ -60,6 +70,7 @@ class Scope:
         budget_s: float = 10.0,
         stopped: Callable[[], bool] = _never,
         on_progress: Callable[[], None] = _ignore,
+        on_trouble: Callable[[str, Mapping[str, str]], None] = _ignore,
         watch: DueWatch | None = None,
         thorough: bool = False,
     ) -> None:
@@ -71,6 +82,7 @@ class Scope:
         self._ends_at = asyncio.get_running_loop().time() + budget_s
         self._stopped = stopped
         self._on_progress = on_progress
+        self._on_trouble = on_trouble
 
     def spent(self) -> bool:
         """Whether the cycle must end: its time is over, or the process stops."""
@@ -79,6 +91,10 @@ class Scope:
     def progress(self) -> None:
         """Say that the server answered; a scanner that never does counts as stuck."""
         self._on_progress()
+
+    def trouble(self, what: str, error: EngineError, **fields: str) -> None:
+        """Say that the engine failed the scanner, which goes on with the rest."""
+        self._on_trouble(what, {"error": str(error), **fields})
 
 
 class Scanner(Protocol):

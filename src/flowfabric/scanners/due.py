@@ -97,7 +97,7 @@ class DueScanner(ABC):
                     scope.watch.learn(indexes, group, scan)
             elif isinstance(scan, EngineError):
                 tally.errors += 1
-                self._warn("index not readable", partition=",".join(group), error=str(scan))
+                scope.trouble("index not readable", scan, partition=",".join(group))
             else:
                 raise scan
         return pages
@@ -122,7 +122,7 @@ class DueScanner(ABC):
                 scan = await backend.scan_due([page.index], [tag], self.page, offset)
             except EngineError as error:
                 tally.errors += 1
-                self._warn("index not readable", partition=tag, error=str(error))
+                scope.trouble("index not readable", error, partition=tag)
                 return
             scope.progress()
             ids = scan.pages[0].ids if scan.pages else []
@@ -136,7 +136,7 @@ class DueScanner(ABC):
         if not accepted:
             return 0
         gone = 0
-        for member, answer in await self._answers(backend, tag, lane, accepted, tally):
+        for member, answer in await self._answers(backend, scope, tag, lane, accepted, tally):
             if answer in self.settled:
                 gone += 1
                 tally.processed += 1
@@ -149,7 +149,7 @@ class DueScanner(ABC):
         return gone
 
     async def _answers(
-        self, backend: Backend, tag: str, lane: str, ids: list[str], tally: Tally
+        self, backend: Backend, scope: Scope, tag: str, lane: str, ids: list[str], tally: Tally
     ) -> list[tuple[str, str]]:
         try:
             return list(zip(ids, await self.act(backend, tag, lane, ids), strict=True))
@@ -157,13 +157,13 @@ class DueScanner(ABC):
             if error.retryable:
                 # The server's trouble is not the items': nothing is held against them.
                 tally.errors += 1
-                self._warn("call failed", partition=tag, error=str(error))
+                scope.trouble("call failed", error, partition=tag)
                 return []
             if len(ids) == 1:
                 return [(ids[0], f"error:{error}")]
         answers: list[tuple[str, str]] = []
         for member in ids:
-            answers += await self._answers(backend, tag, lane, [member], tally)
+            answers += await self._answers(backend, scope, tag, lane, [member], tally)
         return answers
 
     def _failed(self, member: str, tag: str, answer: str) -> None:

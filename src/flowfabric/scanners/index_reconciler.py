@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 _PAGE = 100
 _MAX_PER_CYCLE = 10_000
 _QUIET_PER_CYCLE = 50
+_SOUGHT_PER_CYCLE = 512
+_SOUGHT_PER_CYCLE_CLUSTER = 32
 _FIELDS = ("lifecycle_phase", "eligibility_state", "ownership_state")
 
 
@@ -27,6 +29,8 @@ class IndexReconciler:
 
     A partition that nothing happened in since an audit found it clean is audited again slowly:
     reading every finished execution over and over would cost more than an idle worker may.
+
+    It also finds partitions that hold work but are not registered, which no scanner would visit.
     """
 
     name = "index_reconciler"
@@ -43,12 +47,15 @@ class IndexReconciler:
         # the partition the next cycle begins with, and whose turn it is among those at rest
         self._resume = ""
         self._turn = 0
+        # the first partition of the next part that is searched for unregistered work
+        self._sought = 0
 
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """Repair what drifted before and still does, then audit the next part."""
         tally = Tally()
         before, self._suspects = self._suspects, {}
         await self._settle(backend, scope, before, tally)
+        await self._seek(backend, scope, tally)
         changed, quiet = await self._sort(backend, scope, tally)
         budget = _MAX_PER_CYCLE
         self._resume = ""
@@ -65,6 +72,33 @@ class IndexReconciler:
             await self._walk(backend, scope, tag, looks, _QUIET_PER_CYCLE, tally)
         return tally.result()
 
+    async def _seek(self, backend: Backend, scope: Scope, tally: Tally) -> None:
+        """Register what a failover forgot, in the next part of all partitions."""
+        cluster = backend.transport.is_cluster
+        first, count = self._sought, backend.counts.flow
+        end = min(count, first + (_SOUGHT_PER_CYCLE_CLUSTER if cluster else _SOUGHT_PER_CYCLE))
+        known = set(scope.territory.tags)
+        tags = [tag for i in range(first, end) if (tag := f"{{fp:{i}}}") not in known]
+        try:
+            lost = await backend.occupied_partitions(tags)
+            if lost:
+                # One that was registered a moment ago is not lost.
+                registered = set(await backend.used_partitions())
+                lost = [tag for tag in lost if tag not in registered]
+                await backend.register_places((), lost)
+        except EngineError as error:
+            tally.errors += 1
+            scope.trouble("partitions not searched", error)
+            return
+        self._sought = end % count
+        for tag in lost:
+            tally.processed += 1
+            log.warning(
+                "partition %s holds work but was not registered: registered again",
+                tag,
+                extra={"action": "partition_registered", "scanner": self.name, "partition": tag},
+            )
+
     async def _sort(
         self, backend: Backend, scope: Scope, tally: Tally
     ) -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
@@ -78,7 +112,7 @@ class IndexReconciler:
                 looks = await self._looks(backend, tag)
             except EngineError as error:
                 tally.errors += 1
-                self._warn("partition not readable", partition=tag, error=str(error))
+                scope.trouble("partition not readable", error, partition=tag)
                 continue
             rested = not scope.thorough and self._clean.get(tag) == looks
             (quiet if rested else changed).append((tag, looks))
@@ -106,7 +140,7 @@ class IndexReconciler:
                 await self._audit(backend, scope, tag, ids, tally)
             except EngineError as error:
                 tally.errors += 1
-                self._warn("partition not audited", partition=tag, error=str(error))
+                scope.trouble("partition not audited", error, partition=tag)
                 break
             scope.progress()
             done += len(ids)

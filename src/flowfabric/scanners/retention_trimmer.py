@@ -68,4 +68,4 @@ class RetentionTrimmer(DueScanner):
                     return
         except EngineError as error:
             tally.errors += 1
-            self._warn("feed or purge failed", partition=tag, error=str(error))
+            scope.trouble("feed or purge failed", error, partition=tag)

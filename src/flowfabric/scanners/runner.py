@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Mapping
 
 import msgspec
 
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.base import Scanner, ScanResult, Scope
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import Leadership
 from flowfabric.scanners.territory import Territory, TerritoryMap
+from flowfabric.scanners.trouble import Outage
 from flowfabric.scanners.watch import DueWatch
 
 __all__ = ["Runner", "ScannerStatus"]
@@ -53,6 +55,7 @@ class Shared(msgspec.Struct, frozen=True):
     leadership: Leadership
     stop: asyncio.Event
     restart_backoff_s: float
+    outage: Outage
 
 
 class Runner:
@@ -69,7 +72,7 @@ class Runner:
         self._last_start = float("-inf")
         self._last_covered = 0.0
         self._more = False
-        self._failing = False
+        self._troubles = self._failed_cycles = 0
         self._progress_at = 0.0
         self._cycles = self._processed = self._errors = self._restarts = 0
         self._last_duration_s = 0.0
@@ -190,10 +193,15 @@ class Runner:
                 self._more = False
             try:
                 result = await self._scan(partition, thorough=thorough)
-                self._failing = False
+                if not self._troubles:
+                    self._shared.outage.over()
+            except TransportError as error:
+                result = ScanResult(errors=1)
+                self._shared.outage.noticed(error, started)
             except EngineError as error:
                 result = ScanResult(errors=1)
-                self._complain(error)
+                self._trouble("could not scan", {"error": str(error)})
+            self._settle()
             self._last_duration_s = loop.time() - started
             self._cycles += 1
             self._processed += result.processed
@@ -216,25 +224,44 @@ class Runner:
             budget_s=max(1.0, self.interval_s),
             stopped=shared.stop.is_set,
             on_progress=self._progress,
+            on_trouble=self._trouble,
             watch=shared.watch,
             thorough=thorough,
         )
         return await self.scanner.scan(shared.backend, scope)
 
-    def _complain(self, error: EngineError) -> None:
-        """Once per outage: the server says the same at every cycle."""
-        level = logging.DEBUG if self._failing else logging.WARNING
-        self._failing = True
+    def _trouble(self, what: str, fields: Mapping[str, str]) -> None:
+        """The engine failed the scanner. Told once: it says the same at every cycle."""
+        first = not self._troubles and not self._failed_cycles
+        self._troubles += 1
         log.log(
-            level,
-            "scanner %s could not read: %s",
+            logging.WARNING if first else logging.DEBUG,
+            "scanner %s: %s: %s",
             self.name,
-            error,
-            extra={"action": "scanner_failure", "scanner": self.name, "error": str(error)},
+            what,
+            fields.get("error", ""),
+            extra={"action": "scanner_failure", "scanner": self.name, **fields},
         )
 
+    def _settle(self) -> None:
+        troubles, self._troubles = self._troubles, 0
+        if troubles:
+            self._failed_cycles += 1
+        elif self._failed_cycles:
+            failed, self._failed_cycles = self._failed_cycles, 0
+            log.info(
+                "scanner %s works again after %d failed cycles",
+                self.name,
+                failed,
+                extra={
+                    "action": "scanner_recovered",
+                    "scanner": self.name,
+                    "failed_cycles": failed,
+                },
+            )
+
     def _log(self, result: ScanResult) -> None:
-        level = logging.INFO if result.processed or result.errors else logging.DEBUG
+        level = logging.INFO if result.processed else logging.DEBUG
         if log.isEnabledFor(level):
             log.log(
                 level,

@@ -25,6 +25,7 @@ from flowfabric.scanners.runner import Runner, ScannerStatus, Shared
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.suspension_timeout import SuspensionTimeout
 from flowfabric.scanners.territory import TerritoryMap
+from flowfabric.scanners.trouble import Outage
 from flowfabric.scanners.watch import DueWatch
 
 __all__ = ["ScannerSupervisor"]
@@ -80,6 +81,7 @@ class ScannerSupervisor:
             self.leadership,
             self._stop,
             settings.restart_backoff_s,
+            Outage(),
         )
         self._runners = {s.name: Runner(s, settings.interval(s.name), shared) for s in enabled}
         self._backend = backend

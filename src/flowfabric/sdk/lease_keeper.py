@@ -16,7 +16,7 @@ from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.backend import Backend
 
-__all__ = ["HeldLease", "LeaseKeeper", "LeaseWatcher", "opened"]
+__all__ = ["TERMINAL_CODES", "HeldLease", "LeaseKeeper", "LeaseWatcher", "opened"]
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ TERMINAL_CODES = frozenset(
         "execution_not_found",
     }
 )
+"""Answers to a renewal that mean: the lease is over for good."""
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
 _BATCH = 256

@@ -19,9 +19,9 @@ from flowfabric.core.errors import (
     ValidationError,
 )
 from flowfabric.core.state import ExpireReason
-from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report
+from flowfabric.sdk.lease_keeper import TERMINAL_CODES
 from flowfabric.sdk.results import Encoded, Results, RunSummary
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
@@ -84,7 +84,7 @@ class WorkerRuntime:
         )
         self._poll_s = worker.config.claim_poll_interval_ms / 1000
         self._doorbell = Doorbell(worker.backend, worker.lanes, self._poll_s)
-        self._scanners = ScannerSupervisor(worker.backend) if worker.config.scanners else None
+        self._scanners = worker.new_scanners()
         worker.on_release = self._wake.set
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -111,9 +111,10 @@ class WorkerRuntime:
         Only a configuration or login problem ends it otherwise, as its error.
         """
         self._on_shutdown = on_shutdown
-        if self._scanners is not None:
-            self._scanners.start()
-        parts = [asyncio.create_task(part()) for part in (self._listen, self._look, self._serve)]
+        parts = [
+            asyncio.create_task(part())
+            for part in (self._scan, self._listen, self._look, self._serve)
+        ]
         try:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -131,8 +132,14 @@ class WorkerRuntime:
             await asyncio.wait(parts)
             await self._doorbell.aclose()
             if self._scanners is not None:
-                await self._scanners.stop()
+                await asyncio.to_thread(self._scanners.stop)
         return self.summary
+
+    async def _scan(self) -> None:
+        """Starts the scanners; work does not wait for them."""
+        if self._scanners is not None:
+            await asyncio.to_thread(self._scanners.start)
+        await self._stopping.wait()
 
     async def _serve(self) -> None:
         for lane in self.worker.lanes:
@@ -279,15 +286,8 @@ class WorkerRuntime:
     async def _timed_out(self, task: ClaimedTask) -> None:
         if task.finished_by is not None:
             return
-        answer = "not_yet_due"
         try:
-            for _ in range(_EXPIRE_TRIES):
-                (answer,) = await self.worker.backend.expire_execution(
-                    task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
-                )
-                if answer != "not_yet_due" or not task.may_hold_lease:
-                    break
-                await asyncio.sleep(_EXPIRE_PAUSE_S)
+            answer = await self._expire(task)
         except EngineError as error:
             # The attempt timeout scanner ends it.
             self._results.abandon(task, error)
@@ -299,6 +299,24 @@ class WorkerRuntime:
         else:
             self._results.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
         task.finish("attempt_timeout")
+
+    async def _expire(self, task: ClaimedTask) -> str:
+        """Have the engine end the attempt; what it answered, us or a scanner that was faster."""
+        backend, answer = self.worker.backend, "not_yet_due"
+        for _ in range(_EXPIRE_TRIES):
+            (answer,) = await backend.expire_execution(
+                task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
+            )
+            if answer != "not_yet_due" or not task.may_hold_lease:
+                break
+            (ours,) = await backend.renew_many([task.handle])
+            if isinstance(ours, EngineError) and ours.code in TERMINAL_CODES:
+                return "retry_scheduled"
+            await asyncio.sleep(_EXPIRE_PAUSE_S)
+        if answer == "already_terminal":
+            ended = await backend.read_execution_info(task.execution_id)
+            return "expired" if ended.failure_category == "timeout" else answer
+        return answer
 
     async def _unknown(self, task: ClaimedTask) -> None:
         reason = f"no handler is registered for kind {task.execution_kind!r}"
@@ -341,7 +359,7 @@ class WorkerRuntime:
         if isinstance(outcome, RetryScheduled):
             self.summary.retried += 1
             if self._scanners is not None:
-                self._scanners.hints.hint(
+                self._scanners.hint(
                     task.lane_id, task.execution_id.tag, task.execution_id, outcome.delay_until
                 )
         else:

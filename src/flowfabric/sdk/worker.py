@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Self
 
 from flowfabric.core.closing import AsyncClosing
@@ -27,12 +27,14 @@ from flowfabric.core.errors import (
     WorkerAtCapacity,
 )
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.backend import Backend, limits_from_env
 from flowfabric.engine.scheduling import Want
+from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.hints import LaneHints, Lanes
 from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
+from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, warn_dropped
 from flowfabric.valkey.address import Address, parse_url
 
@@ -41,7 +43,8 @@ __all__ = ["Connect", "Worker"]
 log = logging.getLogger(__name__)
 
 Connect = Callable[[], Awaitable[Backend]]
-"""Opens a backend in the running event loop; the worker and its lease keeper each open one."""
+"""Opens a backend in the running event loop: one for the worker, one for its lease keeper, one for
+its scanners."""
 
 
 def _opener(place: Address | str) -> Connect:
@@ -59,10 +62,18 @@ class Worker(AsyncClosing):
     ...             await task.complete(b"done")
     """
 
-    def __init__(self, config: WorkerConfig, backend: Backend, keeper: LeaseKeeper) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        backend: Backend,
+        keeper: LeaseKeeper,
+        new_scanners: Callable[[], ScannerThread | None],
+    ) -> None:
         self.config = config
         self.backend = backend
         self.keeper = keeper
+        self.new_scanners = new_scanners
+        """Makes the scanners of one run, not yet started; None when this process has none."""
         self.free = config.permits
         self.complete_on_exit = config.complete_on_exit
         self.lanes = Lanes(config.lanes, backend.counts, config.worker_instance_id)
@@ -70,7 +81,7 @@ class Worker(AsyncClosing):
         self._held: set[HeldLease] = set()
         self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
         self._loop = asyncio.get_running_loop()
-        self._returns: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._wants = {
             lane: Want.of(
                 lane,
@@ -91,9 +102,17 @@ class Worker(AsyncClosing):
         `place` is a url, an address, or a function that opens a backend.
         """
         connect = place if callable(place) else _opener(place)
+        # Local mistakes first: a typo must not register an instance that never serves.
+        settings = ScannerSettings.from_env() if config.scanners else None
+        limits_from_env()
         backend = await opened(connect)
         keeper = LeaseKeeper(connect, config.lease_ttl_ms)
-        worker = cls(config, backend, keeper)
+        worker = cls(
+            config,
+            backend,
+            keeper,
+            lambda: None if settings is None else ScannerThread(connect, settings, backend),
+        )
         try:
             await worker._register(only_if_absent=True)
         except BaseException:
@@ -132,6 +151,7 @@ class Worker(AsyncClosing):
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
+        await self.backend.register_places(config.lanes, [lane.home for lane in self.lanes])
 
     async def _beat(self) -> None:
         config = self.config
@@ -143,6 +163,7 @@ class Worker(AsyncClosing):
                 )
                 if expiry is None:
                     await self._register(only_if_absent=False)
+                await self.backend.register_again()
             except (EngineError, ConfigError) as error:
                 log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
@@ -186,9 +207,12 @@ class Worker(AsyncClosing):
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self._closed:
-            returning = self._loop.create_task(self.give_back([held.handle]))
-            self._returns.add(returning)
-            returning.add_done_callback(self._returns.discard)
+            self._in_background(self.give_back([held.handle]))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def give_back(self, handles: Iterable[Handle]) -> None:
         """Return leases that no task will use; best effort, they lapse otherwise."""
@@ -223,14 +247,26 @@ class Worker(AsyncClosing):
             # The answer to an earlier request, when there was more room.
             await self.give_back(claim.handle for claim in claimed.claims[reserved:])
         if tasks:
-            # The scanners of this process look here from now on, without waiting for their list.
-            self.backend.known_partitions.add(tag)
+            self._found(tag)
         lane = self.lanes[lane_id]
         if claimed.remaining:
             lane.add(tag)
         else:
             lane.drop(tag)
         return tasks, claimed.remaining
+
+    def _found(self, tag: str) -> None:
+        """There is work: our scanners look here from now on, others once it is registered."""
+        if tag not in self.backend.known_partitions:
+            self.backend.known_partitions.add(tag)
+            self._in_background(self._register_again())
+
+    async def _register_again(self) -> None:
+        try:
+            await self.backend.register_again()
+        except EngineError as error:
+            # The next heartbeat repeats it.
+            log.debug("partition not registered: %s", error)
 
     def _request(self, lane_id: str, tag: str) -> tuple[str, float]:
         """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
@@ -335,6 +371,7 @@ class Worker(AsyncClosing):
             self.unreserve(1)
             raise
         if isinstance(outcome, Claim):
+            self._found(outcome.handle.execution_id.tag)
             return self.adopt(outcome, since)
         self.unreserve(1)
         return outcome
@@ -348,6 +385,7 @@ class Worker(AsyncClosing):
         except BaseException:
             self.unreserve(1)
             raise
+        self._found(claim.handle.execution_id.tag)
         return self.adopt(claim, since)
 
     # --- signals ----------------------------------------------------------------------------
@@ -380,7 +418,7 @@ class Worker(AsyncClosing):
             await asyncio.wait([self._heartbeat])
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
-            *(task.discard() for task in tasks if isinstance(task, ClaimedTask)), *self._returns
+            *(task.discard() for task in tasks if isinstance(task, ClaimedTask)), *self._background
         )
         await asyncio.to_thread(self.keeper.stop)
         try:

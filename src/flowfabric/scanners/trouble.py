@@ -1,0 +1,48 @@
+"""An outage is one event for all scanners of a process, and is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from flowfabric.core.errors import TransportError
+
+__all__ = ["Outage"]
+
+log = logging.getLogger(__name__)
+
+
+class Outage:
+    """Cycles that failed because the server could not be reached.
+
+    The first one is a warning, the first that works again an info; those between are counted.
+    """
+
+    def __init__(self) -> None:
+        self.failed_cycles = 0
+        self._ended_at = float("-inf")
+
+    def noticed(self, error: TransportError, started: float) -> None:
+        """A cycle that began at `started`, on the loop's clock, did not reach the server."""
+        if not self.failed_cycles and started < self._ended_at:
+            # A straggler of the last outage.
+            return
+        self.failed_cycles += 1
+        if self.failed_cycles == 1:
+            log.warning(
+                "scanners cannot reach the server: %s",
+                error,
+                extra={"action": "scanners_cut_off", "error": str(error)},
+            )
+
+    def over(self) -> None:
+        """A cycle worked."""
+        if not self.failed_cycles:
+            return
+        failed, self.failed_cycles = self.failed_cycles, 0
+        self._ended_at = asyncio.get_running_loop().time()
+        log.info(
+            "scanners reach the server again after %d failed cycles",
+            failed,
+            extra={"action": "scanners_reconnected", "failed_cycles": failed},
+        )
