@@ -22,7 +22,7 @@ from flowfabric.core.capabilities import normalise
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import ConfigError, EngineError, ValidationError
+from flowfabric.core.errors import ConfigError, EngineError, TransportError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.core.retry import Retry
 from flowfabric.engine.executions import BATCH
@@ -103,12 +103,15 @@ class Fabric(AsyncClosing):
             return self._client
         try:
             client = await asyncio.shield(opening)
-        except BaseException:
+        except BaseException as error:
             # A connection that could not be made is tried again by the next caller.
-            if opening.done():
+            if opening.done() and self._opening is opening:
                 self._opening = None
+            if opening.cancelled() and not _asked_to_stop():
+                raise TransportError("transport", "the application was closed meanwhile") from error
             raise
-        self._client = client
+        if self._opening is opening:
+            self._client = client
         return client
 
     async def _open(self) -> Client:
@@ -268,7 +271,24 @@ class Fabric(AsyncClosing):
 
     async def aclose(self) -> None:
         """Close connections and let the embedded server go."""
-        client, self._client, self._opening = self._client, None, None
-        if client is not None:
-            await client.aclose()
+        await self.disconnect()
         self.place.close()
+
+    async def disconnect(self) -> None:
+        """Close connections, also one that is being made; the next use makes a new one.
+
+        The embedded server goes on.
+        """
+        opening, self._client, self._opening = self._opening, None, None
+        if opening is None or opening.get_loop() is not asyncio.get_running_loop():
+            return
+        opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None:
+            await opening.result().aclose()
+
+
+def _asked_to_stop() -> bool:
+    """Whether the current task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from typing import TYPE_CHECKING
 
 from flowfabric.app.secret_file import folder_secret
@@ -26,6 +27,8 @@ class Place:
     def __init__(self, url: str | None = None) -> None:
         self._address = parse_url(url, name="url") if url else from_env(os.environ)
         self._server: EmbeddedServer | None = None
+        self._closings = 0
+        self._lock = threading.Lock()
 
     @property
     def embedded(self) -> bool:
@@ -37,11 +40,25 @@ class Place:
         if self._address is not None:
             return self._address
         if self._server is None:
-            # Needs fcntl, which not every platform has; external servers do without.
-            from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
+            await asyncio.to_thread(self._acquire, self._closings)
+        server = self._server
+        if server is None:
+            raise ConfigError("embedded", "the server was released")
+        return parse_url(server.url)
 
-            self._server = await asyncio.to_thread(EmbeddedServer.acquire)
-        return parse_url(self._server.url)
+    def _acquire(self, closings: int) -> None:
+        """Start or join the embedded server. Runs in a thread, which nobody can stop: what it gets
+        too late, or as the second, it lets go.
+        """
+        # Needs fcntl, which not every platform has; external servers do without.
+        from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
+
+        server = EmbeddedServer.acquire()
+        with self._lock:
+            if self._server is None and self._closings == closings:
+                self._server = server
+                return
+        server.release()
 
     async def open(self, *, name: str = "flowfabric") -> Backend:
         """A backend in the running event loop."""
@@ -68,6 +85,8 @@ class Place:
 
     def close(self) -> None:
         """Let the embedded server go; it ends with its last user."""
-        if self._server is not None:
-            self._server.release()
-            self._server = None
+        with self._lock:
+            server, self._server = self._server, None
+            self._closings += 1
+        if server is not None:
+            server.release()

@@ -153,7 +153,7 @@ class SyncFabric:
         async def last() -> None:
             if twin is not None:
                 # Not `twin.aclose()`: the embedded server belongs to the application.
-                await (await twin.client()).aclose()
+                await twin.disconnect()
 
         self._portal.close(last)
 
