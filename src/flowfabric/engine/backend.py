@@ -12,6 +12,8 @@ from flowfabric.engine.audit_trail import AuditTrail
 from flowfabric.engine.boot import MintSecret, configured_counts, prepare, read_counts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.collisions import report_collisions
+from flowfabric.engine.expired_leases import LeaseReads
+from flowfabric.engine.lease_history import Subscriptions
 from flowfabric.engine.listing import Listing
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.secrets import Secrets
@@ -40,6 +42,8 @@ class Backend(
     AuditTrail,
     Reads,
     Listing,
+    LeaseReads,
+    Subscriptions,
     Waitpoints,
     Secrets,
     Streams,

@@ -20,6 +20,7 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
+from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.errors import (
     EngineError,
     FlowFabricError,
@@ -31,8 +32,10 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.feed_reader import Start
 from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client_signals import ClientSignals
+from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.valkey.address import Address, parse_url
 
 __all__ = [
@@ -251,6 +254,24 @@ class Client(ClientSignals, AsyncClosing):
     ) -> ExecutionPage:
         """Executions, page by page."""
         return await self.backend.list_executions(cursor=cursor, limit=limit, where=where)
+
+    async def subscribe_lease_history(
+        self,
+        cursor: Start = "now",
+        where: EventFilter | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
+    ) -> LeaseFeed:
+        """Follow who holds which execution: every claim, renewal, loss and return of a lease.
+
+        `cursor` is `now`, `start` (the oldest that is kept), a time in milliseconds, or the
+        cursor of an earlier subscription.
+
+        >>> async with await client.subscribe_lease_history() as history:  # doctest: +SKIP
+        ...     async for event in history:
+        ...         print(event.kind, event.execution_id, event.worker_instance_id)
+        """
+        return await LeaseFeed(self.backend, where, partitions).begin(cursor)
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""

@@ -17,6 +17,7 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
+from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.contracts.streams import StreamedFrame, StreamFrames, Visibility
 from flowfabric.core.contracts.suspension import (
     OpenWaitpoints,
@@ -24,9 +25,10 @@ from flowfabric.core.contracts.suspension import (
     SignalOutcome,
     SuspendedPage,
 )
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.engine.feed_reader import Start
 from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.portal import Portal, iterate
@@ -330,6 +332,19 @@ class SyncClient:
             return client.tail(execution_id, attempt, follow_attempts, after, visibility)
 
         return iterate(self._call(begin), self._portal.call)
+
+    def subscribe_lease_history(
+        self,
+        cursor: Start = "now",
+        where: EventFilter | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
+    ) -> Iterator[LeaseEvent | CorruptionError]:
+        """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
+        feed = self._call(
+            lambda client: client.subscribe_lease_history(cursor, where, partitions=partitions)
+        )
+        return iterate(feed, self._portal.call)
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""

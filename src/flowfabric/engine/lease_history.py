@@ -1,0 +1,142 @@
+"""Lease history: every change of ownership, from all partitions, and leases that ran out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from flowfabric.core import keys
+from flowfabric.core.closing import AsyncClosing
+from flowfabric.core.contracts.events import Event, decode_entry
+from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent, lease_event
+from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
+from flowfabric.core.feed_cursor import cursor_text
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.feed_reader import Entry, FeedReader, Start
+from flowfabric.engine.upkeep import Upkeep
+
+__all__ = ["LeaseHistory", "Subscriptions"]
+
+_NOTHING = EventFilter()
+
+
+class LeaseHistory(AsyncClosing):
+    """Iterates over lease events as they are committed; keep `cursor` to go on later.
+
+    Events of one execution come in the order of their commits. A stored entry that cannot be read
+    is given as its `CorruptionError`, and the iteration goes on. A lost connection ends it with
+    `stream_disconnected`, whose detail is the cursor to subscribe with again.
+    """
+
+    def __init__(self, calls: Upkeep, reader: FeedReader, where: EventFilter) -> None:
+        self._calls = calls
+        self._reader = reader
+        self._where = where
+        self._ready: deque[tuple[Entry, Event | CorruptionError | None]] = deque()
+        self._ended = False
+
+    @property
+    def cursor(self) -> bytes:
+        """Where to go on: behind everything that was given out."""
+        return self._reader.cursor
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> LeaseEvent | CorruptionError:
+        """The next event; waits for it."""
+        while not self._ended:
+            while self._ready:
+                entry, found = self._ready.popleft()
+                self._reader.advance(entry.partition, entry.position)
+                if isinstance(found, CorruptionError):
+                    return found
+                given = None if found is None else lease_event(found, self.cursor)
+                if given is not None:
+                    return given
+            await self._fill()
+        raise StopAsyncIteration
+
+    async def _fill(self) -> None:
+        try:
+            entries = await self._reader.fetch()
+            decoded = [_decoded(entry) for entry in entries]
+            self._ready.extend(zip(entries, await self._accepted(decoded), strict=True))
+        except TransportError as error:
+            await self.aclose()
+            details = [cursor_text(self.cursor), error.detail]
+            raise engine_error("stream_disconnected", details, "subscribe") from error
+
+    async def _accepted(
+        self, decoded: Sequence[Event | CorruptionError]
+    ) -> list[Event | CorruptionError | None]:
+        """None stands where the filter says no; its entry still moves the position."""
+        where = self._where
+        if where == _NOTHING:
+            return list(decoded)
+        kept = [
+            found if isinstance(found, CorruptionError) or where.accepts(found) else None
+            for found in decoded
+        ]
+        if not where.tags:
+            return kept
+        named = {found.execution_id for found in kept if isinstance(found, Event)}
+        matches = dict(
+            zip(named, await asyncio.gather(*(self._tagged(each) for each in named)), strict=True)
+        )
+        return [
+            None if isinstance(found, Event) and not matches[found.execution_id] else found
+            for found in kept
+        ]
+
+    async def _tagged(self, execution_id: str) -> bool:
+        key = keys.tags(ExecutionId.trusted(execution_id).tag, execution_id)
+        wanted: Mapping[str, str] = self._where.tags
+        stored: Any = await self._calls.transport.call(
+            "HMGET", key, *wanted, key=key, replay_safe=True
+        )
+        return list(stored) == [value.encode() for value in wanted.values()]
+
+    async def aclose(self) -> None:
+        """Stop reading; the iteration ends."""
+        self._ended = True
+        self._reader.close()
+
+
+def _decoded(entry: Entry) -> Event | CorruptionError:
+    try:
+        return decode_entry(entry.partition, entry.entry_id, entry.flat)
+    except CorruptionError as error:
+        return error
+    except UnicodeDecodeError as error:
+        where = f"fp:{entry.partition}/{entry.entry_id.decode()}"
+        return CorruptionError("corruption", f"event {where}: {error.reason}")
+
+
+class Subscriptions(Upkeep):
+    """Following the event feeds."""
+
+    async def subscribe_lease_history(
+        self,
+        cursor: Start = "now",
+        where: EventFilter | None = None,
+        *,
+        partitions: Sequence[int] | None = None,
+    ) -> LeaseHistory:
+        """Every change of ownership from `cursor` on: of all partitions, or of those named.
+
+        `cursor` is `now`, `start` (the oldest that is kept), a time in milliseconds, or the
+        cursor of an earlier subscription to the same partitions. Where events behind it were
+        trimmed, reading raises `cursor_expired` with the cursor of what is left.
+
+        >>> async with await backend.subscribe_lease_history() as history:  # doctest: +SKIP
+        ...     async for event in history:
+        ...         print(event.kind, event.execution_id)
+        """
+        if where is not None and not isinstance(where, EventFilter):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid_input("where", "must be an EventFilter")
+        reader = FeedReader(self, partitions)
+        await reader.begin(cursor)
+        return LeaseHistory(self, reader, where or _NOTHING)

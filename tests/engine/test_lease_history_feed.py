@@ -1,0 +1,510 @@
+"""Following lease history over all partitions, with a cursor that outlives the process (12 §11)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.feed_cursor import FeedCursor, cursor_text
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine import feed_reader
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.valkey.address import parse_url
+from tests.engine.exec_support import refused
+from tests.engine.probes import mark, reclaim
+from tests.support.engine import LANE, TTL, Engine
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+
+LANES = ("alpha", "beta", "gamma")
+RETRY: dict[str, Any] = {
+    "max_reclaim_count": 9,
+    "retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 5}},
+}
+
+
+@asynccontextmanager
+async def following(
+    backend: Backend, cursor: Any = "now", where: EventFilter | None = None, **options: Any
+) -> AsyncGenerator[LeaseHistory]:
+    history = await backend.subscribe_lease_history(cursor, where, **options)
+    try:
+        yield history
+    finally:
+        await history.aclose()
+
+
+async def take(history: LeaseHistory, count: int) -> list[LeaseEvent]:
+    found: list[LeaseEvent] = []
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            event = await anext(history)
+            assert isinstance(event, LeaseEvent), event
+            found.append(event)
+    return found
+
+
+async def nothing_more(history: LeaseHistory, backend: Backend) -> None:
+    """What comes next is what happens next, and not anything from before."""
+    mine = Engine(backend)
+    handle = await mine.running(lane="marker")
+    (event,) = await take(history, 1)
+    assert event.execution_id == handle.execution_id
+
+
+async def lived(engine: Engine, lane: str = LANE, **create: Any) -> ExecutionId:
+    """One short life: acquired, then released by its completion."""
+    handle = await engine.running(lane=lane, **create)
+    await engine.backend.complete(handle)
+    return handle.execution_id
+
+
+async def test_every_kind_of_event_in_the_order_of_commits(engine: Engine) -> None:
+    backend = engine.backend
+    async with following(backend) as history:
+        handle = await engine.running(policy=RETRY)
+        execution_id = handle.execution_id
+        await backend.fail(handle, "boom", "transient")
+        await engine.advance(10)
+        await backend.promote_delayed(execution_id.tag, LANE, [execution_id])
+        retried = (await engine.claim()).handle
+        await engine.advance(TTL + 1)
+        await mark(engine, [execution_id])
+        first = (await reclaim(engine, execution_id)).handle
+        await backend.revoke_lease(execution_id, reason="ops")
+        again = (await reclaim(engine, execution_id)).handle
+        await backend.complete(again, b"r")
+        await backend.replay_execution(execution_id)
+        events = await take(history, 9)
+    assert [(event.kind, event.reason) for event in events] == [
+        ("acquired", None),
+        ("released", "failed_retry_scheduled"),
+        ("acquired", None),
+        ("expired", None),
+        ("reclaimed", None),
+        ("revoked", "ops"),
+        ("reclaimed", None),
+        ("released", "completed"),
+        ("replay_initiated", None),
+    ]
+    assert {event.execution_id for event in events} == {execution_id}
+    assert [event.lease_epoch for event in events[:8]] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert [event.attempt_index for event in events[:8]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert events[2].lease_id == events[3].lease_id == retried.lease_id
+    assert events[4].lease_id == first.lease_id
+    assert (events[3].prev_owner, events[3].new_owner) == ("w-1", None)
+    assert (events[0].prev_owner, events[0].new_owner) == (None, "w-1")
+    assert events[5].revoked_by == "operator"
+    assert (events[7].outcome, events[8].branch) == ("success", "normal")
+    assert len({event.event_id for event in events}) == len(events)
+
+
+async def test_one_subscription_covers_all_partitions(engine: Engine) -> None:
+    async with following(engine.backend) as history:
+        ids = [await lived(engine, lane) for lane in LANES * 3]
+        events = await take(history, 18)
+    assert len({execution_id.tag for execution_id in ids}) == 3
+    for execution_id in ids:
+        mine = [event.kind for event in events if event.execution_id == execution_id]
+        assert mine == ["acquired", "released"]
+    for lane in LANES:
+        told = [event.execution_id for event in events if event.lane_id == lane]
+        assert told[::2] == [each for each in ids if each.tag == told[0].tag]
+
+
+async def test_a_live_event_arrives_while_the_subscriber_waits(engine: Engine) -> None:
+    async with following(engine.backend) as history:
+        waiting = asyncio.create_task(take(history, 1))
+        # It has read once and waits at the server now.
+        while not await blocked(engine.backend):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        began = asyncio.get_running_loop().time()
+        handle = await engine.running(lane="beta")
+        (event,) = await waiting
+        assert asyncio.get_running_loop().time() - began < 0.5
+        assert (event.execution_id, event.kind) == (handle.execution_id, "acquired")
+
+
+async def blocked(backend: Backend) -> bool:
+    info: Any = await backend.transport.call("INFO", "clients")
+    return b"blocked_clients:0" not in info
+
+
+# --- starting and resuming ------------------------------------------------------------------------
+
+
+async def test_now_is_the_moment_of_subscribing(engine: Engine) -> None:
+    await lived(engine)
+    history = await engine.backend.subscribe_lease_history()
+    after = await lived(engine)
+    assert [event.execution_id for event in await take(history, 2)] == [after, after]
+    await history.aclose()
+
+
+async def test_start_is_the_oldest_that_is_kept(engine: Engine) -> None:
+    ids = [await lived(engine, lane) for lane in LANES]
+    async with following(engine.backend, "start") as history:
+        events = await take(history, 6)
+        assert {event.execution_id for event in events} == set(ids)
+        await nothing_more(history, engine.backend)
+
+
+async def test_a_time_starts_with_what_happened_then(engine: Engine) -> None:
+    before = await lived(engine)
+    (last,) = (await engine.events(before))[-1:]
+    moment = int(last.event_id.partition("/")[2].partition("-")[0])
+    async with following(engine.backend, moment) as history:
+        events = await take(history, 1)
+    # The release itself, or more when the acquisition fell into the same millisecond.
+    assert events[0].execution_id == before
+    async with following(engine.backend, moment + 60_000) as history:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await anext(history)
+
+
+async def test_every_cursor_goes_on_exactly_behind_its_event(engine: Engine) -> None:
+    for lane in LANES * 2:
+        await lived(engine, lane)
+    async with following(engine.backend, "start") as history:
+        events = await take(history, 12)
+    for count, event in enumerate(events, 1):
+        async with following(engine.backend, event.cursor) as history:
+            rest = await take(history, 12 - count)
+            seen = {each.event_id for each in events[:count]}
+            assert {each.event_id for each in rest} == {e.event_id for e in events} - seen
+    async with following(engine.backend, events[-1].cursor) as history:
+        await nothing_more(history, engine.backend)
+
+
+async def test_a_cursor_survives_the_process_as_text_too(
+    engine: Engine, valkey: TestServer
+) -> None:
+    await lived(engine, "alpha")
+    async with following(engine.backend, "start") as history:
+        await take(history, 1)
+        kept = cursor_text(history.cursor)
+    later = await lived(engine, "beta")
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    async with other, following(other, kept) as history:
+        events = await take(history, 3)
+    assert [event.kind for event in events if event.lane_id == "alpha"] == ["released"]
+    assert {event.execution_id for event in events if event.lane_id == "beta"} == {later}
+
+
+async def test_idle_feeds_take_no_room_in_a_cursor(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_reader, "_CLOCK_SLACK_MS", 0)
+    monkeypatch.setattr(feed_reader, "_BASE_EVERY_S", 0.0)
+    monkeypatch.setattr(feed_reader, "_BLOCK_S", 0.01)
+    for lane in LANES:
+        await lived(engine, lane)
+    async with following(engine.backend, "start") as history:
+        await take(history, 6)
+        assert len(FeedCursor.decode(history.cursor).positions) == 3
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await anext(history)
+        kept = history.cursor
+    assert FeedCursor.decode(kept).positions == {}
+    async with following(engine.backend, kept) as history:
+        await nothing_more(history, engine.backend)
+
+
+async def test_one_partition_alone(engine: Engine) -> None:
+    here = engine.new_id("alpha").partition
+    mine, _ = await lived(engine, "alpha"), await lived(engine, "beta")
+    async with following(engine.backend, "start", partitions=[here]) as history:
+        events = await take(history, 1)
+        assert events[0].execution_id == mine
+        assert len(history.cursor) == 17
+        kept = history.cursor
+    async with following(engine.backend, kept, partitions=[here]) as history:
+        assert [event.kind for event in await take(history, 1)] == ["released"]
+    await refused(engine.backend.subscribe_lease_history(kept), "invalid_cursor")
+    async with following(engine.backend, partitions=[here]) as history:
+        after = await lived(engine, "alpha")
+        assert [event.execution_id for event in await take(history, 2)] == [after, after]
+
+
+@pytest.mark.parametrize(
+    ("cursor", "code"),
+    [
+        ("!", "invalid_cursor"),
+        ("AAAA", "invalid_cursor"),
+        (b"\x02" + b"\0" * 8, "invalid_cursor"),
+        (b"\x11", "invalid_cursor"),
+        (FeedCursor(5).encode() + b"\0", "invalid_cursor"),
+        (FeedCursor(5, {3: (6, 0)}).encode()[:-1], "invalid_cursor"),
+        (b"\x11" + b"\0" * 8 + b"\0\1" + b"\7" + b"\0" * 18, "invalid_cursor"),
+        (FeedCursor(5, {300: (6, 0)}).encode(), "invalid_cursor"),
+        (0, "invalid_input"),
+        (True, "invalid_input"),
+        (None, "invalid_input"),
+        (1.5, "invalid_input"),
+    ],
+)
+async def test_what_is_no_cursor_is_refused_at_once(engine: Engine, cursor: Any, code: str) -> None:
+    await refused(engine.backend.subscribe_lease_history(cursor), code)
+
+
+@pytest.mark.parametrize("partitions", [[], [256], [-1], ["x"], [True]])
+async def test_partitions_that_do_not_exist(engine: Engine, partitions: Any) -> None:
+    call = engine.backend.subscribe_lease_history(partitions=partitions)
+    await refused(call, "invalid_input")
+
+
+# --- filters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (EventFilter(namespace="mine"), ["acquired", "released"]),
+        (EventFilter(namespace="nobody"), []),
+        (EventFilter(lane="alpha", namespace="mine"), ["acquired", "released"]),
+        (EventFilter(lane="beta", namespace="mine"), []),
+        (EventFilter(kind="special"), ["acquired", "released"]),
+        (EventFilter(types=["acquired"], namespace="mine"), ["acquired"]),
+        (EventFilter(types=["released"], namespace="mine"), ["released"]),
+        (EventFilter(types=["completion"], namespace="mine"), ["released"]),
+        (EventFilter(outcome="success", namespace="mine"), ["released"]),
+        (EventFilter(outcome="failed", namespace="mine"), []),
+        (EventFilter(flow_id="x"), []),
+        (EventFilter(tags={"app.a": "1"}), ["acquired", "released"]),
+        (EventFilter(tags={"app.a": "1", "app.b": "2"}), []),
+        (EventFilter(tags={"app.a": "2"}), []),
+    ],
+)
+async def test_a_filter_lets_nothing_else_through(
+    engine: Engine, where: EventFilter, expected: list[str]
+) -> None:
+    await lived(engine, "alpha")
+    mine = await lived(
+        engine, "alpha", namespace="mine", execution_kind="special", tags={"app.a": "1"}
+    )
+    await lived(engine, "beta", namespace="theirs", tags={"app.b": "2"})
+    async with following(engine.backend, "start", where) as history:
+        events = await take(history, len(expected))
+        assert [event.kind for event in events] == expected
+        assert {event.execution_id for event in events} <= {mine}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await anext(history)
+        # What was passed over is behind the cursor.
+        kept = history.cursor
+    async with following(engine.backend, kept) as history:
+        await nothing_more(history, engine.backend)
+
+
+async def test_a_filter_on_one_execution(engine: Engine) -> None:
+    ids = [await lived(engine) for _ in range(3)]
+    where = EventFilter(execution_id=ids[1])
+    async with following(engine.backend, "start", where) as history:
+        assert {event.execution_id for event in await take(history, 2)} == {ids[1]}
+
+
+async def test_a_trimmed_executions_tags_match_nothing(engine: Engine) -> None:
+    execution_id = await lived(engine, tags={"app.a": "1"})
+    await engine.backend.transport.call("DEL", keys.tags(execution_id.tag, execution_id))
+    async with following(engine.backend, "start", EventFilter(tags={"app.a": "1"})) as history:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await anext(history)
+
+
+async def test_a_filter_is_a_filter(engine: Engine) -> None:
+    wrong: Any = {"lane": "x"}
+    await refused(engine.backend.subscribe_lease_history(where=wrong), "invalid_input")
+
+
+# --- trimmed feeds --------------------------------------------------------------------------------
+
+
+async def after_two(engine: Engine) -> tuple[bytes, ExecutionId]:
+    """A cursor behind the first two events of a feed that has more."""
+    execution_id = await lived(engine)
+    async with following(engine.backend, "start") as history:
+        events = await take(history, 2)
+    for _ in range(3):
+        await lived(engine)
+    return events[-1].cursor, execution_id
+
+
+async def expired(history: LeaseHistory) -> EngineError:
+    async with asyncio.timeout(10):
+        return await refused(anext(history), "cursor_expired")
+
+
+async def test_events_that_were_trimmed_unread_are_never_passed_over_in_silence(
+    engine: Engine,
+) -> None:
+    cursor, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
+    async with following(engine.backend, cursor) as history:
+        error = await expired(history)
+    # The detail is where to go on.
+    async with following(engine.backend, error.details[0]) as history:
+        assert len(await take(history, 3)) == 3
+        await nothing_more(history, engine.backend)
+
+
+async def test_a_feed_trimmed_to_nothing(engine: Engine) -> None:
+    cursor, execution_id = await after_two(engine)
+    await engine.backend.trim_events(execution_id.tag, 2**45)
+    async with following(engine.backend, cursor) as history:
+        error = await expired(history)
+    async with following(engine.backend, error.details[0]) as history:
+        await nothing_more(history, engine.backend)
+
+
+async def test_trimming_what_was_read_is_no_gap(engine: Engine) -> None:
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = (await take(history, 2))[-1].cursor
+    await engine.backend.trim_events(engine.new_id().tag, 2**45)
+    later = await lived(engine)
+    async with following(engine.backend, kept) as history:
+        assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def server_ms(backend: Backend) -> int:
+    reply: Any = await backend.transport.call("TIME")
+    seconds, micros = map(int, reply)
+    return seconds * 1000 + micros // 1000
+
+
+@pytest.mark.parametrize("missed", [False, True])
+async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
+    engine: Engine, missed: bool
+) -> None:
+    backend = engine.backend
+    (last,) = (await engine.events(await lived(engine)))[-1:]
+    newest = int(last.event_id.partition("/")[2].partition("-")[0])
+    while await server_ms(backend) <= newest + 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await backend.trim_events(engine.new_id().tag, newest + 1)
+    later = await lived(engine)
+    # The feed is not named in the cursor: it stands at the cursor's time.
+    cursor = FeedCursor(newest - 1 if missed else newest + 1).encode()
+    async with following(backend, cursor) as history:
+        if missed:
+            await expired(history)
+        else:
+            assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def test_a_slow_reader_that_was_overtaken_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_reader, "_PAGE", 2)
+    async with following(engine.backend) as history:
+        for _ in range(4):
+            await lived(engine)
+        await take(history, 1)
+        feed = keys.events(engine.new_id().tag)
+        await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 2, key=feed)
+        await take(history, 1)
+        await expired(history)
+
+
+async def test_start_skips_what_is_gone(engine: Engine) -> None:
+    _, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
+    async with following(engine.backend, "start") as history:
+        assert len(await take(history, 3)) == 3
+
+
+async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = FeedCursor.decode((await take(history, 2))[-1].cursor)
+    ahead = {partition: (ms + 3_600_000, 0) for partition, (ms, _) in kept.positions.items()}
+    async with following(engine.backend, FeedCursor(kept.base, ahead).encode()) as history:
+        waiting = asyncio.create_task(take(history, 1))
+        while not await blocked(engine.backend):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        later = await lived(engine)
+        (event,) = await waiting
+    assert event.execution_id == later
+    assert [vars(r)["action"] for r in caplog.records] == ["feed_behind_cursor"]
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_entry_is_one_item_and_the_rest_follows(engine: Engine) -> None:
+    tag = engine.new_id().tag
+    feed = keys.events(tag)
+    call = engine.backend.transport.call
+    await call("XADD", feed, "*", "t", "acquired", "L", "no-number", key=feed)
+    await call("XADD", feed, "*", "t", b"\xff\xfe", key=feed)
+    after = await lived(engine)
+    async with following(engine.backend, "start") as history, asyncio.timeout(10):
+        bad = [await anext(history), await anext(history)]
+        assert [type(each) for each in bad] == [CorruptionError, CorruptionError]
+        assert f"fp:{after.partition}/" in str(bad[0])
+        events = await take(history, 2)
+    assert [event.execution_id for event in events] == [after, after]
+
+
+async def test_a_lost_connection_ends_it_with_the_cursor(
+    engine: Engine, valkey: TestServer
+) -> None:
+    await lived(engine)
+    with FaultProxy(valkey.socket_path) as proxy:
+        other = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=1.0)
+        async with other, following(other, "start") as history:
+            await take(history, 1)
+            await take(history, 1)
+            waiting = asyncio.create_task(take(history, 1))
+            while not await blocked(engine.backend):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            proxy.cut()
+            with pytest.raises(EngineError) as caught:
+                await waiting
+            assert caught.value.code == "stream_disconnected"
+            assert caught.value.retryable
+            with pytest.raises(StopAsyncIteration):
+                await anext(history)
+    later = await lived(engine)
+    async with following(engine.backend, caught.value.details[0]) as history:
+        assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def test_giving_up_on_one_event_loses_none(engine: Engine) -> None:
+    async with following(engine.backend) as history:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(history)
+        execution_id = await lived(engine)
+        assert [event.execution_id for event in await take(history, 2)] == [execution_id] * 2
+
+
+async def test_after_closing_there_is_nothing(engine: Engine) -> None:
+    async with following(engine.backend, "start") as history:
+        await lived(engine)
+        await history.aclose()
+        assert [event async for event in history] == []
+
+
+async def test_reading_writes_nothing(engine: Engine) -> None:
+    await lived(engine)
+    before = await engine.dump()
+    async with following(engine.backend, "start") as history:
+        await take(history, 2)
+    assert await engine.dump() == before
