@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.app.run import UnexpectedResult
 from flowfabric.app.submission import SubmitManyError, created
 from flowfabric.core.contracts.executions import Created
 from flowfabric.core.errors import EngineError, StateError, ValidationError
@@ -110,3 +111,75 @@ def test_the_blocking_face_gives_its_own_handles() -> None:
     wrapped = error.with_runs(str)
     assert (wrapped.runs, wrapped.unsure) == ({0: "1"}, {2: "3"})
     assert wrapped.errors == error.errors
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("lane", 5),
+    ("lane", ""),
+    ("priority", "high"),
+    ("priority", True),
+    ("priority", 1.5),
+    ("tags", 5),
+    ("tags", "a.b"),
+    ("tags", ["a.b"]),
+    ("tags", {"a.b": 1}),
+]
+WRONG_FOR_ONE: list[tuple[str, Any]] = [
+    ("idempotency_key", 0),
+    ("idempotency_key", 17),
+    ("idempotency_key", None),
+    ("delay", "soon"),
+    ("delay", [1]),
+    ("delay", -1),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG + WRONG_FOR_ONE)
+async def test_options_of_a_wrong_type_are_refused_by_name(option: str, value: Any) -> None:
+    """Before a connection is made: there is no server."""
+    async with ff.Fabric("valkey://127.0.0.1:1") as nowhere:
+        with pytest.raises(ValidationError, match=f"invalid_input: {option}: "):
+            await nowhere.submit("greet", **{option: value})
+        if (option, value) in WRONG:
+            with pytest.raises(ValidationError, match=f"invalid_input: {option}: "):
+                await nowhere.submit_many("greet", [[]], **{option: value})
+
+
+async def test_what_is_no_task_and_what_is_no_batch_is_said() -> None:
+    async with ff.Fabric("valkey://127.0.0.1:1") as nowhere:
+        wrong: Any = len
+        with pytest.raises(ValidationError, match="task: must be a task or its name"):
+            await nowhere.submit(wrong, "Ada")
+        with pytest.raises(ValidationError, match="calls: must be a list of calls, got int"):
+            await nowhere.submit_many("greet", 5)  # pyright: ignore[reportArgumentType]
+
+
+async def test_a_reason_to_cancel_is_text(app: ff.Fabric) -> None:
+    run: ff.Run[Any] = await app.submit("greet", "Ada")
+    wrong: Any = 5
+    with pytest.raises(ValidationError, match="reason: must be text, got int"):
+        await run.cancel(wrong)
+    await run.cancel("a typo")
+    assert await run.state() is PublicState.CANCELLED
+
+
+async def test_a_result_that_does_not_fit_the_annotation(app: ff.Fabric) -> None:
+    """As when another version of the program wrote it."""
+
+    @app.task()
+    async def measure() -> dict[str, int]:
+        wrong: Any = {"level": "high", "note": "x" * 300}
+        return wrong
+
+    async with app.worker():
+        run = await app.submit(measure)
+        with pytest.raises(ff.FlowFabricError) as caught:
+            await run.result(timeout=20)
+    error = caught.value
+    assert isinstance(error, UnexpectedResult)
+    assert (error.kind, error.execution_id, error.expected) == ("measure", run.id, dict[str, int])
+    assert error.stored.startswith(b'{"level":"high"')
+    words = str(error)
+    assert words.startswith(f'measure {run.id}: the stored result {{"level":"high"')
+    assert "does not fit dict[str, int]: Expected `int`, got `str`" in words
+    assert len(words) < 600

@@ -43,3 +43,16 @@ def test_a_parameter_that_submit_would_take_for_itself_is_refused(
         assert (caught.value.field, app.tasks) == (option, {})
     # By position only, there is no doubt whose it is.
     app.task()(function_with(f"{option}, /, order"))
+
+
+def test_a_number_of_retries_is_a_retry_policy(app: ff.Fabric) -> None:
+    short = app.task("short", retry=3)(function_with(""))
+    long = app.task("long", retry=ff.Retry(3))(function_with(""))
+    assert short.policy is not None
+    assert short.policy == long.policy
+
+
+@pytest.mark.parametrize("retry", [True, "3", 1.5])
+def test_other_retries_are_refused(app: ff.Fabric, retry: Any) -> None:
+    with pytest.raises(ff.ConfigError, match=r"task\.retry: must be a Retry or a number"):
+        app.task(retry=retry)(function_with(""))

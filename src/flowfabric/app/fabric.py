@@ -13,6 +13,7 @@ from flowfabric.app.submission import (
     SubmitManyError,
     arguments_of,
     at_position,
+    check_options,
     check_sizes,
     created,
 )
@@ -22,7 +23,13 @@ from flowfabric.core.capabilities import normalise
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import ConfigError, EngineError, TransportError, ValidationError
+from flowfabric.core.errors import (
+    ConfigError,
+    EngineError,
+    TransportError,
+    ValidationError,
+    invalid_input,
+)
 from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.core.retry import Retry
 from flowfabric.engine.executions import BATCH
@@ -63,14 +70,15 @@ class Fabric(AsyncClosing):
         lane: str = "default",
         timeout: Duration | None = None,
         deadline: Duration | None = None,
-        retry: Retry | None = None,
+        retry: Retry | int | None = None,
         capabilities: Iterable[str] = (),
         retention: Duration | None = None,
     ) -> Callable[[Callable[P, Awaitable[R]] | Callable[P, R]], Task[P, R]]:
         """Register a function, `async def` or `def`, as a task.
 
         `timeout` limits one attempt, `deadline` the whole execution, `retention` is how long it
-        is kept after its end. A first parameter annotated `Context` is filled by the worker.
+        is kept after its end; `retry=3` is short for `Retry(3)`. A first parameter annotated
+        `Context` is filled by the worker.
         """
         options = TaskOptions(
             lane=lane,
@@ -124,10 +132,13 @@ class Fabric(AsyncClosing):
         kwargs: dict[str, Any],
     ) -> tuple[str, str, bytes, Any]:
         """Kind, default lane, payload and policy of a call, checked against the signature."""
+        if isinstance(task, Task):
+            task.check_call(args, kwargs)
+            return task.name, task.lane, codec.encode_call(args, kwargs), task.policy
         if isinstance(task, str):
             return task, "default", codec.encode_call(args, kwargs), None
-        task.check_call(args, kwargs)
-        return task.name, task.lane, codec.encode_call(args, kwargs), task.policy
+        problem = f"must be a task or its name, got {task!r}: decorate it with @app.task()"
+        raise invalid_input("task", problem)
 
     async def submit(
         self,
@@ -145,6 +156,9 @@ class Fabric(AsyncClosing):
 
         >>> run = await app.submit(greet, "Ada", priority=5, idempotency_key="greet-ada")
         """
+        if not (lane is None and priority is None and tags is None and idempotency_key == ""):
+            check_options(lane, priority, idempotency_key, tags)
+        delay_ms = None if delay is None else to_ms(delay, "delay")
         kind, home, payload, policy = self.call(task, args, kwargs)
         client = await self.client()
         outcome = await client.submit(
@@ -156,7 +170,7 @@ class Fabric(AsyncClosing):
             idempotency_key=idempotency_key,
             tags=tags,
             policy=policy,
-            delay_ms=None if delay is None else to_ms(delay, "delay"),
+            delay_ms=delay_ms,
         )
         return self._outcome(client, task, outcome)
 
@@ -177,6 +191,9 @@ class Fabric(AsyncClosing):
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
+        check_options(lane, priority, "", tags)
+        if not isinstance(calls, Iterable):
+            raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
         prepared = [self._prepared(task, call, place) for place, call in enumerate(calls)]
         if not prepared:
             return []
@@ -230,8 +247,8 @@ class Fabric(AsyncClosing):
         *,
         duplicate: bool = False,
     ) -> Run[R]:
-        returns = Any if isinstance(task, str) else task.returns
-        return Run(client, execution_id, returns, duplicate=duplicate)
+        kind, returns = (task, Any) if isinstance(task, str) else (task.name, task.returns)
+        return Run(client, execution_id, returns, kind=kind, duplicate=duplicate)
 
     # --- working ----------------------------------------------------------------------------
 

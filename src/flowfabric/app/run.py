@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+import msgspec
 
 from flowfabric.app import codec
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome
+from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.tail import Tail
 
-__all__ = ["Run"]
+__all__ = ["Run", "UnexpectedResult"]
 
 R = TypeVar("R")
+
+_SHOWN_BYTES = 200
+
+
+class UnexpectedResult(FlowFabricError):
+    """The stored result is not what the task's annotation says: another version wrote it."""
+
+    def __init__(
+        self, kind: str, execution_id: ExecutionId, stored: bytes, expected: Any, problem: str
+    ) -> None:
+        super().__init__(kind, execution_id, stored, expected, problem)
+        self.kind = kind
+        """The task."""
+        self.execution_id = execution_id
+        self.stored = stored
+        """The result as it is stored."""
+        self.expected = expected
+        """The return annotation of the task here."""
+        self.problem = problem
+
+    def __str__(self) -> str:
+        shown = self.stored[:_SHOWN_BYTES].decode(errors="replace")
+        more = "…" if len(self.stored) > _SHOWN_BYTES else ""
+        plain = isinstance(self.expected, type) and not get_args(self.expected)
+        expected = self.expected.__name__ if plain else self.expected
+        return (
+            f"{self.kind} {self.execution_id}: the stored result {shown}{more} does not fit "
+            f"{expected}: {self.problem} — correct the task's return annotation, or read "
+            "`stored`"
+        )
 
 
 class Run(Generic[R]):
     """A handle on one execution: its state, its result, its output, and ways to act on it."""
 
-    __slots__ = ("_client", "_returns", "duplicate", "id")
+    __slots__ = ("_client", "_kind", "_returns", "duplicate", "id")
 
     def __init__(
-        self, client: Client, execution_id: ExecutionId, returns: Any = Any, *, duplicate: bool
+        self,
+        client: Client,
+        execution_id: ExecutionId,
+        returns: Any = Any,
+        *,
+        kind: str,
+        duplicate: bool,
     ) -> None:
         self._client = client
+        self._kind = kind
         self._returns = returns
         self.id = execution_id
         self.duplicate = duplicate
@@ -45,12 +85,23 @@ class Run(Generic[R]):
         return await self._client.wait(self.id, timeout)
 
     async def result(self, timeout: float | None = None) -> R:
-        """Wait for the result. `ExecutionFailed` and its siblings tell why there is none."""
+        """Wait for the result. `ExecutionFailed` and its siblings tell why there is none.
+
+        A result that the task's return annotation does not fit is an `UnexpectedResult`.
+        """
         outcome = await self._client.success(self.id, timeout)
-        return codec.decode(outcome.result, outcome.result_encoding, self._returns)
+        try:
+            return codec.decode(outcome.result, outcome.result_encoding, self._returns)
+        except (msgspec.MsgspecError, TypeError, ValueError) as error:
+            stored = outcome.result or b""
+            raise UnexpectedResult(
+                self._kind, self.id, stored, self._returns, str(error)
+            ) from error
 
     async def cancel(self, reason: str = "") -> None:
         """End it deliberately; a running handler learns of it with its next renewal."""
+        if not isinstance(reason, str):
+            raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
         await self._client.cancel(self.id, reason)
 
     async def signal(

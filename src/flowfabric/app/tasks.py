@@ -31,7 +31,7 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
     lane: str = "default"
     timeout: Duration | None = None
     deadline: Duration | None = None
-    retry: Retry | None = None
+    retry: Retry | int | None = None
     capabilities: Iterable[str] = ()
     retention: Duration | None = None
 
@@ -39,7 +39,7 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
         """The execution policy these options amount to; None when all are defaults."""
         policy: dict[str, Any] = {}
         if self.retry is not None:
-            policy["retry_policy"] = msgspec.to_builtins(self.retry.policy())
+            policy["retry_policy"] = msgspec.to_builtins(_retry(self.retry).policy())
         timeouts = {
             "attempt_timeout_ms": self.timeout,
             "execution_deadline_ms": self.deadline,
@@ -125,6 +125,15 @@ class Task(Generic[P, R]):
             for name, value in kwargs.items()
         }
         return positional, named
+
+
+def _retry(given: object) -> Retry:
+    if isinstance(given, Retry):
+        return given
+    if isinstance(given, int) and not isinstance(given, bool):
+        return Retry(given)
+    problem = f"must be a Retry or a number of retries, got {type(given).__name__}"
+    raise ConfigError("task", problem, "retry")
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
