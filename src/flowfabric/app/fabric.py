@@ -133,7 +133,7 @@ class Fabric(AsyncClosing):
     ) -> tuple[str, str, bytes, Any]:
         """Kind, default lane, payload and policy of a call, checked against the signature."""
         if isinstance(task, Task):
-            task.check_call(args, kwargs)
+            args, kwargs = task.bind(args, kwargs)
             return task.name, task.lane, codec.encode_call(args, kwargs), task.policy
         if isinstance(task, str):
             return task, "default", codec.encode_call(args, kwargs), None

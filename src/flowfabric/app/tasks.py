@@ -74,6 +74,7 @@ class Task(Generic[P, R]):
         hints = _hints(function)
         self.returns: Any = hints.get("return", Any)
         self._converters = self._parameter_types(hints)
+        self._shape()
         self.__name__ = self.name
         self.__doc__ = function.__doc__
 
@@ -100,16 +101,57 @@ class Task(Generic[P, R]):
             wanted[name] = hints.get(name, Any)
         return wanted
 
+    def _shape(self) -> None:
+        """What `bind` needs to know of the signature: `Signature.bind` takes 2 µs a call."""
+        parameters = [self._signature.parameters[name] for name in self._converters]
+        positional = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
+        needed = [each for each in parameters if each.default is each.empty]
+        only = [each for each in parameters if each.kind is each.POSITIONAL_ONLY]
+        self._most = len(positional)
+        # One that is needed by name is not given by any number of others.
+        by_position = all(each in positional for each in needed)
+        self._fewest = len(needed) if by_position else len(parameters)
+        self._by_position_only = bool(only)
+        self._named = frozenset(each.name for each in parameters if each not in only)
+        self._needed = frozenset(each.name for each in needed)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | Awaitable[R]:
         return self.function(*args, **kwargs)
 
-    def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse arguments the function could not be called with, before anything is sent."""
+    def bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as they are sent, all by position or all by name.
+
+        Refuses what the function could not be called with, before anything is sent.
+        """
+        if kwargs:
+            if not args and self._needed <= kwargs.keys() <= self._named:
+                return args, kwargs
+        elif self._fewest <= len(args) <= self._most:
+            return args, kwargs
+        return self._bind(args, kwargs)
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The rare cases: a mixture of both, and calls that do not fit."""
         placeholders = (None, *args) if self.takes_context else args
         try:
-            self._signature.bind(*placeholders, **kwargs)
+            bound = self._signature.bind(*placeholders, **kwargs)
         except TypeError as error:
             raise invalid_input("arguments", f"{self.name}: {error}") from error
+        if not self._by_position_only:
+            given = list(bound.arguments.items())
+            return (), dict(given[self.takes_context :])
+        # Some have no name that a call could use, so all go by position.
+        known = self._signature.parameters
+        by_name = [name for name in kwargs if known[name].kind is inspect.Parameter.KEYWORD_ONLY]
+        if by_name:
+            problem = f"{self.name}: {by_name[0]} goes by name only, and others by position only"
+            raise invalid_input("arguments", problem)
+        bound.apply_defaults()
+        return bound.args[self.takes_context :], {}
 
     def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
