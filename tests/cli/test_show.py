@@ -63,6 +63,11 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
     assert detail["execution"]["public_state"] == "completed"
     assert detail["tags"] == {"app.team": "images"}
     assert detail["policy"]["retry_policy"]["max_retries"] == 2
+    assert detail["policy"]["max_replay_count"] == 10
+    assert "delay_until" not in detail["policy"]
+    assert "Policy (defaults left out: --full shows all)" in out
+    assert "max_replay_count" not in out
+    assert '"max_replay_count": 10' in await shown(cli, handle.execution_id, "--full")
     assert [a["attempt_state"] for a in detail["attempts"]] == ["ended_success"]
     assert detail["result"] == {
         "size": 15,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from flowfabric.core.contracts.executions import (
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase
 from flowfabric.engine.backend import Backend
 
@@ -51,7 +51,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     execution: ExecutionInfo
     lease: LeaseSummary | None
     tags: Mapping[str, str]
-    policy: Mapping[str, Any]
+    policy: ExecutionPolicy
     attempts: list[AttemptRecord]
     history: list[Event]
     payload: Blob | None

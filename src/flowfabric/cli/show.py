@@ -23,7 +23,7 @@ def show(
     ],
     *,
     full: Annotated[
-        bool, typer.Option("--full", help="Print payload and result in full length.")
+        bool, typer.Option("--full", help="Print payload, result and policy in full.")
     ] = False,
     namespace: NamespaceOption = None,
     url: UrlOption = None,

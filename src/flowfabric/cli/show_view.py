@@ -18,6 +18,7 @@ from flowfabric.cli.words import age, clean, clock, duration
 from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.ids import enc_hook
+from flowfabric.core.policy import NO_POLICY
 
 __all__ = ["show"]
 
@@ -44,7 +45,7 @@ def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
     why = sentence(detail)
     if as_json:
         plain: dict[str, Any] = msgspec.to_builtins(detail, enc_hook=enc_hook)
-        print_json(plain | {"summary": why or None})
+        print_json(plain | {"policy": detail.policy.normalised(), "summary": why or None})
         return
     screen = Screen()
     _head(screen, detail, why)
@@ -52,7 +53,7 @@ def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
     _attempts(screen, detail)
     _history(screen, detail)
     _failure(screen, detail.execution)
-    _extras(screen, detail)
+    _extras(screen, detail, full=full)
     _blob(screen, "Payload", detail.payload)
     _blob(screen, "Result", detail.result)
 
@@ -228,13 +229,14 @@ def _failure(screen: Screen, info: ExecutionInfo) -> None:
         screen.block(clean(info.failure_reason))
 
 
-def _extras(screen: Screen, detail: Detail) -> None:
+def _extras(screen: Screen, detail: Detail, *, full: bool) -> None:
     if detail.tags:
         screen.section("Tags")
         screen.facts([(clean(key), clean(value)) for key, value in sorted(detail.tags.items())])
-    if detail.policy:
-        screen.section("Policy")
-        screen.block(msgspec.json.format(msgspec.json.encode(detail.policy)).decode())
+    if full or detail.policy != NO_POLICY:
+        shown = detail.policy.normalised() if full else detail.policy.to_dict()
+        screen.section("Policy" if full else "Policy (defaults left out: --full shows all)")
+        screen.block(msgspec.json.format(msgspec.json.encode(shown)).decode())
 
 
 def _blob(screen: Screen, title: str, blob: Blob | None) -> None:

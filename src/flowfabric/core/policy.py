@@ -153,9 +153,22 @@ class ExecutionPolicy(msgspec.Struct, frozen=True):
         fields["max_reclaim_count"] = self.max_reclaim_count
         return fields
 
+    def normalised(self) -> dict[str, object]:
+        """Every field with its value, the defaults too; what is not set is left out."""
+        return cast("dict[str, object]", _without_unset(msgspec.to_builtins(self)))
+
     def to_json(self) -> bytes:
         """The stored form as JSON bytes."""
         return msgspec.json.encode(self.to_dict())
+
+
+def _without_unset(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return [_without_unset(each) for each in cast("tuple[object, ...]", value)]
+    if not isinstance(value, dict):
+        return value
+    members = cast("dict[str, object]", value)
+    return {name: _without_unset(each) for name, each in members.items() if each is not None}
 
 
 def _without_defaults(struct: msgspec.Struct) -> dict[str, object]:
@@ -437,6 +450,10 @@ _POLICY: _Fields = {
     ),
     "max_signals_per_execution": _u32,
 }
+
+
+NO_POLICY = ExecutionPolicy(max_reclaim_count=MAX_RECLAIMS_WITHOUT_POLICY)
+"""What holds for an execution that was submitted without a policy."""
 
 
 def parse_policy(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -18,8 +18,14 @@ from flowfabric.core.contracts.executions import (
     ExecutionSnapshot,
     WhyWaiting,
 )
-from flowfabric.core.errors import CorruptionError, NotFoundError, invalid_input
+from flowfabric.core.errors import (
+    CorruptionError,
+    NotFoundError,
+    ValidationError,
+    invalid_input,
+)
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
@@ -103,12 +109,21 @@ class Reads(Gaps):
         raw: Any = payload or b""
         return ExecutionContext(raw, record.kind, tags, record.get("payload_encoding", ""))
 
-    async def read_execution_policy(self, execution_id: ExecutionId) -> dict[str, Any]:
-        """The policy stored at creation, without its defaults; empty when there is none."""
+    async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
+        """The policy that holds for an execution, its defaults filled in."""
         execution_id = self.checked(execution_id)
+        core = keys.core(execution_id.tag, execution_id)
         key = keys.policy(execution_id.tag, execution_id)
-        stored: Any = await self.transport.call("GET", key, key=key)
-        return msgspec.json.decode(stored) if stored else {}
+        known, stored = await asyncio.gather(
+            self.transport.call("EXISTS", core, key=core), self.transport.call("GET", key, key=key)
+        )
+        if not known:
+            raise NotFoundError("execution_not_found", op="read_execution_policy")
+        try:
+            return parse_policy(cast("bytes | None", stored)) or NO_POLICY
+        except ValidationError as error:
+            problem = f"{execution_id}: policy: {error.detail}"
+            raise CorruptionError("corruption", problem) from error
 
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
         """Executions of any partition whose UUID begins so: how people abbreviate an id."""
