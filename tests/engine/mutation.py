@@ -16,7 +16,7 @@ from tests.engine.mutants import Scenario
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 
-__all__ = ["failure_of", "private_engine", "private_server"]
+__all__ = ["crashed", "failure_of", "private_engine", "private_server"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,11 @@ def mutated(path: str, guard: str, replacement: str) -> str:
     whole = library._assemble(library._Settings(cluster=False, events_maxlen=10_000, testing=True))
     assert whole.count(original) == 1
     return whole.replace(original, original.replace(guard, replacement))
+
+
+def crashed(failure: str) -> bool:
+    """Whether a function stopped with an error of its own instead of answering."""
+    return "user_function" in failure or ": stored keys: " in failure
 
 
 async def failure_of(

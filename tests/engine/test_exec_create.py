@@ -225,7 +225,7 @@ async def test_payload_limit_is_inclusive(engine: Engine) -> None:
         ({"tags": {"k": "v" * 4097}}, "tags"),
         ({"tags": {f"k{i}": "v" for i in range(129)}}, "tags"),
         ({"delay_until": "soon"}, "delay_until"),
-        ({"delay_until": 2**53}, "delay_until"),
+        ({"delay_until": 2**63}, "delay_until"),
         ({"execution_deadline_at": 1.5}, "execution_deadline_at"),
         ({"partition_id": 5}, "partition_id"),
     ],

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
+from flowfabric.core.contracts.leases import Fence
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import RetryPolicy, backoff_range, parse_policy
-from tests.engine.exec_support import freeze, indexes, promote, record, refused, unchanged
+from tests.engine.exec_support import (
+    expire_deadline,
+    freeze,
+    indexes,
+    promote,
+    record,
+    refused,
+    unchanged,
+)
 from tests.support.engine import LANE, Engine
 
 FIXED = {"type": "fixed", "delay_ms": 10}
@@ -134,6 +145,55 @@ async def test_between_attempts(engine: Engine) -> None:
     info = await engine.backend.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.progress_message) == (None, None)
     assert "pending_retry_reason" not in await record(engine, handle.execution_id)
+
+
+async def ended_by_cancel(engine: Engine, execution_id: ExecutionId) -> str:
+    await engine.backend.cancel_execution(execution_id, "enough")
+    return "cancelled"
+
+
+async def ended_by_deadline(engine: Engine, execution_id: ExecutionId) -> str:
+    await engine.advance(100_000)
+    assert await expire_deadline(engine, execution_id) == "expired"
+    return "expired"
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("end", [ended_by_cancel, ended_by_deadline])
+async def test_an_execution_that_ends_between_attempts_has_no_current_one(
+    engine: Engine, end: Callable[[Engine, ExecutionId], Awaitable[str]], replayed: bool
+) -> None:
+    deadline = await engine.now() + 90_000
+    handle = await engine.running(policy=policy(), execution_deadline_at=deadline)
+    execution_id = handle.execution_id
+    if replayed and end is ended_by_cancel:
+        await engine.backend.complete(handle)
+        await engine.backend.replay_execution(execution_id)
+    else:
+        await engine.backend.fail(handle, "boom", "transient")
+    outcome = await end(engine, execution_id)
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert (snapshot.current_attempt, snapshot.total_attempt_count) == (None, 1)
+    names = ["current_attempt_id", "current_attempt_index", "attempt_state", "between_attempts"]
+    assert await engine.backend.read_exec_core_fields(execution_id, names) == {
+        "current_attempt_id": None,
+        "current_attempt_index": "0",
+        "attempt_state": "attempt_terminal",
+        "between_attempts": None,
+    }
+    error = await refused(engine.backend.renew(handle), "execution_not_active")
+    assert error.details == (outcome, "1", "terminal", "")
+    # The next run has one again, also once it has ended.
+    await engine.backend.replay_execution(execution_id)
+    claim = await engine.claim()
+    await engine.backend.cancel_execution(execution_id)
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert snapshot.current_attempt is not None
+    assert snapshot.current_attempt.attempt_id == claim.handle.attempt_id
+    error = await refused(engine.backend.renew(claim.handle), "execution_not_active")
+    assert error.details[3] == claim.handle.attempt_id
 
 
 @pytest.mark.parametrize(
@@ -316,9 +376,18 @@ async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) 
     handle = await engine.running(policy=policy())
     first = await engine.backend.fail(handle, "x", "transient")
 
+    own = handle.fence
+    without_index = Fence(own.lease_id, own.lease_epoch, own.attempt_id)
+
     async def repeated() -> None:
-        answer = await unchanged(engine, lambda: engine.backend.fail(handle, "x", "transient"))
-        assert answer == first
+        for fence in (handle, without_index):
+            answer = await unchanged(
+                engine,
+                lambda fence=fence: engine.backend.fail_execution(
+                    handle.execution_id, fence, failure_reason="x", failure_category="transient"
+                ),
+            )
+            assert answer == first
 
     await repeated()
     await engine.advance(10)
@@ -333,6 +402,40 @@ async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) 
     await repeated()
     await engine.backend.replay_execution(handle.execution_id)
     await repeated()
+
+
+async def test_a_repeat_without_the_index_after_pauses(engine: Engine) -> None:
+    """A resumed attempt takes more than one lease, so epoch and index drift apart."""
+    execution_id = await engine.create(policy=policy())
+    fences: list[Fence] = []
+    for _ in range(3):
+        for _ in range(2):
+            await engine.backend.delay((await engine.claim()).handle, 1)
+        handle = (await engine.claim()).handle
+        own = handle.fence
+        fences.append(Fence(own.lease_id, own.lease_epoch, own.attempt_id))
+        await engine.backend.fail(handle, "x", "transient")
+        await engine.advance(10)
+        await promote(engine, execution_id)
+    assert [fence.lease_epoch for fence in fences] == [3, 6, 9]
+
+    async def repeat(fence: Fence) -> Any:
+        return await unchanged(
+            engine,
+            lambda: engine.backend.fail_execution(
+                execution_id, fence, failure_reason="x", failure_category="transient"
+            ),
+        )
+
+    indexes = [getattr(await repeat(fence), "next_attempt_index", None) for fence in fences]
+    assert indexes == [1, 2, 3]
+    # An earlier lease of the same attempt did not fail it, and nobody had these two.
+    for fence in (
+        Fence(fences[1].lease_id, 5, fences[1].attempt_id),
+        Fence(fences[1].lease_id, 6, fences[2].attempt_id),
+        Fence(fences[1].lease_id, 12, fences[1].attempt_id),
+    ):
+        assert (await repeat(fence)).code == "execution_not_active"
 
 
 async def test_an_operator_replay_is_no_retry(engine: Engine) -> None:

@@ -56,12 +56,23 @@ async def test_delay_that_is_due_gives_the_lease_back(engine: Engine, offset: in
     assert claim.handle.kind == "resumed"
 
 
-@pytest.mark.parametrize("until", [0, -1, 2**53, 1.5, "soon", True])
+@pytest.mark.parametrize("until", [0, -1, 2**63, 1.5, "soon", True])
 async def test_delay_input(engine: Engine, until: Any) -> None:
     handle = await engine.running()
     answer = await unchanged(engine, lambda: engine.backend.delay(handle, until))
     assert answer.code == "invalid_input"
     assert answer.detail.startswith("delay_until")
+
+
+@pytest.mark.parametrize("until", [2**53 - 1, 2**53, 2**63 - 1])
+async def test_a_delay_beyond_all_times_is_the_latest_one(engine: Engine, until: int) -> None:
+    handle = await engine.running()
+    await engine.backend.delay(handle, until)
+    created = await engine.create(delay_until=until, execution_deadline_at=until)
+    for execution_id in (handle.execution_id, created):
+        info = await engine.backend.read_execution_info(execution_id)
+        assert (info.public_state, info.delay_until) == (PublicState.DELAYED, 2**53 - 1)
+    assert info.execution_deadline_at == 2**53 - 1
 
 
 async def test_the_same_attempt_resumes(engine: Engine) -> None:

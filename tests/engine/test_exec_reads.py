@@ -243,3 +243,21 @@ async def test_corrupt_tags(engine: Engine) -> None:
     await refused(engine.backend.get_execution_tags(execution_id), "corruption")
     await refused(engine.backend.describe_execution(execution_id), "corruption")
     await refused(engine.backend.get_execution_tag(execution_id, "a.b"), "corruption")
+
+
+@pytest.mark.corrupts
+async def test_an_empty_field_reads_as_unset(engine: Engine) -> None:
+    execution_id = await engine.create()
+    empty = ("priority", "retry_count", "started_at", "lease", "attempt", "flow_id", "lane_id")
+    await damage(engine, execution_id, **dict.fromkeys(empty, ""))
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.priority, info.retry_count, info.started_at) == (0, 0, None)
+    assert (info.total_attempt_count, info.flow_id, info.lane_id) == (0, None, "default")
+    snapshot = await engine.backend.describe_execution(execution_id)
+    assert snapshot is not None
+    assert (snapshot.current_attempt, snapshot.flow_id) == (None, None)
+    known = await engine.backend.read_exec_core_fields(execution_id, ["started_at", "priority"])
+    assert known == {"started_at": None, "priority": "0"}
+    await damage(engine, execution_id, created_at="")
+    error = await refused(engine.backend.describe_execution(execution_id), "corruption")
+    assert error.detail == f"{execution_id}: created_at: is missing"

@@ -90,6 +90,43 @@ async def test_a_grant_needs_a_positive_number_of_ms(engine: Engine, ttl: object
         await refused("invalid_input", grant(engine, engine.new_id(), grant_ttl_ms=ttl))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        ([f"t{i}" for i in range(257)], "too_many_tokens"),
+        (["a" * 4097], "too_many_bytes"),
+        (["a,b"], "comma_in_token"),
+        ([""], "empty_token"),
+        ([5], "non_string_token"),
+        ("gpu", "not_array"),
+        (None, "not_array"),
+    ],
+)
+async def test_the_workers_own_list_is_looked_at_last(
+    engine: Engine, tokens: Any, problem: str
+) -> None:
+    async def attempt(execution_id: ExecutionId, **options: Any) -> object:
+        return await grant(engine, execution_id, worker_capabilities=tokens, **options)
+
+    execution_id = await engine.create()
+    async with untouched(engine):
+        await refused("invalid_input", attempt(engine.new_id(), grant_ttl_ms=0))
+        await refused("execution_not_found", attempt(engine.new_id()))
+        error = await refused("invalid_capabilities", attempt(execution_id))
+        assert error.detail == f"worker:{problem}"
+    await engine.backend.cancel_execution(execution_id)
+    await refused("execution_not_eligible", attempt(execution_id))
+    lost = (await lapsed(engine)).execution_id
+    async with untouched(engine):
+        ask = engine.backend.issue_reclaim_grant
+        missing = ask(engine.new_id(), **WORKER, worker_capabilities=tokens)
+        await refused("execution_not_found", missing)
+        error = await refused(
+            "invalid_capabilities", ask(lost, **WORKER, worker_capabilities=tokens)
+        )
+        assert error.detail == f"worker:{problem}"
+
+
 @pytest.mark.corrupts
 async def test_check_order_of_a_claim_grant(engine: Engine) -> None:
     """One execution with every fault; each repair uncovers the next refusal."""
@@ -97,7 +134,7 @@ async def test_check_order_of_a_claim_grant(engine: Engine) -> None:
     execution_id = engine.new_id()
 
     async def attempt(csv: str = many) -> None:
-        args = (execution_id, "", "w w-1", csv, 5000, "token", "", "", "")
+        args = (execution_id, "", "w w-1", csv, 5000, "token", "", "", "", "")
         await engine.backend.fcall("ff_issue_claim_grant", execution_id.tag, args, op="grant")
 
     await refused("execution_not_found", attempt())

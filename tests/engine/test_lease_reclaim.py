@@ -49,7 +49,7 @@ def a_grant(execution_id: ExecutionId) -> ReclaimGrant:
         execution_id=execution_id,
         partition_key=execution_id.tag,
         grant_key="k#t",
-        expires_at_ms=1,
+        expires_at_ms=2**53,
         lane_id="default",
     )
 
@@ -128,7 +128,7 @@ async def test_check_order_of_a_reclaim_grant(engine: Engine) -> None:
     execution_id = (await lapsed(engine, policy={"max_reclaim_count": 0})).execution_id
 
     async def attempt(csv: str, lane: str = "") -> None:
-        args = (execution_id, lane, "v v-1", csv, 5000, "token", "", "", "")
+        args = (execution_id, lane, "v v-1", csv, 5000, "token", "", "", "", "")
         await engine.backend.fcall("ff_issue_reclaim_grant", execution_id.tag, args, op="grant")
 
     await write(
@@ -147,7 +147,9 @@ async def test_check_order_of_a_reclaim_grant(engine: Engine) -> None:
     assert error.detail == "worker:too_many_tokens"
     await refused("capability_mismatch", attempt("cpu"))
     await refused("max_retries_exhausted", attempt("gpu"))
-    await refused("execution_not_reclaimable", attempt("gpu"))
+    # Also to those who ask later: the execution is over for that reason.
+    await refused("max_retries_exhausted", attempt(many))
+    await refused("invalid_input", attempt("gpu", "elsewhere"))
 
 
 @pytest.mark.parametrize("state", ["paused", "disabled"])
@@ -326,8 +328,10 @@ async def test_at_the_cap_the_execution_fails_with_every_effect(engine: Engine, 
     assert event.get("reason") == "max_reclaims_exceeded"
     error = await refused("execution_not_active", engine.backend.complete(second.handle))
     assert error.details[0] == "failed"
-    again = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
-    assert again.kind == "not_reclaimable"
+    async with untouched(engine):
+        again = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        assert again == ReclaimCapExceeded(execution_id, 1)
+        assert await use(engine, a_grant(execution_id)) == again
     # A replay starts counting anew, and the capped attempt keeps what it was.
     await engine.backend.replay_execution(execution_id)
     claim = await engine.claim()

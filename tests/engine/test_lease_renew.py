@@ -9,7 +9,7 @@ import pytest
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Fence, Handle, Renewed
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import new_uuid
+from flowfabric.core.ids import ExecutionId, new_uuid
 from tests.engine.probes import (
     event_types,
     fields,
@@ -220,3 +220,35 @@ async def test_a_paused_execution_has_no_lease_to_renew(engine: Engine) -> None:
     async with untouched(engine):
         error = await refused("execution_not_active", engine.backend.renew(handle))
     assert list(error.details) == ["none", "1", "runnable", handle.attempt_id]
+
+
+async def test_when_it_was_acquired_and_should_be_renewed(engine: Engine) -> None:
+    """Advice for people and tools: two thirds of the way from the last renewal to the end."""
+    names = ["lease_acquired_at", "lease_renewal_deadline"]
+
+    async def times(execution_id: ExecutionId) -> list[int | None]:
+        found = await engine.backend.read_exec_core_fields(execution_id, names)
+        return [None if found[name] is None else int(found[name] or "") for name in names]
+
+    start = await engine.now() + 10
+    await freeze(engine, start)
+    execution_id = await engine.create()
+    assert await times(execution_id) == [None, None]
+    handle = (await engine.claim()).handle
+    assert await times(execution_id) == [start, start + TTL * 2 // 3]
+    await freeze(engine, start + 1000)
+    await engine.backend.renew_lease(execution_id, handle, 10_000)
+    assert await times(execution_id) == [start, start + 1000 + 6666]
+    await engine.backend.delay(handle, 1)
+    assert await times(execution_id) == [None, None]
+    await freeze(engine, start + 2000)
+    resumed = (await engine.claim()).handle
+    assert await times(execution_id) == [start + 2000, start + 2000 + TTL * 2 // 3]
+    await freeze(engine, start + 2000 + TTL)
+    await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+    reclaimed = (await engine.claim()).handle
+    assert reclaimed.lease_epoch == resumed.lease_epoch + 1
+    begun = start + 2000 + TTL
+    assert await times(execution_id) == [begun, begun + TTL * 2 // 3]
+    await engine.backend.complete(reclaimed)
+    assert await times(execution_id) == [None, None]

@@ -12,7 +12,6 @@ from flowfabric.core.errors import (
     EngineError,
     LimitError,
     TimeoutError_,
-    TransportError,
     UnavailableError,
 )
 from flowfabric.core.partition import PartitionCounts
@@ -85,8 +84,8 @@ async def test_a_failed_call_gives_its_permit_back(small: Engine) -> None:
     backend = small.backend
     execution_id = await small.create()
     await backend.transport.call("SET", f"ff:stream:{execution_id.tag}:{execution_id}:0", "x")
-    with pytest.raises(TransportError):
-        await backend.read_stream(execution_id, 0)
+    error = await refused(backend.read_stream(execution_id, 0), "corruption")
+    assert "WRONGTYPE" in error.detail
     assert backend.stream_pool.held == 0
     await backend.transport.call("DEL", f"ff:stream:{execution_id.tag}:{execution_id}:0")
     await backend.read_stream(execution_id, 0)

@@ -152,6 +152,8 @@ class Model:
         held = self.executions.get(execution_id)
         if held is None:
             return "execution_not_found"
+        if held.code == "tunnfz" and held.attempts[-1].ended_by == "reclaim_cap":
+            return "reclaim_cap_exceeded"
         if held.code not in (EXPIRED, REVOKED):
             return "not_reclaimable"
         if held.policy.needs_gpu and not capable:

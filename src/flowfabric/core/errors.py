@@ -29,6 +29,7 @@ __all__ = [
     "NotFoundError",
     "PermanentError",
     "PossiblySucceeded",
+    "ReplyError",
     "RetryableError",
     "StateError",
     "TaskFinishedError",
@@ -289,17 +290,6 @@ class BugError(EngineError):
     """The engine contradicted itself: alert."""
 
 
-class UnknownCodeError(BugError):
-    """A function answered with a code that this version does not know."""
-
-    def __init__(self, unknown_code: str, *details: str, op: str = "") -> None:
-        extra = f" ({', '.join(details)})" if details else ""
-        message = f"{op or 'a function'} answered the unknown code {unknown_code!r}{extra}"
-        super().__init__("invariant_violation", message, op=op)
-        self.args = (unknown_code, *details)
-        self.unknown_code = unknown_code
-
-
 class CorruptionError(EngineError):
     """Stored data cannot be read; never coerced to a default."""
 
@@ -404,6 +394,54 @@ class TransportError(EngineError):
         return f"{': '.join(parts)} — {self.hint}"
 
 
+class ReplyError(TransportError):
+    """A function answered what this version cannot read; repeating the call cannot help.
+
+    `function` and `execution_id` say which call it was; the id is empty for a batch.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        problem: str,
+        execution_id: str = "",
+        *,
+        op: str = "",
+        ambiguous: bool = True,
+    ) -> None:
+        about = f" for {execution_id}" if execution_id else ""
+        message = f"{function or op or 'a function'} answered {problem}{about}"
+        super().__init__("protocol", message, ambiguous=ambiguous, op=op)
+        self.args = (function, problem, execution_id)
+        self.function = function
+        self.execution_id = execution_id
+
+    @property
+    def hint(self) -> str:
+        """One sentence: what the user can do next."""
+        if self.ambiguous:
+            return super().hint
+        return "Processes of different versions share this server; bring them to one version."
+
+
+class UnknownCodeError(ReplyError):
+    """A function refused with a code that this version does not know; nothing was changed."""
+
+    def __init__(
+        self,
+        unknown_code: str,
+        *details: str,
+        op: str = "",
+        function: str = "",
+        execution_id: str = "",
+    ) -> None:
+        extra = f" ({', '.join(details)})" if details else ""
+        problem = f"the unknown code {unknown_code!r}{extra}"
+        super().__init__(function, problem, execution_id, op=op, ambiguous=False)
+        self.args = (unknown_code, *details)
+        self.unknown_code = unknown_code
+
+
 _BY_GROUP: Mapping[str, type[EngineError]] = {
     "not_found": NotFoundError,
     "validation": ValidationError,
@@ -424,10 +462,18 @@ _BY_CODE: dict[str, type[EngineError]] = {
 _BY_CODE["timeout"] = TimeoutError_
 
 
-def engine_error(code: str, details: Sequence[str] = (), op: str = "") -> EngineError:
+def engine_error(
+    code: str,
+    details: Sequence[str] = (),
+    op: str = "",
+    *,
+    function: str = "",
+    execution_id: str = "",
+) -> EngineError:
     """Build the typed error for a code that a function answered.
 
-    An unknown code is a bug of the deployment (mixed versions), never ignored.
+    An unknown code is a bug of the deployment (mixed versions), never ignored; `function` and
+    `execution_id` are for its report.
     """
     if code == "transport":
         kind = details[0] if details and details[0] in TransportError.KINDS else "other"
@@ -436,7 +482,7 @@ def engine_error(code: str, details: Sequence[str] = (), op: str = "") -> Engine
         return BudgetExceeded(*details, op=op)
     error_type = _BY_CODE.get(code)
     if error_type is None:
-        return UnknownCodeError(code, *details, op=op)
+        return UnknownCodeError(code, *details, op=op, function=function, execution_id=execution_id)
     return error_type(code, *details, op=op)
 
 

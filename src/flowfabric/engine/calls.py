@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, cast
 
 import msgspec
 
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.errors import EngineError, TransportError, ValidationError, engine_error
+from flowfabric.core.errors import (
+    EngineError,
+    ReplyError,
+    TransportError,
+    ValidationError,
+    engine_error,
+)
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.arguments import fence_text
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Arg, Transport
 
-__all__ = ["Calls", "Limits", "proof", "refusal", "refused", "text"]
+__all__ = ["Calls", "Limits", "decoding", "proof", "refusal", "refused", "text"]
 
 log = logging.getLogger(__name__)
+
+_ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
+_SHOWN = 200
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -31,21 +42,61 @@ def text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def refused(envelope: Sequence[Any], op: str) -> EngineError:
+def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
+    """The error of a reply, or a part of one, that is not what the function promises."""
+    return ReplyError(function, repr(answer)[:_SHOWN], execution_id, op=op)
+
+
+def refused(
+    envelope: Sequence[Any], op: str, *, function: str = "", execution_id: str = ""
+) -> EngineError:
     """The typed error that an engine function answered with."""
-    return engine_error(text(envelope[1]), [text(part) for part in envelope[2:]], op)
+    if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
+        return unreadable(envelope, function, op, execution_id)
+    details = [text(part) for part in envelope[2:]]
+    code = envelope[1].decode(errors="replace")
+    return engine_error(code, details, op, function=function, execution_id=execution_id)
 
 
-def refusal(answer: Any, op: str) -> EngineError | None:
-    """The error of one item of a batch, or None when the item succeeded."""
+def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
+    """The error of one item of a batch of completions, or None when the item succeeded."""
+    if answer == b"completed":
+        return None
     if type(answer) is list:
-        return refused(cast("list[Any]", answer), op)
-    return None
+        return refused(
+            cast("list[Any]", answer), op, function="ff_complete", execution_id=execution_id
+        )
+    return unreadable(answer, "ff_complete", op, execution_id)
+
+
+class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
+    """While a reply is taken apart: whatever does not fit its shape is a `ReplyError`."""
+
+    __slots__ = ("_about",)
+
+    _MISFITS = (LookupError, TypeError, ValueError, AttributeError)
+
+    def __init__(self, reply: object, function: str, op: str, execution_id: str = "") -> None:
+        self._about = (reply, function, op, execution_id)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, self._MISFITS):
+            raise unreadable(*self._about) from error
 
 
 def proof(holder: Handle | Fence) -> str:
     """The fence as the functions compare it; another backend's handle proves nothing here."""
-    if isinstance(holder, Handle) and holder.backend != "valkey":
+    if not isinstance(holder, Handle):
+        return fence_text(holder)
+    if holder.backend != "valkey":
         raise ValidationError(
             "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
         )
@@ -66,7 +117,7 @@ class Calls:
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
     ) -> list[Any]:
-        """The reply after its envelope; a refusal is raised as its typed error.
+        """The reply with its envelope; a refusal is raised as its typed error.
 
         `replay_safe` lets the transport repeat a call whose reply was lost: the functions
         recognise a repeat, so this is the default.
@@ -80,9 +131,12 @@ class Calls:
             log.warning("function %s is missing on the server, loading the library", function)
             await ensure_library(self.transport, testing=self._testing)
             reply = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
-        if reply[0] == 1:
-            return reply
-        raise refused(reply, op)
+        if type(reply) is not list:
+            raise unreadable(reply, function, op, _subject(args))
+        envelope = cast("list[Any]", reply)
+        if len(envelope) > 1 and envelope[0] == 1 and _is_accepted(envelope[1]):
+            return envelope
+        raise refused(envelope, op, function=function, execution_id=_subject(args))
 
     def checked(self, execution_id: str) -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""
@@ -92,3 +146,13 @@ class Calls:
             else ExecutionId.parse(execution_id)
         )
         return known.check_partition(self.counts)
+
+
+def _is_accepted(word: Any) -> bool:
+    return type(word) is bytes and word in _ACCEPTED
+
+
+def _subject(args: Sequence[Arg]) -> str:
+    """The one execution that a call is about; empty when there are several or none."""
+    named = {arg for arg in args if isinstance(arg, ExecutionId)}
+    return named.pop() if len(named) == 1 else ""

@@ -12,10 +12,8 @@ import msgspec
 from flowfabric.core.contracts.executions import (
     Cancelled,
     Completed,
-    Created,
     CreateOutcome,
     Delayed,
-    Duplicate,
     FailOutcome,
     Moved,
     NewExecution,
@@ -37,11 +35,19 @@ from flowfabric.core.ids import (
     validate_lane,
     validate_namespace,
 )
-from flowfabric.core.policy import ExecutionPolicy, parse_policy
-from flowfabric.core.state import PublicState
+from flowfabric.core.policy import parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tags
-from flowfabric.core.text import truncate_utf8
-from flowfabric.engine.calls import proof, refusal, refused, text
+from flowfabric.engine.arguments import (
+    checked_bytes,
+    checked_source,
+    checked_text,
+    count,
+    reason_text,
+    timestamp,
+    whole,
+)
+from flowfabric.engine.calls import decoding, proof, refusal, unreadable
+from flowfabric.engine.creation import PUBLIC, creation_options, creation_outcome, policy_json
 from flowfabric.engine.registration import Registration
 
 __all__ = ["BATCH", "Completion", "Executions"]
@@ -51,10 +57,8 @@ BATCH = 256
 
 _FAILURE_REASON_BYTES = 8192
 _REASON_BYTES = 4096
-_MAX_TIMESTAMP = 2**53 - 1
 _PARTS_UNDER_WAY = 3
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
-_pack = msgspec.msgpack.Encoder().encode
 
 Holder = Handle | Fence
 NO_FENCE = Fence()
@@ -66,20 +70,6 @@ class Completion(msgspec.Struct, frozen=True):
     handle: Handle
     result_payload: bytes | None = None
     result_encoding: str = ""
-
-
-def _timestamp(value: Any, field: str, *, low: int = -_MAX_TIMESTAMP) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_input(field, "must be a whole number of milliseconds since 1970")
-    if not low <= value <= _MAX_TIMESTAMP:
-        raise invalid_input(field, f"must be between {low} and {_MAX_TIMESTAMP}")
-    return value
-
-
-def _whole(value: Any, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_input(field, "must be a whole number")
-    return value
 
 
 class Executions(Registration):
@@ -143,21 +133,23 @@ class Executions(Registration):
                 item.execution_kind,
                 item.input_payload,
                 item.payload_encoding,
-                _options(item),
+                creation_options(item),
             )
         reply = await self.fcall("ff_create", tag, args, op="create_execution")
-        for position, item, answer in zip(positions, items, reply[2], strict=True):
-            outcomes[position] = _create_outcome(item.execution_id, answer)
+        with decoding(reply, "ff_create", "create_execution"):
+            for position, item, answer in zip(positions, items, reply[2], strict=True):
+                outcomes[position] = creation_outcome(item.execution_id, answer)
 
     def _check_new(self, item: NewExecution) -> None:
         self.checked(item.execution_id)
         validate_execution_kind(item.execution_kind)
         validate_lane(item.lane_id)
         validate_namespace(item.namespace)
-        if len(item.input_payload) > self.limits.max_payload_bytes:
-            raise self._too_large("input_payload", len(item.input_payload))
+        self._check_size(item.input_payload, "input_payload")
+        if item.payload_encoding != "":
+            checked_text(item.payload_encoding, "payload_encoding")
         if item.priority is not None:
-            _whole(item.priority, "priority")
+            whole(item.priority, "priority")
         if item.partition_id is not None and item.partition_id != item.execution_id.partition:
             raise invalid_input("partition_id", "differs from the partition inside execution_id")
         if item.idempotency_key:
@@ -167,19 +159,21 @@ class Executions(Registration):
         if item.tags:
             validate_creation_tags(item.tags)
         if item.delay_until is not None:
-            _timestamp(item.delay_until, "delay_until")
+            timestamp(item.delay_until, "delay_until")
         if item.delay_ms is not None:
-            _timestamp(item.delay_ms, "delay_ms")
+            timestamp(item.delay_ms, "delay_ms")
         if item.execution_deadline_at is not None:
-            _timestamp(item.execution_deadline_at, "execution_deadline_at")
+            timestamp(item.execution_deadline_at, "execution_deadline_at")
         if item.policy is not None:
-            _policy_json(item.policy)
+            policy_json(item.policy)
 
-    def _too_large(self, field: str, size: int) -> ValidationError:
-        return ValidationError(
-            "payload_too_large",
-            f"{field} has {size} bytes, the limit is {self.limits.max_payload_bytes}",
-        )
+    def _check_size(self, payload: Any, field: str) -> None:
+        size = len(checked_bytes(payload, field))
+        if size > self.limits.max_payload_bytes:
+            raise ValidationError(
+                "payload_too_large",
+                f"{field} has {size} bytes, the limit is {self.limits.max_payload_bytes}",
+            )
 
     # --- ending ---------------------------------------------------------------
 
@@ -195,9 +189,12 @@ class Executions(Registration):
         """End successfully, with an optional result (None = no result)."""
         execution_id = self.checked(execution_id)
         args = [1, *self._completion_args(execution_id, fence, result_payload, result_encoding)]
-        args[3] = source
+        if source != "lease_holder":
+            args[3] = checked_source(source)
         reply = await self.fcall("ff_complete", execution_id.tag, args, op="complete")
-        if (error := refusal(reply[2][0], "complete")) is not None:
+        with decoding(reply, "ff_complete", "complete", execution_id):
+            (answer,) = reply[2]
+        if (error := refusal(answer, "complete", execution_id)) is not None:
             raise error
         return Completed(execution_id)
 
@@ -217,9 +214,9 @@ class Executions(Registration):
     ) -> tuple[Any, ...]:
         if result is None:
             return (execution_id, proof(fence), "lease_holder", "0", b"")
-        if len(result) > self.limits.max_payload_bytes:
-            raise self._too_large("result_payload", len(result))
-        return (execution_id, proof(fence), "lease_holder", f"1{encoding}", result)
+        self._check_size(result, "result_payload")
+        label = f"1{checked_text(encoding, 'result_encoding')}" if encoding != "" else "1"
+        return (execution_id, proof(fence), "lease_holder", label, result)
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
         """Complete many; answers stand in input order and one item's error affects no other."""
@@ -242,9 +239,11 @@ class Executions(Registration):
                 part = positions[start : start + BATCH]
                 args = [len(part), *flat[start * 5 : (start + len(part)) * 5]]
                 reply = await self.fcall("ff_complete", tag, args, op="complete_many")
-                for position, answer in zip(part, reply[2], strict=True):
-                    error = refusal(answer, "complete")
-                    outcomes[position] = error or Completed(items[position].handle.execution_id)
+                with decoding(reply, "ff_complete", "complete_many"):
+                    for position, answer in zip(part, reply[2], strict=True):
+                        done = items[position].handle.execution_id
+                        error = refusal(answer, "complete", done)
+                        outcomes[position] = error or Completed(done)
         return outcomes  # pyright: ignore[reportReturnType]
 
     async def fail_execution(
@@ -266,15 +265,18 @@ class Executions(Registration):
         args = (
             execution_id,
             proof(fence),
-            source,
-            truncate_utf8(failure_reason, _FAILURE_REASON_BYTES),
-            truncate_utf8(failure_category, _REASON_BYTES),
+            checked_source(source),
+            reason_text(failure_reason, "failure_reason", _FAILURE_REASON_BYTES),
+            reason_text(failure_category, "failure_category", _REASON_BYTES),
             retry_policy_json,
         )
         reply = await self.fcall("ff_fail", execution_id.tag, args, op="fail")
-        if reply[2] == b"retry_scheduled":
-            return RetryScheduled(int(reply[3]), int(reply[4]))
-        return TerminalFailed()
+        with decoding(reply, "ff_fail", "fail", execution_id):
+            if reply[2] == b"retry_scheduled":
+                return RetryScheduled(int(reply[3]), int(reply[4]))
+            if reply[2] == b"terminal_failed":
+                return TerminalFailed()
+        raise unreadable(reply, "ff_fail", "fail", execution_id)
 
     async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
         """`fail_execution` with everything taken from the handle."""
@@ -291,11 +293,13 @@ class Executions(Registration):
         fence: Holder = NO_FENCE,
     ) -> Cancelled:
         """End deliberately, from any phase that is not terminal."""
-        if source in _INTERNAL_SOURCES:
+        if checked_text(source, "source") in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
         execution_id = self.checked(execution_id)
-        args = (execution_id, truncate_utf8(reason, _REASON_BYTES), source, proof(fence))
-        await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
+        args = (execution_id, reason_text(reason, "reason", _REASON_BYTES), source, proof(fence))
+        reply = await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
+        if reply[2:] != [b"cancelled"]:
+            raise unreadable(reply, "ff_cancel", "cancel", execution_id)
         return Cancelled(execution_id)
 
     async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
@@ -316,10 +320,11 @@ class Executions(Registration):
     ) -> Delayed:
         """Give the lease back until a time; at or before now, the attempt may resume at once."""
         execution_id = self.checked(execution_id)
-        until = _timestamp(delay_until, "delay_until", low=1)
-        args = (execution_id, proof(fence), source, until)
+        until = timestamp(delay_until, "delay_until", low=1)
+        args = (execution_id, proof(fence), checked_source(source), until)
         reply = await self.fcall("ff_delay", execution_id.tag, args, op="delay")
-        return Delayed(execution_id, PublicState(text(reply[2])))
+        with decoding(reply, "ff_delay", "delay", execution_id):
+            return Delayed(execution_id, PUBLIC[reply[2]])
 
     async def delay(self, handle: Handle, delay_until: int) -> Delayed:
         """`delay_execution` with everything taken from the handle."""
@@ -330,9 +335,13 @@ class Executions(Registration):
     ) -> WaitChildrenOutcome:
         """Park until the open dependencies are resolved; `Ready` when there are none."""
         execution_id = self.checked(execution_id)
-        args = (execution_id, proof(fence), source)
+        args = (execution_id, proof(fence), checked_source(source))
         reply = await self.fcall("ff_wait_children", execution_id.tag, args, op="wait_children")
-        return Moved(execution_id) if reply[2] == b"moved" else Ready()
+        if reply[2:] == [b"moved"]:
+            return Moved(execution_id)
+        if reply[2:] == [b"ready"]:
+            return Ready()
+        raise unreadable(reply, "ff_wait_children", "wait_children", execution_id)
 
     async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
         """`move_to_waiting_children` with everything taken from the handle."""
@@ -350,9 +359,10 @@ class Executions(Registration):
     ) -> None:
         """Note how far the attempt is; only what is given is written, the last write wins."""
         execution_id = self.checked(execution_id)
-        if progress_pct is not None and not 0 <= _whole(progress_pct, "progress_pct") <= 100:
+        if progress_pct is not None and not 0 <= whole(progress_pct, "progress_pct") <= 100:
             raise invalid_input("progress_pct", "must be between 0 and 100")
-        message = truncate_utf8(progress_message or "", _REASON_BYTES)
+        given = "" if progress_message is None else progress_message
+        message = reason_text(given, "progress_message", _REASON_BYTES)
         args = (
             execution_id,
             proof(fence),
@@ -374,11 +384,12 @@ class Executions(Registration):
         self, execution_id: ExecutionId, new_priority: int
     ) -> PriorityChanged:
         """Store a new priority (clamped to 0..9000) for an execution that is not running yet."""
-        priority = _whole(new_priority, "new_priority")
+        priority = whole(new_priority, "new_priority")
         execution_id = self.checked(execution_id)
         args = (execution_id, priority, new_uuid())
         reply = await self.fcall("ff_change_priority", execution_id.tag, args, op="change_priority")
-        return PriorityChanged(execution_id, int(reply[2]), int(reply[3]))
+        with decoding(reply, "ff_change_priority", "change_priority", execution_id):
+            return PriorityChanged(execution_id, int(reply[2]), int(reply[3]))
 
     async def replay_execution(
         self,
@@ -393,14 +404,15 @@ class Executions(Registration):
         execution_id = self.checked(execution_id)
         args = (
             execution_id,
-            truncate_utf8(reason, _REASON_BYTES),
-            truncate_utf8(requested_by, _REASON_BYTES),
-            "" if expected_replay_count is None else expected_replay_count,
+            reason_text(reason, "reason", _REASON_BYTES),
+            reason_text(requested_by, "requested_by", _REASON_BYTES),
+            count(expected_replay_count, "expected_replay_count"),
             "1" if keep_steps else "0",
             new_uuid(),
         )
         reply = await self.fcall("ff_replay", execution_id.tag, args, op="replay_execution")
-        return Replayed(PublicState(text(reply[2])))
+        with decoding(reply, "ff_replay", "replay_execution", execution_id):
+            return Replayed(PUBLIC[reply[2]])
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
         """Add or replace tags in any phase; returns how many pairs were written."""
@@ -410,71 +422,17 @@ class Executions(Registration):
         reply = await self.fcall(
             "ff_set_tags", execution_id.tag, (execution_id, *flat), op="set_execution_tags"
         )
-        return int(reply[2])
+        with decoding(reply, "ff_set_tags", "set_execution_tags", execution_id):
+            return int(reply[2])
 
     async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
         """`set_execution_tags` with one pair."""
         return await self.set_execution_tags(execution_id, {key: value})
 
 
-def _check_retry_policy(text_: str) -> None:
+def _check_retry_policy(given: Any) -> None:
     try:
-        value: Any = msgspec.json.decode(text_)
+        value: Any = msgspec.json.decode(checked_text(given, "retry_policy_json"))
     except (msgspec.DecodeError, UnicodeError):
         raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
     parse_policy({"retry_policy": value})
-
-
-def _options(item: NewExecution) -> bytes:
-    """Only what differs from the defaults travels."""
-    options: dict[str, Any] = {}
-    if item.namespace != "default":
-        options["ns"] = item.namespace
-    if item.lane_id != "default":
-        options["lane"] = item.lane_id
-    if item.priority is not None:
-        options["prio"] = max(0, min(9000, item.priority))
-    if item.policy is not None:
-        options["policy"] = _policy_json(item.policy)
-    if item.idempotency_key:
-        options["idem"] = item.idempotency_key
-    if item.tags:
-        options["tags"] = [part for pair in item.tags.items() for part in pair]
-    if item.delay_until is not None:
-        options["delay"] = item.delay_until
-    if item.delay_ms is not None:
-        options["delay_in"] = item.delay_ms
-    if item.execution_deadline_at is not None:
-        options["deadline"] = item.execution_deadline_at
-    if item.creator_identity:
-        options["creator"] = item.creator_identity
-    return _pack(options) if options else b""
-
-
-_policies: dict[int, tuple[ExecutionPolicy, str]] = {}
-_POLICY_CACHE = 256
-
-
-def _policy_json(policy: ExecutionPolicy) -> str:
-    """A task's policy is one object for all its submissions: check and encode it once."""
-    known = _policies.get(id(policy))
-    if known is not None and known[0] is policy:
-        return known[1]
-    if len(_policies) >= _POLICY_CACHE:
-        _policies.clear()
-    # A policy built by hand may hold anything; what breaks a rule is refused here.
-    checked = parse_policy(policy) or policy
-    encoded = checked.to_json().decode()
-    _policies[id(policy)] = (policy, encoded)
-    return encoded
-
-
-def _create_outcome(execution_id: ExecutionId, answer: Any) -> CreateOutcome | EngineError:
-    if isinstance(answer, bytes):
-        return Created(execution_id, _PUBLIC[answer])
-    if answer[0] == 1:
-        return Duplicate(ExecutionId.trusted(text(answer[2])))
-    return refused(answer, "create_execution")
-
-
-_PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import (
@@ -26,7 +27,7 @@ from flowfabric.core.contracts.leases import (
     Revoked,
     RevokeOutcome,
 )
-from flowfabric.core.errors import ConfigError, EngineError, invalid_input
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
     PartitionKey,
@@ -36,25 +37,18 @@ from flowfabric.core.ids import (
     validate_worker_id,
 )
 from flowfabric.core.keys import grant as grant_name
-from flowfabric.core.text import truncate_utf8
-from flowfabric.engine.calls import Calls, proof, refusal, text
+from flowfabric.engine.arguments import checked_text, count, positive_ms, reason_text, whole
+from flowfabric.engine.calls import Calls, decoding, proof, refused, text, unreadable
 
 __all__ = ["Leases", "claim_from_row"]
 
-_MAX_TTL_MS = 2**53 - 1
 _RENEW_BATCH = 256
 _REASON_BYTES = 4096
 _NOTHING_RARE: tuple[Any, ...] = (None,) * 6
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_TAGS: dict[str, str] = {}
+_AUDIT = ("capability_hash", "route_snapshot_json", "admission_summary")
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
-
-
-def positive_ms(value: Any, field: str) -> int:
-    """A duration that is a whole, positive number of milliseconds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_TTL_MS:
-        raise invalid_input(field, "must be a positive whole number of milliseconds")
-    return value
 
 
 def worker_pair(worker_id: str, worker_instance_id: str) -> str:
@@ -65,7 +59,15 @@ def worker_pair(worker_id: str, worker_instance_id: str) -> str:
 
 
 def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
-    """A claim from the engine's positional reply."""
+    """One claim of many from its positional form; another shape is a `ReplyError`."""
+    try:
+        return _claim_of(row, lane, ttl, instance)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        subject = row[0] if isinstance(row, list) and row else ""  # pyright: ignore[reportUnknownVariableType]
+        raise unreadable(row, "ff_claim_many", "claim_many", text(subject)) from error  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     rare = row[8] if len(row) > 8 else _NOTHING_RARE
     attempt_type, tags, namespace, timeout, deadline, cause = rare
     return Claim(
@@ -84,7 +86,7 @@ def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Cl
         payload_encoding="" if row[6] is None else row[6].decode(),
         tags=_NO_TAGS if not tags else _pairs(tags),
         namespace="default" if namespace is None else namespace.decode(),
-        lease_expires_at=row[7],
+        lease_expires_at=int(row[7]),
         attempt_timeout_ms=timeout,
         execution_deadline_at=deadline,
         resume_cause=None if cause is None else _cause(cause),
@@ -101,7 +103,18 @@ def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
 
 
 def _token(grant: ClaimGrant) -> str:
-    return grant.grant_key.rpartition("#")[2]
+    return checked_text(grant.grant_key, "grant_key").rpartition("#")[2]
+
+
+def _offered(tokens: Any) -> tuple[str, str]:
+    """The worker's tokens as CSV, and what is wrong with them.
+
+    The engine reports that problem, because it has other checks to make before.
+    """
+    try:
+        return caps.to_csv(caps.normalise(tokens, "worker")), ""
+    except ValidationError as error:
+        return "", error.detail
 
 
 class Leases(Calls):
@@ -128,7 +141,7 @@ class Leases(Calls):
             "issue_claim_grant",
             execution_id,
             lane_id,
-            worker_pair(worker_id, worker_instance_id),
+            (worker_id, worker_instance_id),
             worker_capabilities,
             grant_ttl_ms,
             (capability_hash, route_snapshot_json, admission_summary),
@@ -143,22 +156,24 @@ class Leases(Calls):
         op: str,
         execution_id: ExecutionId,
         lane_id: str,
-        worker: str,
+        worker: tuple[str, str],
         worker_capabilities: Iterable[str],
         ttl: int,
         audit: tuple[str, str, str],
     ) -> tuple[str, int, str, str]:
-        execution_id = self.checked(execution_id)
-        if lane_id:
-            validate_lane(lane_id)
-        csv = caps.to_csv(caps.normalise(list(worker_capabilities), "worker"))
-        token = new_uuid()
         ttl = positive_ms(ttl, "grant_ttl_ms")
-        args = (execution_id, lane_id, worker, csv, ttl, token, *audit)
+        execution_id = self.checked(execution_id)
+        if checked_text(lane_id, "lane_id"):
+            validate_lane(lane_id)
+        csv, problem = _offered(worker_capabilities)
+        token = new_uuid()
+        texts = [checked_text(*pair) for pair in zip(audit, _AUDIT, strict=True)]
+        args = (execution_id, lane_id, worker_pair(*worker), csv, ttl, token, *texts, problem)
         tag = execution_id.tag
         reply = await self.fcall(function, tag, args, op=op)
         key = f"{grant_name(tag, execution_id)}#{token}"
-        return tag, int(reply[2]), key, text(reply[3])
+        with decoding(reply, function, op, execution_id):
+            return tag, int(reply[2]), key, text(reply[3])
 
     async def issue_reclaim_grant(
         self,
@@ -180,7 +195,7 @@ class Leases(Calls):
                 "issue_reclaim_grant",
                 execution_id,
                 lane_id,
-                worker_pair(worker_id, worker_instance_id),
+                (worker_id, worker_instance_id),
                 worker_capabilities,
                 grant_ttl_ms,
                 (capability_hash, route_snapshot_json, admission_summary),
@@ -266,11 +281,16 @@ class Leases(Calls):
     ) -> Claim:
         execution_id = self._granted(grant)
         ttl = positive_ms(ttl, "lease_ttl_ms")
-        args = (execution_id, lane_id, worker_pair(*worker), _token(grant), ttl, *ids)
-        reply = await self.fcall(function, execution_id.tag, args, op=function.removeprefix("ff_"))
-        return claim_from_row(reply[2], text(reply[3]), ttl, worker[1])
+        lane = checked_text(lane_id, "lane_id")
+        args = (execution_id, lane, worker_pair(*worker), _token(grant), ttl, *ids)
+        op = function.removeprefix("ff_")
+        reply = await self.fcall(function, execution_id.tag, args, op=op)
+        with decoding(reply, function, op, execution_id):
+            return _claim_of(reply[2], text(reply[3]), ttl, worker[1])
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
+        if not isinstance(grant, ClaimGrant):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid_input("grant", "must be a grant", undecodable=True)
         try:
             key = PartitionKey.parse(grant.partition_key)
         except EngineError as error:
@@ -300,11 +320,12 @@ class Leases(Calls):
         lease_id = _uuid(request_id, "request_id")
         # Derived, so that a repeat of the request names the same attempt.
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
-        args = (execution_id, lane_id, worker, ttl, lease_id, attempt_id)
-        reply = await self.fcall(
-            "ff_grant_and_claim", execution_id.tag, args, op="issue_grant_and_claim"
-        )
-        return claim_from_row(reply[2], text(reply[3]), ttl, worker_instance_id)
+        lane = checked_text(lane_id, "lane_id")
+        args = (execution_id, lane, worker, ttl, lease_id, attempt_id)
+        function, op = "ff_grant_and_claim", "issue_grant_and_claim"
+        reply = await self.fcall(function, execution_id.tag, args, op=op)
+        with decoding(reply, function, op, execution_id):
+            return _claim_of(reply[2], text(reply[3]), ttl, worker_instance_id)
 
     async def reclaim_execution(
         self,
@@ -317,18 +338,23 @@ class Leases(Calls):
         lease_id: str | None = None,
         attempt_id: str | None = None,
     ) -> ReclaimOutcome:
-        """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails."""
+        """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails.
+
+        A grant that is over by this process's clock is refused as a `ConfigError`, unsent.
+        """
         execution_id = self._granted(grant)
+        if whole(grant.expires_at_ms, "expires_at_ms") <= time.time() * 1000:
+            raise ConfigError("grant", "has expired: ask for a new grant", "expires_at_ms")
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (
             execution_id,
-            grant.lane_id,
+            checked_text(grant.lane_id, "lane_id"),
             worker_pair(worker_id, worker_instance_id),
             _token(grant),
             ttl,
             _uuid(lease_id, "lease_id"),
             _uuid(attempt_id, "attempt_id"),
-            _cap(max_reclaim_count),
+            count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
             reply = await self.fcall("ff_reclaim", execution_id.tag, args, op="reclaim_execution")
@@ -339,7 +365,8 @@ class Leases(Calls):
             if outcome is None:
                 raise
             return outcome
-        return claim_from_row(reply[2], grant.lane_id, ttl, worker_instance_id)
+        with decoding(reply, "ff_reclaim", "reclaim_execution", execution_id):
+            return _claim_of(reply[2], grant.lane_id, ttl, worker_instance_id)
 
     # --- keeping and losing -----------------------------------------------------
 
@@ -351,9 +378,12 @@ class Leases(Calls):
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (execution_id, proof(fence), ttl)
         reply = await self.fcall("ff_renew", execution_id.tag, args, op="renew")
-        if (error := refusal(reply[2][0], "renew")) is not None:
-            raise error
-        return Renewed(int(reply[2][0]), fence.lease_epoch or 0)
+        with decoding(reply, "ff_renew", "renew", execution_id):
+            (answer,) = reply[2]
+        outcome = _renewal(answer, execution_id, fence.lease_epoch or 0)
+        if isinstance(outcome, EngineError):
+            raise outcome
+        return outcome
 
     async def renew(self, handle: Handle) -> Renewed:
         """`renew_lease` with everything taken from the handle."""
@@ -379,11 +409,10 @@ class Leases(Calls):
                     handle = handles[position]
                     args += (handle.execution_id, handle.wire, handle.lease_ttl_ms)
                 reply = await self.fcall("ff_renew", tag, args, op="renew_many")
-                for position, answer in zip(part, reply[2], strict=True):
-                    error = refusal(answer, "renew")
-                    outcomes[position] = error or Renewed(
-                        int(answer), handles[position].lease_epoch
-                    )
+                with decoding(reply, "ff_renew", "renew_many"):
+                    for position, answer in zip(part, reply[2], strict=True):
+                        held = handles[position]
+                        outcomes[position] = _renewal(answer, held.execution_id, held.lease_epoch)
         return outcomes  # pyright: ignore[reportReturnType]
 
     async def revoke_lease(
@@ -396,19 +425,28 @@ class Leases(Calls):
     ) -> RevokeOutcome:
         """Take a lease away now; the execution goes on with the next claim."""
         execution_id = self.checked(execution_id)
-        args = (execution_id, expected_lease_id, truncate_utf8(reason, _REASON_BYTES), revoked_by)
+        args = (
+            execution_id,
+            checked_text(expected_lease_id, "expected_lease_id"),
+            reason_text(reason, "reason", _REASON_BYTES),
+            reason_text(revoked_by, "revoked_by", _REASON_BYTES),
+            # Whoever holds the lease when a repeat arrives is not the one meant.
+            new_uuid(),
+        )
         reply = await self.fcall("ff_revoke", execution_id.tag, args, op="revoke_lease")
-        if reply[1] == b"ALREADY_SATISFIED":
-            return AlreadySatisfied(text(reply[2]))
-        return Revoked(text(reply[2]), int(reply[3]))
+        with decoding(reply, "ff_revoke", "revoke_lease", execution_id):
+            if reply[1] == b"ALREADY_SATISFIED":
+                return AlreadySatisfied(text(reply[2]))
+            return Revoked(text(reply[2]), int(reply[3]))
 
 
-def _cap(value: Any) -> int | str:
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-        raise invalid_input("max_reclaim_count", "must be a whole number from 0 to 2^32 - 1")
-    return value
+def _renewal(answer: Any, execution_id: ExecutionId, epoch: int) -> Renewed | EngineError:
+    if type(answer) is int:
+        return Renewed(answer, epoch)
+    if type(answer) is list:
+        envelope = cast("list[Any]", answer)
+        return refused(envelope, "renew", function="ff_renew", execution_id=execution_id)
+    return unreadable(answer, "ff_renew", "renew", execution_id)
 
 
 def _uuid(value: str | None, field: str) -> str:

@@ -44,6 +44,7 @@ _is_uuid = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
     *("paused", "ended_by", "priority_request", "replay_request", "run_from"),
+    *("between_attempts", "operator_requests"),
 )
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
 
@@ -64,12 +65,13 @@ class Record:
 
     @classmethod
     def decode(cls, execution_id: ExecutionId, raw: Mapping[bytes, bytes]) -> Record:
-        """The record behind a HGETALL reply."""
+        """The record behind a HGETALL reply; an empty field is as good as an absent one."""
         return cls(
             execution_id,
             {
                 name.decode(errors="replace"): value.decode(errors="replace")
                 for name, value in raw.items()
+                if value
             },
         )
 
@@ -83,7 +85,7 @@ class Record:
     def number(self, name: str) -> int | None:
         """A numeric field; anything but a whole number is corruption."""
         value = self._fields.get(name)
-        if value is None:
+        if not value:
             return None
         try:
             return int(value)
@@ -148,7 +150,7 @@ class Record:
     def _pair(self, name: str) -> tuple[str, int] | None:
         """`<uuid>/<number>`, the form of `lease` and `attempt`."""
         value = self._fields.get(name)
-        if value is None:
+        if not value:
             return None
         identity, slash, number = value.rpartition("/")
         if not slash or not number.isdecimal() or not _is_uuid(identity):
@@ -179,9 +181,14 @@ class Record:
         return worker_id, instance
 
     def current_attempt(self) -> CurrentAttempt | None:
-        """The attempt that belongs to the present run, if there is one."""
+        """The attempt of the present run, if there is one.
+
+        An execution that ended while it waited for a retry or a replay has none either.
+        """
         last = self.attempt
         if last is None or self.vector.attempt_state in _NO_CURRENT_ATTEMPT:
+            return None
+        if self._set("between_attempts"):
             return None
         return CurrentAttempt(*last)
 
@@ -200,6 +207,14 @@ class Record:
             attempt_index=attempt[1],
             last_heartbeat_at=self.number("lease_last_renewed_at"),
         )
+
+    def _lease_times(self) -> dict[str, str]:
+        """When the lease was taken, and by when its holder should have renewed it."""
+        starts = ("resumed_at", "attempt_started_at", "started_at")
+        acquired = max(self.number(name) or 0 for name in starts)
+        base = max(acquired, self.number("lease_last_renewed_at") or 0)
+        deadline = base + (self.required("lease_expires_at") - base) * 2 // 3
+        return {"lease_acquired_at": str(acquired), "lease_renewal_deadline": str(deadline)}
 
     # --- views ------------------------------------------------------------------------
 
@@ -286,7 +301,7 @@ class Record:
         record = cls.__new__(cls)
         record.execution_id = execution_id
         record.vector = vector
-        record._fields = {name.decode(): value.decode() for name, value in raw.items()}
+        record._fields = {name.decode(): value.decode() for name, value in raw.items() if value}
         return record
 
     def _attempt_record_state(self) -> str:
@@ -379,6 +394,7 @@ class Record:
         if lease is not None:
             known["current_lease_id"] = lease.lease_id
             known["current_worker_id"], known["current_worker_instance_id"] = self.worker
+            known |= self._lease_times()
         else:
             for name in _LEASE_FIELDS:
                 known.pop(name, None)

@@ -31,8 +31,8 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
 from flowfabric.core.state import PublicState
+from flowfabric.engine.arguments import positive_ms
 from flowfabric.engine.calls import Calls, proof, text
-from flowfabric.engine.leases import positive_ms
 
 __all__ = ["Suspensions"]
 

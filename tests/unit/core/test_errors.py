@@ -11,7 +11,6 @@ from flowfabric.core import errors
 from flowfabric.core.catalogue import CATALOGUE, ErrorClass
 from flowfabric.core.errors import (
     BudgetExceeded,
-    BugError,
     ConfigError,
     CorruptionError,
     EngineError,
@@ -20,6 +19,7 @@ from flowfabric.core.errors import (
     NotFoundError,
     PermanentError,
     PossiblySucceeded,
+    ReplyError,
     RetryableError,
     StateError,
     TaskFinishedError,
@@ -162,15 +162,25 @@ def test_only_the_retryable_class_is_retryable() -> None:
             assert error.retryable is (entry.error_class is ErrorClass.RETRYABLE), code
 
 
-def test_an_unknown_code_is_a_bug_that_names_function_and_code() -> None:
-    error = engine_error("brand_new", ["a", "b"], "ff_claim")
+def test_an_unknown_code_is_terminal_and_names_function_execution_and_code() -> None:
+    error = engine_error("brand_new", ["a", "b"], "claim", function="ff_claim", execution_id="e1")
     assert isinstance(error, UnknownCodeError)
-    assert isinstance(error, BugError)
-    assert (error.code, error.unknown_code) == ("invariant_violation", "brand_new")
-    assert (error.error_class, error.http_status) == (ErrorClass.BUG, 500)
-    assert "ff_claim" in str(error)
-    assert "'brand_new' (a, b)" in str(error)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert isinstance(error, ReplyError)
+    assert (error.kind, error.unknown_code) == ("protocol", "brand_new")
+    assert (error.error_class, error.http_status) == (ErrorClass.TERMINAL, 500)
+    assert (error.function, error.execution_id, error.ambiguous) == ("ff_claim", "e1", False)
+    assert "ff_claim answered the unknown code 'brand_new' (a, b) for e1" in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.function) == (str(error), "ff_claim")
+
+
+def test_an_unreadable_reply_may_have_taken_effect() -> None:
+    error = ReplyError("ff_fail", "7", "e1", op="fail")
+    assert (error.error_class, error.ambiguous) == (ErrorClass.TERMINAL, True)
+    assert (error.function, error.execution_id, error.op) == ("ff_fail", "e1", "fail")
+    assert "ff_fail answered 7 for e1" in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.execution_id) == (str(error), "e1")
 
 
 def test_a_code_outside_the_catalogue_built_by_hand_still_answers() -> None:

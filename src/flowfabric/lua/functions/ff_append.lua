@@ -102,7 +102,7 @@ local function write_summary(c, key, document, version)
   server.call('HSETNX', key, 'first_applied_ms', c.now)
 end
 
-server.register_function('ff_append', function(keys, args)
+reply.register_function('ff_append', function(keys, args)
   local c = Context.open(keys[1])
   local id, mode, seq = args[1], args[4], args[7]
   local core, index = K.core(c.tag, id), string.match(args[3], '/(%d+)$')

@@ -5,10 +5,10 @@
 --   holders, those of the fence. Events: completion.
 local UNFENCED = { operator_override = true, flow_cascade = true, system_timeout = true }
 
-server.register_function('ff_cancel', function(keys, args)
+reply.register_function('ff_cancel', function(keys, args)
   local c = Context.open(keys[1])
   local id, reason, source, text = args[1], args[2], args[3], args[4]
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
   local unfenced = UNFENCED[source]
   local ended = S.phase(rec.state) == 't'

@@ -4,10 +4,10 @@
 -- Replies: old, new. Errors: execution_not_found, execution_not_eligible. Events: priority_changed.
 local MAX_PRIORITY = 9000
 
-server.register_function('ff_change_priority', function(keys, args)
+reply.register_function('ff_change_priority', function(keys, args)
   local c = Context.open(keys[1])
   local id = args[1]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local request, before = string.match(rec.priority_request or '', '^(%S+) (%d+)$')
   if request == args[3] then return reply.ok(tonumber(before), tonumber(rec.priority)) end

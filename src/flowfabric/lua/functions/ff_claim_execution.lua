@@ -18,11 +18,11 @@ local function refusal(c, id, rec, lane)
   if granting.lane_closed(c, rec) then return reply.err('execution_not_leaseable') end
 end
 
-server.register_function('ff_claim_execution', function(keys, args)
+reply.register_function('ff_claim_execution', function(keys, args)
   local c = Context.open(keys[1])
   local id, lane, worker, token = args[1], args[2], args[3], args[4]
   local ttl, lease_id, attempt_id = tonumber(args[5]), args[6], args[7]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local before = granting.replayed(c, id, rec, lease_id, attempt_id, 'fresh')
   if before then return before end

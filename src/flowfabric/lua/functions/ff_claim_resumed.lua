@@ -5,11 +5,11 @@
 -- Replies: claim row, lane. Errors: execution_not_found, execution_not_leaseable,
 --   not_a_resumed_execution, invalid_claim_grant, claim_grant_expired,
 --   invalid_input (lane_mismatch). Events: acquired (reason claim_resumed).
-server.register_function('ff_claim_resumed', function(keys, args)
+reply.register_function('ff_claim_resumed', function(keys, args)
   local c = Context.open(keys[1])
   local id, lane, worker, token = args[1], args[2], args[3], args[4]
   local ttl, lease_id = tonumber(args[5]), args[6]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local before = granting.replayed(c, id, rec, lease_id, '', 'resumed')
   if before then return before end

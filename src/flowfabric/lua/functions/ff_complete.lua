@@ -1,6 +1,7 @@
 -- ff_complete: the lease holder ends executions successfully; optionally claims the next ones.
 -- Keys: core, result, lane active, lane terminal, lease_expiry, worker leases, timers.
--- Arguments: number of items, then per item: execution_id, fence, source, result (`0` none, or
+-- Arguments: number of items, then per item: execution_id, fence, source (an override:
+--   `operator_override <request id>`), result (`0` none, or
 --   `1` followed by the encoding label), result bytes; then optionally the claim arguments.
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
 -- Errors: execution_not_found and those of the fence. Events: completion.
@@ -9,20 +10,22 @@ local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_su
 local function complete(c, id, text, source, label, result)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local problem = fence.check(c, id, rec, text, source == 'operator_override', true)
+  local request = source ~= 'lease_holder' and operator.request(source)
+  if request and operator.answered(rec, request) then return 'completed' end
+  local problem = fence.check(c, id, rec, text, request, true)
   if problem then
     local own = fence.own_attempt(c, id, rec, text)
     if own and own.state == 'ended_success' then return 'completed' end
     return problem
   end
-  local override = source == 'operator_override' and source or nil
   local stored = label ~= '0'
-  if stored then server.call('SET', K.result(c.tag, id), result) end
-  ending.finish(c, id, rec, (stored or override) and {
+  ending.finish(c, id, rec, (stored or request) and {
     outcome = 's', reason = 'completed', stream_reason = 'attempt_success',
     fields = #label > 1 and { 'result_encoding', string.sub(label, 2) } or nil,
-    has_result = stored, source = override,
+    has_result = stored, source = request and 'operator_override' or nil,
   } or PLAIN)
+  if stored then server.call('SET', K.result(c.tag, id), result) end
+  if request then operator.remember(c, id, rec, request, 'completed') end
   return 'completed'
 end
 

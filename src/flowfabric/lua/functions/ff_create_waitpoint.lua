@@ -5,10 +5,10 @@
 --   waitpoint_already_exists, hmac_secret_not_initialized, invalid_secret. Events: none.
 local MAX_TIME = 9007199254740991
 
-server.register_function('ff_create_waitpoint', function(keys, args)
+reply.register_function('ff_create_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, waitpoint_id, key = args[1], args[2], args[3], args[4]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local problem = fence.check(c, id, rec, text, false, false)
   if problem then return problem end

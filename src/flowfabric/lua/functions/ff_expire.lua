@@ -10,7 +10,7 @@ local function drop_timers(c, id)
 end
 
 local function expire(c, id, reason)
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then
     drop_timers(c, id)
     return 'not_found_cleaned'

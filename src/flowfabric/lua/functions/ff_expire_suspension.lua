@@ -49,7 +49,7 @@ end
 
 local function expire(c, id)
   local index = K.index(c.tag, 'suspension_timeout')
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   local open = rec and S.phase(rec.state) == 'p' and suspension.open(c, id)
   if not open then
     server.call('ZREM', index, id)

@@ -1,15 +1,18 @@
 -- ff_fail: the lease holder ends the attempt unsuccessfully; the stored policy decides on a retry.
 -- Keys: core, policy, attempt, lane active / delayed / terminal, lease_expiry, worker leases, timers.
--- Arguments: execution_id, fence, source, reason, category, retry policy JSON (operator only).
+-- Arguments: execution_id, fence, source (an override: `operator_override <request id>`),
+--   reason, category, retry policy JSON (operator only).
 -- Replies: `retry_scheduled`, delay_until, next index | `terminal_failed`.
 -- Errors: execution_not_found and those of the fence. Events: released | completion.
-server.register_function('ff_fail', function(keys, args)
+reply.register_function('ff_fail', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, source, reason, category = args[1], args[2], args[3], args[4], args[5]
-  local override = source == 'operator_override'
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local problem = fence.check(c, id, rec, text, override, true)
+  local request = operator.request(source)
+  local answer = request and operator.answered(rec, request)
+  if answer then return reply.ok(string.match(answer, '^(%S+) ?(%d*) ?(%d*)$')) end
+  local problem = fence.check(c, id, rec, text, request, true)
   if problem then
     local own = fence.own_attempt(c, id, rec, text)
     if own and own.state == 'ended_failure' and own.ended_by == 'fail' then
@@ -21,17 +24,22 @@ server.register_function('ff_fail', function(keys, args)
     return problem
   end
   local policy = retry.policy(c, id)
-  if override and args[6] ~= '' then policy = cjson.decode(args[6]) end
+  if request and args[6] ~= '' then policy = cjson.decode(args[6]) end
   if retry.allowed(rec, policy, category) then
     local due, next_index = retry.schedule(c, id, rec, policy,
       { reason = reason, category = category, ended_by = 'fail' })
-    return reply.ok('retry_scheduled', string.format('%.0f', due), tostring(next_index))
+    local at, next_text = string.format('%.0f', due), record.digits(next_index)
+    if request then
+      operator.remember(c, id, rec, request, 'retry_scheduled ' .. at .. ' ' .. next_text)
+    end
+    return reply.ok('retry_scheduled', at, next_text)
   end
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'failed_terminal', category = category,
     stream_reason = 'attempt_failure',
-    source = override and source or nil,
+    source = request and 'operator_override' or nil,
     fields = { 'failure_reason', reason, 'failure_category', category, 'ended_by', 'fail' },
   })
+  if request then operator.remember(c, id, rec, request, 'terminal_failed') end
   return reply.ok('terminal_failed')
 end)

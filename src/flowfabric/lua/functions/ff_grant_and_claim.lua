@@ -20,11 +20,11 @@ local function refusal(c, id, rec, lane)
   if S.eligibility(rec.state) ~= 'e' then return reply.err('execution_not_eligible') end
 end
 
-server.register_function('ff_grant_and_claim', function(keys, args)
+reply.register_function('ff_grant_and_claim', function(keys, args)
   local c = Context.open(keys[1])
   local id, lane, worker, ttl = args[1], args[2], args[3], tonumber(args[4])
   local lease_id, attempt_id = args[5], args[6]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local mode = (S.attempt(rec.state) == 'i' or rec.resumed_at) and 'resumed' or 'fresh'
   local before = granting.replayed(c, id, rec, lease_id, mode == 'fresh' and attempt_id or '', mode)

@@ -4,7 +4,7 @@
 --   already_revoked | unowned | not_yet_expired | error:<why>. Errors: none. Events: expired.
 local function mark(c, id)
   local live = K.index(c.tag, 'lease_expiry')
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec or S.phase(rec.state) ~= 'a' then
     server.call('ZREM', live, id)
     return rec and 'not_active' or 'execution_not_found'

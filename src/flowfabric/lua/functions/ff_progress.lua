@@ -2,10 +2,10 @@
 -- Keys: core. Arguments: execution_id, fence, percent or empty, message flag (0 | 1), message.
 -- Replies: nothing. Errors: execution_not_found, execution_not_active, lease_revoked,
 --   lease_expired (not marked), stale_lease. Events: none.
-server.register_function('ff_progress', function(keys, args)
+reply.register_function('ff_progress', function(keys, args)
   local c = Context.open(keys[1])
   local id, given = args[1], fence.parse(args[2])
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
   if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
   if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end

@@ -3,7 +3,7 @@
 -- Replies per id: promoted | not_yet_due | not_found_cleaned | not_runnable_cleaned |
 --   not_delayed_cleaned | error:<why>. Errors: none. Events: none; rings the doorbell.
 local function promote(c, lane, id)
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec or rec.lane_id ~= lane or S.phase(rec.state) ~= 'r'
       or S.eligibility(rec.state) ~= 'd' then
     c:zrem(K.lane(c.tag, lane, 'delayed'), id)

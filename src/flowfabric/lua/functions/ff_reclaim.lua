@@ -4,27 +4,30 @@
 -- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms,
 --   lease_id, attempt_id, caller's cap or empty.
 -- Replies: claim row. Errors: execution_not_found, execution_not_reclaimable,
---   max_retries_exhausted (now failed), invalid_claim_grant, claim_grant_expired,
+--   max_retries_exhausted (failed, now or before), invalid_claim_grant, claim_grant_expired,
 --   invalid_input (lane_mismatch). Events: reclaimed | completion.
-server.register_function('ff_reclaim', function(keys, args)
+reply.register_function('ff_reclaim', function(keys, args)
   local c = Context.open(keys[1])
   local id, lane, worker, token = args[1], args[2], args[3], args[4]
   local ttl, lease_id, attempt_id = tonumber(args[5]), args[6], args[7]
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
   local before = granting.replayed(c, id, rec, lease_id, attempt_id, 'reclaimed')
   if before then return before end
   local problem = granting.lane_problem(rec, lane)
   if problem then return problem end
+  local own_cap = args[8] ~= '' and args[8] or nil
+  local reached = claiming.ended_at_cap(rec, own_cap)
+  if reached then return claiming.cap_reached(reached) end
   local ownership = S.ownership(rec.state)
   if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v')
       or granting.lane_closed(c, rec) then
     return reply.err('execution_not_reclaimable')
   end
-  local cap = claiming.reclaim_cap(rec, args[8] ~= '' and args[8] or nil)
+  local cap = claiming.reclaim_cap(rec, own_cap)
   if tonumber(rec.lease_reclaim_count or 0) >= cap then
     claiming.end_at_cap(c, id, rec)
-    return reply.err('max_retries_exhausted', string.format('%d', cap))
+    return claiming.cap_reached(cap)
   end
   problem = granting.refusal(c, id, rec, worker, token)
   if problem then return problem end

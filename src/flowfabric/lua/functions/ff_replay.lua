@@ -26,10 +26,10 @@ local function ended_with(rec)
     ended_by = rec.ended_by }
 end
 
-server.register_function('ff_replay', function(keys, args)
+reply.register_function('ff_replay', function(keys, args)
   local c = Context.open(keys[1])
   local id, reason, requested_by = args[1], args[2], args[3]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   -- Asked first: the new run may have ended before the repeat arrived.
   if rec.replay_request == args[6] then return reply.ok('waiting') end
@@ -57,7 +57,8 @@ server.register_function('ff_replay', function(keys, args)
     'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
     'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
-    'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at')
+    'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at',
+    'between_attempts')
   rec.state = S.eligible('p')
   local update = {
     'HSET', K.core(c.tag, id), 'state', rec.state, 'replay_count', count + 1,

@@ -2,10 +2,10 @@
 -- Keys: core, suspension, its waitpoints, lane suspended / eligible / delayed, suspension_timeout.
 -- Arguments: execution_id, trigger, resume delay ms.
 -- Replies: public_state. Errors: execution_not_found, execution_not_suspended. Events: resumed.
-server.register_function('ff_resume', function(keys, args)
+reply.register_function('ff_resume', function(keys, args)
   local c = Context.open(keys[1])
   local id, trigger = args[1], args[2]
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local open = S.phase(rec.state) == 'p' and suspension.open(c, id)
   if not open or not rec.current_waitpoint_id then return reply.err('execution_not_suspended') end

@@ -1,13 +1,15 @@
 -- ff_revoke: take a lease away now; the execution goes on with the next claim.
 -- Keys: core, lease_expiry, lane reclaimable, worker leases.
--- Arguments: execution_id, expected lease_id or empty, reason, revoked_by.
+-- Arguments: execution_id, expected lease_id or empty, reason, revoked_by, request id.
 -- Replies: OK lease_id, epoch | ALREADY_SATISFIED no_active_lease, already_revoked, already_expired.
 -- Errors: execution_not_found, stale_lease. Events: revoked.
-server.register_function('ff_revoke', function(keys, args)
+reply.register_function('ff_revoke', function(keys, args)
   local c = Context.open(keys[1])
   local id, expected, reason = args[1], args[2], args[3]
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
+  local before = operator.answered(rec, args[5])
+  if before then return reply.ok(string.match(before, '^(%S+)/(%d+)$')) end
   if S.phase(rec.state) ~= 'a' then return reply.already('no_active_lease') end
   if S.ownership(rec.state) == 'v' then return reply.already('already_revoked') end
   if S.ownership(rec.state) == 'x' then return reply.already('already_expired') end
@@ -23,5 +25,6 @@ server.register_function('ff_revoke', function(keys, args)
   events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])
   streams.close(c, id, rec, 'lease_revoked')
   lease.offer_for_reclaim(c, id, rec)
+  operator.remember(c, id, rec, args[5], rec.lease)
   return reply.ok(held, record.epoch(rec))
 end)

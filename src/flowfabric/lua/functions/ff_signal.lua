@@ -94,11 +94,11 @@ local function apply(c, id, rec, open, signal, verdict, want)
   server.call('HSET', key, 'last_signal_at', c.now)
 end
 
-server.register_function('ff_signal', function(keys, args)
+reply.register_function('ff_signal', function(keys, args)
   local c = Context.open(keys[1])
   local id, waitpoint_id, signal_id, token = args[1], args[2], args[3], args[4]
   local want = cmsgpack.unpack(args[5])
-  local rec = record.read(c, id)
+  local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local point = suspension.read_hash(suspension.waitpoint(c, waitpoint_id))
   local problem

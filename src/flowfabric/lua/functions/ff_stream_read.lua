@@ -72,7 +72,7 @@ local function resolve(stream, first, last)
   return newest and newest[1] or first, oldest and oldest[1] or last
 end
 
-server.register_function('ff_stream_read', function(keys, args)
+reply.register_function('ff_stream_read', function(keys, args)
   local c = Context.open(keys[1])
   local id, index, follow = args[1], args[2], args[7] == '1'
   local stream = streams.key(c, id, index)

@@ -221,12 +221,12 @@ local function unbound(want, binding)
   end
 end
 
-server.register_function('ff_suspend', function(keys, args)
+reply.register_function('ff_suspend', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, want = args[1], args[2], cmsgpack.unpack(args[3])
   local answer = malformed(c, want) or repeated(c, id, text, want)
   if answer then return answer end
-  local rec = record.read(c, id)
+  local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
   local problem = refusal(c, id, rec, text)
   if problem then return problem end

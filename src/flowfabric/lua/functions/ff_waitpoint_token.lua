@@ -2,7 +2,7 @@
 -- Keys: waitpoint, key store. Arguments: execution_id, waitpoint_id.
 -- Replies: token | nothing when unknown, closed or of another execution.
 -- Errors: hmac_secret_not_initialized, invalid_secret. Events: none.
-server.register_function('ff_waitpoint_token', function(keys, args)
+reply.register_function('ff_waitpoint_token', function(keys, args)
   local c = Context.open(keys[1])
   local key = suspension.waitpoint(c, args[2])
   local point = suspension.read_hash(key)

@@ -28,13 +28,29 @@ local function letter(position)
   end
 end
 
+-- The letters that may stand at each place of a code; core/state.py has the same.
+local CODE = '^[srapt][ulxv][edcbqrlon][nwbrdsaktcuqgyopf][nsfcxk][nfritpz]$'
+local codes = {}
+function S.is_code(code)
+  if codes[code] then return true end
+  if not code or not string.find(code, CODE) then return false end
+  codes[code] = true
+  return true
+end
+
 S.phase = letter(1)
 S.ownership = letter(2)
 S.eligibility = letter(3)
 S.outcome = letter(5)
 S.attempt = letter(6)
-function S.phase_name(code) return PHASES[S.phase(code)] or 'unknown' end
-function S.outcome_name(code) return OUTCOMES[S.outcome(code)] or 'unknown' end
+function S.phase_name(code) return PHASES[S.phase(code)] end
+function S.outcome_name(code) return OUTCOMES[S.outcome(code)] end
+
+-- Whether a retry or a replay is still to come: the last attempt is over, the next not there.
+function S.between_attempts(code)
+  local attempt = S.attempt(code)
+  return attempt == 't' or attempt == 'p'
+end
 
 function S.eligible(attempt) return 'ruewn' .. attempt end
 function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt end

@@ -5,11 +5,68 @@
 -- they are current follows from the state alone, so ending a lease clears nothing.
 local record = {}
 
+-- The record, or nil when there is none. One without a readable state is nobody's to act on.
 function record.read(c, id)
   local flat = server.call('HGETALL', K.core(c.tag, id))
   if #flat == 0 then return nil end
   local rec = { lane_id = 'default', namespace = 'default' }
   for i = 1, #flat, 2 do rec[flat[i]] = flat[i + 1] end
+  if not S.is_code(rec.state) then record.check(id, rec) end
+  return rec
+end
+
+local NUMBERS = {
+  'created_at', 'priority', 'started_at', 'lease_expires_at', 'delay_until', 'completed_at',
+  'retry_count', 'replay_count', 'lease_reclaim_count', 'max_reclaim_count', 'retention_ms',
+  'attempt_timeout_ms', 'attempt_timeout_remaining_ms', 'execution_deadline_at',
+  'grant_expires_at',
+}
+local PAIRS = { 'lease', 'attempt' }
+local HELD = { 'lease', 'attempt', 'worker', 'lease_expires_at' }
+
+-- What makes the record unreadable, as `<field>: <why>`; nil when nothing does.
+function record.problem(rec)
+  if not rec.state then return 'state: is missing' end
+  if not S.is_code(rec.state) then return "state: '" .. rec.state .. "' is not a state code" end
+  if not rec.created_at then return 'created_at: is missing' end
+  for _, name in ipairs(NUMBERS) do
+    local value = rec[name]
+    if value and not tonumber(value) then return name .. ": '" .. value .. "' is not a number" end
+  end
+  for _, name in ipairs(PAIRS) do
+    local value = rec[name]
+    if value and not (#value > 37 and string.find(value, '^[%x-]+/%d+$')) then
+      return name .. ": '" .. value .. "' is not <id>/<number>"
+    end
+  end
+end
+
+-- The same of the lease of an active execution.
+function record.lease_problem(rec)
+  if S.phase(rec.state) ~= 'a' or S.ownership(rec.state) == 'u' then return nil end
+  for _, name in ipairs(HELD) do
+    if not rec[name] then return name .. ': is missing though the execution is active' end
+  end
+end
+
+-- Stops the call before it writes anything on the ground of a record that cannot be read.
+function record.check(id, rec)
+  local problem = record.problem(rec)
+  if problem then error(id .. ': ' .. problem, 0) end
+end
+
+-- `read` with a look at every field a transition may compute with.
+function record.checked(c, id)
+  local rec = record.read(c, id)
+  if rec then record.check(id, rec) end
+  return rec
+end
+
+-- `checked` for those that end, move or take over a lease.
+function record.checked_lease(c, id)
+  local rec = record.checked(c, id)
+  local problem = rec and record.lease_problem(rec)
+  if problem then error(id .. ': ' .. problem, 0) end
   return rec
 end
 

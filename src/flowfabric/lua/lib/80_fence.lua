@@ -47,12 +47,26 @@ function fence.check(c, id, rec, text, override, marks)
   return nil
 end
 
+-- The index of the attempt that a lease of this epoch can have ended. Both rise together: an
+-- attempt takes one lease at least, and a resumed one takes more.
+local function index_at(c, id, rec, epoch)
+  local last = record.attempt_index(rec)
+  if not last or not epoch or record.epoch(rec) == epoch then return last end
+  for index = math.min(last, epoch - 1), 0, -1 do
+    local held = server.call('HGET', K.attempt(c.tag, id, index), 'lease')
+    local reached = held and tonumber(string.sub(held, 38))
+    if reached and reached <= epoch then return index end
+  end
+end
+
 -- What the attempt that the caller names looks like now, or nil when it is not
 -- the caller's: the current one on the record, else its archived form.
 function fence.own_attempt(c, id, rec, text)
   local given = fence.parse(text)
-  if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' or given.index == '' then
-    return nil
+  if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' then return nil end
+  if given.index == '' then
+    given.index = index_at(c, id, rec, tonumber(given.epoch))
+    if not given.index then return nil end
   end
   local function mine(attempt, held)
     return attempt == given.attempt_id .. '/' .. given.index

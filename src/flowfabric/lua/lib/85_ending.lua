@@ -24,6 +24,7 @@ end
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.phase(rec.state) == 'a'
+  local purge_due = c:text(c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
   server.call('HSET', K.core(c.tag, id), 'state', state, 'completed_at', c:text(c.now),
     unpack(how.fields or NONE))
   streams.close(c, id, rec, how.stream_reason)
@@ -33,6 +34,9 @@ function ending.finish(c, id, rec, how)
     if S.phase(rec.state) == 'p' then suspension.abandon(c, id, rec, how.close_reason) end
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
+    if rec.attempt and S.between_attempts(rec.state) then
+      record.set(c, id, rec, { between_attempts = '1' })
+    end
   end
   if rec.state ~= S.ACTIVE then
     record.clear(c, id, rec, 'blocking_detail', 'delay_until', 'lease_expired_at',
@@ -42,8 +46,7 @@ function ending.finish(c, id, rec, how)
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
   rec.state = state
   rec.completed_at = c.now
-  c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'),
-    c:text(c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS)), id)
+  c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
   local outcome, told = OUTCOME_NAMES[how.outcome], extras(how)
   if held then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,

@@ -109,8 +109,22 @@ function claiming.reclaim_cap(rec, fallback)
   return tonumber(rec.max_reclaim_count or fallback or DEFAULT_RECLAIM_CAP)
 end
 
+-- The cap that ended the execution, or nil. A caller's own cap is not on the record, but the
+-- count had reached it.
+function claiming.ended_at_cap(rec, fallback)
+  if S.phase(rec.state) ~= 't' or rec.ended_by ~= 'reclaim_cap' then return nil end
+  return math.min(claiming.reclaim_cap(rec, fallback), tonumber(rec.lease_reclaim_count or 0))
+end
+
+-- The answer of a reclaim at the cap.
+function claiming.cap_reached(cap)
+  return reply.err('max_retries_exhausted', string.format('%d', cap))
+end
+
 -- Ends an execution that lost its worker too often.
 function claiming.end_at_cap(c, id, rec)
+  -- What an earlier attempt failed of did not end the execution.
+  record.clear(c, id, rec, 'failure_category')
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'max_reclaims_exceeded', stream_reason = 'max_reclaims_exceeded',
     fields = { 'failure_reason', 'max_reclaims_exceeded', 'ended_by', 'reclaim_cap' },
@@ -184,8 +198,8 @@ end
 local function replayed(c, want, ids)
   local rows = {}
   for id in string.gmatch(ids, '%S+') do
-    local rec = record.read(c, id)
-    if rec and rec.state == S.ACTIVE and tonumber(rec.lease_expires_at) > c.now
+    local readable, rec = pcall(record.read, c, id)
+    if readable and rec and rec.state == S.ACTIVE and tonumber(rec.lease_expires_at) > c.now
         and string.sub(rec.lease, 1, 32) == want.lease_prefix then
       local mode = rec.attempt_type == 'reclaim' and not rec.resumed_at and 'reclaimed'
         or rec.resumed_at and 'resumed' or 'fresh'
@@ -227,6 +241,8 @@ end
 -- Takes one candidate if it is claimable now; true when it stays where it stands.
 local function consider(c, want, offered, id, key, rows, ids)
   local rec = record.read(c, id)
+  -- A new execution without a time limit has nothing that could be unreadable here.
+  if rec and (rec.state ~= S.NEW or rec.attempt_timeout_ms) then record.check(id, rec) end
   local mode = rec and claiming.mode(c, rec)
   if not mode then
     -- A lost execution in its lane's grace stays; anything else has no business here.

@@ -21,10 +21,12 @@ local function over_limit(csv)
   if #csv > MAX_CAPABILITY_BYTES then return 'too_many_bytes' end
 end
 
--- Capability limits and match; a mismatch is stamped on the record, nothing moves.
-function granting.capability_problem(c, id, rec, csv)
+-- Capability limits and match; a mismatch is stamped on the record, nothing moves. `refused`
+-- is what the caller found wrong with its own list: other checks come before it.
+function granting.capability_problem(c, id, rec, csv, refused)
   local problem = over_limit(rec.required_capabilities or '')
   if problem then return reply.err('invalid_capabilities', 'required:' .. problem) end
+  if refused ~= '' then return reply.err('invalid_capabilities', refused) end
   problem = over_limit(csv)
   if problem then return reply.err('invalid_capabilities', 'worker:' .. problem) end
   local missing = claiming.missing(rec.required_capabilities, claiming.offered(csv))

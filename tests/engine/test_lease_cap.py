@@ -1,0 +1,70 @@
+"""What a reclaim cap leaves behind, and grants that are over before they are sent (03 §15, D6)."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from flowfabric.core.contracts.leases import Claim, ReclaimCapExceeded
+from flowfabric.core.errors import ConfigError
+from tests.engine.probes import OTHER, lapsed, lossy, reclaim_grant, running, untouched, write
+from tests.engine.test_lease_reclaim import a_grant, lose_once_more, use
+from tests.support.engine import TTL, Engine
+from tests.support.server import TestServer
+
+
+@pytest.mark.parametrize("via", ["grant", "claim"])
+async def test_the_cap_has_no_category_of_an_earlier_failure(engine: Engine, via: str) -> None:
+    retries = {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}
+    handle = await running(engine, policy={"max_reclaim_count": 0, "retry_policy": retries})
+    execution_id = handle.execution_id
+    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.claim()
+    await lose_once_more(engine, execution_id)
+    if via == "grant":
+        await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+    else:
+        assert await engine.claim_all() == []
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.failure_reason, info.failure_category) == ("max_reclaims_exceeded", None)
+    first, second = await engine.backend.read_attempts(execution_id)
+    assert (first.failure_category, second.failure_category) == ("transient", None)
+
+
+@pytest.mark.parametrize("cap", [0, 1, 50])
+async def test_a_cap_told_again(engine: Engine, cap: int) -> None:
+    """The caller's cap is not stored, but a repeat of its call gets the same answer."""
+    execution_id = (await lapsed(engine)).execution_id
+    await write(engine, execution_id, lease_reclaim_count=50)
+    first = await use(engine, a_grant(execution_id), max_reclaim_count=cap)
+    assert first == ReclaimCapExceeded(execution_id, cap)
+    async with untouched(engine):
+        assert await use(engine, a_grant(execution_id), max_reclaim_count=cap) == first
+        told = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        assert told == ReclaimCapExceeded(execution_id, 50)
+
+
+async def test_only_the_cap_is_told_again(engine: Engine) -> None:
+    execution_id = (await lapsed(engine, policy={"max_reclaim_count": 0})).execution_id
+    await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+    await engine.backend.replay_execution(execution_id)
+    outcome = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+    assert outcome.kind == "not_reclaimable"
+    await engine.backend.cancel_execution(execution_id)
+    assert (await use(engine, a_grant(execution_id))).kind == "not_reclaimable"
+
+
+async def test_a_grant_that_is_over_is_not_sent(engine: Engine, valkey: TestServer) -> None:
+    held = await reclaim_grant(engine, (await lapsed(engine)).execution_id)
+    async with lossy(engine, valkey) as (client, proxy):
+        proxy.down()
+        for at in (1, int(time.time() * 1000)):
+            over = msgspec.structs.replace(held, expires_at_ms=at)
+            with pytest.raises(ConfigError) as caught:
+                await client.reclaim_execution(over, **OTHER, lease_ttl_ms=TTL)
+            assert caught.value.field == "expires_at_ms"
+        proxy.up()
+    assert isinstance(await use(engine, held), Claim)

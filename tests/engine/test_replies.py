@@ -1,0 +1,192 @@
+"""Replies that this version cannot read are one typed, terminal error (02 §1)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.executions import Completion
+from flowfabric.valkey import library
+from tests.engine.mutation import mutated, private_engine, private_server
+from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant, running
+from tests.support.engine import TTL, Engine
+
+__all__ = ["private_engine", "private_server"]
+
+pytestmark = pytest.mark.corrupts
+
+ENVELOPE = ("lib/55_reply.lua", "return { 1, 'OK', ... }")
+
+
+@pytest.fixture
+async def garbled(private_engine: Engine) -> AsyncIterator[Engine]:
+    """An engine whose library may be replaced; the real one is put back."""
+    yield private_engine
+    settings = library._Settings(cluster=False, events_maxlen=10_000, testing=True)
+    await load(private_engine, library._assemble(settings))
+
+
+async def load(engine: Engine, code: str) -> None:
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+
+
+HELD = ("complete", "fail", "delay", "wait_children", "renew", "revoke")
+
+
+async def situation(engine: Engine) -> dict[str, Any]:
+    """What each call below needs of its own, made while the library still answers."""
+    given: dict[str, Any] = {
+        "cancel": await engine.create(lane="other"),
+        "priority": await engine.create(lane="other"),
+        "tags": await engine.create(lane="other"),
+        "grant": await engine.create(lane="other"),
+        "fused claim": await engine.create(lane="other"),
+        "reclaim grant": (await lapsed(engine)).execution_id,
+        "reclaim": await reclaim_grant(engine, (await lapsed(engine)).execution_id),
+        "claim": await grant(engine, await engine.create(lane="other")),
+    }
+    return given | {name: await running(engine) for name in HELD}
+
+
+Call = Callable[[Backend, Any], Awaitable[Any]]
+
+# The function behind each call. What is given is an id, or something that has one.
+CALLS: dict[str, tuple[str, Call]] = {
+    "complete": ("ff_complete", lambda b, held: b.complete(held)),
+    "fail": ("ff_fail", lambda b, held: b.fail(held, "", "")),
+    "cancel": ("ff_cancel", lambda b, eid: b.cancel_execution(eid)),
+    "delay": ("ff_delay", lambda b, held: b.delay(held, 1)),
+    "wait_children": ("ff_wait_children", lambda b, held: b.wait_children(held)),
+    "priority": ("ff_change_priority", lambda b, eid: b.change_priority(eid, 1)),
+    "tags": ("ff_set_tags", lambda b, eid: b.set_execution_tag(eid, "a.b", "c")),
+    "renew": ("ff_renew", lambda b, held: b.renew(held)),
+    "revoke": ("ff_revoke", lambda b, held: b.revoke_lease(held.execution_id)),
+    "grant": ("ff_issue_claim_grant", lambda b, eid: b.issue_claim_grant(eid, **WORKER)),
+    "reclaim grant": (
+        "ff_issue_reclaim_grant",
+        lambda b, eid: b.issue_reclaim_grant(eid, **OTHER),
+    ),
+    "claim": (
+        "ff_claim_execution",
+        lambda b, held: b.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+    ),
+    "fused claim": (
+        "ff_grant_and_claim",
+        lambda b, eid: b.issue_grant_and_claim(eid, lease_duration_ms=TTL),
+    ),
+    "reclaim": (
+        "ff_reclaim",
+        lambda b, held: b.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL),
+    ),
+}
+
+
+def subject(given: Any) -> str:
+    return getattr(given, "execution_id", given)
+
+
+MALFORMED = [
+    "'text'",
+    "7",
+    "{}",
+    "{ 1 }",
+    "{ 2, 'OK', ... }",
+    "{ 1, 'FINE', ... }",
+    "{ 1, { 'OK' }, ... }",
+    "{ 'OK', ... }",
+    "{ 1, 'OK' }",
+    "{ 1, 'OK', { 'odd' }, { 'odd' } }",
+    "{ 0 }",
+    "{ 0, 7 }",
+]
+
+
+@pytest.mark.parametrize("answer", MALFORMED)
+async def test_a_malformed_reply(garbled: Engine, answer: str) -> None:
+    given = await situation(garbled)
+    await load(garbled, mutated(*ENVELOPE, f"return {answer}"))
+    for name, (function, call) in CALLS.items():
+        with pytest.raises(ReplyError) as caught:
+            await call(garbled.backend, given[name])
+        error = caught.value
+        assert (error.error_class, error.retryable) == (ErrorClass.TERMINAL, False), name
+        assert error.ambiguous, name
+        assert (error.function, error.execution_id) == (function, subject(given[name])), name
+        assert function in str(error)
+        assert str(subject(given[name])) in str(error)
+
+
+async def test_an_unknown_code(garbled: Engine) -> None:
+    given = await situation(garbled)
+    await load(garbled, mutated(*ENVELOPE, "return { 0, 'brand_new', 'a', 'b' }"))
+    for name, (function, call) in CALLS.items():
+        with pytest.raises(UnknownCodeError) as caught:
+            await call(garbled.backend, given[name])
+        error = caught.value
+        assert isinstance(error, ReplyError)
+        assert (error.unknown_code, error.ambiguous) == ("brand_new", False), name
+        assert (error.error_class, error.function) == (ErrorClass.TERMINAL, function), name
+        assert error.execution_id == subject(given[name]), name
+
+
+COMPLETE = (
+    "functions/ff_complete.lua",
+    "if not args[first] then return reply.ok(replies) end",
+)
+RENEW = ("functions/ff_renew.lua", "  return reply.ok(replies)")
+CREATE = ("functions/ff_create.lua", "  return reply.ok(replies)")
+ODD_ITEMS = ["'odd'", "{ 7 }", "{ 0 }", "{ 1, 'DUPLICATE' }", "{ 2, 'x' }"]
+
+
+@pytest.mark.parametrize("item", [*ODD_ITEMS, "{ 0, 'brand_new' }"])
+async def test_one_item_of_a_batch(garbled: Engine, item: str) -> None:
+    backend, handle = garbled.backend, await garbled.running()
+    for where, call in (
+        (COMPLETE, lambda: backend.complete_many([Completion(handle)])),
+        (RENEW, lambda: backend.renew_many([handle])),
+        (CREATE, lambda: backend.create_many([_new(garbled)])),
+    ):
+        await load(garbled, mutated(*where, f"do return reply.ok({{ {item} }}) end"))
+        (outcome,) = await call()
+        assert isinstance(outcome, ReplyError), (where, outcome)
+        assert outcome.function == where[0].removeprefix("functions/").removesuffix(".lua")
+        assert outcome.execution_id.startswith("{fp:")
+
+
+async def test_too_few_items(garbled: Engine) -> None:
+    backend, handle = garbled.backend, await garbled.running()
+    for where, call in (
+        (COMPLETE, lambda: backend.complete_many([Completion(handle)])),
+        (COMPLETE, lambda: backend.complete(handle)),
+        (RENEW, lambda: backend.renew_many([handle])),
+        (RENEW, lambda: backend.renew(handle)),
+        (CREATE, lambda: backend.create_many([_new(garbled)])),
+    ):
+        await load(garbled, mutated(*where, "do return reply.ok({}) end"))
+        with pytest.raises(ReplyError):
+            await call()
+
+
+@pytest.mark.parametrize(
+    ("field", "odd"),
+    [
+        ("id, MODE_LETTERS[mode]", "id, 'q'"),
+        ("rec.execution_kind, rec.lease, rec.attempt,", "rec.execution_kind, 5, rec.attempt,"),
+        ("tonumber(rec.lease_expires_at), rare(", "'soon', rare("),
+    ],
+)
+async def test_an_odd_claim(garbled: Engine, field: str, odd: str) -> None:
+    execution_id = await garbled.create()
+    await load(garbled, mutated("lib/92_claiming.lua", field, odd))
+    with pytest.raises(ReplyError) as caught:
+        await garbled.claim_all()
+    assert (caught.value.function, caught.value.execution_id) == ("ff_claim_many", execution_id)
+
+
+def _new(engine: Engine) -> NewExecution:
+    return NewExecution(execution_id=engine.new_id(), execution_kind="job")
