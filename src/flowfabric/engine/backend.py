@@ -9,7 +9,7 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
 from flowfabric.engine.audit_trail import AuditTrail
-from flowfabric.engine.boot import MintSecret, configured_counts, prepare, read_counts
+from flowfabric.engine.boot import MintSecret, configured_counts, join, prepare
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.collisions import report_collisions
 from flowfabric.engine.expired_leases import LeaseReads
@@ -78,15 +78,24 @@ class Backend(
         revive: Revive | None = None,
         mint_secret: MintSecret | None = None,
     ) -> Backend:
-        """Dial a deployment and read its counts; with `prepare_with` set it up first."""
+        """Dial a deployment and check that it fits; with `prepare_with` set it up first.
+
+        Who can `revive` the server owns it: it is the private one of this project.
+        """
         transport = await connect(
             address, request_timeout=request_timeout, name=name, revive=revive
         )
         try:
             if prepare_with is None:
-                counts = await read_counts(transport)
+                counts = await join(transport, testing=testing)
             else:
-                await prepare(transport, prepare_with, testing=testing, mint_secret=mint_secret)
+                await prepare(
+                    transport,
+                    prepare_with,
+                    testing=testing,
+                    owned=revive is not None,
+                    mint_secret=mint_secret,
+                )
                 await report_collisions(transport, prepare_with)
                 counts = prepare_with
         except BaseException:

@@ -17,7 +17,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
-from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.library import ensure_library, read_primaries
 from flowfabric.valkey.transport import Transport
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "configured_counts",
     "configured_secret",
     "health_findings",
+    "join",
     "prepare",
     "read_counts",
 ]
@@ -98,12 +99,16 @@ async def prepare(
     *,
     lanes: Sequence[str] = ("default",),
     testing: bool = False,
+    owned: bool = False,
     mint_secret: MintSecret | None = None,
 ) -> bool:
     """Version gate, counts, function library, lanes, waitpoint secret.
 
     True when the library was loaded. `mint_secret` is asked once, when no secret is configured
-    and none is stored.
+    and none is stored. `owned`: only processes of this project use the server. Its folder keeps
+    the library, and nobody can be asked to upgrade the other side: a package of the same version
+    with other content is loaded over it. The same version means the same calls and replies, so
+    a process that still runs is not disturbed.
     """
     secret = configured_secret()
     await check_server(transport)
@@ -123,7 +128,7 @@ async def prepare(
             raise ValidationError(
                 "partition_mismatch", f"{field}: stored={stored}, config={configured}"
             )
-    loaded = await ensure_library(transport, testing=testing)
+    loaded = await ensure_library(transport, testing=testing, owned=owned)
     await transport.call(
         "SADD",
         keys.LANES,
@@ -145,6 +150,30 @@ async def _seed(store: Secrets, secret: str | None, mint_secret: MintSecret | No
             return
         secret = mint_secret()
     await store.seed_at_boot(secret)
+
+
+async def join(transport: Transport, *, testing: bool = False) -> PartitionCounts:
+    """What a client does before it uses a deployment: version gate, counts, function library.
+
+    All of it leaves in one write. Nothing is set up here, but a missing library is loaded, and
+    an older one is replaced if that takes nothing from the processes that use it.
+    """
+    gate, counts, found = await asyncio.gather(
+        # Replicas are the business of whoever prepares: one that is down stops no client.
+        check_server(transport, budget=0.0, replicas=False),
+        read_counts(transport),
+        read_primaries(transport),
+        return_exceptions=True,
+    )
+    # In this order: on another product the later ones fail as well, for reasons that mislead.
+    if isinstance(gate, BaseException):
+        raise gate
+    if isinstance(counts, BaseException):
+        raise counts
+    if isinstance(found, BaseException):
+        raise found
+    await ensure_library(transport, testing=testing, only_joining=True, found=found)
+    return counts
 
 
 async def read_counts(transport: Transport) -> PartitionCounts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -30,6 +30,7 @@ from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.transport import (
     FIRST_BACKOFF,
     LAST_BACKOFF,
+    Ask,
     Link,
     forget_on_fork,
     jittered,
@@ -156,6 +157,10 @@ class ClusterClient:
                 if not error.safe_to_repeat:
                     raise
                 backoff = await self._pause(backoff, deadline, error)
+
+    async def primaries(self) -> dict[str, Ask]:
+        """For every primary, by node name, a way to ask it alone."""
+        return {link.address.peer: partial(self._ask, link) for link in await self._all_links()}
 
     async def call_all_primaries(
         self, *args: Arg, timeout: float | None = None
@@ -284,24 +289,37 @@ class ClusterClient:
     ) -> dict[str, Reply]:
         limit = self._request_timeout if timeout is None else timeout
         deadline = asyncio.get_running_loop().time() + limit
+        links = await self._all_links(deadline, replicas=replicas)
+        asked = (self._ask_by(link, args, deadline) for link in links)
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
+
+    async def _all_links(
+        self, deadline: float | None = None, *, replicas: bool = False
+    ) -> list[Link]:
+        if deadline is None:
+            deadline = asyncio.get_running_loop().time() + self._request_timeout
         # A node that joined a moment ago must not be missed.
         await self._learn(deadline)
         if not self._nodes:
             raise self._no_route(None)
-        links = [
+        return [
             self._link(self._links, node.endpoint)
             for node in self.nodes()
             if replicas or node.primary
         ]
 
-        async def ask(link: Link) -> Reply:
-            return await (await link.acquire(deadline)).send(args, deadline)
+    def _ask(
+        self, link: Link, *args: Arg, timeout: float | None = None
+    ) -> Coroutine[Any, Any, Reply]:
+        limit = self._request_timeout if timeout is None else timeout
+        return self._ask_by(link, args, asyncio.get_running_loop().time() + limit)
 
-        replies = await asyncio.gather(*map(ask, links), return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
+    async def _ask_by(self, link: Link, args: tuple[Arg, ...], deadline: float) -> Reply:
+        return await (await link.acquire(deadline)).send(args, deadline)
 
     async def _ping(self, *args: Arg, timeout: float) -> Reply:
         replies = await self.call_all_primaries(*args, timeout=timeout)

@@ -52,7 +52,9 @@ async def connect(
     return transport
 
 
-async def check_server(transport: Transport, *, budget: float = 60.0) -> tuple[int, int]:
+async def check_server(
+    transport: Transport, *, budget: float = 60.0, replicas: bool = True
+) -> tuple[int, int]:
     """The lowest (major, minor) over all nodes; raises if it is below `MINIMUM_VERSION`.
 
     A rolling upgrade, a restart or a failover may pass, so those are asked again until `budget`
@@ -61,9 +63,10 @@ async def check_server(transport: Transport, *, budget: float = 60.0) -> tuple[i
     loop = asyncio.get_running_loop()
     deadline = loop.time() + budget
     pause = _FIRST_PAUSE
+    call_all = transport.call_all_nodes if replicas else transport.call_all_primaries
     while True:
         try:
-            return _lowest(await transport.call_all_nodes("INFO", "server"))
+            return _lowest(await call_all("INFO", "server"))
         except _NotValkeyError as error:
             raise engine_error("valkey_version_too_low", [str(error)]) from None
         except EngineError as error:

@@ -7,17 +7,26 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any
 
 import msgspec
 
-from flowfabric.core.errors import ConfigError, EngineError, TransportError, engine_error
-from flowfabric.valkey.transport import Transport
+from flowfabric.core.errors import ConfigError, EngineError, TransportError, UnavailableError
+from flowfabric.valkey.transport import Ask, Transport
 
-__all__ = ["LIBRARY_VERSION", "MIN_CLIENT", "LibraryInfo", "ensure_library", "read_library"]
+__all__ = [
+    "LIBRARY_VERSION",
+    "MIN_CLIENT",
+    "LibraryConflictError",
+    "LibraryInfo",
+    "Stored",
+    "ensure_library",
+    "read_library",
+    "read_primaries",
+]
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +37,9 @@ MIN_CLIENT = 1
 """The oldest library version whose callers this library still serves."""
 
 _LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 7.0)
+# A load, the look at it, and a second go when another process came in between.
+_LOAD_ROUNDS = 4
+_EXISTS = "Library 'flowfabric' already exists"
 _TRANSIENT_KINDS = frozenset({"cluster", "read_only", "busy_loading", "transport", "timeout"})
 
 
@@ -75,42 +87,95 @@ def _assemble(settings: _Settings) -> str:
     return head + body + tail
 
 
-async def read_library(transport: Transport) -> LibraryInfo | None:
-    """The library of the oldest primary, or None when a primary has none."""
-    oldest: LibraryInfo | None = None
+Stored = Mapping[str, LibraryInfo | None]
+"""What each primary has loaded; None where the library is missing."""
+
+
+class LibraryConflictError(UnavailableError):
+    """The library in the server and this process cannot live together."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__("library_version_conflict", problem, op="ensure_library")
+        self.args = (problem, advice)
+        self._advice = advice
+
+    @property
+    def hint(self) -> str:
+        """What to do: which side is to change depends on the case."""
+        return self._advice
+
+
+class _Rules(msgspec.Struct, frozen=True):
+    """What may be replaced. A newer library never is."""
+
+    same_version: bool
+    """Other content of our own version."""
+    any_older: bool
+    """Also one whose callers ours does not serve."""
+
+    def must_load(self, node: str, stored: LibraryInfo | None) -> bool:
+        """Whether to install ours; raises when the stored one and ours cannot live together."""
+        if stored is None:
+            return True
+        if stored.version < LIBRARY_VERSION:
+            return self._may_replace_older(node, stored)
+        if stored.version == LIBRARY_VERSION:
+            return self._may_replace_content(node, stored)
+        if stored.min_client <= LIBRARY_VERSION:
+            return False
+        raise LibraryConflictError(
+            f"{node} has version {stored.version}, which serves callers from version "
+            f"{stored.min_client} on; ours is {LIBRARY_VERSION}",
+            "Upgrade this process: the server runs a newer function library.",
+        )
+
+    def _may_replace_older(self, node: str, stored: LibraryInfo) -> bool:
+        if self.any_older or stored.version >= MIN_CLIENT:
+            return True
+        raise LibraryConflictError(
+            f"{node} has version {stored.version}; ours, {LIBRARY_VERSION}, would end the service "
+            f"for its callers: it serves them from version {MIN_CLIENT} on",
+            "Stop the older processes, then run `flowfabric doctor --prepare` with this version.",
+        )
+
+    def _may_replace_content(self, node: str, stored: LibraryInfo) -> bool:
+        _, ours = _body()
+        if stored.content_hash == ours:
+            return False
+        if self.same_version:
+            return True
+        raise LibraryConflictError(
+            f"{node} has version {stored.version} with other content than ours "
+            f"({stored.content_hash}, ours is {ours}): another build of the same version loaded it",
+            "Use one build everywhere, or start this one once with FF_FORCE_LUA_RELOAD=1 to load "
+            "its content over the other.",
+        )
+
+
+async def _read(ask: Ask) -> LibraryInfo | None:
     try:
-        replies: dict[str, Any] = await transport.call_all_primaries("FCALL", "ff_version", 0)
+        version, content_hash, min_client = await ask("FCALL", "ff_version", 0)
     except TransportError as error:
         if error.kind == "script_not_loaded":
             return None
         raise
-    for version, content_hash, min_client in replies.values():
-        info = LibraryInfo(int(version), content_hash.decode(), int(min_client))
-        if oldest is None or info.version < oldest.version:
-            oldest = info
-    return oldest
+    return LibraryInfo(int(version), content_hash.decode(), int(min_client))
 
 
-def _must_load(stored: LibraryInfo | None, *, force: bool) -> bool:
-    """Whether to install ours; raises when the stored one and ours cannot live together."""
-    _, content_hash = _body()
-    if stored is None or force or stored.version < LIBRARY_VERSION:
-        return True
-    if stored.version == LIBRARY_VERSION:
-        if stored.content_hash == content_hash:
-            return False
-        raise engine_error(
-            "library_version_conflict",
-            (f"version {stored.version} is loaded with other content than ours",),
-            "ensure_library",
-        )
-    if stored.min_client <= LIBRARY_VERSION:
-        return False
-    raise engine_error(
-        "library_version_conflict",
-        (f"version {stored.version} is loaded, ours is {LIBRARY_VERSION}: upgrade this process",),
-        "ensure_library",
-    )
+async def read_primaries(transport: Transport) -> Stored:
+    """The library of every primary."""
+    primaries = await transport.primaries()
+    found = await asyncio.gather(*map(_read, primaries.values()))
+    return dict(zip(primaries, found, strict=True))
+
+
+async def read_library(transport: Transport) -> LibraryInfo | None:
+    """The library of the oldest primary, or None when a primary has none."""
+    found = (await read_primaries(transport)).values()
+    known = [info for info in found if info is not None]
+    if len(known) < len(found):
+        return None
+    return min(known, key=lambda info: info.version)
 
 
 def _transient(error: EngineError) -> bool:
@@ -118,30 +183,76 @@ def _transient(error: EngineError) -> bool:
 
 
 async def ensure_library(
-    transport: Transport, *, testing: bool = False, events_maxlen: int | None = None
+    transport: Transport,
+    *,
+    testing: bool = False,
+    events_maxlen: int | None = None,
+    owned: bool = False,
+    only_joining: bool = False,
+    found: Stored | None = None,
 ) -> bool:
     """Makes sure every primary serves a library this process can call; True when it loaded ours.
 
-    An older process never replaces a newer library; transient faults are tried again.
+    An older process never replaces a newer library; transient faults are tried again. `owned`:
+    the server is this project's own, so other content of our version is replaced. `only_joining`
+    leaves an older library alone whose callers ours would not serve. `found` saves a first look.
     """
     force = os.environ.get("FF_FORCE_LUA_RELOAD", "").lower() in {"1", "true", "yes"}
+    rules = _Rules(same_version=force or owned, any_older=not only_joining)
     maxlen = events_maxlen or _events_maxlen()
-    settings = _Settings(transport.is_cluster, maxlen, testing)
+    code = _assemble(_Settings(transport.is_cluster, maxlen, testing))
     for pause in (*_LOAD_PAUSES, None):
         try:
-            if not _must_load(await read_library(transport), force=force):
-                return False
-            await transport.call_all_primaries("FUNCTION", "LOAD", "REPLACE", _assemble(settings))
-            _must_load(await read_library(transport), force=False)
+            loaded = await _ensure(transport, rules, code, found)
         except EngineError as error:
             if pause is None or not _transient(error):
                 raise
             log.warning("function library not loaded yet, trying again: %s", error)
             await asyncio.sleep(pause)
+            found = None
         else:
-            log.info("function library version %s loaded", LIBRARY_VERSION)
-            return True
+            if loaded:
+                log.info("function library version %s loaded", LIBRARY_VERSION)
+            return loaded
     raise AssertionError("unreachable")
+
+
+async def _ensure(transport: Transport, rules: _Rules, code: str, found: Stored | None) -> bool:
+    found = await read_primaries(transport) if found is None else found
+    # A conflict on one primary leaves the others as they are.
+    lacking = {node for node, stored in found.items() if rules.must_load(node, stored)}
+    if not lacking:
+        return False
+    fitting = found.keys() - lacking
+    loaded = [
+        await _load(node, ask, rules, code)
+        for node, ask in (await transport.primaries()).items()
+        if node not in fitting
+    ]
+    return any(loaded)
+
+
+async def _load(node: str, ask: Ask, rules: _Rules, code: str) -> bool:
+    """Load ours on one primary unless another process has just made that needless or wrong."""
+    loaded = exists = False
+    for _ in range(_LOAD_ROUNDS):
+        stored = await _read(ask)
+        if not rules.must_load(node, stored):
+            return loaded
+        # What is missing is never loaded over what came meanwhile.
+        replace = ("REPLACE",) if exists or stored is not None else ()
+        try:
+            await ask("FUNCTION", "LOAD", *replace, code)
+            loaded = True
+        except TransportError as error:
+            if replace or _EXISTS not in error.message:
+                raise
+            # Another process was faster, or the one that is there does not say what it is.
+            exists = True
+    raise LibraryConflictError(
+        f"{node}: other processes load other content of version {LIBRARY_VERSION} all the time",
+        "Use one build everywhere, and FF_FORCE_LUA_RELOAD=1 in one process at most.",
+    )
 
 
 def _events_maxlen() -> int:

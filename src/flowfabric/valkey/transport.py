@@ -27,7 +27,18 @@ from flowfabric.valkey.connection import (
     dial,
 )
 
-__all__ = ["Arg", "Client", "Connection", "Link", "OnPush", "Reply", "Revive", "Transport", "dial"]
+__all__ = [
+    "Arg",
+    "Ask",
+    "Client",
+    "Connection",
+    "Link",
+    "OnPush",
+    "Reply",
+    "Revive",
+    "Transport",
+    "dial",
+]
 
 FIRST_BACKOFF: Final = 0.020
 LAST_BACKOFF: Final = 1.0
@@ -35,6 +46,10 @@ LAST_BACKOFF: Final = 1.0
 
 Revive = Callable[[], object]
 """Called, in a thread, when a server cannot be reached: whoever owns it may start it again."""
+
+
+Ask = Callable[..., Coroutine[Any, Any, Reply]]
+"""Sends one command, with an optional `timeout`, to one server."""
 
 
 class Transport(Protocol):
@@ -71,6 +86,10 @@ class Transport(Protocol):
         self, tag: str | None = None, *, on_push: OnPush | None = None
     ) -> Coroutine[Any, Any, Connection]:
         """A connection of its own for blocking reads or subscriptions; the caller closes it."""
+        ...
+
+    def primaries(self) -> Coroutine[Any, Any, dict[str, Ask]]:
+        """For every primary, by node name, a way to ask it alone."""
         ...
 
     def call_all_primaries(
@@ -359,6 +378,10 @@ class Client:
     ) -> Connection:
         """A connection of its own for blocking reads or subscriptions; the caller closes it."""
         return await self._link.dedicated(on_push)
+
+    async def primaries(self) -> dict[str, Ask]:
+        """The one server there is."""
+        return {self.address.peer: self.call}
 
     async def call_all_primaries(
         self, *args: Arg, timeout: float | None = None
