@@ -113,7 +113,7 @@ class AppWorker:
                 return None if result is None else codec.encode(result)
             except NonFiniteNumber as error:
                 reason = f"{task.name}: result: {error.details[0]}"
-                raise HandlerFailure(reason, "permanent") from error
+                raise HandlerFailure(reason, "permanent") from None
 
         return handle
 
