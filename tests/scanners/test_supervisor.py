@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 from flowfabric.core import keys
@@ -18,11 +19,13 @@ from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
+GATED = msgspec.structs.replace(QUICK, intervals_s={**QUICK.intervals_s, "index_reconciler": 0.1})
+
 
 class _Gate:
     """A scanner that works until it is let go, and notes whether two cycles ever met."""
 
-    name = "doorbell"
+    name = "index_reconciler"
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -71,10 +74,10 @@ async def test_a_cancelled_scanner_is_started_again(engine: Engine) -> None:
 
 async def test_cycles_of_one_scanner_never_overlap(engine: Engine) -> None:
     gate = _Gate()
-    async with running(engine.backend) as supervisor:
-        supervisor._runners["doorbell"].scanner = gate
+    async with running(engine.backend, GATED) as supervisor:
+        supervisor._runners["index_reconciler"].scanner = gate
         await gate.entered.wait()
-        extra = asyncio.create_task(supervisor.scan_once("doorbell"))
+        extra = asyncio.create_task(supervisor.scan_once("index_reconciler"))
         await until(lambda: supervisor.status()["delayed_promoter"].cycles > 3)
         assert gate.most == 1
         gate.release.set()
@@ -108,8 +111,8 @@ async def test_stop_abandons_what_does_not_end(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = _Gate()
-    supervisor = ScannerSupervisor(engine.backend, QUICK)
-    supervisor._runners["doorbell"].scanner = gate
+    supervisor = ScannerSupervisor(engine.backend, GATED)
+    supervisor._runners["index_reconciler"].scanner = gate
     supervisor.start()
     await gate.entered.wait()
     with caplog.at_level(logging.WARNING):
@@ -149,9 +152,9 @@ async def test_status_counts(engine: Engine) -> None:
 async def test_no_progress_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.scanners.runner._STUCK_AT_LEAST_S", 0.0)
     gate = _Gate()
-    async with running(engine.backend) as supervisor:
-        supervisor._runners["doorbell"].scanner = gate
-        await until(lambda: supervisor.status()["doorbell"].stuck)
+    async with running(engine.backend, GATED) as supervisor:
+        supervisor._runners["index_reconciler"].scanner = gate
+        await until(lambda: supervisor.status()["index_reconciler"].stuck)
         assert not supervisor.status()["delayed_promoter"].stuck
         gate.release.set()
 
@@ -164,20 +167,59 @@ async def test_an_outage_is_said_once_and_survived(
         backend = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.05)
         async with backend, running(backend) as supervisor:
             await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
+            caplog.set_level(logging.INFO)
             caplog.clear()
             proxy.down()
             await until(lambda: supervisor.status()["lease_expiry"].errors >= 3)
-            assert _warnings(caplog, "lease_expiry") == 1
+            await until(lambda: all(s.errors for s in supervisor.status().values() if _often(s)))
+            assert [r.levelname for r in _said(caplog)] == ["WARNING"]
+            assert "cannot reach the server" in _said(caplog)[0].message
             proxy.up()
             await until(lambda: supervisor.status()["delayed_promoter"].processed == 1)
             assert supervisor.status()["lease_expiry"].restarts == 0
+            (healed,) = [r for r in _said(caplog) if "failed_cycles" in r.__dict__]
+            assert healed.levelno == logging.INFO
+            assert healed.__dict__["failed_cycles"] >= 6
+            assert "reach the server again after" in healed.message
     (claim,) = await engine.claim_all()
     assert claim.handle.execution_id == delayed
 
 
-def _warnings(caplog: pytest.LogCaptureFixture, scanner: str) -> int:
-    found: list[Any] = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    return sum(r.__dict__.get("scanner") == scanner for r in found)
+def _said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What scanners said of their trouble; their own work is not in it."""
+    actions = {"scanner_failure", "scanners_cut_off", "scanner_recovered", "scanners_reconnected"}
+    return [
+        r
+        for r in caplog.records
+        if r.levelno >= logging.INFO
+        and (r.__dict__.get("action") in actions or r.__dict__.get("errors"))
+    ]
+
+
+def _often(status: Any) -> bool:
+    return status.interval_s < 5
+
+
+async def test_trouble_of_one_scanner_is_said_once_and_when_it_ends(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An index of the wrong type cannot be read, whatever the connection is like."""
+    caplog.set_level(logging.INFO)
+    await engine.create(delay_ms=60_000)
+    supervisor = idle(engine)
+    await supervisor.scan_once("lease_expiry")
+    caplog.clear()
+    key = keys.index(engine.new_id().tag, "lease_expiry")
+    await engine.backend.transport.call("SET", key, "garbage")
+    for _ in range(3):
+        assert (await supervisor.scan_once("lease_expiry")).errors == 1
+    assert [r.levelname for r in _said(caplog)] == ["WARNING"]
+    await engine.backend.transport.call("DEL", key)
+    for _ in range(2):
+        assert (await supervisor.scan_once("lease_expiry")).errors == 0
+    first, healed = _said(caplog)
+    assert (first.__dict__["scanner"], healed.__dict__["scanner"]) == ("lease_expiry",) * 2
+    assert (healed.levelname, healed.__dict__["failed_cycles"]) == ("INFO", 3)
 
 
 async def test_disabled_scanners_do_not_exist(engine: Engine) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.base import ScanResult, Scope
+from flowfabric.scanners.due import lane_indexes
 
 __all__ = ["Doorbell"]
 
 _EXISTS_KEYS = 500
+_CLAIMABLE = ("eligible", "reclaimable", "sigs")
 
 
 class Doorbell:
@@ -19,11 +22,17 @@ class Doorbell:
 
     name = "doorbell"
 
+    def indexes(self, lanes: Sequence[str]) -> list[str]:
+        """Where claimable work stands; while nothing does, the watch asks for us."""
+        return [index for name in _CLAIMABLE for index in lane_indexes(lanes, name)]
+
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """Ring every lane and partition that holds claimable work."""
         tags, lanes = scope.territory.tags, scope.territory.lanes
         waiting = await self._waiting(backend, scope)
         scope.progress()
+        if scope.watch is not None:
+            scope.watch.absent(self.indexes(lanes), [tag for tag in tags if tag not in waiting])
         if not waiting or not lanes:
             return ScanResult()
         await backend.ring_waiting([tag for tag in tags if tag in waiting], lanes)
@@ -44,10 +53,7 @@ class Doorbell:
         self, backend: Backend, tags: tuple[str, ...], lanes: tuple[str, ...]
     ) -> object:
         names = [
-            keys.lane(tag, lane, name)
-            for tag in tags
-            for lane in lanes
-            for name in ("eligible", "reclaimable", "sigs")
+            keys.lane(tag, lane, name) for tag in tags for lane in lanes for name in _CLAIMABLE
         ]
         if not names:
             return 0

@@ -52,8 +52,8 @@ class Leadership:
         """When, on the loop's clock, scanning last began."""
         self._backend = backend
         self._ttl_ms = max(1, round(ttl_s * 1000))
-        # A renewal may be lost once before the lease is.
-        self._renew_s = ttl_s * 4 / 9
+        # Late enough to be cheap; a lease that lapses for once costs nothing but double work.
+        self._renew_s = ttl_s * 2 / 3
         self._poll_s = min(_POLL_S, ttl_s * 2 / 3)
         self._healthy = healthy
 

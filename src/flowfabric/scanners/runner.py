@@ -15,7 +15,7 @@ from flowfabric.scanners.base import Scanner, ScanResult, Scope
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import Leadership
 from flowfabric.scanners.territory import Territory, TerritoryMap
-from flowfabric.scanners.trouble import Outage
+from flowfabric.scanners.trouble import UNREACHABLE, Outage
 from flowfabric.scanners.watch import DueWatch
 
 __all__ = ["Runner", "ScannerStatus"]
@@ -195,12 +195,12 @@ class Runner:
                 result = await self._scan(partition, thorough=thorough)
                 if not self._troubles:
                     self._shared.outage.over()
-            except TransportError as error:
-                result = ScanResult(errors=1)
-                self._shared.outage.noticed(error, started)
             except EngineError as error:
                 result = ScanResult(errors=1)
-                self._trouble("could not scan", {"error": str(error)})
+                if isinstance(error, TransportError) and error.kind in UNREACHABLE:
+                    self._shared.outage.noticed(error, started)
+                else:
+                    self._trouble("could not scan", {"error": str(error)})
             self._settle()
             self._last_duration_s = loop.time() - started
             self._cycles += 1

@@ -26,7 +26,7 @@ from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.suspension_timeout import SuspensionTimeout
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.trouble import Outage
-from flowfabric.scanners.watch import DueWatch
+from flowfabric.scanners.watch import DueWatch, Indexes
 
 __all__ = ["ScannerSupervisor"]
 
@@ -58,11 +58,13 @@ class ScannerSupervisor:
             PendingWpExpiry(),
         ]
         due = [scanner for scanner in due if scanner.name not in settings.disabled]
+        doorbell = Doorbell()
         others: list[Scanner] = [
-            Doorbell(),
+            doorbell,
             IndexReconciler(),
             RetentionTrimmer(settings.events_retention_ms),
         ]
+        watched: dict[str, Indexes] = {s.name: s.indexes for s in (*due, doorbell)}
         enabled = [*due, *(s for s in others if s.name not in settings.disabled)]
         self.hints = DueHints(backend)
         """Feed it the delays this process sets; they then end at their exact time."""
@@ -76,7 +78,7 @@ class ScannerSupervisor:
         shared = Shared(
             backend,
             TerritoryMap(backend, settings.territory_refresh_s),
-            DueWatch(backend, {s.name: s.indexes for s in due}, settings.clock_trust_s),
+            DueWatch(backend, watched, settings.clock_trust_s),
             accept,
             self.leadership,
             self._stop,

@@ -7,9 +7,12 @@ import logging
 
 from flowfabric.core.errors import TransportError
 
-__all__ = ["Outage"]
+__all__ = ["UNREACHABLE", "Outage"]
 
 log = logging.getLogger(__name__)
+
+UNREACHABLE = frozenset({"transport", "timeout", "busy_loading", "cluster"})
+"""Kinds of transport errors that concern every scanner alike."""
 
 
 class Outage:

@@ -12,7 +12,7 @@ from flowfabric.engine.upkeep import DueScan
 from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory
 
-__all__ = ["DueWatch"]
+__all__ = ["DueWatch", "Indexes"]
 
 Key = tuple[str, str]
 """A partition's tag and the name of an index there."""
@@ -20,7 +20,7 @@ Indexes = Callable[[Sequence[str]], Iterable[str]]
 """The index names a scanner reads, given the lanes."""
 
 _MAX_PEEKS = 16
-_EXISTS_KEYS = 500
+_EXISTS_KEYS = 1000
 
 
 class DueWatch:
@@ -66,6 +66,10 @@ class DueWatch:
                     self._heads.pop((tag, index), None)
                 else:
                     self._heads[tag, index] = scan.armed.get((tag, index))
+
+    def absent(self, indexes: Iterable[str], tags: Sequence[str]) -> None:
+        """Take over that none of these indexes exists."""
+        self._heads.update({(tag, index): None for index in indexes for tag in tags})
 
     async def quiet(self, scanner: str, territory: Territory) -> bool:
         """Whether the scanner can be left out; False when only a scan can tell."""
