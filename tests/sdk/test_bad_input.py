@@ -9,6 +9,7 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.core.errors import ConfigError, ValidationError
+from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.results import RunSummary
 from flowfabric.sdk.task import ClaimedTask
@@ -107,3 +108,53 @@ async def test_the_registry_takes_lists_only(engine: Engine) -> None:
     with pytest.raises(ValidationError, match="lanes: must be a list"):
         await engine.backend.register_worker(**who, lanes="emails")
     assert await engine.backend.list_workers() == []
+
+
+# --- submissions --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tags": ["a"]}, "tags"),
+        ({"tags": []}, "tags"),
+        ({"tags": ""}, "tags"),
+        ({"tags": {"a": 1}}, "tags"),
+        ({"policy": "{}"}, "policy"),
+        ({"policy": {}}, "policy"),
+        ({"policy": {"priority": 1}}, "policy"),
+        ({"lane": 5}, "lane"),
+        ({"lane": "\ud800"}, "lane"),
+        ({"payload_encoding": None}, "payload_encoding"),
+        ({"idempotency_key": 0}, "idempotency_key"),
+        ({"creator_identity": 0}, "creator_identity"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"delay_until": "soon"}, "delay_until"),
+        ({"delay_ms": 1.5}, "delay_ms"),
+        ({"execution_deadline_at": "never"}, "execution_deadline_at"),
+        ({"execution_id": "x"}, "execution_id"),
+        ({"execution_id": 5}, "execution_id"),
+        ({"kind": ""}, "execution_kind"),
+        ({"kind": 5}, "execution_kind"),
+        ({"payload": "text"}, "input_payload"),
+        ({"payload": None}, "input_payload"),
+    ],
+)
+async def test_a_submission_of_the_wrong_type_names_its_field(
+    engine: Engine, options: dict[str, Any], field: str
+) -> None:
+    given: dict[str, Any] = {"kind": "job", **options}
+    with pytest.raises(ValidationError) as caught:
+        await Client(engine.backend).submit(**given)
+    assert caught.value.code == "invalid_input"
+    assert caught.value.detail.startswith(f"{field}: "), caught.value
+    page = await engine.backend.list_executions()
+    assert page.executions == ()
+
+
+async def test_an_id_given_as_text_is_as_good(engine: Engine) -> None:
+    wanted = engine.new_id()
+    text: Any = str(wanted)
+    created = await Client(engine.backend).submit("job", execution_id=text)
+    assert created.execution_id == wanted

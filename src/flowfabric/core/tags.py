@@ -39,6 +39,7 @@ def validate_tag_key(key: str) -> str:
 
 def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of an update: at least one pair, and every key matches the pattern."""
+    _check_mapping(tags)
     if not tags:
         raise invalid_input("tags", "must not be empty")
     _check_count(tags)
@@ -50,12 +51,19 @@ def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of a create: any non-empty key within the limits."""
+    _check_mapping(tags)
     _check_count(tags)
     for key, value in tags.items():
         if _check_bytes(key, "key", MAX_KEY_BYTES) == 0:
             raise invalid_input("tags", "key must not be empty")
         _check_bytes(value, "value", MAX_VALUE_BYTES)
     return tags
+
+
+def _check_mapping(tags: object) -> None:
+    if not isinstance(tags, Mapping):
+        problem = f"must be a mapping of text to text, got {type(tags).__name__}"
+        raise invalid_input("tags", problem, undecodable=True)
 
 
 def _check_count(tags: Mapping[str, str]) -> None:

@@ -13,7 +13,14 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.ids import (
+    ExecutionId,
+    validate_execution_kind,
+    validate_lane,
+    validate_namespace,
+)
+from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_creation_tags
 from flowfabric.engine.calls import Calls, text
 from flowfabric.engine.record import Record
 
@@ -22,6 +29,7 @@ __all__ = ["Filter", "Listing"]
 _MAX_PAGE = 1000
 _MAX_EXAMINED = 10_000
 _CHUNK = 200
+_PUBLIC_STATES = tuple(state.value for state in PublicState)
 _LANE_INDEXES = {
     "eligible": "eligible",
     "delayed": "delayed",
@@ -72,8 +80,11 @@ class Listing(Calls):
 
         With a partition the cursor is the last id looked at; without, it is opaque.
         """
-        self._check_partition(partition)
-        limit = min(limit, _MAX_PAGE)
+        if partition is not None:
+            self._check_partition(partition)
+        limit = _page(limit)
+        if where is not None:
+            _check_filter(where)
         if limit <= 0:
             return ExecutionPage(())
         position, after = self._start(partition, cursor)
@@ -96,9 +107,14 @@ class Listing(Calls):
             after = ""
         return ExecutionPage(tuple(rows))
 
-    def _check_partition(self, partition: int | None) -> None:
-        if partition is not None and not 0 <= partition < self.counts.flow:
-            raise invalid_input("partition", f"must be between 0 and {self.counts.flow - 1}")
+    def _check_partition(self, partition: Any) -> None:
+        last = self.counts.flow - 1
+        if type(partition) is not int:
+            kind = type(partition).__name__
+            problem = f"must be a whole number from 0 to {last}, got {kind}"
+            raise invalid_input("partition", problem, undecodable=True)
+        if not 0 <= partition <= last:
+            raise invalid_input("partition", f"must be between 0 and {last}")
 
     def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
         if not cursor:
@@ -112,7 +128,7 @@ class Listing(Calls):
             known = (not after and partition is None) or (
                 ExecutionId.parse(after).partition == position
             )
-        except (ValueError, EngineError) as error:
+        except (ValueError, TypeError, EngineError) as error:
             raise _bad_cursor("is not a cursor of this listing") from error
         if not known:
             raise _bad_cursor("belongs to another partition")
@@ -168,7 +184,7 @@ class Listing(Calls):
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
         """Executions of one lane index in its own order: who is next, due, or oldest."""
-        suffix = _LANE_INDEXES.get(state)
+        suffix = _LANE_INDEXES.get(state) if isinstance(state, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
         if suffix is None:
             raise invalid_input("state", f"must be one of {', '.join(_LANE_INDEXES)}")
         self._check_partition(partition)
@@ -178,7 +194,7 @@ class Listing(Calls):
             signatures = keys.lane(tag, lane_id, "sigs")
             members: Any = await self.transport.call("SMEMBERS", signatures, key=signatures)
             names += [keys.eligible(tag, lane_id, text(member)) for member in members]
-        limit = min(limit, _MAX_PAGE)
+        limit = _page(limit)
         if limit <= 0:
             return ExecutionPage(())
         after = _lane_position(cursor, tag) if cursor else None
@@ -206,6 +222,29 @@ class Listing(Calls):
                 break
             offset += count
         return entries[:count]
+
+
+def _page(limit: Any) -> int:
+    if type(limit) is not int:
+        problem = f"must be a whole number, got {type(limit).__name__}"
+        raise invalid_input("limit", problem, undecodable=True)
+    return min(limit, _MAX_PAGE)
+
+
+def _check_filter(where: Any) -> None:
+    """A misspelt filter would otherwise look like an empty deployment."""
+    if not isinstance(where, Filter):
+        raise invalid_input("where", f"must be a Filter, got {type(where).__name__}")
+    if where.state is not None and where.state not in _PUBLIC_STATES:
+        raise invalid_input("state", f"must be one of {', '.join(_PUBLIC_STATES)}")
+    if where.lane is not None:
+        validate_lane(where.lane, "lane")
+    if where.namespace is not None:
+        validate_namespace(where.namespace)
+    if where.kind is not None:
+        validate_execution_kind(where.kind, "kind")
+    if where.tags:
+        validate_creation_tags(where.tags)
 
 
 def _stored_id(member: str) -> ExecutionId:
@@ -240,7 +279,7 @@ def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
         score, _, member = _opened(cursor).partition("|")
         known = ExecutionId.parse(member).tag == tag
         position = (float(score), member)
-    except (ValueError, EngineError) as error:
+    except (ValueError, TypeError, EngineError) as error:
         raise _bad_cursor("is not a cursor of this listing") from error
     if not known or not math.isfinite(position[0]):
         raise _bad_cursor("belongs to another partition")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -26,10 +26,12 @@ from flowfabric.core.errors import (
     FlowFabricError,
     TransportError,
     ValidationError,
+    invalid_input,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_creation_tags
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
 from flowfabric.engine.feed_reader import Start
@@ -138,8 +140,11 @@ class Client(ClientSignals, AsyncClosing):
         **fields: Any,
     ) -> NewExecution:
         """One execution to submit, with an id minted for its lane unless one is given."""
+        _check_fields(fields)
+        if execution_id is None:
+            execution_id = ExecutionId.solo(validate_lane(lane, "lane"), self.backend.counts)
         return NewExecution(
-            execution_id=execution_id or ExecutionId.solo(lane, self.backend.counts),
+            execution_id=self.backend.checked(execution_id),
             execution_kind=kind,
             input_payload=payload,
             lane_id=lane,
@@ -174,7 +179,7 @@ class Client(ClientSignals, AsyncClosing):
             priority=priority,
             creator_identity=creator_identity,
             idempotency_key=idempotency_key,
-            tags=tags or {},
+            tags={} if tags is None else tags,
             policy=policy,
             delay_until=delay_until,
             delay_ms=delay_ms,
@@ -282,6 +287,23 @@ class Client(ClientSignals, AsyncClosing):
         self._closed = True
         await self._watch.aclose()
         await self.backend.aclose()
+
+
+def _check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuse what would be taken for something else, or fail somewhere deep inside."""
+    tags: object = fields.get("tags")
+    if tags is not None and not tags:
+        # The engine looks at tags when there are any; an empty text is not "no tags".
+        validate_creation_tags(cast("Mapping[str, str]", tags))
+    policy: object = fields.get("policy")
+    if policy is not None and not isinstance(policy, ExecutionPolicy):
+        problem = f"must be an ExecutionPolicy, got {type(policy).__name__}: parse_policy makes one"
+        raise invalid_input("policy", problem, undecodable=True)
+    for name in ("payload_encoding", "creator_identity", "idempotency_key"):
+        value: object = fields.get(name, "")
+        if not isinstance(value, str):
+            problem = f"must be text, got {type(value).__name__}"
+            raise invalid_input(name, problem, undecodable=True)
 
 
 def _outcome(info: ExecutionInfo, result: bytes | None) -> Outcome:
