@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import Completed, Created, NewExecution
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError
@@ -227,3 +228,16 @@ async def test_a_fence_of_unknown_ids_is_stale_not_wrong(engine: Engine) -> None
         ),
     )
     assert error.code == "stale_lease"
+
+
+@pytest.mark.parametrize(
+    ("field", "fence"),
+    [("fence", None), ("lease_id", Fence("a/b", 1, "c", 0)), ("attempt_id", Fence("a", 1, "b/c"))],
+)
+async def test_a_suspension_by_triple(engine: Engine, field: str, fence: Any) -> None:
+    handle = await engine.running()
+    await refuse(
+        engine,
+        lambda: engine.backend.suspend_by_triple(handle.execution_id, fence, condition=Single("k")),
+        field,
+    )

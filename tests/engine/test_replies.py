@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
 from flowfabric.engine.backend import Backend
@@ -15,11 +16,13 @@ from flowfabric.valkey import library
 from tests.engine.mutation import mutated, private_engine, private_server
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant, running
 from tests.support.engine import TTL, Engine
+from tests.support.suspension import SECRET
 
 __all__ = ["private_engine", "private_server"]
 
 pytestmark = pytest.mark.corrupts
 
+CONDITION = Single("k")
 ENVELOPE = ("lib/55_reply.lua", "return { 1, 'OK', ... }")
 
 
@@ -35,11 +38,15 @@ async def load(engine: Engine, code: str) -> None:
     await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
 
 
-HELD = ("complete", "fail", "delay", "wait_children", "renew", "revoke")
+HELD = (
+    *("complete", "fail", "delay", "wait_children", "renew", "revoke"),
+    "create waitpoint",
+)
 
 
 async def situation(engine: Engine) -> dict[str, Any]:
     """What each call below needs of its own, made while the library still answers."""
+    await engine.backend.seed_at_boot(SECRET)
     given: dict[str, Any] = {
         "cancel": await engine.create(lane="other"),
         "priority": await engine.create(lane="other"),
@@ -50,7 +57,10 @@ async def situation(engine: Engine) -> dict[str, Any]:
         "reclaim": await reclaim_grant(engine, (await lapsed(engine)).execution_id),
         "claim": await grant(engine, await engine.create(lane="other")),
     }
-    return given | {name: await running(engine) for name in HELD}
+    given |= {name: await running(engine) for name in HELD}
+    parked = await running(engine)
+    await engine.backend.suspend(parked, condition=CONDITION)
+    return given | {"resume": parked}
 
 
 Call = Callable[[Backend, Any], Awaitable[Any]]
@@ -65,6 +75,11 @@ CALLS: dict[str, tuple[str, Call]] = {
     "priority": ("ff_change_priority", lambda b, eid: b.change_priority(eid, 1)),
     "tags": ("ff_set_tags", lambda b, eid: b.set_execution_tag(eid, "a.b", "c")),
     "renew": ("ff_renew", lambda b, held: b.renew(held)),
+    "create waitpoint": (
+        "ff_create_waitpoint",
+        lambda b, held: b.create_waitpoint(held, "k", 1000),
+    ),
+    "resume": ("ff_resume", lambda b, held: b.resume_execution(held.execution_id)),
     "revoke": ("ff_revoke", lambda b, held: b.revoke_lease(held.execution_id)),
     "grant": ("ff_issue_claim_grant", lambda b, eid: b.issue_claim_grant(eid, **WORKER)),
     "reclaim grant": (
@@ -186,6 +201,20 @@ async def test_an_odd_claim(garbled: Engine, field: str, odd: str) -> None:
     with pytest.raises(ReplyError) as caught:
         await garbled.claim_all()
     assert (caught.value.function, caught.value.execution_id) == ("ff_claim_many", execution_id)
+
+
+async def test_an_odd_suspension(garbled: Engine) -> None:
+    await garbled.backend.seed_at_boot(SECRET)
+    where = ("functions/ff_suspend.lua", "details('suspended', rec")
+    for odd in ("details('odd', rec", "reply.ok('suspended') or details('suspended', rec"):
+        handle = await running(garbled)
+        await load(garbled, mutated(*where, odd))
+        with pytest.raises(ReplyError) as caught:
+            await garbled.backend.suspend(handle, condition=CONDITION)
+        assert (caught.value.function, caught.value.execution_id) == (
+            "ff_suspend",
+            handle.execution_id,
+        )
 
 
 def _new(engine: Engine) -> NewExecution:

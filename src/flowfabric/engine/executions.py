@@ -192,11 +192,13 @@ class Executions(Registration):
         if source != "lease_holder":
             args[3] = checked_source(source)
         reply = await self.fcall("ff_complete", execution_id.tag, args, op="complete")
+        if reply[2:] == [[b"completed"]]:
+            return Completed(execution_id)
         with decoding(reply, "ff_complete", "complete", execution_id):
             (answer,) = reply[2]
-        if (error := refusal(answer, "complete", execution_id)) is not None:
-            raise error
-        return Completed(execution_id)
+        raise refusal(answer, "complete", execution_id) or unreadable(
+            reply, "ff_complete", "complete", execution_id
+        )
 
     async def complete(
         self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""

@@ -31,8 +31,8 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
 from flowfabric.core.state import PublicState
-from flowfabric.engine.arguments import positive_ms
-from flowfabric.engine.calls import Calls, proof, text
+from flowfabric.engine.arguments import fence_text, positive_ms
+from flowfabric.engine.calls import Calls, decoding, proof, text, unreadable
 
 __all__ = ["Suspensions"]
 
@@ -53,6 +53,7 @@ _BEHAVIORS = {
 }
 _REQUESTERS = {"worker", "operator", "policy", "system_timeout_policy"}
 _TRIGGERS = {"signal", "operator", "auto_resume"}
+_CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
 _pack = msgspec.msgpack.Encoder().encode
 _policy_json = msgspec.json.Encoder().encode
 
@@ -111,29 +112,19 @@ class Suspensions(Calls):
             op="suspend",
             replay_safe=bool(options["idem"]),
         )
-        details = _details(reply[6:])
-        if reply[2] == b"already_satisfied":
-            return AlreadySatisfiedSuspension(details)
-        parked = msgspec.structs.replace(
-            handle,
-            attempt=text(reply[3]),
-            lane_id=text(reply[4]),
-            worker_instance_id=text(reply[5]),
-            kind="suspended",
-        )
-        return Suspended(details, parked)
+        with decoding(reply, "ff_suspend", "suspend", execution_id):
+            return _suspend_outcome(handle, reply)
 
     async def suspend_by_triple(
         self, execution_id: ExecutionId, fence: Fence, **arguments: Any
     ) -> SuspendOutcome:
         """`suspend` for services that hold a fence but no handle."""
         execution_id = self.checked(execution_id)
-        epoch = "" if fence.lease_epoch is None else fence.lease_epoch
-        index = "" if fence.attempt_index is None else fence.attempt_index
+        lease_id, epoch, attempt_id, index = fence_text(fence).split("/")
         handle = Handle(
             execution_id=execution_id,
-            lease=f"{fence.lease_id}/{epoch}",
-            attempt=f"{fence.attempt_id}/{index}",
+            lease=f"{lease_id}/{epoch}",
+            attempt=f"{attempt_id}/{index}",
             lease_ttl_ms=0,
             lane_id="default",
             worker_instance_id="",
@@ -184,7 +175,8 @@ class Suspensions(Calls):
         )
         tag = handle.execution_id.tag
         reply = await self.fcall("ff_create_waitpoint", tag, args, op="create_waitpoint")
-        return PendingWaitpoint(text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4])))
+        with decoding(reply, "ff_create_waitpoint", "create_waitpoint", handle.execution_id):
+            return PendingWaitpoint(text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4])))
 
     async def close_waitpoint(
         self,
@@ -203,7 +195,9 @@ class Suspensions(Calls):
             "" if handle is None else proof(handle),
         )
         reply = await self.fcall("ff_close_waitpoint", execution_id.tag, args, op="close_waitpoint")
-        if reply[2] == b"closed" and reply[3] == b"active":
+        if reply[2:] not in _CLOSED:
+            raise unreadable(reply, "ff_close_waitpoint", "close_waitpoint", execution_id)
+        if reply[-1] == b"active":
             log.warning(
                 "an active waitpoint was closed: something else must end the pause now",
                 extra={
@@ -227,7 +221,8 @@ class Suspensions(Calls):
         reply = await self.fcall(
             "ff_resume", execution_id.tag, args, op="resume_execution", replay_safe=False
         )
-        return Resumed(PublicState(text(reply[2])))
+        with decoding(reply, "ff_resume", "resume_execution", execution_id):
+            return Resumed(PublicState(text(reply[2])))
 
     # --- for scanners ---------------------------------------------------------------
 
@@ -317,6 +312,19 @@ def _binding(binding: Binding) -> list[str]:
     if isinstance(binding, UsePending):
         return ["pending", binding.waitpoint_id, ""]
     return ["fresh", binding.waitpoint_id, binding.waitpoint_key]
+
+
+def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> SuspendOutcome:
+    word, attempt, lane, instance = (text(part) for part in reply[2:6])
+    details = _details(reply[6:])
+    if word == "already_satisfied":
+        return AlreadySatisfiedSuspension(details)
+    if word != "suspended":
+        raise ValueError(word)
+    parked = msgspec.structs.replace(
+        handle, attempt=attempt, lane_id=lane, worker_instance_id=instance, kind="suspended"
+    )
+    return Suspended(details, parked)
 
 
 def _details(parts: Sequence[Any]) -> SuspensionDetails:
