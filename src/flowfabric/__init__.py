@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flowfabric.app.context import Context
     from flowfabric.app.fabric import Fabric
-    from flowfabric.app.run import Run
+    from flowfabric.app.run import Run, UnexpectedResult
+    from flowfabric.app.submission import SubmitManyError
     from flowfabric.app.sync import SyncFabric, SyncRun
     from flowfabric.app.tasks import Task
     from flowfabric.app.waits import Signal, WaitTimeout
@@ -50,7 +51,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "flowfabric.app.context": ("Context",),
     "flowfabric.app.fabric": ("Fabric",),
-    "flowfabric.app.run": ("Run",),
+    "flowfabric.app.run": ("Run", "UnexpectedResult"),
+    "flowfabric.app.submission": ("SubmitManyError",),
     "flowfabric.app.sync": ("SyncFabric", "SyncRun"),
     "flowfabric.app.tasks": ("Task",),
     "flowfabric.app.waits": ("Signal", "WaitTimeout"),
@@ -109,12 +111,14 @@ __all__ = [
     "RunError",
     "Signal",
     "Single",
+    "SubmitManyError",
     "SyncClient",
     "SyncFabric",
     "SyncRun",
     "Task",
     "TimeoutOnly",
     "TransportError",
+    "UnexpectedResult",
     "WaitTimeout",
     "Worker",
     "WorkerConfig",
