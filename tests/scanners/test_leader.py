@@ -97,6 +97,23 @@ async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine:
     await task
 
 
+async def test_without_memory_for_the_lease_it_scans_all_the_same(engine: Engine) -> None:
+    call = engine.backend.transport.call
+    leadership = Leadership(engine.backend, ttl_s=0.2, healthy=lambda: True)
+    stop = asyncio.Event()
+    await call("CONFIG", "SET", "maxmemory", "1")
+    try:
+        task = asyncio.create_task(leadership.run(stop))
+        await leadership.scanning.wait()
+        assert not leadership.holds
+    finally:
+        await call("CONFIG", "SET", "maxmemory", "0")
+    await until(lambda: leadership.holds)
+    stop.set()
+    await task
+    await leadership.release()
+
+
 async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -> None:
     other = await Backend.connect(parse_url(valkey.url), testing=True)
     ids = await create_delayed(engine, 120, in_ms=100)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.backend import Backend
 
@@ -96,7 +96,18 @@ class Leadership:
         if not self._healthy():
             self._scan()
             return self._poll_s
-        taken = await self._call("SET", self.key, self.identity, "NX", "PX", self._ttl_ms)
+        return await self._take()
+
+    async def _take(self) -> float:
+        """Take the free lease; the pause before the next look."""
+        try:
+            taken = await self._call("SET", self.key, self.identity, "NX", "PX", self._ttl_ms)
+        except TransportError as error:
+            if error.kind != "out_of_memory":
+                raise
+            # Nobody can lead then, and only scanning frees memory again.
+            self._scan()
+            return self._poll_s
         if taken is None:
             self._follow()
             return self._poll_s

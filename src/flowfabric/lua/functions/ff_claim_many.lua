@@ -5,7 +5,7 @@
 -- Arguments: lane, worker (`id instance`), capabilities CSV, lease ttl ms, max, lease id prefix,
 --   attempt id prefix (the first 32 characters of a UUID; the engine appends four hex digits).
 -- Replies: rows, number left. Errors: none. Events: acquired, reclaimed, completion (at the cap).
-server.register_function('ff_claim_many', function(keys, args)
+register('ff_claim_many', function(keys, args)
   local c = Context.open(keys[1], args[5] ~= '1')
   local rows, left = claiming.many(c, claiming.wanted(args, 1))
   return reply.ok(rows, left)

@@ -29,7 +29,7 @@ local function complete(c, id, text, source, label, result)
   return 'completed'
 end
 
-server.register_function('ff_complete', function(keys, args)
+register('ff_complete', function(keys, args)
   local count = tonumber(args[1])
   local first = 5 * count + 2
   local c = Context.open(keys[1], count > 1 or (args[first + 4] or '1') ~= '1')

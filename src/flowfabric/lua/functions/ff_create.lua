@@ -192,7 +192,7 @@ local function create(c, id, kind, payload, encoding, opts)
   return S.public(rec.state)
 end
 
-server.register_function('ff_create', function(keys, args)
+register('ff_create', function(keys, args)
   local c = Context.open(keys[1], #args > 6)
   local common = args[1] ~= '' and cmsgpack.unpack(args[1]) or NONE
   local replies = {}

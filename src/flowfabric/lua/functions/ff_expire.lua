@@ -48,7 +48,7 @@ local function expire(c, id, reason)
   return 'expired'
 end
 
-server.register_function('ff_expire', function(keys, args)
+register('ff_expire', function(keys, args)
   local c = Context.open(keys[1], true)
   local replies = batch.each(args, 2, function(id) return expire(c, id, args[1]) end)
   c:flush()

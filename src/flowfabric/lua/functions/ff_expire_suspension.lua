@@ -69,7 +69,7 @@ local function expire(c, id)
   return finish(c, id, rec, OUTCOMES[behavior] and behavior or 'fail')
 end
 
-server.register_function('ff_expire_suspension', function(keys, args)
+register('ff_expire_suspension', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
 end)

@@ -19,7 +19,7 @@ local function expire(c, waitpoint_id)
   return 'closed'
 end
 
-server.register_function('ff_expire_waitpoint', function(keys, args)
+register('ff_expire_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
 end)

@@ -23,7 +23,7 @@ local function mark(c, id)
   return 'marked_expired'
 end
 
-server.register_function('ff_mark_expired', function(keys, args)
+register('ff_mark_expired', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return mark(c, id) end))
 end)

@@ -19,7 +19,7 @@ local function promote(c, lane, id)
   return 'promoted'
 end
 
-server.register_function('ff_promote_delayed', function(keys, args)
+register('ff_promote_delayed', function(keys, args)
   local c = Context.open(keys[1], true)
   local promoted = false
   local replies = batch.each(args, 2, function(id)

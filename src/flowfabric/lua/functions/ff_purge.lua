@@ -1,7 +1,7 @@
 -- ff_purge: go on deleting what trimmed executions left, a bounded number of keys a call.
 -- Keys: attempts, streams, waitpoints, signals, purge_backlog. Arguments: none.
 -- Replies: executions worked on, executions left. Errors: none. Events: none.
-server.register_function('ff_purge', function(keys)
+register('ff_purge', function(keys)
   local c = Context.open(keys[1])
   local backlog = K.index(c.tag, 'purge_backlog')
   local page = server.call('HSCAN', backlog, 0, 'COUNT', 1)[2]

@@ -135,7 +135,7 @@ local function reconcile_some(c, ids, repair)
   return answers
 end
 
-server.register_function('ff_reconcile', function(keys, args)
+register('ff_reconcile', function(keys, args)
   local c = Context.open(keys[1])
   local replies = {}
   for first = 2, #args, MAX_ARGS do

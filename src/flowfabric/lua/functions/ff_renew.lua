@@ -18,7 +18,7 @@ local function renew(c, id, text, ttl)
   return expires
 end
 
-server.register_function('ff_renew', function(keys, args)
+register('ff_renew', function(keys, args)
   local c = Context.open(keys[1], #args > 3)
   local replies = {}
   for i = 1, #args, 3 do

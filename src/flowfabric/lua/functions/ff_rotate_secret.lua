@@ -4,7 +4,7 @@
 -- Events: none.
 local MAX_TIME = 9007199254740991
 
-server.register_function('ff_rotate_secret', function(keys, args)
+register('ff_rotate_secret', function(keys, args)
   local tag, now = keys[1], clock.now()
   local kid, secret, expires = args[1], args[2], math.min(now + tonumber(args[3]), MAX_TIME)
   local store = tokens.store_key(tag)

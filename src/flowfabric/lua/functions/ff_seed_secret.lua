@@ -23,7 +23,7 @@ local function seed(tag, kid, secret, repair)
   return { 'mismatch', current }
 end
 
-server.register_function('ff_seed_secret', function(_, args)
+register('ff_seed_secret', function(_, args)
   local replies = {}
   for i = 4, #args do replies[i - 3] = seed(args[i], args[1], args[2], args[3] == '1') end
   return reply.ok(replies)

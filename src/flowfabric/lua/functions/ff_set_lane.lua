@@ -1,7 +1,7 @@
 -- ff_set_lane: copy lane settings to one partition, so that creates and claims see them.
 -- Keys: lane config. Arguments: lane, then name, value pairs.
 -- Replies: nothing. Errors: none. Events: none; an active lane with work rings its doorbell.
-server.register_function('ff_set_lane', function(keys, args)
+register('ff_set_lane', function(keys, args)
   local c = Context.open(keys[1])
   server.call('HSET', K.lane(c.tag, args[1], 'config'), unpack(args, 2))
   if c:lane(args[1]).state == 'active' and c:holds_work(args[1]) then c:ring(args[1]) end

@@ -32,7 +32,7 @@ local function trim(c, lane, id)
   return 'purged'
 end
 
-server.register_function('ff_trim', function(keys, args)
+register('ff_trim', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 2, function(id) return trim(c, args[1], id) end))
 end)

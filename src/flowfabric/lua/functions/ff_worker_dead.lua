@@ -1,7 +1,7 @@
 -- ff_worker_dead: remove a worker process from the registry; its leases are untouched.
 -- Keys (tag = namespace): worker alive, worker caps, workers, worker events.
 -- Arguments: instance, reason. Replies: marked | not_registered. Errors: none. Events: worker_dead.
-server.register_function('ff_worker_dead', function(keys, args)
+register('ff_worker_dead', function(keys, args)
   local tag, instance = keys[1], args[1]
   local rec = workers.record(tag, instance)
   local worker_id = server.call('HGET', rec, 'worker_id')

@@ -1,7 +1,7 @@
 -- ff_worker_heartbeat: a registered worker is still there; its own ttl is renewed.
 -- Keys (tag = namespace): worker alive, worker caps. Arguments: instance.
 -- Replies: `refreshed`, next expiry ms | `not_registered`. Errors: none. Events: none.
-server.register_function('ff_worker_heartbeat', function(keys, args)
+register('ff_worker_heartbeat', function(keys, args)
   local tag, now = keys[1], clock.now()
   local alive, rec = workers.alive(tag, args[1]), workers.record(tag, args[1])
   local ttl = tonumber(server.call('HGET', rec, 'ttl_ms') or 0)

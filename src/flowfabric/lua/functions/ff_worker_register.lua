@@ -3,7 +3,7 @@
 -- Arguments: worker_id, instance, lanes CSV, capabilities CSV, ttl ms, only_if_absent (0 | 1), nonce.
 --   The nonce is the process's own: with it a repeated registration is not taken for another's.
 -- Replies: registered | refreshed. Errors: invalid_input. Events: worker_registered.
-server.register_function('ff_worker_register', function(keys, args)
+register('ff_worker_register', function(keys, args)
   local tag, now = keys[1], clock.now()
   local worker_id, instance, ttl = args[1], args[2], tonumber(args[5])
   local alive, rec = workers.alive(tag, instance), workers.record(tag, instance)

@@ -45,7 +45,7 @@ end
 
 -- Registers a function for one execution, which its first argument names.
 function reply.register_function(name, handle)
-  server.register_function(name, function(keys, args)
+  register(name, function(keys, args)
     local ok, answer = pcall(handle, keys, args)
     if ok then return answer end
     return unreadable(keys[1], args[1], answer)

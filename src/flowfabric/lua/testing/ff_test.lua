@@ -1,12 +1,16 @@
 -- Loaded by tests only: moves or stops the engine's clock and shows how keys and states are built.
 local running = clock.now
 
-server.register_function('ff_test_clock', function(_, args)
-  clock.offset = tonumber(args[1])
-  clock.last = 0
-  clock.now = running
-  return reply.ok(clock.now())
-end)
+server.register_function({
+  function_name = 'ff_test_clock',
+  flags = { 'allow-oom' },
+  callback = function(_, args)
+    clock.offset = tonumber(args[1])
+    clock.last = 0
+    clock.now = running
+    return reply.ok(clock.now())
+  end,
+})
 
 -- Stops the clock, so that a test can stand exactly on a deadline.
 server.register_function('ff_test_freeze', function(_, args)

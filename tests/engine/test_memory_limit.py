@@ -1,0 +1,56 @@
+"""At the server's memory limit no work comes in, but what is stored can end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from flowfabric.core.contracts.executions import Cancelled
+from flowfabric.core.errors import TransportError
+from tests.engine.mutation import private_engine, private_server
+from tests.support.engine import Engine
+
+__all__ = ["private_engine", "private_server"]
+
+
+@pytest.fixture
+async def full(private_engine: Engine) -> AsyncGenerator[Engine]:
+    """An engine with two running and two waiting executions, whose server then fills up."""
+    call = private_engine.backend.transport.call
+    await private_engine.advance(0)
+    for _ in range(4):
+        await private_engine.create(policy={"retry_policy": {"max_retries": 1}})
+    yield private_engine
+    await call("CONFIG", "SET", "maxmemory", "0")
+
+
+async def fill(engine: Engine) -> None:
+    await engine.backend.transport.call("CONFIG", "SET", "maxmemory", "1")
+    with pytest.raises(TransportError) as refused:
+        await engine.create()
+    assert refused.value.kind == "out_of_memory"
+
+
+async def test_work_goes_on_and_ends(full: Engine) -> None:
+    first, second = (await full.claim()).handle, (await full.claim()).handle
+    await fill(full)
+    backend = full.backend
+    await backend.renew_lease(first.execution_id, first, 60_000)
+    await backend.complete(first, b"kept")
+    assert (await backend.get_execution_result(first.execution_id)) == b"kept"
+    await backend.fail(second, "no luck", "transient")
+    third = (await full.claim()).handle
+    await backend.delay(third, 1)
+    fourth = (await full.claim()).handle
+    assert isinstance(await backend.cancel_execution(fourth.execution_id), Cancelled)
+    await full.advance(90_000_000)
+    verdicts = await backend.trim_retention(first.execution_id.tag, "default", [first.execution_id])
+    assert verdicts == ["purged"]
+
+
+async def test_a_lease_that_ran_out_is_offered_again(full: Engine) -> None:
+    lost = (await full.claim()).handle.execution_id
+    await fill(full)
+    await full.advance(3_600_000)
+    assert await full.backend.mark_lease_expired_if_due(lost.tag, [lost]) == ["marked_expired"]
