@@ -86,6 +86,19 @@ async def test_closing_ends_a_wait(engine: Engine) -> None:
     assert [event async for event in feed] == []
 
 
+async def test_closing_the_client_ends_what_it_follows(engine: Engine, valkey: TestServer) -> None:
+    client = await Client.connect(valkey.url)
+    feed = await client.subscribe_lease_history()
+    waiting = asyncio.create_task(take(feed, 1))
+    await until(lambda: blocked(engine.backend), "the blocking read")
+    await client.aclose()
+    with pytest.raises(EngineError):
+        async with asyncio.timeout(5):
+            await waiting
+    assert not await blocked(engine.backend)
+    assert client.backend.subscribed == set()
+
+
 async def test_ordinary_code_follows_too(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running(namespace="mine")
     await engine.backend.complete(handle)

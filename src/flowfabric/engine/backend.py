@@ -62,6 +62,7 @@ class Backend(
         self.known_lanes = set()
         self.known_partitions = set()
         self.known_namespaces = set()
+        self.subscribed = set()
         self.stream_pool = StreamPool(transport)
         self.summaries = Summaries()
 
@@ -133,5 +134,7 @@ class Backend(
 
     async def aclose(self) -> None:
         """Close every connection; pending calls fail."""
+        for history in list(self.subscribed):
+            await history.aclose()
         await self.stream_pool.aclose()
         await self.transport.aclose()

@@ -96,6 +96,7 @@ class FeedReader:
         self._sure_at = -_UNSURE_AFTER_S
         self._based_at = -_BASE_EVERY_S
         self._used: list[int] = []
+        self._closed = False
 
     # --- where it stands --------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class FeedReader:
             found = await self._read(feeds)
         except BaseException:
             # Whatever is under way there must not answer the next question.
-            self.close()
+            self._hang_up("the read was given up")
             raise
         full = [partition for partition, entries in found.items() if len(entries) >= _PAGE]
         if full:
@@ -219,6 +220,8 @@ class FeedReader:
             return await self._poll(feeds)
         if self._conn is None or not self._conn.is_open:
             self._conn = await self._calls.transport.blocking(_tag(feeds[0]))
+        if self._closed:
+            raise TransportError("transport", "the subscription was closed")
         reply: Any = await self._conn.submit(
             (
                 *("XREAD", "COUNT", _PAGE, "BLOCK", int(_BLOCK_S * 1000), "STREAMS"),
@@ -312,11 +315,15 @@ class FeedReader:
             deleted=position_of(raw[b"max-deleted-entry-id"].decode()),
         )
 
-    def close(self) -> None:
-        """Give the connection up; a later `fetch` opens another."""
+    def _hang_up(self, why: str) -> None:
         conn, self._conn = self._conn, None
         if conn is not None:
-            conn.abort("the subscription was closed")
+            conn.abort(why)
+
+    def close(self) -> None:
+        """Give the connection up for good; a read under way fails."""
+        self._closed = True
+        self._hang_up("the subscription was closed")
 
 
 def _tag(partition: int) -> str:

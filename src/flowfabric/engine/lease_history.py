@@ -30,7 +30,7 @@ class LeaseHistory(AsyncClosing):
     `stream_disconnected`, whose detail is the cursor to subscribe with again.
     """
 
-    def __init__(self, calls: Upkeep, reader: FeedReader, where: EventFilter) -> None:
+    def __init__(self, calls: Subscriptions, reader: FeedReader, where: EventFilter) -> None:
         self._calls = calls
         self._reader = reader
         self._where = where
@@ -102,6 +102,7 @@ class LeaseHistory(AsyncClosing):
     async def aclose(self) -> None:
         """Stop reading; the iteration ends."""
         self._ended = True
+        self._calls.subscribed.discard(self)
         self._reader.close()
 
 
@@ -117,6 +118,9 @@ def _decoded(entry: Entry) -> Event | CorruptionError:
 
 class Subscriptions(Upkeep):
     """Following the event feeds."""
+
+    subscribed: set[LeaseHistory]
+    """What is being followed; it ends with the connections of this backend."""
 
     async def subscribe_lease_history(
         self,
@@ -139,4 +143,6 @@ class Subscriptions(Upkeep):
             raise invalid_input("where", "must be an EventFilter")
         reader = FeedReader(self, partitions)
         await reader.begin(cursor)
-        return LeaseHistory(self, reader, where or _NOTHING)
+        history = LeaseHistory(self, reader, where or _NOTHING)
+        self.subscribed.add(history)
+        return history

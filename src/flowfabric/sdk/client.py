@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -122,6 +123,7 @@ class Client(ClientSignals, AsyncClosing):
         self.backend = backend
         self.namespace = namespace
         self._watch = CompletionWatch(backend)
+        self._feeds: weakref.WeakSet[LeaseFeed] = weakref.WeakSet()
         self._closed = False
 
     @classmethod
@@ -276,7 +278,9 @@ class Client(ClientSignals, AsyncClosing):
         ...     async for event in history:
         ...         print(event.kind, event.execution_id, event.worker_instance_id)
         """
-        return await LeaseFeed(self.backend, where, partitions).begin(cursor)
+        feed = await LeaseFeed(self.backend, where, partitions).begin(cursor)
+        self._feeds.add(feed)
+        return feed
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""
@@ -285,6 +289,8 @@ class Client(ClientSignals, AsyncClosing):
     async def aclose(self) -> None:
         """Close every connection; who still waits gets an error."""
         self._closed = True
+        for feed in list(self._feeds):
+            await feed.aclose()
         await self._watch.aclose()
         await self.backend.aclose()
 
