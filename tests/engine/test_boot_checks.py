@@ -187,15 +187,17 @@ async def commands(server: Transport) -> dict[str, int]:
     return {row[0]: int(row[1].split(",")[0]) for row in rows if len(row) == 2}
 
 
+@pytest.mark.parametrize("prepare_with", [None, COUNTS])
 async def test_the_owner_of_a_server_replaces_other_content_of_its_version(
-    valkey: TestServer, server: Transport
+    valkey: TestServer, server: Transport, prepare_with: PartitionCounts | None
 ) -> None:
     """As after an upgrade of the package: the folder of the embedded server kept the old one."""
+    await store_counts(server)
     await server.call("FUNCTION", "LOAD", made(library.LIBRARY_VERSION, "x", 1))
     address = parse_url(valkey.url)
     with pytest.raises(EngineError, match="FF_FORCE_LUA_RELOAD"):
-        await Backend.connect(address, prepare_with=COUNTS)
-    backend = await Backend.connect(address, prepare_with=COUNTS, revive=os.getpid)
+        await Backend.connect(address, prepare_with=prepare_with)
+    backend = await Backend.connect(address, prepare_with=prepare_with, revive=os.getpid)
     await backend.aclose()
     stored = await read_library(server)
     assert stored is not None

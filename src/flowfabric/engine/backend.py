@@ -86,15 +86,16 @@ class Backend(
         transport = await connect(
             address, request_timeout=request_timeout, name=name, revive=revive
         )
+        owned = revive is not None
         try:
             if prepare_with is None:
-                counts = await join(transport, testing=testing)
+                counts = await join(transport, testing=testing, owned=owned)
             else:
                 await prepare(
                     transport,
                     prepare_with,
                     testing=testing,
-                    owned=revive is not None,
+                    owned=owned,
                     mint_secret=mint_secret,
                 )
                 await report_collisions(transport, prepare_with)

@@ -152,11 +152,14 @@ async def _seed(store: Secrets, secret: str | None, mint_secret: MintSecret | No
     await store.seed_at_boot(secret)
 
 
-async def join(transport: Transport, *, testing: bool = False) -> PartitionCounts:
+async def join(
+    transport: Transport, *, testing: bool = False, owned: bool = False
+) -> PartitionCounts:
     """What a client does before it uses a deployment: version gate, counts, function library.
 
     All of it leaves in one write. Nothing is set up here, but a missing library is loaded, and
-    an older one is replaced if that takes nothing from the processes that use it.
+    an older one is replaced if that takes nothing from the processes that use it. `owned` is as
+    in `prepare`.
     """
     gate, counts, found = await asyncio.gather(
         # Replicas are the business of whoever prepares: one that is down stops no client.
@@ -172,7 +175,7 @@ async def join(transport: Transport, *, testing: bool = False) -> PartitionCount
         raise counts
     if isinstance(found, BaseException):
         raise found
-    await ensure_library(transport, testing=testing, only_joining=True, found=found)
+    await ensure_library(transport, testing=testing, owned=owned, only_joining=True, found=found)
     return counts
 
 
