@@ -136,6 +136,17 @@ async def test_a_malformed_reply(garbled: Engine, answer: str) -> None:
         assert str(subject(given[name])) in str(error)
 
 
+@pytest.mark.parametrize("answer", MALFORMED)
+async def test_a_malformed_reply_to_a_worker(garbled: Engine, answer: str) -> None:
+    held, backend = await running(garbled), garbled.backend
+    await load(garbled, mutated(*ENVELOPE, f"return {answer}"))
+    want, tag = garbled.want(), held.execution_id.tag
+    with pytest.raises(ReplyError, match="ff_claim_many"):
+        await backend.claim_many(want, tag, 1)
+    with pytest.raises(ReplyError, match="ff_complete|ff_claim_many"):
+        await backend.complete_and_claim(tag, [Completion(held, None)], want, 1)
+
+
 async def test_an_unknown_code(garbled: Engine) -> None:
     given = await situation(garbled)
     await load(garbled, mutated(*ENVELOPE, "return { 0, 'brand_new', 'a', 'b' }"))

@@ -24,7 +24,7 @@ from flowfabric.core.ids import (
     validate_lane,
     validate_uuid,
 )
-from flowfabric.engine.calls import refusal, text
+from flowfabric.engine.calls import decoding, refusal, text
 from flowfabric.engine.executions import BATCH, Completion, Executions
 from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
 
@@ -116,7 +116,8 @@ class Scheduling(Executions):
             return ClaimedMany([], 0)
         args = want.args(min(max_n, BATCH), _request(request_id))
         reply = await self.fcall("ff_claim_many", tag, args, op="claim_many")
-        return ClaimedMany(want.claims(reply[2]), int(reply[3]))
+        with decoding(reply, "ff_claim_many", "claim_many"):
+            return ClaimedMany(want.claims(reply[2]), int(reply[3]))
 
     async def complete_and_claim(
         self,
@@ -147,10 +148,13 @@ class Scheduling(Executions):
         if max_n > 0:
             args += want.args(min(max_n, BATCH), _request(request_id))
         reply = await self.fcall("ff_complete", tag, args, op="complete_many")
-        for position, answer in zip(sent, reply[2], strict=True):
-            outcomes[position] = refusal(answer, "complete")
-        if max_n > 0:
-            return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
+        with decoding(reply, "ff_complete", "complete_many"):
+            for position, answer in zip(sent, reply[2], strict=True):
+                outcomes[position] = refusal(
+                    answer, "complete", items[position].handle.execution_id
+                )
+            if max_n > 0:
+                return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
         return outcomes, ClaimedMany([], 0)
 
     async def scan_eligible_executions(
