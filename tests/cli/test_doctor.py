@@ -10,6 +10,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.scanners.leader import LEADER_KEY
+from flowfabric.valkey.library import LIBRARY_VERSION, read_library
 from tests.cli.support import Cli, Done
 from tests.support.engine import Engine
 from tests.support.server import TestServer, free_port
@@ -178,3 +179,34 @@ async def test_nobody_answers(tmp_path: Path) -> None:
     assert "Connection refused" in found["connection"]["detail"]
     assert "hidden" not in done.out
     assert done.objects[0]["address"].startswith("127.0.0.1:")
+
+
+async def test_other_functions_than_ours(cli: Cli, engine: Engine) -> None:
+    """A newer library that does not serve us, and one of our version with other content."""
+    call = engine.backend.transport.call
+    try:
+        await call("FUNCTION", "LOAD", "REPLACE", saying(LIBRARY_VERSION + 1, LIBRARY_VERSION + 1))
+        _, found = await examined(cli)
+        assert found["functions"]["grade"] == "broken"
+        looked = await cli("ps", "--json")
+        assert (looked.code, looked.error["code"]) == (1, "library_version_conflict")
+        await call("FUNCTION", "LOAD", "REPLACE", saying(LIBRARY_VERSION, 1))
+        _, found = await examined(cli)
+        assert "FF_FORCE_LUA_RELOAD" in found["functions"]["advice"]
+        _, found = await examined(cli, FF_FORCE_LUA_RELOAD="1")
+        assert found["functions"]["grade"] == "warning"
+        stored = await read_library(engine.backend.transport)
+        assert stored is not None
+        assert stored.content_hash == "other", "doctor loads nothing"
+    finally:
+        # The next call loads the real one again.
+        await call("FUNCTION", "FLUSH")
+
+
+def saying(version: int, min_client: int) -> str:
+    """A library that says this of itself, and nothing else."""
+    return (
+        "#!lua name=flowfabric\n"
+        "server.register_function{function_name='ff_version', flags={'no-writes'}, "
+        f"callback=function() return {{{version}, 'other', {min_client}}} end}}"
+    )

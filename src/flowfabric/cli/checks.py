@@ -20,7 +20,7 @@ from flowfabric.engine.boot import configured_counts, health_findings
 from flowfabric.engine.registry import WorkerEntry
 from flowfabric.scanners.leader import LEADER_KEY
 from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
-from flowfabric.valkey.library import LIBRARY_VERSION, ensure_library, read_library
+from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
 
 __all__ = ["Check", "Grade", "check_deployment", "check_server_side"]
@@ -60,12 +60,13 @@ def _failed(name: str, error: EngineError) -> Check:
 # --- the server -------------------------------------------------------------------------------
 
 
-async def check_server_side(transport: Transport) -> list[Check]:
+async def check_server_side(transport: Transport, *, owned: bool = False) -> list[Check]:
     """What can be said of the server alone, whether or not it was prepared."""
     checks = [await _connection(transport), await _version(transport)]
     if checks[-1].grade is Grade.BROKEN:
         return checks
-    return [*checks, await _library(transport), *await _health(transport), await _skew(transport)]
+    library = await _library(transport, owned=owned)
+    return [*checks, library, *await _health(transport), await _skew(transport)]
 
 
 async def _connection(transport: Transport) -> Check:
@@ -85,7 +86,7 @@ async def _version(transport: Transport) -> Check:
     return Check("version", Grade.OK, f"Valkey {found} ({needed} or newer is needed)")
 
 
-async def _library(transport: Transport) -> Check:
+async def _library(transport: Transport, *, owned: bool) -> Check:
     stored = await read_library(transport)
     if stored is None:
         advice = "run `flowfabric doctor --prepare`; a worker would load it too"
@@ -96,11 +97,17 @@ async def _library(transport: Transport) -> Check:
         detail = f"{found}; this program has version {LIBRARY_VERSION}"
         return Check("functions", Grade.WARNING, detail, advice)
     try:
-        # Loads nothing here: for a stored library as new as ours it only compares.
-        await ensure_library(transport)
+        fits = await library_fits(transport, owned=owned)
     except EngineError as error:
         return _failed("functions", error)
-    return Check("functions", Grade.OK, found)
+    if fits:
+        return Check("functions", Grade.OK, found)
+    return Check(
+        "functions",
+        Grade.WARNING,
+        f"{found}; this program has other content",
+        "nothing to do: the next worker or `flowfabric doctor --prepare` loads ours",
+    )
 
 
 async def _health(transport: Transport) -> list[Check]:

@@ -56,6 +56,15 @@ def _verdict(grades: Counter[Grade]) -> tuple[str, str]:
     return "All is well.", "green"
 
 
+async def _prepare(place: Place) -> None:
+    name = "flowfabric-doctor"
+    if place.embedded:
+        backend = await place.open(name=name)
+    else:
+        backend = await Backend.connect_and_prepare(await place.address(), name=name)
+    await backend.aclose()
+
+
 async def _checks(place: Place, namespace: str | None, *, prepare: bool) -> tuple[str, list[Check]]:
     folder = data_folder()
     where = f"embedded Valkey in {folder}" if place.embedded else ""
@@ -67,12 +76,11 @@ async def _checks(place: Place, namespace: str | None, *, prepare: bool) -> tupl
         where = where or address.peer
         checks: list[Check] = []
         if prepare:
-            backend = await Backend.connect_and_prepare(address, name="flowfabric-doctor")
-            await backend.aclose()
+            await _prepare(place)
             checks.append(Check("prepare", Grade.OK, "partition counts and functions are in place"))
         transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-doctor")
         try:
-            checks += await check_server_side(transport)
+            checks += await check_server_side(transport, owned=place.embedded)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
                 backend = Backend(transport, await read_counts(transport))
                 checks += await check_deployment(backend, namespace)

@@ -10,7 +10,7 @@ from pathlib import Path
 from flowfabric.app.place import Place
 from flowfabric.cli.errors import CliError
 from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import read_counts
+from flowfabric.engine.boot import join
 from flowfabric.valkey.connect import connect
 
 __all__ = ["CONNECT_S", "NoDataYet", "data_folder", "has_data", "opened"]
@@ -52,7 +52,7 @@ async def opened(url: str | None) -> AsyncGenerator[Backend]:
         address = await place.address()
         transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-cli")
         try:
-            backend = Backend(transport, await read_counts(transport))
+            backend = Backend(transport, await join(transport, owned=place.embedded))
         except BaseException:
             await transport.aclose()
             raise

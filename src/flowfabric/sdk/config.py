@@ -53,7 +53,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Sequence[str] = ()
     lease_ttl_ms: int = 30_000
     claim_poll_interval_ms: int = 1_000
-    """The longest pause after an empty claim when no doorbell rings."""
+    """The longest pause after an empty claim when no doorbell rings; twice that with scanners,
+    which ring again for work that waits."""
     max_concurrent_tasks: int = 1
     complete_on_exit: bool = False
     """Whether leaving `async with task:` normally completes a task that has no end yet."""

@@ -24,6 +24,7 @@ __all__ = [
     "LibraryInfo",
     "Stored",
     "ensure_library",
+    "library_fits",
     "read_library",
     "read_primaries",
 ]
@@ -182,6 +183,20 @@ def _transient(error: EngineError) -> bool:
     return isinstance(error, TransportError) and error.kind in _TRANSIENT_KINDS
 
 
+def _rules(*, owned: bool, only_joining: bool) -> _Rules:
+    force = os.environ.get("FF_FORCE_LUA_RELOAD", "").lower() in {"1", "true", "yes"}
+    return _Rules(same_version=force or owned, any_older=not only_joining)
+
+
+async def library_fits(transport: Transport, *, owned: bool = False) -> bool:
+    """Whether every primary serves this process as it is; raises when it cannot. Loads nothing."""
+    rules = _rules(owned=owned, only_joining=False)
+    found = await read_primaries(transport)
+    # All are judged: a conflict on one is told even if another only lacks the library.
+    lacking = {node for node, stored in found.items() if rules.must_load(node, stored)}
+    return not lacking
+
+
 async def ensure_library(
     transport: Transport,
     *,
@@ -197,8 +212,7 @@ async def ensure_library(
     the server is this project's own, so other content of our version is replaced. `only_joining`
     leaves an older library alone whose callers ours would not serve. `found` saves a first look.
     """
-    force = os.environ.get("FF_FORCE_LUA_RELOAD", "").lower() in {"1", "true", "yes"}
-    rules = _Rules(same_version=force or owned, any_older=not only_joining)
+    rules = _rules(owned=owned, only_joining=only_joining)
     maxlen = events_maxlen or _events_maxlen()
     code = _assemble(_Settings(transport.is_cluster, maxlen, testing))
     for pause in (*_LOAD_PAUSES, None):
