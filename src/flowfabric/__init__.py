@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Single,
         TimeoutOnly,
     )
+    from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
     from flowfabric.core.errors import (
         ConfigError,
         EngineError,
@@ -64,6 +65,7 @@ _HOMES = {
         "Single",
         "TimeoutOnly",
     ),
+    "flowfabric.core.contracts.lease_events": ("EventFilter", "LeaseEvent"),
     "flowfabric.core.errors": (
         "ConfigError",
         "EngineError",
@@ -96,11 +98,13 @@ __all__ = [
     "Count",
     "CountKind",
     "EngineError",
+    "EventFilter",
     "ExecutionCancelled",
     "ExecutionExpired",
     "ExecutionFailed",
     "Fabric",
     "FlowFabricError",
+    "LeaseEvent",
     "LeaseLost",
     "NotFinished",
     "OperatorOnly",

@@ -170,6 +170,7 @@ async def test_a_claim(engine: Engine, field: str, value: Any) -> None:
         ("delay_until", "soon"),
         ("execution_deadline_at", 2**63),
         ("priority", "high"),
+        ("policy", "{}"),
     ],
 )
 async def test_only_that_item_of_a_creation_fails(engine: Engine, field: str, value: Any) -> None:

@@ -143,7 +143,7 @@ async def test_a_malformed_reply_to_a_worker(garbled: Engine, answer: str) -> No
     want, tag = garbled.want(), held.execution_id.tag
     with pytest.raises(ReplyError, match="ff_claim_many"):
         await backend.claim_many(want, tag, 1)
-    with pytest.raises(ReplyError, match="ff_complete|ff_claim_many"):
+    with pytest.raises(ReplyError, match=r"ff_complete|ff_claim_many"):
         await backend.complete_and_claim(tag, [Completion(held, None)], want, 1)
 
 

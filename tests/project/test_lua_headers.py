@@ -38,7 +38,8 @@ def test_header(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
 def test_one_function_a_file_named_like_it(path: Path) -> None:
-    registered = re.findall(r"function_name = '(\w+)'|register_function\('(\w+)'", path.read_text())
+    pattern = r"function_name = '(\w+)'|\bregister(?:_function)?\('(\w+)'"
+    registered = re.findall(pattern, path.read_text())
     assert [first or second for first, second in registered] == [path.stem]
 
 

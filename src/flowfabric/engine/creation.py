@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from flowfabric.core.contracts.executions import Created, CreateOutcome, Duplicate, NewExecution
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import EngineError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
@@ -57,6 +57,10 @@ def policy_json(policy: ExecutionPolicy) -> str:
     known = _policies.get(id(policy))
     if known is not None and known[0] is policy:
         return known[1]
+    if not isinstance(policy, ExecutionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_input(
+            "policy", f"must be an ExecutionPolicy, got {type(policy).__name__}", undecodable=True
+        )
     if len(_policies) >= _POLICY_CACHE:
         _policies.clear()
     # A policy built by hand may hold anything; what breaks a rule is refused here.
