@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
@@ -13,6 +14,10 @@ from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.leaks import find_leaks
 from tests.support.server import TestServer
+
+# How long an example takes says something about the machine, nothing about the code.
+settings.register_profile("flowfabric", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("flowfabric")
 
 
 @pytest.fixture(scope="session")
