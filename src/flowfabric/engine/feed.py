@@ -166,14 +166,19 @@ class _Reader:
                     pause = _FIRST_PAUSE_S
                 except EngineError as error:
                     log.debug("event feed lost, resuming: %s", error)
-                    self._broken, self._client_id = True, 0
+                    # In a cluster the feed may have moved: dial again, where it is now.
+                    self._hang_up("the event feed was lost")
+                    self._broken = True
                     await asyncio.sleep(pause)
                     pause = min(pause * 2, _LAST_PAUSE_S)
         finally:
             self._task, self._reading = None, frozenset()
-            conn, self._conn, self._client_id = self._conn, None, 0
-            if conn is not None:
-                conn.abort("nobody waits any more")
+            self._hang_up("nobody waits any more")
+
+    def _hang_up(self, why: str) -> None:
+        conn, self._conn, self._client_id = self._conn, None, 0
+        if conn is not None:
+            conn.abort(why)
 
     async def _read_once(self) -> None:
         conn = self._conn

@@ -50,6 +50,7 @@ class ClusterBell:
         await self.aclose()
         self._moved = False
         left = [f"{{fp:{partition}}}" for partition in range(self._backend.counts.flow)]
+        refused = ""
         while left:
             conn = await self._backend.transport.blocking(left[0], on_push=self._hear)
             self._conns.append(conn)
@@ -64,7 +65,11 @@ class ClusterBell:
                 if isinstance(outcome, BaseException)
             ]
             if len(rest) == len(left):
-                raise TransportError("cluster", f"no primary takes subscriptions for {left[0]}")
+                if refused == left[0]:
+                    raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
+                # It has moved: a call that is redirected learns where to.
+                refused = left[0]
+                await self._backend.transport.call("EXISTS", refused, key=refused, replay_safe=True)
             left = rest
         # Whatever rang before was not heard.
         for tag in await self._backend.used_partitions():
@@ -76,6 +81,7 @@ class ClusterBell:
         if push[0] == b"sunsubscribe":
             # The slot went to another primary.
             self._moved = True
+            self._rung.set()
         elif push[0] == b"smessage":
             lane_id = push[2].decode()
             if lane_id in self._lanes:

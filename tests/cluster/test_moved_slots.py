@@ -1,0 +1,102 @@
+"""A slot goes to another primary under those who wait: they follow it, before any fallback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from flowfabric.core.contracts.executions import Created, NewExecution
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.scheduling import Want
+from flowfabric.scheduler.hints import Lanes
+from flowfabric.sdk.cluster_bell import ClusterBell
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.cluster import slot_of
+from tests.cluster.nodes import TestCluster, until
+
+LANE = "moving"
+Pair = tuple[Backend, Backend]
+
+
+@pytest.fixture
+async def pair(cluster: TestCluster) -> AsyncIterator[Pair]:
+    """Two clients: what one of them learns of the move is no help to the other."""
+    address, counts = parse_url(cluster.url), PartitionCounts(flow=32)
+    async with await Backend.connect(address, prepare_with=counts, testing=True) as first:
+        await first.transport.call_all_primaries("FLUSHALL")
+        await first.prepare()
+        async with await Backend.connect(address, testing=True) as second:
+            yield first, second
+
+
+async def create(backend: Backend) -> ExecutionId:
+    execution_id = ExecutionId.solo(LANE, backend.counts)
+    new = NewExecution(execution_id=execution_id, execution_kind="job", lane_id=LANE)
+    assert isinstance(await backend.create_execution(new), Created)
+    return execution_id
+
+
+@asynccontextmanager
+async def moved(cluster: TestCluster, tag: str) -> AsyncGenerator[None]:
+    """The tag's slot lives elsewhere in the block."""
+    slot = slot_of(tag)
+    home = cluster.owner(slot)
+    target = (home + 1) % 3
+    await cluster.move(slot, home, target)
+    try:
+        yield
+    finally:
+        await cluster.move(slot, target, home)
+
+
+async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: TestCluster) -> None:
+    waiting, acting = pair
+    execution_id = await create(acting)
+    tag = execution_id.tag
+    watch = CompletionWatch(waiting)
+
+    async def see_the_end() -> None:
+        while (await waiting.read_execution_state(execution_id)).value != "completed":
+            await watch.wait_ended(execution_id)
+
+    async def is_blocked() -> bool:
+        lists = [await cluster.call(node, "CLIENT", "LIST") for node in range(3)]
+        return any(b"cmd=xread" in listed for listed in lists)
+
+    waiter = asyncio.create_task(see_the_end())
+    await until(is_blocked)
+    async with moved(cluster, tag):
+        await until(is_blocked)
+        (claim,) = (await acting.claim_many(Want.of(LANE, "w", "w-1"), tag, 1)).claims
+        await acting.complete(claim.handle, b"done")
+        began = time.monotonic()
+        await waiter
+        assert time.monotonic() - began < 5
+    await watch.aclose()
+
+
+async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestCluster) -> None:
+    hearing, acting = pair
+    lanes = Lanes([LANE], hearing.counts, "w-1")
+    home = lanes[LANE].home
+    bell = ClusterBell(hearing, lanes)
+    while await bell.wait(0.05):
+        pass
+    async with moved(cluster, home):
+        # It notices by itself, rings everywhere in case it missed one, and listens again.
+        began = time.monotonic()
+        await bell.wait(30)
+        while await bell.wait(0.05):
+            pass
+        assert time.monotonic() - began < 5
+        heard = asyncio.create_task(bell.wait(30))
+        await create(acting)
+        assert await heard == [(LANE, home)]
+    await bell.aclose()
