@@ -9,7 +9,10 @@ import pytest
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.streams import Frame
+from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
+from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.executions import Completion
 from flowfabric.valkey import library
@@ -23,6 +26,7 @@ __all__ = ["private_engine", "private_server"]
 pytestmark = pytest.mark.corrupts
 
 CONDITION = Single("k")
+KNOWN: Any = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": ["default"]}
 ENVELOPE = ("lib/55_reply.lua", "return { 1, 'OK', ... }")
 
 
@@ -40,7 +44,7 @@ async def load(engine: Engine, code: str) -> None:
 
 HELD = (
     *("complete", "fail", "delay", "wait_children", "renew", "revoke"),
-    "create waitpoint",
+    *("create waitpoint", "append", "summary"),
 )
 
 
@@ -60,7 +64,10 @@ async def situation(engine: Engine) -> dict[str, Any]:
     given |= {name: await running(engine) for name in HELD}
     parked = await running(engine)
     await engine.backend.suspend(parked, condition=CONDITION)
-    return given | {"resume": parked}
+    given |= dict.fromkeys(("resume", "read waits", "read stream"), parked)
+    for name in ("token", "approve", "signal"):
+        given[name] = await engine.backend.suspend(await running(engine), condition=CONDITION)
+    return given
 
 
 Call = Callable[[Backend, Any], Awaitable[Any]]
@@ -98,10 +105,50 @@ CALLS: dict[str, tuple[str, Call]] = {
         "ff_reclaim",
         lambda b, held: b.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL),
     ),
+    "signal": ("ff_signal", lambda b, held: b.deliver_signal(*wait(held), token(held), "k")),
+    "approve": ("ff_signal", lambda b, held: b.deliver_approval_signal(*wait(held), "k")),
+    "token": ("ff_waitpoint_token", lambda b, held: b.read_waitpoint_token(*wait(held))),
+    "read waits": ("ff_read_waits", lambda b, held: b.read_waits(held.execution_id)),
+    "append": ("ff_append", lambda b, held: b.append_frame(held, Frame(payload=b"x"))),
+    "summary": (
+        "ff_append",
+        lambda b, held: b.append_frame(held, Frame(payload=b"{}"), mode="summary"),
+    ),
+    "read stream": ("ff_stream_read", lambda b, held: b.read_stream(held.execution_id, 0)),
 }
 
 
+# About no single execution.
+OTHERS: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
+    "list suspended": ("ff_list_suspended", lambda b: b.list_suspended(partition=0)),
+    "register": ("ff_worker_register", lambda b: b.register_worker(**KNOWN)),
+    "heartbeat": ("ff_worker_heartbeat", lambda b: b.heartbeat_worker("w-1")),
+    "dead": ("ff_worker_dead", lambda b: b.mark_worker_dead("w-1")),
+    "seed": ("ff_seed_secret", lambda b: b.seed_at_boot(SECRET)),
+    "rotate": ("ff_rotate_secret", lambda b: b.rotate_waitpoint_hmac_secret(0, "k2", SECRET)),
+    "kids": ("ff_list_kids", lambda b: b.list_waitpoint_hmac_kids()),
+    "due": ("ff_scan_due", lambda b: b.scan_due(["lease_expiry"], ["{fp:0}"], 1)),
+    "time": ("ff_scan_due", lambda b: b.server_time_ms()),
+    "purge": ("ff_purge", lambda b: b.purge("{fp:0}")),
+    "ring": ("ff_ring_waiting", lambda b: b.ring_waiting(["{fp:0}"], ["default"])),
+}
+# What answers one word per item takes any word.
+SCANNED: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
+    "mark": ("ff_mark_expired", lambda b: b.mark_lease_expired_if_due("{fp:0}", [])),
+    "suspension": ("ff_expire_suspension", lambda b: b.expire_suspension("{fp:0}", [])),
+}
+
+
+def wait(outcome: Suspended) -> tuple[ExecutionId, str]:
+    return outcome.handle.execution_id, outcome.details.waitpoint_id
+
+
+def token(outcome: Suspended) -> WaitpointToken:
+    return outcome.details.waitpoint_token
+
+
 def subject(given: Any) -> str:
+    given = given.handle if isinstance(given, Suspended) else given
     return getattr(given, "execution_id", given)
 
 
@@ -115,7 +162,7 @@ MALFORMED = [
     "{ 1, { 'OK' }, ... }",
     "{ 'OK', ... }",
     "{ 1, 'OK' }",
-    "{ 1, 'OK', { 'odd' }, { 'odd' } }",
+    "{ 1, 'OK', { 'odd one' }, { 'odd one' } }",
     "{ 0 }",
     "{ 0, 7 }",
 ]
@@ -134,6 +181,10 @@ async def test_a_malformed_reply(garbled: Engine, answer: str) -> None:
         assert (error.function, error.execution_id) == (function, subject(given[name])), name
         assert function in str(error)
         assert str(subject(given[name])) in str(error)
+    for name, (function, ask) in {**OTHERS, **({} if "odd" in answer else SCANNED)}.items():
+        with pytest.raises(ReplyError) as caught:
+            await ask(garbled.backend)
+        assert (caught.value.function, caught.value.ambiguous) == (function, True), name
 
 
 @pytest.mark.parametrize("answer", MALFORMED)

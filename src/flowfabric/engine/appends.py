@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,6 +38,7 @@ _MERGE_TRIES = 8
 # Parts of the reply that tells of another document; every other reply is longer.
 _MOVED_PARTS = 5
 _pack = msgspec.msgpack.Encoder().encode
+T = TypeVar("T")
 
 
 class _Summary:
@@ -123,13 +124,13 @@ class Appends(Calls):
             return await self._append_patches(handle, frames, args, patch_kind, summary_max_bytes)
         settings = b"" if mode == "durable" else _pack(knobs(best_effort or BestEffort()))
         args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
-        return append_outcome(await self._append(handle, args))
+        return await self._append(handle, args, append_outcome)
 
-    async def _append(self, handle: Handle, args: Sequence[Any]) -> list[Any]:
-        return await self.fcall(
-            "ff_append",
-            handle.execution_id.tag,
-            args,
+    async def _append(
+        self, handle: Handle, args: Sequence[Any], decode: Callable[[list[Any]], T]
+    ) -> T:
+        return await self.ask(
+            *("ff_append", handle.execution_id.tag, args, decode),
             op="append_frame",
             replay_safe=args[6] != "",
         )
@@ -152,13 +153,12 @@ class Appends(Calls):
                     await self._refuse(handle, known, args, error)
                     continue
                 args[5] = _pack({"version": known.version, "document": merged.decode()})
-                reply = await self._append(handle, args)
-                if len(reply) > _MOVED_PARTS:
-                    outcome = append_outcome(reply)
+                outcome = await self._append(handle, args, _patch_outcome)
+                if isinstance(outcome, AppendOutcome):
                     if not outcome.duplicate and outcome.summary_version is not None:
                         known.version, known.document = outcome.summary_version, merged
                     return outcome
-                known.version, known.document = int(reply[3]), bytes(reply[4])
+                known.version, known.document = outcome
         raise ValidationError("invalid_input", "the summary is written by too many at once")
 
     async def _refuse(
@@ -168,7 +168,7 @@ class Appends(Calls):
 
         Whoever may not write at all is told that first.
         """
-        await self._append(handle, [*args[:5], "", ""])
+        await self._append(handle, [*args[:5], "", ""], append_outcome)
         stored = await self.read_summary(handle.execution_id, handle.attempt_index)
         if stored is None or stored.version == known.version:
             raise error
@@ -182,6 +182,13 @@ class Appends(Calls):
         check_number("attempt_index", attempt_index)
         key = f"ff:attempt:{execution_id.tag}:{execution_id}:{attempt_index}:summary"
         return summary_of(await self.transport.call("HGETALL", key, key=key, replay_safe=True))
+
+
+def _patch_outcome(reply: list[Any]) -> AppendOutcome | tuple[int, bytes]:
+    """What was appended, or the version and document that the patches have to be merged on."""
+    if len(reply) > _MOVED_PARTS:
+        return append_outcome(reply)
+    return int(reply[3]), bytes(reply[4])
 
 
 def _patched(document: bytes, frames: Sequence[Frame], patch_kind: str, max_bytes: int) -> bytes:

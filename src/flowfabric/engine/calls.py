@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
 _SHOWN = 200
+T = TypeVar("T")
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -39,7 +40,11 @@ class Limits(msgspec.Struct, frozen=True):
 
 def text(value: object) -> str:
     """A reply's text, whatever the server's type for it."""
-    return value.decode() if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise TypeError(f"no text: {value!r}")
 
 
 def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
@@ -138,6 +143,31 @@ class Calls:
             return envelope
         raise refused(envelope, op, function=function, execution_id=_subject(args))
 
+    async def ask(
+        self,
+        function: str,
+        tag: str,
+        args: Sequence[Arg],
+        decode: Callable[[list[Any]], T],
+        *,
+        op: str,
+        replay_safe: bool = True,
+    ) -> T:
+        """What `decode` makes of the reply; one that it cannot take apart is a `ReplyError`."""
+        reply = await self.fcall(function, tag, args, op=op, replay_safe=replay_safe)
+        with decoding(reply, function, op, _subject(args)):
+            return decode(reply)
+
+    async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
+        """One word per item, of the functions that scanners call."""
+        return await self.ask(function, tag, args, _words, op=function.removeprefix("ff_"))
+
+    async def server_time_ms(self) -> int:
+        """The engine's clock."""
+        return await self.ask(
+            "ff_scan_due", "{fp:0}", (1, 0, 0), lambda reply: int(reply[2]), op="server_time_ms"
+        )
+
     def checked(self, execution_id: str) -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""
         known = (
@@ -146,6 +176,10 @@ class Calls:
             else ExecutionId.parse(execution_id)
         )
         return known.check_partition(self.counts)
+
+
+def _words(reply: list[Any]) -> list[str]:
+    return [text(answer) for answer in reply[2]]
 
 
 def _is_accepted(word: Any) -> bool:

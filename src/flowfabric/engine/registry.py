@@ -77,8 +77,11 @@ class Registry(Calls):
                 "SADD", keys.NAMESPACES, namespace, key=keys.NAMESPACES, replay_safe=True
             )
             self.known_namespaces.add(namespace)
-        reply = await self.fcall("ff_worker_register", tag, args, op="register_worker")
-        return "registered" if reply[2] == b"registered" else "refreshed"
+        return await self.ask(
+            *("ff_worker_register", tag, args),
+            lambda reply: _REGISTERED[reply[2]],
+            op="register_worker",
+        )
 
     known_namespaces: set[str]
 
@@ -88,8 +91,7 @@ class Registry(Calls):
         """Renew a registration; its next expiry in ms, or None when it is not registered."""
         tag = _tag(namespace)
         args = (worker_instance_id,)
-        reply = await self.fcall("ff_worker_heartbeat", tag, args, op="heartbeat_worker")
-        return int(reply[3]) if reply[2] == b"refreshed" else None
+        return await self.ask("ff_worker_heartbeat", tag, args, _expiry, op="heartbeat_worker")
 
     async def mark_worker_dead(
         self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
@@ -99,8 +101,9 @@ class Registry(Calls):
         if len(reason.encode()) > _REASON_BYTES or not reason.isprintable():
             raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
         args = (worker_instance_id, reason)
-        reply = await self.fcall("ff_worker_dead", tag, args, op="mark_worker_dead")
-        return "marked" if reply[2] == b"marked" else "not_registered"
+        return await self.ask(
+            "ff_worker_dead", tag, args, lambda reply: _MARKED[reply[2]], op="mark_worker_dead"
+        )
 
     async def list_workers(
         self, namespace: str = "default", after: str = "", limit: int = 1000
@@ -128,6 +131,20 @@ class Registry(Calls):
                 if record
             )
         return found[: max(0, limit)]
+
+
+_REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
+    b"registered": "registered",
+    b"refreshed": "refreshed",
+}
+_MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
+    b"marked": "marked",
+    b"not_registered": "not_registered",
+}
+
+
+def _expiry(reply: list[Any]) -> int | None:
+    return None if reply[2] == b"not_registered" else int(reply[3])
 
 
 def _entry(namespace: str, instance: str, raw: dict[bytes, bytes]) -> WorkerEntry:

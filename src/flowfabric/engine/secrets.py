@@ -61,8 +61,7 @@ class Secrets(Calls):
         async def seed(group: list[str]) -> list[Found]:
             async with gate:
                 args = (kid, secret, "1" if repair else "0", *group)
-                reply = await self.fcall("ff_seed_secret", group[0], args, op="seed_secret")
-                return [(text(status), text(current)) for status, current in reply[2]]
+                return await self.ask("ff_seed_secret", group[0], args, _found, op="seed_secret")
 
         answers = await asyncio.gather(*(seed(group) for group in groups))
         return [found for group in answers for found in group]
@@ -129,15 +128,19 @@ class Secrets(Calls):
         """Make a new secret current on one partition; the old verifies until its grace ends."""
         secret = _check_rotation(new_kid, new_secret_hex, grace_ms)
         args = (new_kid, secret, grace_ms)
-        reply = await self.fcall("ff_rotate_secret", self._tag(partition), args, op="rotate")
-        if reply[2] == b"noop":
-            return Rotation(partition=partition, status="noop")
-        return Rotation(
-            partition=partition,
-            status="rotated",
-            previous_kid=text(reply[3]) or None,
-            gc_count=int(reply[4]),
-        )
+
+        def rotated(reply: list[Any]) -> Rotation:
+            if reply[2] == b"noop":
+                return Rotation(partition=partition, status="noop")
+            return Rotation(
+                partition=partition,
+                status="rotated",
+                previous_kid=text(reply[3]) or None,
+                gc_count=int(reply[4]),
+            )
+
+        tag = self._tag(partition)
+        return await self.ask("ff_rotate_secret", tag, args, rotated, op="rotate")
 
     async def rotate_waitpoint_hmac_secret_all(
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
@@ -161,18 +164,25 @@ class Secrets(Calls):
 
     async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
         """The keys of a partition that validate now, without their secrets."""
-        reply = await self.fcall("ff_list_kids", self._tag(partition), (), op="list_kids")
-        current: Any = reply[2]
-        verifying = sorted((text(kid), int(expires)) for kid, expires in reply[3:])
-        return HmacKids(
-            None if current is None else text(current),
-            tuple(HmacKid(kid, expires) for kid, expires in verifying),
-        )
+        return await self.ask("ff_list_kids", self._tag(partition), (), _kids, op="list_kids")
 
     def _tag(self, partition: int) -> str:
         if not 0 <= partition < self.counts.flow:
             raise invalid_input("partition", f"must be below {self.counts.flow}")
         return f"{{fp:{partition}}}"
+
+
+def _found(reply: list[Any]) -> list[Found]:
+    return [(text(status), text(current)) for status, current in reply[2]]
+
+
+def _kids(reply: list[Any]) -> HmacKids:
+    current: Any = reply[2]
+    verifying = sorted((text(kid), int(expires)) for kid, expires in reply[3])
+    return HmacKids(
+        None if current is None else text(current),
+        tuple(HmacKid(kid, expires) for kid, expires in verifying),
+    )
 
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})

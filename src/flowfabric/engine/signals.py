@@ -103,12 +103,15 @@ class Signals(Calls):
             payload or b"",
             "1" if vouched else "0",
         )
-        reply = await self.fcall("ff_signal", execution_id.tag, args, op="deliver_signal")
-        known, effect = text(reply[3]), reply[4]
-        # An id minted for this very call and known already: our own reply was lost.
-        if reply[2] == b"accepted" or (signal_id is None and known == identity):
-            return Accepted(known, text(effect))
-        return Duplicate(known)
+
+        def outcome(reply: list[Any]) -> SignalOutcome:
+            known, effect = text(reply[3]), reply[4]
+            # An id minted for this very call and known already: our own reply was lost.
+            if reply[2] == b"accepted" or (signal_id is None and known == identity):
+                return Accepted(known, text(effect))
+            return Duplicate(known)
+
+        return await self.ask("ff_signal", execution_id.tag, args, outcome, op="deliver_signal")
 
     async def deliver_approval_signal(
         self,
@@ -155,10 +158,9 @@ class Signals(Calls):
         """The token of an open waitpoint, minted again when its key has expired; authorise this."""
         execution_id = self.checked(execution_id)
         args = (execution_id, validate_uuid(waitpoint_id, "waitpoint_id"))
-        reply = await self.fcall(
-            "ff_waitpoint_token", execution_id.tag, args, op="read_waitpoint_token"
+        return await self.ask(
+            "ff_waitpoint_token", execution_id.tag, args, _token, op="read_waitpoint_token"
         )
-        return None if reply[2] is None else WaitpointToken(text(reply[2]))
 
     async def verify_and_deliver(
         self,
@@ -180,6 +182,10 @@ class Signals(Calls):
         if not hmac.compare_digest(stored.reveal().encode(), raw.encode(errors="surrogatepass")):
             raise ValidationError("invalid_token", op="verify_and_deliver")
         return await self.deliver_signal(execution_id, waitpoint_id, raw, signal_name, **options)
+
+
+def _token(reply: list[Any]) -> WaitpointToken | None:
+    return None if reply[2] is None else WaitpointToken(text(reply[2]))
 
 
 def _whole(value: Any, field: str, low: int = 0) -> int:

@@ -11,7 +11,7 @@ from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behi
 from flowfabric.core.errors import TimeoutError_, TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.appends import Appends
-from flowfabric.engine.calls import refused
+from flowfabric.engine.calls import decoding, refused
 from flowfabric.engine.frames import Page, check_number, page_of
 from flowfabric.engine.stream_follow import StreamFollower
 from flowfabric.engine.stream_pool import StreamPool
@@ -208,9 +208,10 @@ class _Reader:
                 raise
             await self._calls.load_library()
             reply = await conn.call(*call)
-        if reply[0] != 1:
-            raise refused(reply, "read_stream")
-        return page_of(reply)
+        with decoding(reply, "ff_stream_read", "read_stream", self._target[0]):
+            if reply[:2] == [1, b"OK"]:
+                return page_of(reply)
+        raise refused(reply, "read_stream", function="ff_stream_read", execution_id=self._target[0])
 
     async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
         """Blocks until a frame is appended, the stream closes, or the time is over."""

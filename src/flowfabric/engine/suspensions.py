@@ -148,13 +148,12 @@ class Suspensions(Calls):
         except ValidationError:
             # A time long past is refused first, by the engine's clock. A call that goes through
             # has it checked there; one that stops here has to ask.
-            if timeout_at is not None and timeout_at + _PAST_TOLERANCE_MS < await self._now():
+            if (
+                timeout_at is not None
+                and timeout_at + _PAST_TOLERANCE_MS < await self.server_time_ms()
+            ):
                 raise ValidationError("invalid_input", "timeout_at_in_past") from None
             raise
-
-    async def _now(self) -> int:
-        reply = await self.fcall("ff_scan_due", "{fp:0}", (1, 0, 0), op="suspend")
-        return int(reply[2])
 
     # --- waitpoints -----------------------------------------------------------------
 
@@ -228,13 +227,11 @@ class Suspensions(Calls):
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Carry out what due suspensions want; each is checked again."""
-        reply = await self.fcall("ff_expire_suspension", tag, tuple(ids), op="expire_suspension")
-        return [text(answer) for answer in reply[2]]
+        return await self.ask_each("ff_expire_suspension", tag, *ids)
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Close pending waitpoints that nobody used in time; each is checked again."""
-        reply = await self.fcall("ff_expire_waitpoint", tag, tuple(ids), op="expire_waitpoint")
-        return [text(answer) for answer in reply[2]]
+        return await self.ask_each("ff_expire_waitpoint", tag, *ids)
 
 
 def _fresh(condition: Condition) -> list[Binding]:

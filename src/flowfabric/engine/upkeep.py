@@ -50,41 +50,33 @@ class Upkeep(Calls):
             if not group:
                 continue
             args = (limit, offset, len(indexes), *indexes, *group)
-            reply = await self.fcall("ff_scan_due", group[0], args, op="scan_due")
-            now = int(reply[2])
-            pages += [
-                DuePage(text(tag), text(index), [text(member) for member in ids])
-                for tag, index, ids in reply[3]
-            ]
-            armed |= {(text(tag), text(index)): int(score) for tag, index, score in reply[4]}
+            found = await self.ask("ff_scan_due", group[0], args, _due, op="scan_due")
+            now = found.now_ms
+            pages += found.pages
+            armed |= found.armed
         return DueScan(now, pages, armed)
-
-    async def _each(self, function: str, tag: str, *args: Any) -> list[str]:
-        reply = await self.fcall(function, tag, args, op=function.removeprefix("ff_"))
-        return [text(answer) for answer in reply[2]]
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
         """Move lapsed leases to where the next claim finds them."""
-        return await self._each("ff_mark_expired", tag, *ids)
+        return await self.ask_each("ff_mark_expired", tag, *ids)
 
     async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
         """Make due delayed executions eligible."""
-        return await self._each("ff_promote_delayed", tag, lane_id, *ids)
+        return await self.ask_each("ff_promote_delayed", tag, lane_id, *ids)
 
     async def expire_execution(
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
     ) -> list[str]:
         """End executions whose attempt ran too long or whose lifetime is over."""
-        return await self._each("ff_expire", tag, reason.value, *ids)
+        return await self.ask_each("ff_expire", tag, reason.value, *ids)
 
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
         """Delete terminal executions whose retention is over."""
-        return await self._each("ff_trim", tag, lane_id, *ids)
+        return await self.ask_each("ff_trim", tag, lane_id, *ids)
 
     async def purge(self, tag: str) -> int:
         """Go on deleting what trimmed executions left; how many executions are still to do."""
-        reply = await self.fcall("ff_purge", tag, (), op="purge")
-        return int(reply[3])
+        return await self.ask("ff_purge", tag, (), lambda reply: int(reply[3]), op="purge")
 
     async def trim_events(self, tag: str, older_than_ms: int) -> int:
         """Drop feed entries from before a time."""
@@ -107,7 +99,7 @@ class Upkeep(Calls):
         self, tag: str, ids: Iterable[str], mode: Literal["check", "repair"] = "repair"
     ) -> list[str]:
         """Compare executions with the indexes their records demand; repair where asked."""
-        return await self._each("ff_reconcile", tag, mode, *ids)
+        return await self.ask_each("ff_reconcile", tag, mode, *ids)
 
     async def ring_waiting(self, tags: Sequence[str], lanes: Sequence[str]) -> int:
         """Ring the doorbells of lanes that hold claimable work, in case a ring was lost."""
@@ -116,8 +108,13 @@ class Upkeep(Calls):
         for group in groups:
             if group and lanes:
                 args = (len(lanes), *lanes, *group)
-                reply = await self.fcall("ff_ring_waiting", group[0], args, op="ring_waiting")
-                rings += int(reply[2])
+                rings += await self.ask(
+                    "ff_ring_waiting",
+                    group[0],
+                    args,
+                    lambda reply: int(reply[2]),
+                    op="ring_waiting",
+                )
         return rings
 
     async def used_partitions(self) -> list[str]:
@@ -140,7 +137,11 @@ class Upkeep(Calls):
         )
         return [tag for tag, exists in zip(tags, found, strict=True) if exists]
 
-    async def server_time_ms(self) -> int:
-        """The engine's clock."""
-        reply = await self.fcall("ff_scan_due", "{fp:0}", (1, 0, 0), op="server_time_ms")
-        return int(reply[2])
+
+def _due(reply: list[Any]) -> DueScan:
+    pages = [
+        DuePage(text(tag), text(index), [text(member) for member in ids])
+        for tag, index, ids in reply[3]
+    ]
+    armed = {(text(tag), text(index)): int(score) for tag, index, score in reply[4]}
+    return DueScan(int(reply[2]), pages, armed)

@@ -41,7 +41,12 @@ _MAX_PAGE = 1000
 _MAX_LANES = 10_000
 _OPEN = frozenset({"pending", "active"})
 
+# Parts of a row that names a place only: its suspension has just ended.
+_PLACE_PARTS = 3
+
 Fields = dict[str, str]
+_Row = tuple[tuple[int, str], SuspendedEntry | None]
+"""Where it stands, and the suspension."""
 
 
 class Waitpoints(Calls):
@@ -132,10 +137,11 @@ class Waitpoints(Calls):
         What came to the `wanted` keys is read along, unless it is much.
         """
         execution_id = self.checked(execution_id)
-        reply = await self.fcall(
-            "ff_read_waits", execution_id.tag, (execution_id, *wanted), op="read_waits"
+        return await self.ask(
+            *("ff_read_waits", execution_id.tag, (execution_id, *wanted)),
+            lambda reply: [_past_wait(row) for row in reply[2]],
+            op="read_waits",
         )
-        return [_past_wait(row) for row in reply[2]]
 
     async def read_wait_signals(
         self, execution_id: ExecutionId, wait: PastWait
@@ -169,11 +175,10 @@ class Waitpoints(Calls):
                 room = limit - len(entries)
                 # One more than fits tells whether anything follows.
                 rows = await self._suspended_rows(index, names, position, room + 1)
-                for row in rows[:room]:
-                    position = (int(row[1]), text(row[0]))
+                for position, entry in rows[:room]:
                     last = _cursor(index, *position)
-                    if len(row) > 3:
-                        entries.append(_suspended_entry(row))
+                    if entry is not None:
+                        entries.append(entry)
                 if len(rows) > room and len(entries) == limit:
                     return SuspendedPage(tuple(entries), last)
                 if len(rows) <= room:
@@ -182,12 +187,13 @@ class Waitpoints(Calls):
 
     async def _suspended_rows(
         self, partition: int, lanes: list[str], position: tuple[int, str], limit: int
-    ) -> list[Any]:
+    ) -> list[_Row]:
         args = (limit, *position, *lanes)
-        reply = await self.fcall(
-            "ff_list_suspended", f"{{fp:{partition}}}", args, op="list_suspended"
+        return await self.ask(
+            *("ff_list_suspended", f"{{fp:{partition}}}", args),
+            lambda reply: [_suspended_row(row) for row in reply[2]],
+            op="list_suspended",
         )
-        return reply[2]
 
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
@@ -244,8 +250,11 @@ def _fields(flat: Sequence[bytes]) -> Fields:
     return dict(zip(decoded[::2], decoded[1::2], strict=True))
 
 
-def _suspended_entry(row: list[Any]) -> SuspendedEntry:
-    return SuspendedEntry(
+def _suspended_row(row: list[Any]) -> _Row:
+    position = (int(row[1]), text(row[0]))
+    if len(row) == _PLACE_PARTS:
+        return position, None
+    return position, SuspendedEntry(
         execution_id=ExecutionId.trusted(text(row[0])),
         lane_id=text(row[2]),
         suspension_id=text(row[3]),

@@ -1,19 +1,19 @@
 -- ff_list_kids: the signing keys of a partition that validate now, without their secrets.
 -- Keys: key store. Arguments: none.
--- Replies: current kid or nothing, then [kid, expires at] of each past one. Errors: none.
+-- Replies: current kid or nothing, [kid, expires at] of each past one. Errors: none.
 server.register_function({
   function_name = 'ff_list_kids',
   flags = { 'no-writes' },
   callback = function(keys)
     local now, fields = clock.now(), tokens.stored(keys[1])
-    local answer = reply.ok(fields.current_kid or false)
+    local past = {}
     for name, expires in pairs(fields) do
       local kid = string.match(name, '^expires_at:(.+)$')
       if kid and kid ~= fields.current_kid and fields['secret:' .. kid]
           and tokens.in_grace(expires, now) then
-        answer[#answer + 1] = { kid, tonumber(expires) }
+        past[#past + 1] = { kid, tonumber(expires) }
       end
     end
-    return answer
+    return reply.ok(fields.current_kid or false, past)
   end,
 })
