@@ -10,6 +10,8 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.scanners.leader import LEADER_KEY
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.connect import connect
 from flowfabric.valkey.library import LIBRARY_VERSION, read_library
 from tests.cli.support import Cli, Done
 from tests.support.engine import Engine
@@ -17,7 +19,8 @@ from tests.support.server import TestServer, free_port
 from tests.support.suspension import SECRET
 
 CHECKS = (
-    *("connection", "version", "functions", "eviction", "persistence", "clock", "clock skew"),
+    *("connection", "version", "functions", "eviction", "persistence", "memory", "writes"),
+    *("clock", "clock skew"),
     *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "indexes"),
 )
 
@@ -169,6 +172,21 @@ async def test_prepare_sets_an_external_server_up(tmp_path: Path, fresh: TestSer
     assert refused.code == 1
     assert "num_flow_partitions: stored=64, config=256" in found["deployment"]["detail"]
     assert (await cli("ps")).out == "No executions yet.\n"
+
+
+async def test_a_full_server_that_is_a_replica(tmp_path: Path, fresh: TestServer) -> None:
+    cli = Cli(tmp_path, FF_URL=fresh.url)
+    await examined(cli, "--prepare")
+    transport = await connect(parse_url(fresh.url))
+    await transport.call("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1")
+    await transport.call("REPLICAOF", "127.0.0.1", free_port())
+    await transport.aclose()
+    done, found = await examined(cli)
+    assert done.code == 1
+    assert "no new work is taken" in found["memory"]["detail"]
+    assert found["writes"]["advice"].startswith("connect to the primary, 127.0.0.1:")
+    # Whatever needs no writing is examined all the same.
+    assert found["indexes"]["grade"] == "ok"
 
 
 async def test_nobody_answers(tmp_path: Path) -> None:

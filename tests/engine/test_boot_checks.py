@@ -12,7 +12,7 @@ from flowfabric.core import keys
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import health_findings
+from flowfabric.engine.health import Grade, health_findings
 from flowfabric.valkey import library
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
@@ -94,9 +94,47 @@ async def test_a_clock_that_stands_or_goes_back_is_found(
             findings = {finding.name: finding for finding in await health_findings(transport)}
         finally:
             await transport.aclose()
-    assert findings["clock"].ok is ok
+    assert (findings["clock"].grade is Grade.OK) is ok
     # A server that hides its settings is no reason not to run.
-    assert findings["eviction"].ok
+    assert findings["eviction"].grade is Grade.OK
+
+
+def telling(info: str) -> Callable[[list[bytes]], bytes]:
+    """A server that hides its settings, but says how it is."""
+
+    rest = clock((100, 5), (100, 6))
+
+    def answer(command: list[bytes]) -> bytes:
+        return bulk(info.replace("\n", "\r\n")) if command[0] == b"INFO" else rest(command)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("info", "name", "grade", "said"),
+    [
+        ("used_memory:3145728\nmaxmemory:0", "memory", Grade.OK, "3 MiB used, no limit set"),
+        ("used_memory:89\nmaxmemory:100", "memory", Grade.OK, "0 KiB of 0 KiB used"),
+        ("used_memory:90\nmaxmemory:100", "memory", Grade.WARNING, "nearly full"),
+        ("used_memory:100\nmaxmemory:100", "memory", Grade.BROKEN, "no new work is taken"),
+        ("", "memory", Grade.OK, "no limit set"),
+        ("role:master\naof_last_write_status:ok", "writes", Grade.OK, "accepted"),
+        ("role:slave\nmaster_host:a\nmaster_port:1", "writes", Grade.BROKEN, "replica of a:1"),
+        ("aof_last_write_status:err", "writes", Grade.BROKEN, "append-only file failed"),
+        ("rdb_last_bgsave_status:err", "writes", Grade.BROKEN, "last snapshot failed"),
+    ],
+)
+async def test_memory_and_writes(info: str, name: str, grade: Grade, said: str) -> None:
+    async with scripted_peer(telling(f"# Section\n{info}\n")) as port:
+        transport = Client(parse_url(f"valkey://127.0.0.1:{port}"))
+        try:
+            findings = {finding.name: finding for finding in await health_findings(transport)}
+        finally:
+            await transport.aclose()
+    found = findings[name]
+    assert found.grade is grade
+    assert said in found.detail
+    assert bool(found.advice) is (grade is not Grade.OK)
 
 
 @pytest.fixture

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from enum import StrEnum
 from typing import Any
-
-import msgspec
 
 from flowfabric.cli.fleet import live_workers, server_now_ms
 from flowfabric.cli.words import clean, duration, plural
@@ -16,93 +13,72 @@ from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import configured_counts, health_findings
+from flowfabric.engine.boot import configured_counts
+from flowfabric.engine.health import Finding, Grade, health_findings
 from flowfabric.engine.registry import WorkerEntry
 from flowfabric.scanners.leader import LEADER_KEY
 from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
 from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["Check", "Grade", "check_deployment", "check_server_side"]
+__all__ = ["check_deployment", "check_server_side"]
 
 _SAMPLE = 1000
 _SKEW_MS = 1000
 _VERSION_BUDGET_S = 1.0
 _COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
-_ADVICE = {
-    "eviction": "run CONFIG SET maxmemory-policy noeviction, and put it into the server's file",
-    "persistence": "run CONFIG SET appendonly yes, unless losing recent work is acceptable",
-    "clock": "repair the host's clock: leases, delays and deadlines depend on it",
-}
 
 
-class Grade(StrEnum):
-    """How serious a finding is."""
-
-    OK = "ok"
-    WARNING = "warning"
-    BROKEN = "broken"
-
-
-class Check(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One finding, and what to do about it."""
-
-    name: str
-    grade: Grade
-    detail: str
-    advice: str = ""
-
-
-def _failed(name: str, error: EngineError) -> Check:
-    return Check(name, Grade.BROKEN, str(error).partition(" — ")[0], error.hint)
+def _failed(name: str, error: EngineError) -> Finding:
+    return Finding(name, Grade.BROKEN, str(error).partition(" — ")[0], error.hint)
 
 
 # --- the server -------------------------------------------------------------------------------
 
 
-async def check_server_side(transport: Transport, *, owned: bool = False) -> list[Check]:
+async def check_server_side(transport: Transport, *, owned: bool = False) -> list[Finding]:
     """What can be said of the server alone, whether or not it was prepared."""
     checks = [await _connection(transport), await _version(transport)]
     if checks[-1].grade is Grade.BROKEN:
         return checks
     library = await _library(transport, owned=owned)
-    return [*checks, library, *await _health(transport), await _skew(transport)]
+    return [*checks, library, *await health_findings(transport), await _skew(transport)]
 
 
-async def _connection(transport: Transport) -> Check:
+async def _connection(transport: Transport) -> Finding:
     started = time.perf_counter()
     await transport.call("PING", key="", replay_safe=True)
     took = (time.perf_counter() - started) * 1000
-    return Check("connection", Grade.OK, f"answers in {took:.1f} ms")
+    return Finding("connection", Grade.OK, f"answers in {took:.1f} ms")
 
 
-async def _version(transport: Transport) -> Check:
+async def _version(transport: Transport) -> Finding:
     needed = ".".join(map(str, MINIMUM_VERSION))
     try:
         version = await check_server(transport, budget=_VERSION_BUDGET_S)
     except EngineError as error:
         return _failed("version", error)
     found = ".".join(map(str, version))
-    return Check("version", Grade.OK, f"Valkey {found} ({needed} or newer is needed)")
+    return Finding("version", Grade.OK, f"Valkey {found} ({needed} or newer is needed)")
 
 
-async def _library(transport: Transport, *, owned: bool) -> Check:
+async def _library(transport: Transport, *, owned: bool) -> Finding:
     stored = await read_library(transport)
     if stored is None:
         advice = "run `flowfabric doctor --prepare`; a worker would load it too"
-        return Check("functions", Grade.WARNING, "the function library is not loaded", advice)
+        return Finding("functions", Grade.WARNING, "the function library is not loaded", advice)
     found = f"version {stored.version}, content {stored.content_hash}"
     if stored.version < LIBRARY_VERSION:
         advice = "run `flowfabric doctor --prepare` to load ours; older processes can still use it"
         detail = f"{found}; this program has version {LIBRARY_VERSION}"
-        return Check("functions", Grade.WARNING, detail, advice)
+        return Finding("functions", Grade.WARNING, detail, advice)
     try:
         fits = await library_fits(transport, owned=owned)
     except EngineError as error:
         return _failed("functions", error)
     if fits:
-        return Check("functions", Grade.OK, found)
-    return Check(
+        return Finding("functions", Grade.OK, found)
+    return Finding(
         "functions",
         Grade.WARNING,
         f"{found}; this program has other content",
@@ -110,19 +86,7 @@ async def _library(transport: Transport, *, owned: bool) -> Check:
     )
 
 
-async def _health(transport: Transport) -> list[Check]:
-    checks: list[Check] = []
-    for finding in await health_findings(transport):
-        detail, _, _ = finding.detail.partition("; set ")
-        if finding.ok:
-            checks.append(Check(finding.name, Grade.OK, detail))
-        else:
-            grade = Grade.WARNING if finding.name == "persistence" else Grade.BROKEN
-            checks.append(Check(finding.name, grade, detail, _ADVICE.get(finding.name, "")))
-    return checks
-
-
-async def _skew(transport: Transport) -> Check:
+async def _skew(transport: Transport) -> Finding:
     before = time.time()
     reply: Any = await transport.call("TIME", key="")
     after = time.time()
@@ -130,9 +94,11 @@ async def _skew(transport: Transport) -> Check:
     # Anything inside the round trip may be its own delay.
     skew_ms = round(1000 * (server - min(max(server, before), after)))
     if abs(skew_ms) < _SKEW_MS:
-        return Check("clock skew", Grade.OK, f"{abs(skew_ms)} ms between the server and this host")
+        return Finding(
+            "clock skew", Grade.OK, f"{abs(skew_ms)} ms between the server and this host"
+        )
     side = "ahead of" if skew_ms > 0 else "behind"
-    return Check(
+    return Finding(
         "clock skew",
         Grade.WARNING,
         f"the server's clock is {duration(abs(skew_ms))} {side} this host's",
@@ -143,7 +109,7 @@ async def _skew(transport: Transport) -> Check:
 # --- the deployment ---------------------------------------------------------------------------
 
 
-async def check_deployment(backend: Backend, namespace: str | None) -> list[Check]:
+async def check_deployment(backend: Backend, namespace: str | None) -> list[Finding]:
     """What can be said once the partition counts are known."""
     now = await server_now_ms(backend)
     lanes, _ = await backend.list_lanes(limit=100_000)
@@ -160,22 +126,22 @@ async def check_deployment(backend: Backend, namespace: str | None) -> list[Chec
     ]
 
 
-def _partitions(counts: PartitionCounts) -> Check:
+def _partitions(counts: PartitionCounts) -> Finding:
     stored = f"{counts.flow} flow, {counts.budget} budget, {counts.quota} quota"
     if any(os.environ.get(name) for name in _COUNT_VARIABLES):
         configured = configured_counts()
         if configured != counts:
             wanted = f"{configured.flow}, {configured.budget}, {configured.quota}"
-            return Check(
+            return Finding(
                 "partitions",
                 Grade.BROKEN,
                 f"{stored} are stored, the environment asks for {wanted}",
                 f"unset {', '.join(_COUNT_VARIABLES)}: the counts never change",
             )
-    return Check("partitions", Grade.OK, stored)
+    return Finding("partitions", Grade.OK, stored)
 
 
-async def _tokens(backend: Backend) -> Check:
+async def _tokens(backend: Backend) -> Finding:
     """Each partition signs the tokens of its own waitpoints."""
     names = [f"ff:sec:{{fp:{index}}}:waitpoint_hmac" for index in range(backend.counts.flow)]
     found: list[Any] = await asyncio.gather(
@@ -184,9 +150,9 @@ async def _tokens(backend: Backend) -> Check:
     kids = sorted({kid.decode(errors="replace") for kid in found if kid is not None})
     missing = found.count(None)
     if not missing:
-        return Check("tokens", Grade.OK, f"signed with {clean(', '.join(kids))}")
+        return Finding("tokens", Grade.OK, f"signed with {clean(', '.join(kids))}")
     where = "the server" if missing == len(found) else plural(missing, "partition")
-    return Check(
+    return Finding(
         "tokens",
         Grade.WARNING,
         f"no secret signs tokens on {where}: handlers there cannot wait for answers",
@@ -195,7 +161,7 @@ async def _tokens(backend: Backend) -> Check:
     )
 
 
-async def _lanes(backend: Backend, lanes: list[str]) -> Check:
+async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
     stopped: list[str] = []
     for lane in lanes:
         settings = await backend.get_lane(lane)
@@ -205,19 +171,19 @@ async def _lanes(backend: Backend, lanes: list[str]) -> Check:
     shown = ", ".join(clean(lane) for lane in lanes[:8]) + (", …" if len(lanes) > 8 else "")
     if stopped:
         detail = f"{plural(len(lanes), 'lane')}; {', '.join(stopped)}"
-        return Check(
+        return Finding(
             "lanes", Grade.WARNING, detail, "activate them again when their work may go on"
         )
-    return Check("lanes", Grade.OK, f"{plural(len(lanes), 'lane')}: {shown}")
+    return Finding("lanes", Grade.OK, f"{plural(len(lanes), 'lane')}: {shown}")
 
 
-def _collisions(lanes: list[str], counts: PartitionCounts) -> Check:
+def _collisions(lanes: list[str], counts: PartitionCounts) -> Finding:
     found = lane_collisions(lanes, counts)
     if found.grade is CollisionGrade.CLEAN:
-        return Check("lane placement", Grade.OK, "clean: no two lanes share a partition")
+        return Finding("lane placement", Grade.OK, "clean: no two lanes share a partition")
     groups = "; ".join(" + ".join(map(clean, group)) for group in found.shared.values())
     serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
-    return Check(
+    return Finding(
         "lane placement",
         Grade.WARNING if serious else Grade.OK,
         f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})",
@@ -225,13 +191,13 @@ def _collisions(lanes: list[str], counts: PartitionCounts) -> Check:
     )
 
 
-async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry]) -> Check:
+async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry]) -> Finding:
     served = {lane for worker in workers for lane in worker.lanes}
     waiting = [
         clean(lane) for lane in lanes if lane not in served and await _holds_work(backend, lane)
     ]
     if waiting:
-        return Check(
+        return Finding(
             "workers",
             Grade.WARNING,
             f"{plural(len(workers), 'live worker')}; work waits in {', '.join(waiting)}, "
@@ -240,8 +206,8 @@ async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry
         )
     if not workers:
         advice = "run `flowfabric worker module:app`"
-        return Check("workers", Grade.WARNING, "no live worker: nothing is run", advice)
-    return Check("workers", Grade.OK, plural(len(workers), "live worker"))
+        return Finding("workers", Grade.WARNING, "no live worker: nothing is run", advice)
+    return Finding("workers", Grade.OK, plural(len(workers), "live worker"))
 
 
 async def _holds_work(backend: Backend, lane: str) -> bool:
@@ -250,12 +216,12 @@ async def _holds_work(backend: Backend, lane: str) -> bool:
     return bool(tags) and not backend.transport.is_cluster and await backend.any_work(lane, tags)
 
 
-async def _leader(backend: Backend) -> Check:
+async def _leader(backend: Backend) -> Finding:
     owner: Any = await backend.transport.call("GET", LEADER_KEY, key=LEADER_KEY)
     if owner is not None:
         host, _, _ = owner.decode().rpartition(":")
-        return Check("scanners", Grade.OK, f"run by {clean(host)} (host:pid)")
-    return Check(
+        return Finding("scanners", Grade.OK, f"run by {clean(host)} (host:pid)")
+    return Finding(
         "scanners",
         Grade.WARNING,
         "nobody runs them: lost leases, retries and deadlines are not acted upon",
@@ -263,7 +229,7 @@ async def _leader(backend: Backend) -> Check:
     )
 
 
-async def _indexes(backend: Backend) -> Check:
+async def _indexes(backend: Backend) -> Finding:
     looked = 0
     drifted: list[str] = []
     for tag in await backend.used_partitions():
@@ -276,8 +242,8 @@ async def _indexes(backend: Backend) -> Check:
             break
     detail = f"{plural(looked, 'execution')} examined"
     if not drifted:
-        return Check("indexes", Grade.OK, f"{detail}, each is where its record says")
-    return Check(
+        return Finding("indexes", Grade.OK, f"{detail}, each is where its record says")
+    return Finding(
         "indexes",
         Grade.BROKEN,
         f"{detail}, {len(drifted)} are not where their record says, such as {clean(drifted[0])}",

@@ -7,7 +7,7 @@ from collections import Counter
 
 from flowfabric import __version__
 from flowfabric.app.place import Place
-from flowfabric.cli.checks import Check, Grade, check_deployment, check_server_side
+from flowfabric.cli.checks import check_deployment, check_server_side
 from flowfabric.cli.errors import describe
 from flowfabric.cli.options import Target
 from flowfabric.cli.screen import Screen, print_json
@@ -16,6 +16,7 @@ from flowfabric.cli.words import plural
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import read_counts
+from flowfabric.engine.health import Finding, Grade
 from flowfabric.valkey.connect import connect
 
 __all__ = ["examine"]
@@ -65,19 +66,23 @@ async def _prepare(place: Place) -> None:
     await backend.aclose()
 
 
-async def _checks(place: Place, namespace: str | None, *, prepare: bool) -> tuple[str, list[Check]]:
+async def _checks(
+    place: Place, namespace: str | None, *, prepare: bool
+) -> tuple[str, list[Finding]]:
     folder = data_folder()
     where = f"embedded Valkey in {folder}" if place.embedded else ""
     if place.embedded and not prepare and not has_data():
         nothing = NoDataYet(folder)
-        return where, [Check("data", Grade.WARNING, nothing.message, nothing.hint)]
+        return where, [Finding("data", Grade.WARNING, nothing.message, nothing.hint)]
     try:
         address = await place.address()
         where = where or address.peer
-        checks: list[Check] = []
+        checks: list[Finding] = []
         if prepare:
             await _prepare(place)
-            checks.append(Check("prepare", Grade.OK, "partition counts and functions are in place"))
+            checks.append(
+                Finding("prepare", Grade.OK, "partition counts and functions are in place")
+            )
         transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-doctor")
         try:
             checks += await check_server_side(transport, owned=place.embedded)
@@ -95,10 +100,10 @@ async def _checks(place: Place, namespace: str | None, *, prepare: bool) -> tupl
     return where, checks
 
 
-def _broken(error: FlowFabricError) -> Check:
+def _broken(error: FlowFabricError) -> Finding:
     what = describe(error)
     if isinstance(error, ConfigError) and error.field == "partition_config":
         advice = "run `flowfabric doctor --prepare` once"
-        return Check("partitions", Grade.BROKEN, "this Valkey was never prepared", advice)
+        return Finding("partitions", Grade.BROKEN, "this Valkey was never prepared", advice)
     name = "connection" if what.code == "transport" else "deployment"
-    return Check(name, Grade.BROKEN, what.message or what.code, what.hint)
+    return Finding(name, Grade.BROKEN, what.message or what.code, what.hint)

@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from flowfabric.core import keys
-from flowfabric.core.errors import ConfigError, EngineError, ValidationError
+from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.calls import Limits
+from flowfabric.engine.health import Grade, health_findings
 from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.library import ensure_library, read_primaries
@@ -22,11 +21,9 @@ from flowfabric.valkey.transport import Transport
 
 __all__ = [
     "SECRET_VARIABLE",
-    "Finding",
     "MintSecret",
     "configured_counts",
     "configured_secret",
-    "health_findings",
     "join",
     "prepare",
     "read_counts",
@@ -47,14 +44,6 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 """
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing a health check saw. `ok` is False for what needs a person."""
-
-    name: str
-    detail: str
-    ok: bool = True
 
 
 def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
@@ -138,8 +127,8 @@ async def prepare(
     )
     await _seed(Secrets(transport, counts, Limits(), testing=testing), secret, mint_secret)
     for finding in await health_findings(transport):
-        if not finding.ok:
-            log.warning("%s: %s", finding.name, finding.detail)
+        if finding.grade is not Grade.OK:
+            log.warning("%s: %s; %s", finding.name, finding.detail, finding.advice)
     return loaded
 
 
@@ -195,49 +184,3 @@ async def read_counts(transport: Transport) -> PartitionCounts:
         "this Valkey holds no partition counts: prepare it once with `flowfabric doctor --prepare`",
         "partition_config",
     )
-
-
-async def health_findings(transport: Transport) -> list[Finding]:
-    """Settings of the server that put work at risk, and whether its clock advances."""
-    findings: list[Finding] = []
-    settings = await _config(
-        transport, "maxmemory-policy", "appendonly", "appendfsync", "maxmemory"
-    )
-    policy = settings.get("maxmemory-policy")
-    if policy is None:
-        findings.append(Finding("eviction", "the server does not show its settings"))
-    else:
-        safe = policy == "noeviction"
-        advice = "" if safe else ": the server may delete work; set maxmemory-policy noeviction"
-        findings.append(Finding("eviction", f"maxmemory-policy is {policy}{advice}", ok=safe))
-        aof = settings.get("appendonly") == "yes"
-        detail = (
-            f"append-only file, fsync {settings.get('appendfsync')}"
-            if aof
-            else "no append-only file: a crash of the server loses everything since its last save"
-        )
-        findings.append(Finding("persistence", detail, ok=aof))
-    findings.append(await _clock_finding(transport))
-    return findings
-
-
-async def _config(transport: Transport, *names: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    try:
-        for reply in (await transport.call_all_primaries("CONFIG", "GET", *names)).values():
-            table: Any = reply
-            found |= {name.decode(): value.decode() for name, value in table.items()}
-    except EngineError as error:
-        # Managed servers often forbid CONFIG; that is no reason not to run on them.
-        log.debug("settings not readable: %s", error)
-    return found
-
-
-async def _clock_finding(transport: Transport) -> Finding:
-    first: Any = await transport.call("TIME", key="")
-    await asyncio.sleep(0.002)
-    second: Any = await transport.call("TIME", key="")
-    moved = (int(second[0]) - int(first[0])) * 1_000_000 + int(second[1]) - int(first[1])
-    if moved > 0:
-        return Finding("clock", "the server's clock advances")
-    return Finding("clock", f"the server's clock moved by {moved} µs in 2 ms", ok=False)

@@ -1,0 +1,183 @@
+"""What of a server puts work at risk: settings, memory, its role, its disk, its clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from flowfabric.core.errors import EngineError
+from flowfabric.valkey.transport import Transport
+
+__all__ = ["Finding", "Grade", "health_findings"]
+
+log = logging.getLogger(__name__)
+
+_NEARLY_FULL = 0.9
+_MIB = 1024 * 1024
+# What INFO says of a disk that makes the server refuse writes.
+_DISK = {
+    "aof_last_write_status": "the last write to the append-only file failed",
+    "rdb_last_bgsave_status": "the last snapshot failed",
+}
+
+
+class Grade(StrEnum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that was looked at, and what to do about it."""
+
+    name: str
+    grade: Grade
+    detail: str
+    advice: str = ""
+
+
+Facts = dict[str, dict[str, str]]
+"""By server, what it says of itself."""
+
+
+async def health_findings(transport: Transport) -> list[Finding]:
+    """Of every primary; what a server does not show is passed over."""
+    settings, facts = await asyncio.gather(
+        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"), _facts(transport)
+    )
+    findings = [_eviction(settings)]
+    if settings:
+        findings.append(_persistence(settings))
+    if facts:
+        findings += [_memory(facts), _writes(facts)]
+    return [*findings, await _clock(transport)]
+
+
+def _eviction(settings: Facts) -> Finding:
+    name, option = "eviction", "maxmemory-policy"
+    if not settings:
+        return Finding(name, Grade.OK, "the server does not show its settings")
+    for server, found in settings.items():
+        if found[option] != "noeviction":
+            where = _where(server, settings)
+            return Finding(
+                name,
+                Grade.BROKEN,
+                f"{option} is {found[option]}{where}: the server may delete work",
+                f"run CONFIG SET {option} noeviction, and put it into the server's file",
+            )
+    return Finding(name, Grade.OK, f"{option} is noeviction")
+
+
+def _persistence(settings: Facts) -> Finding:
+    for server, found in settings.items():
+        if found["appendonly"] != "yes":
+            return Finding(
+                "persistence",
+                Grade.WARNING,
+                f"no append-only file{_where(server, settings)}: a crash of the server loses "
+                "everything since its last save",
+                "run CONFIG SET appendonly yes, unless losing recent work is acceptable",
+            )
+    modes = sorted({found["appendfsync"] for found in settings.values()})
+    return Finding("persistence", Grade.OK, f"append-only file, fsync {', '.join(modes)}")
+
+
+def _memory(facts: Facts) -> Finding:
+    def share(server: str) -> float:
+        limit = int(facts[server].get("maxmemory", 0))
+        return int(facts[server].get("used_memory", 0)) / limit if limit else 0.0
+
+    fullest = max(facts, key=share)
+    used = int(facts[fullest].get("used_memory", 0))
+    if not share(fullest):
+        return Finding("memory", Grade.OK, f"{_size(used)} used, no limit set")
+    limit = int(facts[fullest]["maxmemory"])
+    detail = f"{_size(used)} of {_size(limit)} used{_where(fullest, facts)}"
+    advice = "raise maxmemory, or let finished work go sooner with a shorter retention"
+    if share(fullest) >= 1:
+        return Finding("memory", Grade.BROKEN, f"{detail}: no new work is taken", advice)
+    if share(fullest) >= _NEARLY_FULL:
+        return Finding("memory", Grade.WARNING, f"{detail}: nearly full", advice)
+    return Finding("memory", Grade.OK, detail)
+
+
+def _writes(facts: Facts) -> Finding:
+    for server, found in facts.items():
+        if found.get("role") not in (None, "master"):
+            primary = f"{found.get('master_host')}:{found.get('master_port')}"
+            return Finding(
+                "writes",
+                Grade.BROKEN,
+                f"this server is a replica of {primary} and refuses writes",
+                f"connect to the primary, {primary}",
+            )
+        for field, detail in _DISK.items():
+            if found.get(field, "ok") != "ok":
+                return Finding(
+                    "writes",
+                    Grade.BROKEN,
+                    f"{detail}{_where(server, facts)}: the server may refuse writes",
+                    "look at the server's log and at the space on its disk",
+                )
+    return Finding("writes", Grade.OK, "accepted")
+
+
+async def _clock(transport: Transport) -> Finding:
+    first: Any = await transport.call("TIME", key="")
+    await asyncio.sleep(0.002)
+    second: Any = await transport.call("TIME", key="")
+    moved = (int(second[0]) - int(first[0])) * 1_000_000 + int(second[1]) - int(first[1])
+    if moved > 0:
+        return Finding("clock", Grade.OK, "the server's clock advances")
+    return Finding(
+        "clock",
+        Grade.BROKEN,
+        f"the server's clock moved by {moved} µs in 2 ms",
+        "repair the host's clock: leases, delays and deadlines depend on it",
+    )
+
+
+async def _settings(transport: Transport, *names: str) -> Facts:
+    try:
+        replies: dict[str, Any] = await transport.call_all_primaries("CONFIG", "GET", *names)
+    except EngineError as error:
+        # Managed servers often forbid CONFIG; that is no reason not to run on them.
+        log.debug("settings not readable: %s", error)
+        return {}
+    return {
+        server: {name.decode(): value.decode() for name, value in table.items()}
+        for server, table in replies.items()
+    }
+
+
+async def _facts(transport: Transport) -> Facts:
+    try:
+        replies: dict[str, Any] = await transport.call_all_primaries(
+            "INFO", "memory", "persistence", "replication"
+        )
+    except EngineError as error:
+        log.debug("the server's state is not readable: %s", error)
+        return {}
+    return {
+        server: dict(
+            line.split(":", 1)
+            for line in info.decode(errors="replace").split("\r\n")
+            if ":" in line
+        )
+        for server, info in replies.items()
+    }
+
+
+def _where(server: str, among: Facts) -> str:
+    return f" on {server}" if len(among) > 1 else ""
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:,.0f} MiB" if count >= _MIB else f"{count / 1024:,.0f} KiB"
