@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core import keys
+from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
 from tests.engine.probes import freeze, mark, placed, refused, running, untouched
 from tests.support.engine import TTL, Engine
@@ -116,11 +117,33 @@ async def test_a_paused_lane_accepts_and_goes_on_where_it_stood(engine: Engine) 
         {"priority_weight_ms": True},
         {"reclaim_grace_ms": -1},
         {"reclaim_grace_ms": 10**12 + 1},
+        {"priority_weight_ms": 1.5},
+        {"reclaim_grace_ms": "5"},
+        {"emit_renewals": "no"},
     ],
 )
 async def test_settings_out_of_range_are_refused(engine: Engine, bad: dict[str, Any]) -> None:
     async with untouched(engine):
         await refused("invalid_input", engine.backend.set_lane_config("default", **bad))
+
+
+async def test_a_reason_is_text(engine: Engine) -> None:
+    number: Any = 5
+    async with untouched(engine):
+        await refused("invalid_input", engine.backend.set_lane_state("mails", "paused", number))
+    assert await engine.backend.set_lane_state("mails", "paused", "odd \ud800 one") == "active"
+    assert await engine.backend.set_lane_state("mails", "draining", "x" * 5000) == "paused"
+    assert len((await engine.backend.get_lane("mails")).reason) == 4096
+
+
+@pytest.mark.corrupts
+async def test_damaged_settings_are_named(engine: Engine) -> None:
+    await engine.backend.set_lane_config("default", reclaim_grace_ms=1)
+    await engine.backend.transport.call(
+        "HSET", keys.lane_config("default"), "reclaim_grace_ms", "x"
+    )
+    with pytest.raises(CorruptionError, match="lane default"):
+        await engine.backend.get_lane("default")
 
 
 async def test_settings_are_kept_one_by_one(engine: Engine) -> None:

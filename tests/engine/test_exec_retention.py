@@ -173,6 +173,32 @@ async def test_a_long_purge_goes_on_in_pieces(engine: Engine) -> None:
     assert await engine.backend.purge(execution_id.tag) == 0
 
 
+async def test_a_long_backlog_is_worked_off(engine: Engine) -> None:
+    """A hash of many fields is scanned by buckets, and the first ones are empty after a while."""
+    tag = engine.new_id().tag
+    backlog = keys.index(tag, "purge_backlog")
+    entries = [part for n in range(2000) for part in (f"{engine.new_id()}-{n}", "0")]
+    await engine.backend.transport.call("HSET", backlog, *entries)
+    for left in range(1999, -1, -1):
+        assert await engine.backend.purge(tag) == left
+    assert await engine.backend.transport.call("EXISTS", backlog) == 0
+
+
+@pytest.mark.parametrize("retention", [2**53 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1])
+async def test_for_ever_is_never(engine: Engine, retention: int) -> None:
+    execution_id = await engine.create(policy={"stream_policy": {"retention_ttl_ms": retention}})
+    await engine.backend.cancel_execution(execution_id)
+    await engine.advance(100 * 365 * DAY)
+    assert await trim(engine, execution_id) == "not_due"
+    (due,) = (await indexes(engine, execution_id)).values()
+    assert due == 2**53 - 1
+    await engine.backend.transport.call(
+        "ZREM", keys.index(execution_id.tag, f"lane:{LANE}:terminal"), execution_id
+    )
+    await engine.backend.reconcile_execution_index(execution_id.tag, [execution_id])
+    assert list((await indexes(engine, execution_id)).values()) == [due]
+
+
 async def test_events_outlive_the_execution(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     before = await engine.events(case.execution_id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.executions import Cancelled
+from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import TransportError
 from tests.engine.mutation import private_engine, private_server
 from tests.support.engine import Engine
@@ -47,6 +49,43 @@ async def test_work_goes_on_and_ends(full: Engine) -> None:
     await full.advance(90_000_000)
     verdicts = await backend.trim_retention(first.execution_id.tag, "default", [first.execution_id])
     assert verdicts == ["purged"]
+
+
+TAKES_IN = {
+    *("ff_create", "ff_replay", "ff_signal", "ff_append", "ff_set_tags", "ff_create_waitpoint"),
+}
+
+
+async def test_only_what_takes_something_in_is_refused(engine: Engine) -> None:
+    listed: Any = await engine.backend.transport.call("FUNCTION", "LIST")
+    (library,) = listed
+    refused = {
+        function[b"name"].decode()
+        for function in library[b"functions"]
+        if not {b"allow-oom", b"no-writes"} & {*function[b"flags"]}
+    }
+    assert {name for name in refused if not name.startswith("ff_test_")} == TAKES_IN
+
+
+async def test_a_handler_and_those_who_watch_it_notice_nothing(full: Engine) -> None:
+    backend = full.backend
+    handle = (await full.claim()).handle
+    await backend.append_frame(handle, Frame(payload=b"said before"))
+    await fill(full)
+    await backend.progress(handle, 50, "half")
+    page = await backend.read_stream(handle.execution_id, 0)
+    assert [frame.payload for frame in page.frames] == [b"said before"]
+    assert await backend.ring_waiting([handle.execution_id.tag], ["default"]) == 1
+    await backend.set_lane_state("default", "paused", "out of memory")
+
+
+async def test_a_worker_can_start(full: Engine) -> None:
+    await fill(full)
+    await full.backend.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=["default"], namespace="another"
+    )
+    await full.backend.prepare()
+    assert await full.backend.heartbeat_worker("w-1", "another")
 
 
 async def test_a_lease_that_ran_out_is_offered_again(full: Engine) -> None:

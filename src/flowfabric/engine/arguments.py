@@ -7,7 +7,7 @@ from typing import Any
 from flowfabric.core.contracts.leases import Fence
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.ids import new_uuid
-from flowfabric.core.text import truncate_utf8
+from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
 __all__ = [
     "MAX_EXACT",
@@ -48,7 +48,7 @@ def checked_text(value: Any, field: str) -> str:
     return value
 
 
-def reason_text(value: Any, field: str, limit: int) -> str:
+def reason_text(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
     """Text for people: cut to its limit, never refused for what it says."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)

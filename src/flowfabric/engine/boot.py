@@ -14,6 +14,7 @@ from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.health import Grade, health_findings
+from flowfabric.engine.registration import add_names
 from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.library import ensure_library, read_primaries
@@ -118,13 +119,7 @@ async def prepare(
                 "partition_mismatch", f"{field}: stored={stored}, config={configured}"
             )
     loaded = await ensure_library(transport, testing=testing, owned=owned)
-    await transport.call(
-        "SADD",
-        keys.LANES,
-        *(validate_lane(lane) for lane in lanes),
-        key=keys.LANES,
-        replay_safe=True,
-    )
+    await add_names(transport, keys.LANES, map(validate_lane, lanes))
     await _seed(Secrets(transport, counts, Limits(), testing=testing), secret, mint_secret)
     for finding in await health_findings(transport):
         if finding.grade is not Grade.OK:

@@ -37,6 +37,7 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tags
+from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.arguments import (
     checked_bytes,
     checked_source,
@@ -55,8 +56,6 @@ __all__ = ["BATCH", "Completion", "Executions"]
 BATCH = 256
 """The most items one engine call takes; longer batches are sent in pieces."""
 
-_FAILURE_REASON_BYTES = 8192
-_REASON_BYTES = 4096
 _PARTS_UNDER_WAY = 3
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 
@@ -268,8 +267,8 @@ class Executions(Registration):
             execution_id,
             proof(fence),
             checked_source(source),
-            reason_text(failure_reason, "failure_reason", _FAILURE_REASON_BYTES),
-            reason_text(failure_category, "failure_category", _REASON_BYTES),
+            reason_text(failure_reason, "failure_reason", FAILURE_REASON_LIMIT),
+            reason_text(failure_category, "failure_category"),
             retry_policy_json,
         )
         reply = await self.fcall("ff_fail", execution_id.tag, args, op="fail")
@@ -298,7 +297,7 @@ class Executions(Registration):
         if checked_text(source, "source") in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
         execution_id = self.checked(execution_id)
-        args = (execution_id, reason_text(reason, "reason", _REASON_BYTES), source, proof(fence))
+        args = (execution_id, reason_text(reason, "reason"), source, proof(fence))
         reply = await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
         if reply[2:] != [b"cancelled"]:
             raise unreadable(reply, "ff_cancel", "cancel", execution_id)
@@ -364,7 +363,7 @@ class Executions(Registration):
         if progress_pct is not None and not 0 <= whole(progress_pct, "progress_pct") <= 100:
             raise invalid_input("progress_pct", "must be between 0 and 100")
         given = "" if progress_message is None else progress_message
-        message = reason_text(given, "progress_message", _REASON_BYTES)
+        message = reason_text(given, "progress_message")
         args = (
             execution_id,
             proof(fence),
@@ -406,8 +405,8 @@ class Executions(Registration):
         execution_id = self.checked(execution_id)
         args = (
             execution_id,
-            reason_text(reason, "reason", _REASON_BYTES),
-            reason_text(requested_by, "requested_by", _REASON_BYTES),
+            reason_text(reason, "reason"),
+            reason_text(requested_by, "requested_by"),
             count(expected_replay_count, "expected_replay_count"),
             "1" if keep_steps else "0",
             new_uuid(),

@@ -43,7 +43,6 @@ from flowfabric.engine.calls import Calls, decoding, proof, refused, text, unrea
 __all__ = ["Leases", "claim_from_row"]
 
 _RENEW_BATCH = 256
-_REASON_BYTES = 4096
 _NOTHING_RARE: tuple[Any, ...] = (None,) * 6
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_TAGS: dict[str, str] = {}
@@ -428,8 +427,8 @@ class Leases(Calls):
         args = (
             execution_id,
             checked_text(expected_lease_id, "expected_lease_id"),
-            reason_text(reason, "reason", _REASON_BYTES),
-            reason_text(revoked_by, "revoked_by", _REASON_BYTES),
+            reason_text(reason, "reason"),
+            reason_text(revoked_by, "revoked_by"),
             # Whoever holds the lease when a repeat arrives is not the one meant.
             new_uuid(),
         )

@@ -8,10 +8,22 @@ from collections.abc import Iterable
 from flowfabric.core.ids import PartitionKey
 from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS
 from flowfabric.engine.calls import Calls
+from flowfabric.valkey.transport import Transport
 
-__all__ = ["Registration"]
+__all__ = ["Registration", "add_names"]
 
 _REPEAT_S = 10.0
+# A plain SADD is refused at the memory limit, and then no worker could start that frees memory.
+_ADD = """#!lua flags=allow-oom
+return redis.call('SADD', KEYS[1], unpack(ARGV))
+"""
+
+
+async def add_names(transport: Transport, key: str, names: Iterable[str | int]) -> None:
+    """Add to one of the registries of names in use."""
+    given = list(names)
+    if given:
+        await transport.call("EVAL", _ADD, 1, key, *given, key=key, replay_safe=True)
 
 
 class Registration(Calls):
@@ -38,9 +50,9 @@ class Registration(Calls):
             return
         lanes -= self.known_lanes
         tags -= self.known_partitions
-        await self._add(LANES, lanes)
+        await add_names(self.transport, LANES, lanes)
         self.known_lanes |= lanes
-        await self._add(PARTITIONS, _numbers(tags))
+        await add_names(self.transport, PARTITIONS, _numbers(tags))
         self.known_partitions |= tags
 
     async def register_again(self) -> None:
@@ -49,9 +61,9 @@ class Registration(Calls):
         self._repeat_at = time.monotonic() + _REPEAT_S
         try:
             # Copies: the sets may be shared with another thread, which adds to them.
-            await self._add(LANES, self.known_lanes.copy())
-            await self._add(PARTITIONS, _numbers(self.known_partitions.copy()))
-            await self._add(NAMESPACES, self.known_namespaces.copy())
+            await add_names(self.transport, LANES, self.known_lanes.copy())
+            await add_names(self.transport, PARTITIONS, _numbers(self.known_partitions.copy()))
+            await add_names(self.transport, NAMESPACES, self.known_namespaces.copy())
         except BaseException:
             self._repeat_at = 0.0
             raise
@@ -64,11 +76,6 @@ class Registration(Calls):
             or time.monotonic() >= self._repeat_at
         ):
             await self.register_places(lanes, (tag,))
-
-    async def _add(self, key: str, members: Iterable[str | int]) -> None:
-        given = list(members)
-        if given:
-            await self.transport.call("SADD", key, *given, key=key, replay_safe=True)
 
 
 def _numbers(tags: Iterable[str]) -> list[int]:

@@ -14,6 +14,7 @@ from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 from flowfabric.engine.calls import Calls, text
 from flowfabric.engine.leases import positive_ms
+from flowfabric.engine.registration import add_names
 
 __all__ = ["Registry", "WorkerEntry"]
 
@@ -73,9 +74,7 @@ class Registry(Calls):
             self.nonce,
         )
         if namespace not in self.known_namespaces:
-            await self.transport.call(
-                "SADD", keys.NAMESPACES, namespace, key=keys.NAMESPACES, replay_safe=True
-            )
+            await add_names(self.transport, keys.NAMESPACES, [namespace])
             self.known_namespaces.add(namespace)
         return await self.ask(
             *("ff_worker_register", tag, args),

@@ -24,13 +24,20 @@ from flowfabric.core.ids import (
     validate_lane,
     validate_uuid,
 )
+from flowfabric.engine.arguments import reason_text, whole
 from flowfabric.engine.calls import decoding, refusal, text
 from flowfabric.engine.executions import BATCH, Completion, Executions
 from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
+from flowfabric.engine.registration import add_names
 
 __all__ = ["LaneSettings", "Scheduling", "Want"]
 
 _FAN_OUT = 16
+_STORE_LANE = """#!lua flags=allow-oom
+local before = redis.call('HGET', KEYS[1], 'state')
+redis.call('HSET', KEYS[1], unpack(ARGV))
+return before
+"""
 _LANE_STATES = ("active", "paused", "draining", "disabled")
 
 
@@ -222,22 +229,24 @@ class Scheduling(Executions):
         key = keys.lane_config(validate_lane(lane_id))
         stored: Any = await self.transport.call("HGETALL", key, key=key)
         fields = {text(name): text(value) for name, value in stored.items()}
-        return LaneSettings(
-            lane_id=lane_id,
-            state=fields.get("state", "active"),
-            reason=fields.get("reason", ""),
-            priority_weight_ms=int(fields.get("priority_weight_ms", 10**12)),
-            reclaim_grace_ms=int(fields.get("reclaim_grace_ms", 0)),
-            emit_renewals=fields.get("emit_renewals") == "1",
-        )
+        try:
+            return LaneSettings(
+                lane_id=lane_id,
+                state=fields.get("state", "active"),
+                reason=fields.get("reason", ""),
+                priority_weight_ms=int(fields.get("priority_weight_ms", 10**12)),
+                reclaim_grace_ms=int(fields.get("reclaim_grace_ms", 0)),
+                emit_renewals=fields.get("emit_renewals") == "1",
+            )
+        except ValueError as error:
+            raise CorruptionError("corruption", f"lane {lane_id}: {key}: {error}") from error
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
         """Pause, drain, disable or re-activate a lane; returns the state it had."""
         if state not in _LANE_STATES:
             raise invalid_input("state", f"must be one of {', '.join(_LANE_STATES)}")
-        before = (await self._lane_settings(lane_id)).state
-        await self._store_lane(lane_id, ("state", state, "reason", reason))
-        return before
+        told = reason_text(reason, "reason")
+        return await self._store_lane(lane_id, ("state", state, "reason", told))
 
     async def set_lane_config(
         self,
@@ -254,19 +263,26 @@ class Scheduling(Executions):
             ("reclaim_grace_ms", reclaim_grace_ms, 0),
         ):
             if value is not None:
-                if isinstance(value, bool) or not low <= value <= 10**12:
+                if not low <= whole(value, name) <= 10**12:
                     raise invalid_input(name, f"must be between {low} and {10**12}")
                 fields += (name, value)
         if emit_renewals is not None:
+            if not isinstance(emit_renewals, bool):
+                raise invalid_input("emit_renewals", "must be True or False")
             fields += ("emit_renewals", "1" if emit_renewals else "0")
         if fields:
             await self._store_lane(lane_id, fields)
 
-    async def _store_lane(self, lane_id: str, fields: Sequence[Any]) -> None:
-        """The global settings first, then every partition's copy; running it again converges."""
+    async def _store_lane(self, lane_id: str, fields: Sequence[Any]) -> str:
+        """The global settings first, then every partition's copy; running it again converges.
+
+        Returns the state the lane had.
+        """
         key = keys.lane_config(validate_lane(lane_id))
-        await self.transport.call("SADD", keys.LANES, lane_id, key=keys.LANES, replay_safe=True)
-        await self.transport.call("HSET", key, *fields, key=key, replay_safe=True)
+        await add_names(self.transport, keys.LANES, [lane_id])
+        before: Any = await self.transport.call(
+            "EVAL", _STORE_LANE, 1, key, *fields, key=key, replay_safe=True
+        )
         gate = asyncio.Semaphore(_FAN_OUT)
 
         async def copy(partition: int) -> None:
@@ -275,3 +291,4 @@ class Scheduling(Executions):
                 await self.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
 
         await asyncio.gather(*(copy(partition) for partition in range(self.counts.flow)))
+        return "active" if before is None else text(before)

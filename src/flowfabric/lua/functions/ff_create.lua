@@ -11,12 +11,12 @@ local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
 local MAX_CAPABILITY_BYTES = 4096
 local NONE = {}
--- Policies may carry any u64; beyond this a double is no longer exact.
-local MAX_MS = 9007199254740991
+
+-- Policies may carry any u64.
+local function bounded(value) return value and math.min(value, clock.END) end
 
 local function positive(value)
-  local number = tonumber(value)
-  if number and number > 0 then return math.min(number, MAX_MS) end
+  if value and value > 0 then return bounded(value) end
 end
 
 -- The last line of defence: callers validate policies before they send them.
@@ -79,7 +79,7 @@ local function extract(policy)
       required_capabilities = signature,
       attempt_timeout_ms = positive(typed(timeouts.attempt_timeout_ms, 'number')),
       max_reclaim_count = typed(policy.max_reclaim_count, 'number'),
-      retention_ms = typed(stream.retention_ttl_ms, 'number'),
+      retention_ms = bounded(typed(stream.retention_ttl_ms, 'number')),
       stream_maxlen = typed(stream.retention_maxlen, 'number'),
       budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
       quota_policy_id = typed(policy.quota_policy_id, 'string'),
@@ -144,14 +144,14 @@ local function specify(c, rec, lane, namespace, opts, policy)
   local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
   if priority ~= 0 then set('priority', priority) end
   if opts.tags then set('tagged', 1) end
-  local after = opts.delay_in and c.now + opts.delay_in
-  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), MAX_MS)
+  local after = opts.delay_in and c:after(opts.delay_in)
+  local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), clock.END)
   if delay > c.now then
     rec.state = S.delayed('d', 'f')
     set('delay_until', delay)
   end
   set('execution_deadline_at', opts.deadline
-    or (policy.deadline_in and math.min(c.now + policy.deadline_in, MAX_MS)) or nil)
+    or (policy.deadline_in and c:after(policy.deadline_in)) or nil)
   return fields
 end
 
@@ -185,7 +185,7 @@ local function create(c, id, kind, payload, encoding, opts)
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
   end
   if idem then
-    local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), MAX_MS - c.now)
+    local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), clock.END - c.now)
     if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
   end
   if S.eligibility(rec.state) == 'e' then c:ring_for(lane) end

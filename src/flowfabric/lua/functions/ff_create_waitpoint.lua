@@ -3,7 +3,6 @@
 -- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
 -- Replies: waitpoint_id, waitpoint_key, token. Errors: those of the fence,
 --   waitpoint_already_exists, hmac_secret_not_initialized, invalid_secret. Events: none.
-local MAX_TIME = 9007199254740991
 
 reply.register_function('ff_create_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
@@ -22,7 +21,7 @@ reply.register_function('ff_create_waitpoint', function(keys, args)
   local token
   token, problem = tokens.mint(c, waitpoint_id, key, c.now)
   if problem then return problem end
-  local expires = math.min(c.now + tonumber(args[5]), MAX_TIME)
+  local expires = c:after(tonumber(args[5]))
   if not rec.waitpointed then record.set(c, id, rec, { waitpointed = '1' }) end
   server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
     'waitpoint_key', key, 'waitpoint_token', token, 'state', 'pending', 'created_at', c.now,

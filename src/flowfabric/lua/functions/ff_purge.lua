@@ -4,13 +4,14 @@
 register('ff_purge', function(keys)
   local c = Context.open(keys[1])
   local backlog = K.index(c.tag, 'purge_backlog')
-  local page = server.call('HSCAN', backlog, 0, 'COUNT', 1)[2]
-  if not page[1] then return reply.ok(0, 0) end
-  local left = purging.step(c, page[1], page[2])
+  local found = server.call('HRANDFIELD', backlog, 1, 'WITHVALUES')
+  if not found[1] then return reply.ok(0, 0) end
+  local id, todo = found[1], found[2]
+  local left = purging.step(c, id, todo)
   if left then
-    server.call('HSET', backlog, page[1], left)
+    server.call('HSET', backlog, id, left)
   else
-    server.call('HDEL', backlog, page[1])
+    server.call('HDEL', backlog, id)
   end
   return reply.ok(1, server.call('HLEN', backlog))
 end)

@@ -8,7 +8,6 @@ local LANE_INDEXES = {
   'delayed', 'active', 'reclaimable', 'suspended', 'terminal', 'blocked:dependencies',
   'blocked:budget', 'blocked:quota', 'blocked:route', 'blocked:operator', 'blocked:lane',
 }
-local DEFAULT_RETENTION_MS = 86400000
 
 local function eligible_key(c, rec) return K.eligible(c.tag, rec.lane_id, rec.required_capabilities) end
 
@@ -81,7 +80,7 @@ local function add(c, id, rec, suffix)
     c:zadd(K.index(c.tag, suffix), suspension_timeout(c, id), id)
   elseif suffix == 'terminal' then
     c:zadd(K.lane(c.tag, rec.lane_id, suffix),
-      tonumber(rec.completed_at) + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS), id)
+      ending.purge_due(rec, tonumber(rec.completed_at)), id)
   end
 end
 

@@ -5,7 +5,6 @@
 -- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
 --   max_replays_exhausted, replay_not_allowed, corruption. Events: replayed.
 local DEFAULT_MAX_REPLAYS = 10
-local MAX_MS = 9007199254740991
 local ENDED = { s = 'ended_success', f = 'ended_failure', c = 'ended_cancelled', x = 'ended_failure' }
 
 local function stored_policy(c, id)
@@ -76,7 +75,7 @@ reply.register_function('ff_replay', function(keys, args)
   if requested_by ~= '' then set('pending_replay_requested_by', requested_by) end
   local lifetime = tonumber((policy.timeout_policy or {}).execution_deadline_ms or 0)
   if lifetime > 0 then
-    local deadline = math.min(c.now + lifetime, MAX_MS)
+    local deadline = c:after(lifetime)
     set('execution_deadline_at', deadline)
     c:zadd(K.index(c.tag, 'execution_deadline'), deadline, id)
   end

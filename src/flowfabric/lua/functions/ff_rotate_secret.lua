@@ -2,11 +2,10 @@
 -- Keys: key store. Arguments: new kid, new secret (lowercase hex), grace ms.
 -- Replies: `rotated`, previous kid or empty, kids removed | `noop`. Errors: rotation_conflict.
 -- Events: none.
-local MAX_TIME = 9007199254740991
 
 register('ff_rotate_secret', function(keys, args)
   local tag, now = keys[1], clock.now()
-  local kid, secret, expires = args[1], args[2], math.min(now + tonumber(args[3]), MAX_TIME)
+  local kid, secret, expires = args[1], args[2], clock.after(now, tonumber(args[3]))
   local store = tokens.store_key(tag)
   local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   local current = found[1]

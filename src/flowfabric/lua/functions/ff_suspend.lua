@@ -11,7 +11,6 @@
 --   waitpoint_already_exists, additional_waitpoint_binding_malformed, invalid_input, corruption,
 --   hmac_secret_not_initialized, invalid_secret. Events: released.
 local PAST_TOLERANCE_MS = 600000
-local MAX_TIME = 9007199254740991
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000
 
@@ -97,7 +96,7 @@ local function timeout(c, id, want)
   local defaults = suspension.policy(c, id).suspension_policy
   local after = type(defaults) == 'table' and tonumber(defaults.default_timeout_ms)
   if not after then return nil, want.timeout_behavior end
-  return math.min(c.now + after, MAX_TIME),
+  return c:after(after),
     want.behavior_given and want.timeout_behavior or defaults.timeout_behavior or 'fail'
 end
 

@@ -2,6 +2,11 @@
 -- `shifted` tells that it differs from the time the server itself would write.
 local clock = { offset = 0, last = 0, shifted = false }
 
+-- The last time there is: beyond it a double is no longer exact. Durations may be any u64.
+clock.END = 9007199254740991
+
+function clock.after(moment, ms) return math.min(moment + ms, clock.END) end
+
 -- A step back of up to this many ms is smoothed over; a larger one is a clock
 -- that somebody corrected, and is believed.
 local SMOOTHED_STEP_BACK_MS = 5000

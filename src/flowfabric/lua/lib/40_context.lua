@@ -11,6 +11,9 @@ function Context.open(tag, joined)
   return setmetatable({ tag = tag, now = clock.now(), joined = joined }, Context)
 end
 
+-- The time that many ms from now.
+function Context:after(ms) return clock.after(self.now, ms) end
+
 -- A time as text. The server would turn the number into text anew for every command.
 function Context:text(ms)
   local texts = self.texts

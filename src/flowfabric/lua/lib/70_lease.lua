@@ -108,7 +108,7 @@ function lease.open(c, id, rec, mode, grant)
   if timeout > 0 then
     -- Not a field of the record: what the claim tells the worker.
     rec.time_left = math.max(1, timeout)
-    c:zadd(K.index(c.tag, 'attempt_timeout'), c.now + rec.time_left, id)
+    c:zadd(K.index(c.tag, 'attempt_timeout'), c:after(rec.time_left), id)
   end
   if mode == 'reclaimed' then
     events.emit_lease(c, 'reclaimed', id, rec, 'oe', old_epoch)

@@ -3,7 +3,6 @@ local suspension = {}
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999
-local MAX_TIME = 9007199254740991
 -- How many unused waitpoints an ending closes itself; the rest expire by their own time.
 local MAX_DROPPED = 500
 
@@ -128,7 +127,7 @@ function suspension.resume(c, id, rec, open, how)
   local fields = { state = S.eligible('i'), last_transition_at = c.now }
   if delay > 0 then
     fields.state = S.delayed('r', 'i')
-    fields.delay_until = math.min(c.now + delay, MAX_TIME)
+    fields.delay_until = c:after(delay)
     fields.blocking_detail = string.format('resume delay %.0fms', delay) .. (how.after or '')
   end
   record.set(c, id, rec, fields)

@@ -18,13 +18,18 @@ local function extras(how)
   return told
 end
 
+-- When an execution that ended at that moment is deleted.
+function ending.purge_due(rec, moment)
+  return clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
+end
+
 -- Ends an execution from any phase. `how`: outcome letter, event reason, and
 -- `fields`, a flat list of record fields to store; source and category for the event;
 -- `stream_reason` for the attempt's stream, `close_reason` for open waitpoints.
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.phase(rec.state) == 'a'
-  local purge_due = c:text(c.now + tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
+  local purge_due = c:text(ending.purge_due(rec, c.now))
   server.call('HSET', K.core(c.tag, id), 'state', state, 'completed_at', c:text(c.now),
     unpack(how.fields or NONE))
   streams.close(c, id, rec, how.stream_reason)

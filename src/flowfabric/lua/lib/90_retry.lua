@@ -2,7 +2,6 @@
 local retry = {}
 
 local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
-local MAX_DELAY_MS = 9007199254740991
 
 function retry.policy(c, id)
   local text = server.call('GET', K.policy(c.tag, id))
@@ -50,7 +49,7 @@ function retry.backoff_ms(policy, n, seed)
     if delay > 0 then delay = delay * tonumber(backoff.multiplier or 2) ^ n end
     delay = math.min(delay, tonumber(backoff.max_delay_ms or 60000))
   end
-  delay = math.floor(math.min(delay, MAX_DELAY_MS))
+  delay = math.floor(math.min(delay, clock.END))
   if backoff.jitter == true and delay > 0 then return jittered(delay, seed) end
   return delay
 end
@@ -58,7 +57,7 @@ end
 -- Ends the attempt and parks the execution until its backoff is over.
 function retry.schedule(c, id, rec, policy, failure)
   local count = tonumber(rec.retry_count or 0)
-  local due = math.min(c.now + retry.backoff_ms(policy, count, rec.lease .. c.now), MAX_DELAY_MS)
+  local due = c:after(retry.backoff_ms(policy, count, rec.lease .. c.now))
   local next_index = record.attempt_count(rec)
   record.archive(c, id, rec, 'ended_failure', {
     ended_at = c.now, failure_reason = failure.reason, failure_category = failure.category,
