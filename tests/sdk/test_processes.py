@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.core.contracts.streams import Frame
 from tests.sdk import programs
 from tests.sdk.support import info, state, until
 from tests.support.engine import Engine
@@ -188,6 +189,38 @@ async def test_async_client_in_a_forked_child(engine: Engine, valkey: TestServer
     assert os.waitstatus_to_exitcode(status[1]) == 0
     assert (await waiting).state.value == "cancelled"
     await app.aclose()
+
+
+async def test_connections_of_their_own_in_a_forked_child(engine: Engine) -> None:
+    """Stream reads and feeds have theirs, open while nobody uses them: a child dials new ones."""
+    backend = engine.backend
+    await engine.create()
+    handle = (await engine.claim()).handle
+    await backend.append_frame(handle, Frame(payload=b"x"))
+    feed = await backend.subscribe_lease_history("start")
+    assert isinstance(await anext(feed), ff.LeaseEvent)
+
+    async def use() -> None:
+        for _ in range(3):
+            page = await backend.read_stream(handle.execution_id, 0)
+            assert [frame.payload for frame in page.frames] == [b"x"]
+
+    await use()
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            asyncio.events._set_running_loop(None)
+            asyncio.new_event_loop().run_until_complete(use())
+            ended = 0
+        finally:
+            os._exit(ended)
+    status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert os.waitstatus_to_exitcode(status[1]) == 0
+    await use()
+    await backend.complete(handle)
+    assert isinstance(await anext(feed), ff.LeaseEvent)
+    await feed.aclose()
 
 
 async def in_child(app: ff.Fabric, run: ff.Run[Any]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 from flowfabric.core.errors import ConfigError, LimitError, UnavailableError
-from flowfabric.valkey.transport import Connection, Transport
+from flowfabric.valkey.transport import Connection, Transport, forget_on_fork, leave_behind
 
 __all__ = ["StreamPool", "ceiling_from_env"]
 
@@ -45,6 +45,14 @@ class StreamPool:
         self._node_of: dict[str, str] = {}
         self.closed = False
         self._empty = asyncio.Event()
+        forget_on_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child: the connections are closed there, and nobody reads."""
+        leave_behind(self._busy, self._empty)
+        self._idle, self._busy, self._node_of = {}, set(), {}
+        self._empty = asyncio.Event()
+        self.held = 0
 
     @contextmanager
     def permit(self, *, waits: bool) -> Generator[None]:

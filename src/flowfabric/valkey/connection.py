@@ -77,6 +77,7 @@ class Connection(asyncio.Protocol):
         self._stuck = False
         self._paused = False
         self._retiring = False
+        self._disowned = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = inf
         # RESP3 sets may hold lists, and False is a reply, not a sign of missing data.
@@ -123,7 +124,8 @@ class Connection(asyncio.Protocol):
     async def aclose(self) -> None:
         """Close: what was sent fails as ambiguous, what was not sent fails cleanly."""
         self.close()
-        await asyncio.wait([self._gone], timeout=2 * _CLOSE_GRACE)
+        if not self._disowned:
+            await asyncio.wait([self._gone], timeout=2 * _CLOSE_GRACE)
 
     def close(self) -> None:
         """Begin what `aclose` waits for; it goes on by itself."""
@@ -137,6 +139,16 @@ class Connection(asyncio.Protocol):
     def abort(self, why: str) -> None:
         """Drop the socket at once and fail every call with this reason."""
         self._end(why, abort=True)
+
+    def disown(self) -> object:
+        """In a forked child: the socket is the parent's, and must neither be used nor closed.
+
+        Returns what has to be kept alive, so that no destructor closes it either.
+        """
+        transport, self._transport = self._transport, None
+        self._why = "it belongs to the parent of this process"
+        self._disowned = True
+        return self, transport
 
     @property
     def why(self) -> str:

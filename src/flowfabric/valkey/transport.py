@@ -202,8 +202,11 @@ class Link:
 
     def forget(self) -> None:
         """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
-        leave_behind(self.conn, self._dialler, self._attempt)
-        leave_behind(self._dedicated, self._replaced, self._closing)
+        leave_behind(self._dialler, self._attempt)
+        # Whoever holds one finds it closed, and dials.
+        shared = [self.conn] if self.conn is not None else []
+        for conn in (*shared, *self._dedicated, *self._replaced, *self._closing):
+            leave_behind(conn.disown())
         self.conn = self._dialler = self._attempt = self._error = None
         self._dedicated, self._replaced, self._closing = set(), set(), []
 
