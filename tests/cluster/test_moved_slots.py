@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.executions import Created, NewExecution
+from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
@@ -19,6 +21,7 @@ from flowfabric.scheduler.hints import Lanes
 from flowfabric.sdk.cluster_bell import ClusterBell
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
+from flowfabric.valkey.transport import Connection
 from tests.cluster.nodes import TestCluster, until
 
 LANE = "moving"
@@ -99,4 +102,30 @@ async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestClust
         heard = asyncio.create_task(bell.wait(30))
         await create(acting)
         assert await heard == [(LANE, home)]
+    await bell.aclose()
+
+
+async def test_a_failed_dial_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of three primaries does not answer at first: its rings are heard afterwards."""
+    hearing, acting = pair
+    lanes = Lanes([LANE], hearing.counts, "w-1")
+    bell = ClusterBell(hearing, lanes)
+    dial, dialled = hearing.transport.blocking, 0
+
+    async def second_fails(*args: Any, **options: Any) -> Connection:
+        nonlocal dialled
+        dialled += 1
+        if dialled == 2:
+            raise TransportError("transport", "no answer")
+        return await dial(*args, **options)
+
+    monkeypatch.setattr(hearing.transport, "blocking", second_fails)
+    with pytest.raises(TransportError):
+        await bell.wait(0.05)
+    while await bell.wait(0.05):
+        pass
+    assert dialled == 5
+    heard = asyncio.create_task(bell.wait(30))
+    execution_id = await create(acting)
+    assert await heard == [(LANE, execution_id.tag)]
     await bell.aclose()

@@ -14,12 +14,16 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.engine import feed_reader
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.valkey import library
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
 from tests.engine.history_support import blocked, following, lived, nothing_more, take
+from tests.engine.mutation import private_engine, private_server
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
+
+__all__ = ["private_engine", "private_server"]
 
 # --- trimmed feeds --------------------------------------------------------------------------------
 
@@ -109,6 +113,23 @@ async def test_a_slow_reader_that_was_overtaken_is_told(
         feed = keys.events(engine.new_id().tag)
         await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 2, key=feed)
         await take(history, 1)
+        await expired(history)
+
+
+async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engine) -> None:
+    """Whatever this process would have loaded: another one may have set another length."""
+    engine = private_engine
+    settings = library._Settings(cluster=False, events_maxlen=100, testing=True)
+    code = library._assemble(settings)
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+    await lived(engine)
+    await engine.backend.trim_events(engine.new_id().tag, 2**45)
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = (await take(history, 2))[-1].cursor
+    for _ in range(200):
+        await lived(engine)
+    async with following(engine.backend, kept) as history:
         await expired(history)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from flowfabric.core.feed_cursor import (
 )
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.upkeep import Upkeep
+from flowfabric.valkey.library import read_primaries
 from flowfabric.valkey.transport import Connection
 
 __all__ = ["Entry", "FeedReader", "Start"]
@@ -92,7 +92,6 @@ class FeedReader:
         self._base = 0
         self._at: dict[int, Position] = {}
         self._conn: Connection | None = None
-        self._maxlen = int(os.environ.get("FF_EVENTS_MAXLEN", "10000"))
         self._sure_at = -_UNSURE_AFTER_S
         self._based_at = -_BASE_EVERY_S
         self._used: list[int] = []
@@ -273,17 +272,23 @@ class FeedReader:
     async def _check(self, feeds: Sequence[int]) -> None:
         """Refuse to go on where entries were trimmed unread: `cursor_expired`."""
         states = await asyncio.gather(*(self._feed(partition) for partition in feeds))
+        maxlen = await self._maxlen()
         oldest: dict[int, Position] = {}
         for partition, state in zip(feeds, states, strict=True):
             at = self._position(partition)
             if state is None or (partition in self._at and at > state.last):
                 self._fall_back(partition, state)
-            elif state.lost(at, self._maxlen):
+            elif state.lost(at, maxlen):
                 first = state.first
                 oldest[partition] = state.last if first is None else _before(first)
         if oldest:
             resume = cursor_text(self._cursor({**self._at, **oldest}))
             raise engine_error("cursor_expired", [resume], "subscribe")
+
+    async def _maxlen(self) -> int:
+        """How many entries a feed may keep before it is cut: what the loaded library says."""
+        found = (await read_primaries(self._calls.transport)).values()
+        return min((info.events_maxlen for info in found if info is not None), default=0)
 
     def _fall_back(self, partition: int, state: _Feed | None) -> None:
         """A failover lost what this position had seen: go on at the feed's own end."""

@@ -48,7 +48,6 @@ class ClusterBell:
 
     async def _subscribe(self) -> None:
         await self.aclose()
-        self._moved = False
         left = [f"{{fp:{partition}}}" for partition in range(self._backend.counts.flow)]
         refused = ""
         while left:
@@ -71,6 +70,7 @@ class ClusterBell:
                 refused = left[0]
                 await self._backend.transport.call("EXISTS", refused, key=refused, replay_safe=True)
             left = rest
+        self._moved = False
         # Whatever rang before was not heard.
         for tag in await self._backend.used_partitions():
             for lane_id in self._lanes:
@@ -90,6 +90,8 @@ class ClusterBell:
 
     async def aclose(self) -> None:
         """Close every connection."""
+        self._moved = True
         conns, self._conns = self._conns, []
         for conn in conns:
-            await conn.aclose()
+            conn.close()
+        await asyncio.gather(*(conn.aclose() for conn in conns))

@@ -37,6 +37,7 @@ LIBRARY_VERSION = 1
 MIN_CLIENT = 1
 """The oldest library version whose callers this library still serves."""
 
+_EVENTS_MAXLEN = 10_000
 _LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 7.0)
 # A load, the look at it, and a second go when another process came in between.
 _LOAD_ROUNDS = 4
@@ -50,6 +51,7 @@ class LibraryInfo(msgspec.Struct, frozen=True):
     version: int
     content_hash: str
     min_client: int
+    events_maxlen: int = _EVENTS_MAXLEN
 
 
 class _Settings(msgspec.Struct, frozen=True):
@@ -155,12 +157,12 @@ class _Rules(msgspec.Struct, frozen=True):
 
 async def _read(ask: Ask) -> LibraryInfo | None:
     try:
-        version, content_hash, min_client = await ask("FCALL", "ff_version", 0)
+        version, content_hash, *numbers = await ask("FCALL", "ff_version", 0)
     except TransportError as error:
         if error.kind == "script_not_loaded":
             return None
         raise
-    return LibraryInfo(int(version), content_hash.decode(), int(min_client))
+    return LibraryInfo(int(version), content_hash.decode(), *map(int, numbers[:2]))
 
 
 async def read_primaries(transport: Transport) -> Stored:
@@ -270,7 +272,7 @@ async def _load(node: str, ask: Ask, rules: _Rules, code: str) -> bool:
 
 
 def _events_maxlen() -> int:
-    text = os.environ.get("FF_EVENTS_MAXLEN", "10000")
+    text = os.environ.get("FF_EVENTS_MAXLEN", str(_EVENTS_MAXLEN))
     if not re.fullmatch(r"[1-9][0-9]*", text):
         raise ConfigError("environment", f"invalid value for FF_EVENTS_MAXLEN: {text!r}")
     return int(text)
