@@ -310,8 +310,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "memory of requests",
         CLAIMING,
-        "if before then return",
-        "if false then return",
+        "if known ~= '' and is_repeat(known, want) then",
+        "if false then",
         test_claim_many.test_a_repeated_request_gives_the_same_claims,
     ),
     (
@@ -322,11 +322,11 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         test_claim_many.test_live_grants_are_skipped_and_hide_nothing,
     ),
     (
-        "capabilities of a reclaim",
+        "the record's word on capabilities",
         CLAIMING,
         "\n      or claiming.missing(rec.required_capabilities, offered)",
         "",
-        test_claim_many.test_a_reclaim_needs_the_capabilities_too,
+        lambda e: test_claim_many.test_an_index_does_not_decide_who_may_claim(e, lost=True),
     ),
     (
         "grace of a lane",
@@ -345,8 +345,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "no more than asked for",
         CLAIMING,
-        "    if #rows < want.max then\n      looked",
-        "    if true then\n      looked",
+        "    if #rows == want.max then\n      if not",
+        "    if false then\n      if not",
         test_claim_many.test_no_more_than_asked_and_the_rest_is_counted,
     ),
     # --- losing and reclaiming ---

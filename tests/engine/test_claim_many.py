@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -202,15 +203,21 @@ async def test_a_niche_requirement_behind_a_long_queue_is_found_at_once(engine: 
 
 
 async def test_a_lost_niche_execution_behind_lost_foreign_work_is_found(engine: Engine) -> None:
-    for _ in range(40):
+    for _ in range(400):
         await engine.create(policy=GPU, priority=5)
     plain = await engine.create()
-    claims = await engine.claim_all(capabilities=["gpu"])
+    claims = (await claim_many(engine, 256, capabilities=["gpu"])).claims
+    claims += (await claim_many(engine, 256, capabilities=["gpu"])).claims
+    assert len(claims) == 401
     await engine.advance(TTL + 1)
     assert set(await mark(engine, ids(claims))) == {"marked_expired"}
     taken = await claim_many(engine, 1)
     assert ids(taken.claims) == [plain]
     assert taken.claims[0].handle.kind == "reclaimed"
+    # Nothing is left for this worker, so it need not ask again.
+    assert await claim_many(engine, 1) == ClaimedMany([], 0)
+    foreign = await claim_many(engine, 1, capabilities=["gpu"])
+    assert (len(foreign.claims), foreign.remaining) == (1, 399)
 
 
 async def test_an_emptied_signature_leaves_no_trace(engine: Engine) -> None:
@@ -233,6 +240,47 @@ async def test_a_reclaim_needs_the_capabilities_too(engine: Engine) -> None:
     assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [claim.execution_id]
 
 
+@pytest.mark.corrupts
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_index_does_not_decide_who_may_claim(engine: Engine, lost: bool) -> None:
+    """An entry among those without requirements is passed over, whatever brought it there."""
+    execution_id = await engine.create(policy=GPU)
+    if lost:
+        await engine.claim(capabilities=["gpu"])
+        await engine.backend.revoke_lease(execution_id)
+    index = keys.reclaimable if lost else keys.eligible
+    await engine.backend.transport.call("ZADD", index(execution_id.tag, "default"), 1, execution_id)
+    assert await claim_many(engine) == ClaimedMany([], 0)
+
+
+async def in_grace(engine: Engine) -> None:
+    await engine.backend.set_lane_config("default", reclaim_grace_ms=10**12)
+    await lapsed(engine)
+
+
+async def granted(engine: Engine) -> None:
+    await grant(engine, await engine.create())
+
+
+async def unreadable(engine: Engine) -> None:
+    execution_id = await engine.create()
+    core = keys.core(execution_id.tag, execution_id)
+    await engine.backend.transport.call("HSET", core, "state", "??????")
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("stand", [in_grace, granted, unreadable])
+async def test_what_nobody_can_take_now_is_not_left_for_the_taking(
+    engine: Engine, stand: Callable[[Engine], Awaitable[None]]
+) -> None:
+    """And it hides nothing, however much of it stands in front."""
+    for _ in range(60):
+        await stand(engine)
+    assert await claim_many(engine, 1) == ClaimedMany([], 0)
+    behind = await engine.create()
+    assert ids((await claim_many(engine, 1)).claims) == [behind]
+
+
 # --- grants and lane states ----------------------------------------------------------
 
 
@@ -241,7 +289,8 @@ async def test_live_grants_are_skipped_and_hide_nothing(engine: Engine) -> None:
     grants = [await grant(engine, execution_id) for execution_id in held]
     free = await engine.create()
     assert ids((await claim_many(engine, 1, worker="v", instance="v-1")).claims) == [free]
-    assert await claim_many(engine) == ClaimedMany([], 16)
+    # None of them is there for the taking, so nothing remains.
+    assert await claim_many(engine) == ClaimedMany([], 0)
     claim = await engine.backend.claim_execution(
         grants[3], worker_id="w", worker_instance_id="w-9", lease_ttl_ms=TTL
     )
@@ -330,6 +379,17 @@ async def test_a_repeat_after_another_request_gives_the_same_claims(engine: Engi
     async with untouched(engine):
         assert (await claim_many(engine, 1, request_id=one)).claims == first.claims
         assert (await claim_many(engine, 1, request_id=two)).claims == second.claims
+
+
+async def test_many_requests_under_way_are_remembered(engine: Engine) -> None:
+    """As many as a worker with a slot each may have: a lost connection loses all their replies."""
+    requests = [new_uuid() for _ in range(200)]
+    for _ in requests:
+        await engine.create()
+    first = [(await claim_many(engine, 1, request_id=each)).claims for each in requests]
+    async with untouched(engine):
+        again = [(await claim_many(engine, 1, request_id=each)).claims for each in requests]
+    assert again == first
 
 
 async def test_a_repeat_leaves_out_what_ended_meanwhile(engine: Engine) -> None:

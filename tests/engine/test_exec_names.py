@@ -29,6 +29,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "index": [("all_executions",), ("lease_expiry",)],
     "lane": [(lane, name) for lane in LANES for name in ("delayed", "blocked:budget")],
     "eligible": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
+    "reclaimable": [*((lane,) for lane in LANES), ("default", "cuda,gpu"), ("a:b", "x")],
     "worker_leases": [("host-1:7",)],
     "last_claim": [("default", "w-1"), ("a:b", "w-1")],
     "events": [()],

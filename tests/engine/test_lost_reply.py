@@ -317,6 +317,8 @@ _MINTED = re.compile(
     r"(?!00000000-0000)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{8}(?:[0-9a-f]{4})?"
 )
 _ENTRY = re.compile(r"\d{13}-\d+")
+# What a worker's memo keeps of the requests it made.
+_TRACES = re.compile(r"(:claimed:[^']+': b')[0-9a-f]+'")
 
 
 def comparable(value: Any) -> str:
@@ -326,7 +328,8 @@ def comparable(value: Any) -> str:
     def numbered(match: re.Match[str]) -> str:
         return numbers.setdefault(match[0], f"<{len(numbers)}>")
 
-    return _MINTED.sub(numbered, _ENTRY.sub("<entry>", repr(value)))
+    text = _TRACES.sub(lambda memo: f"{memo[1]}{len(memo[0]) - len(memo[1])}'", repr(value))
+    return _MINTED.sub(numbered, _ENTRY.sub("<entry>", text))
 
 
 async def run(engine: Engine, proxy: FaultProxy, case: Case, *, lose: bool) -> tuple[str, str]:

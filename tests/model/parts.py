@@ -118,12 +118,13 @@ class Execution:
             "active": self.expires_at,
             "terminal": (self.completed_at or 0) + RETENTION_MS,
         }
-        gpu = ":gpu" if suffix == "eligible" and self.policy.needs_gpu else ""
-        held: dict[str, float | None] = {f"lane:default:{suffix}{gpu}": scores[suffix]}
+        gpu = ":gpu" if self.policy.needs_gpu else ""
+        own = f"eligible{gpu}" if suffix == "eligible" else suffix
+        held: dict[str, float | None] = {f"lane:default:{own}": scores[suffix]}
         if self.leased:
             held["lease_expiry"] = self.expires_at
         elif self.phase == "active":
-            held["lane:default:reclaimable"] = self.score
+            held[f"lane:default:reclaimable{gpu}"] = self.score
         if self.code in (LEASED, EXPIRED):
             held[f"worker:{self.worker}:leases"] = None
         if self.timer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, opener, state, submit, until
+from tests.sdk.support import config, opener, seeded, serving, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
@@ -227,8 +228,8 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2, max_concurrent_tasks=3)
     home = worker.lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
-    tasks, left = await worker.claim_at("default", home, 2)
-    assert (len(tasks), left, {t.lease_epoch for t in tasks}) == (2, 3, {1})
+    tasks, more = await worker.claim_at("default", home, 2)
+    assert (len(tasks), more, {t.lease_epoch for t in tasks}) == (2, True, {1})
     for task in tasks:
         await task.complete()
     # Now so slow that the call gives up: the next one repeats the same request.
@@ -239,15 +240,57 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     assert worker.free == 3
     proxy.resume()
     taken = worker.reserve(2)
-    again, left = await worker.claim_at("default", home, 3)
+    again, more = await worker.claim_at("default", home, 3)
     worker.unreserve(taken)
     # Only one permit was left, so the other two leases were given back.
-    assert (len(again), left, {t.lease_epoch for t in again}) == (1, 0, {1})
+    assert (len(again), more, {t.lease_epoch for t in again}) == (1, False, {1})
     await again[0].complete()
     rest = await worker.claim_many()
     assert [t.lease_epoch for t in rest] == [2, 2]
     for task in rest:
         await task.complete()
+
+
+async def test_no_lease_is_forgotten_with_a_connection(
+    engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
+) -> None:
+    """Many claims were under way: each is repeated, and its leases are those that it took."""
+    worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=40, lease_ttl_ms=60_000)
+    await submit(engine.backend, 400)
+    runs: Counter[str] = Counter()
+    rate = seeded("no_lease_is_forgotten")
+
+    async def job(task: ClaimedTask) -> None:
+        runs[task.execution_id] += 1
+        # Ends one by one, so that each claims its own successor.
+        await asyncio.sleep(rate.uniform(0.02, 0.07))
+
+    async with serving(worker, {"job": job}) as runtime:
+        await until(lambda: len(runs) > 100, "the middle")
+        proxy.mute()
+        await until(lambda: proxy.dropped > 12, "lost replies")
+        proxy.cut()
+        # Far sooner than a lease lapses.
+        await until(lambda: runtime.summary.completed == 400, "the end", 30)
+    assert set(runs.values()) == {1}
+
+
+async def test_what_another_worker_must_take_is_not_asked_for_again_and_again(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    (execution_id,) = await submit(
+        engine.backend,
+        policy={"routing_requirements": {"required_capabilities": ["gpu"]}},
+    )
+    gone = await make_worker(capabilities=["gpu"])
+    task = await gone.claim()
+    assert task is not None
+    await engine.backend.revoke_lease(execution_id)
+    worker = await make_worker()
+    worker.lanes["default"].add(execution_id.tag)
+    assert await worker.claim_at("default", execution_id.tag, 1) == ([], False)
+    assert not worker.lanes.hinted()
+    await task.discard()
 
 
 # --- grants -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ _EXECUTION_PARTS = re.compile(
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
     r"|purge_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
-    r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable|terminal|config|suspended"
+    r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(

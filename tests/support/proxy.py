@@ -45,6 +45,7 @@ class FaultProxy:
         # None: off. An empty marker matches everything.
         self._lose_reply: bytes | None = None
         self._lose_request: bytes | None = None
+        self._mute = False
         self.dropped = 0
         self.accepted = 0
         self._loop = asyncio.new_event_loop()
@@ -69,6 +70,10 @@ class FaultProxy:
     def drop_next_request(self, containing: bytes = b"") -> None:
         """Lose the next request (holding these bytes) before the server sees it, and cut."""
         self._run(self._set(_lose_request=containing))
+
+    def mute(self) -> None:
+        """Let requests through and lose their replies, until the next `cut`."""
+        self._mute = True
 
     def cut(self) -> None:
         """Break every open connection; new ones are accepted."""
@@ -120,6 +125,7 @@ class FaultProxy:
             self._gate.set()
 
     async def _cut(self) -> None:
+        self._mute = False
         for pair in list(self._pairs):
             pair.cut()
 
@@ -188,5 +194,8 @@ class FaultProxy:
             if pair.drop_reply:
                 self.dropped += 1
                 return
+            if self._mute:
+                self.dropped += 1
+                continue
             pair.client.write(data)
             await pair.client.drain()

@@ -115,6 +115,11 @@ def eligible(tag: str, lane_id: str, signature: str = "") -> str:
     return lane(tag, lane_id, f"eligible:{signature}" if signature else "eligible")
 
 
+def reclaimable(tag: str, lane_id: str, signature: str = "") -> str:
+    """Executions that lost their worker, with one set of required capabilities."""
+    return lane(tag, lane_id, f"reclaimable:{signature}" if signature else "reclaimable")
+
+
 def worker_leases(tag: str, instance: str) -> str:
     """Executions leased by one worker process."""
     return f"ff:idx:{tag}:worker:{instance}:leases"

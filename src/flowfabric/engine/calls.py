@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import (
     EngineError,
@@ -167,6 +168,12 @@ class Calls:
         return await self.ask(
             "ff_scan_due", "{fp:0}", (1, 0, 0), lambda reply: int(reply[2]), op="server_time_ms"
         )
+
+    async def signatures(self, tag: str, lane_id: str) -> list[str]:
+        """The sets of required capabilities that executions of a lane have in a partition."""
+        key = keys.lane(tag, lane_id, "sigs")
+        members: Any = await self.transport.call("SMEMBERS", key, key=key, replay_safe=True)
+        return [text(member) for member in members]
 
     def checked(self, execution_id: str) -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""

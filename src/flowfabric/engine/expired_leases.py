@@ -78,7 +78,12 @@ class LeaseReads(Upkeep):
     ) -> list[Due]:
         live_key = keys.index(tag, "lease_expiry")
         low = "-inf" if after is None else after[0]
-        lost_keys = [keys.lane(tag, lane, "reclaimable") for lane in lanes]
+        required = await asyncio.gather(*(self.signatures(tag, lane) for lane in lanes))
+        lost_keys = [
+            keys.reclaimable(tag, lane, signature)
+            for lane, signatures in zip(lanes, required, strict=True)
+            for signature in ("", *signatures)
+        ]
         live, *lost = await asyncio.gather(
             self.transport.call(
                 *("ZRANGE", live_key, low, moment, "BYSCORE", "WITHSCORES"),

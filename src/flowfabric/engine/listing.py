@@ -30,6 +30,8 @@ _MAX_PAGE = 1000
 _MAX_EXAMINED = 10_000
 _CHUNK = 200
 _PUBLIC_STATES = tuple(state.value for state in PublicState)
+# These are kept apart by what the executions require.
+_BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
 _LANE_INDEXES = {
     "eligible": "eligible",
     "delayed": "delayed",
@@ -190,10 +192,9 @@ class Listing(Calls):
         self._check_partition(partition)
         tag = f"{{fp:{partition}}}"
         names = [keys.lane(tag, validate_lane(lane_id), suffix)]
-        if suffix == "eligible":
-            signatures = keys.lane(tag, lane_id, "sigs")
-            members: Any = await self.transport.call("SMEMBERS", signatures, key=signatures)
-            names += [keys.eligible(tag, lane_id, text(member)) for member in members]
+        apart = _BY_SIGNATURE.get(suffix)
+        if apart is not None:
+            names += [apart(tag, lane_id, each) for each in await self.signatures(tag, lane_id)]
         limit = _page(limit)
         if limit <= 0:
             return ExecutionPage(())

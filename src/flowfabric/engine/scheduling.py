@@ -171,9 +171,7 @@ class Scheduling(Executions):
         if limit < 1:
             return []
         lane = validate_lane(lane_id)
-        sigs_key = keys.lane(tag, lane, "sigs")
-        sigs: Any = await self.transport.call("SMEMBERS", sigs_key, key=sigs_key)
-        names = [keys.eligible(tag, lane, signature) for signature in ("", *map(text, sigs))]
+        names = [keys.eligible(tag, lane, each) for each in ("", *await self.signatures(tag, lane))]
         pages: list[Any] = await asyncio.gather(
             *(
                 self.transport.call("ZRANGE", name, 0, limit - 1, "WITHSCORES", key=name)

@@ -178,9 +178,10 @@ class Results:
     async def _go_on(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> None:
         worker = self._worker
         lane = worker.lanes[lane_id]
-        if not claimed.remaining:
-            lane.drop(tag)
         claims = claimed.claims
+        # As in `claim_at`: nothing, though something remains, is all there is for this worker.
+        if not (claims and claimed.remaining):
+            lane.drop(tag)
         room = 0 if self._stopping.is_set() else worker.reserve(len(claims))
         for claim in claims[:room]:
             self._start(worker.adopt(claim, since))

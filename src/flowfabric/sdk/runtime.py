@@ -187,12 +187,12 @@ class WorkerRuntime:
         tag = None if lane is None else lane.oldest()
         if lane is None or tag is None:
             return
-        tasks, remaining = await self.worker.claim_at(lane.lane_id, tag, self.worker.config.batch)
-        if remaining:
+        tasks, more = await self.worker.claim_at(lane.lane_id, tag, self.worker.config.batch)
+        if more:
             lane.rotate(tag)
         for task in tasks:
             self._start(task)
-        if not tasks and not remaining:
+        if not tasks and not more:
             await self._doorbell.pass_on(lane.lane_id, tag)
 
     async def _listen(self) -> None:

@@ -225,12 +225,12 @@ class Worker(AsyncClosing):
 
     # --- claiming -------------------------------------------------------------------------
 
-    async def claim_at(self, lane_id: str, tag: str, max_n: int) -> tuple[list[ClaimedTask], int]:
-        """Claim from one lane and partition; the tasks and how many more wait there."""
+    async def claim_at(self, lane_id: str, tag: str, max_n: int) -> tuple[list[ClaimedTask], bool]:
+        """Claim from one lane and partition; the tasks, and whether to ask again at once."""
         reserved = self.reserve(max_n)
         if not reserved:
-            return [], 0
-        request_id, since = self._request(lane_id, tag)
+            return [], False
+        request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[ClaimedTask] = []
         try:
             claimed = await self.backend.claim_many(
@@ -249,11 +249,14 @@ class Worker(AsyncClosing):
         if tasks:
             self._found(tag)
         lane = self.lanes[lane_id]
-        if claimed.remaining:
+        # Who got nothing although there is something was shown all that it may take: a ring or
+        # the next sweep tells when that has changed. A repeat only gave what it gave before.
+        more = claimed.remaining > 0 and (repeats or bool(claimed.claims))
+        if more:
             lane.add(tag)
         else:
             lane.drop(tag)
-        return tasks, claimed.remaining
+        return tasks, more
 
     def _found(self, tag: str) -> None:
         """There is work: our scanners look here from now on, others once it is registered."""
@@ -268,13 +271,13 @@ class Worker(AsyncClosing):
             # The next heartbeat repeats it.
             log.debug("partition not registered: %s", error)
 
-    def _request(self, lane_id: str, tag: str) -> tuple[str, float]:
+    def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
         """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
         now = time.monotonic()
         request_id, since = self._unanswered.pop((lane_id, tag), ("", 0.0))
         if request_id and now - since < self.config.lease_ttl_ms / 1000:
-            return request_id, since
-        return new_uuid(), now
+            return request_id, since, True
+        return new_uuid(), now, False
 
     def unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
         """A claim's reply was lost: the next claim there repeats it and gets its leases."""
@@ -303,9 +306,9 @@ class Worker(AsyncClosing):
         tasks: list[ClaimedTask] = []
         for tag in list(lane):
             if len(tasks) < wanted:
-                found, remaining = await self.claim_at(lane.lane_id, tag, wanted - len(tasks))
+                found, more = await self.claim_at(lane.lane_id, tag, wanted - len(tasks))
                 tasks += found
-                if remaining:
+                if more:
                     lane.rotate(tag)
         return tasks
 

@@ -5,11 +5,19 @@
 --   error:<why>.
 -- Errors: none. Events: none.
 local LANE_INDEXES = {
-  'delayed', 'active', 'reclaimable', 'suspended', 'terminal', 'blocked:dependencies',
+  'delayed', 'active', 'suspended', 'terminal', 'blocked:dependencies',
   'blocked:budget', 'blocked:quota', 'blocked:route', 'blocked:operator', 'blocked:lane',
 }
 
-local function eligible_key(c, rec) return K.eligible(c.tag, rec.lane_id, rec.required_capabilities) end
+-- These are kept apart by what the executions require.
+local BY_SIGNATURE = { eligible = K.eligible, reclaimable = K.reclaimable }
+
+local function key_of(c, rec, suffix)
+  local by_signature = BY_SIGNATURE[suffix]
+  if by_signature then return by_signature(c.tag, rec.lane_id, rec.required_capabilities) end
+  if suffix == 'lease_expiry' or suffix == 'suspension_timeout' then return K.index(c.tag, suffix) end
+  return K.lane(c.tag, rec.lane_id, suffix)
+end
 
 local function group(groups, name, id)
   groups[name] = groups[name] or {}
@@ -25,21 +33,24 @@ end
 
 -- Which indexes hold each record, by suffix; one command per index, not per record.
 local function held_by(c, ids, records)
-  local found, known, lanes, eligible = {}, {}, {}, {}
+  local found, known, lanes = {}, {}, {}
+  local apart = { eligible = {}, reclaimable = {} }
   for _, id in ipairs(ids) do
     local rec = records[id]
     if rec and not found[id] then
       found[id] = {}
       known[#known + 1] = id
       group(lanes, rec.lane_id, id)
-      group(eligible, eligible_key(c, rec), id)
+      for suffix, groups in pairs(apart) do group(groups, key_of(c, rec, suffix), id) end
     end
   end
   if #known == 0 then return found end
   for _, timer in ipairs({ 'lease_expiry', 'suspension_timeout' }) do
     note(found, K.index(c.tag, timer), timer, known)
   end
-  for key, members in pairs(eligible) do note(found, key, 'eligible', members) end
+  for suffix, groups in pairs(apart) do
+    for key, members in pairs(groups) do note(found, key, suffix, members) end
+  end
   for lane, members in pairs(lanes) do
     for _, suffix in ipairs(LANE_INDEXES) do
       note(found, K.lane(c.tag, lane, suffix), suffix, members)
@@ -69,28 +80,15 @@ local function add(c, id, rec, suffix)
   if suffix == 'eligible' or suffix == 'delayed' or string.find(suffix, '^blocked') then
     waiting.enter(c, id, rec)
   elseif suffix == 'reclaimable' then
-    c:zadd(K.lane(c.tag, rec.lane_id, suffix), c:score(rec), id)
-  elseif suffix == 'lease_expiry' then
-    c:zadd(K.index(c.tag, suffix), tonumber(rec.lease_expires_at), id)
-  elseif suffix == 'active' then
-    c:zadd(K.lane(c.tag, rec.lane_id, suffix), tonumber(rec.lease_expires_at), id)
+    lease.enter_reclaimable(c, id, rec)
+  elseif suffix == 'lease_expiry' or suffix == 'active' then
+    c:zadd(key_of(c, rec, suffix), tonumber(rec.lease_expires_at), id)
   elseif suffix == 'suspended' then
     waiting.enter(c, id, rec, suspension.score(suspension_timeout(c, id)))
   elseif suffix == 'suspension_timeout' then
-    c:zadd(K.index(c.tag, suffix), suspension_timeout(c, id), id)
+    c:zadd(key_of(c, rec, suffix), suspension_timeout(c, id), id)
   elseif suffix == 'terminal' then
-    c:zadd(K.lane(c.tag, rec.lane_id, suffix),
-      ending.purge_due(rec, tonumber(rec.completed_at)), id)
-  end
-end
-
-local function remove(c, id, rec, suffix)
-  if suffix == 'eligible' then
-    c:zrem(eligible_key(c, rec), id)
-  elseif suffix == 'lease_expiry' or suffix == 'suspension_timeout' then
-    c:zrem(K.index(c.tag, suffix), id)
-  else
-    c:zrem(K.lane(c.tag, rec.lane_id, suffix), id)
+    c:zadd(key_of(c, rec, suffix), ending.purge_due(rec, tonumber(rec.completed_at)), id)
   end
 end
 
@@ -111,7 +109,7 @@ local function reconcile(c, id, rec, found, repair)
   if names(found) == names(want) then return 'consistent' end
   if not repair then return 'drifted:' .. names(want) end
   for suffix in pairs(found) do
-    if not want[suffix] then remove(c, id, rec, suffix) end
+    if not want[suffix] then c:zrem(key_of(c, rec, suffix), id) end
   end
   for suffix in pairs(want) do
     if not found[suffix] then add(c, id, rec, suffix) end

@@ -79,6 +79,11 @@ function K.eligible(tag, lane, signature)
   return K.lane(tag, lane, 'eligible:' .. signature)
 end
 
+function K.reclaimable(tag, lane, signature)
+  if signature == nil or signature == '' then return K.lane(tag, lane, 'reclaimable') end
+  return K.lane(tag, lane, 'reclaimable:' .. signature)
+end
+
 local leases_tag, leases_names
 function K.worker_leases(tag, instance)
   if tag ~= leases_tag or kept_count >= KEPT_MAX then

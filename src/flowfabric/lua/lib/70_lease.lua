@@ -7,7 +7,7 @@ function lease.leave_indexes(c, id, rec)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
   c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if rec.state ~= S.ACTIVE then
-    c:zrem(K.lane(c.tag, rec.lane_id, 'reclaimable'), id)
+    c:zrem(K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities), id)
   end
   if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
   lease.drop_grant(c, id, rec)
@@ -33,9 +33,16 @@ function lease.mark_expired(c, id, rec)
   events.emit_lease(c, 'expired', id, rec)
 end
 
+-- Stands where only workers look that cover what it requires.
+function lease.enter_reclaimable(c, id, rec)
+  local signature = rec.required_capabilities
+  if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end
+  c:zadd(K.reclaimable(c.tag, rec.lane_id, signature), c:score(rec), id)
+end
+
 function lease.offer_for_reclaim(c, id, rec)
-  server.call('ZREM', K.index(c.tag, 'lease_expiry'), id)
-  server.call('ZADD', K.lane(c.tag, rec.lane_id, 'reclaimable'), c:score(rec), id)
+  c:zrem(K.index(c.tag, 'lease_expiry'), id)
+  lease.enter_reclaimable(c, id, rec)
   c:ring(rec.lane_id)
 end
 

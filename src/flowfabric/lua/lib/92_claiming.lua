@@ -1,13 +1,15 @@
 -- Finding claimable executions of a lane and turning them into leases.
 local claiming = {}
 
--- A live grant or a foreign requirement must not hide what stands behind it.
+-- What nobody can take now (a live grant, a grace, a record that cannot be read) must not hide
+-- what stands behind it: a claim looks this much further, and at most this far into an index.
 local LOOK_AHEAD = 16
+local MAX_LOOKED = 256
 local DEFAULT_RECLAIM_CAP = 1000
--- How many requests of one process are remembered; those in flight at a time may overlap.
-local REMEMBERED = 4
--- How far a claim looks past lost executions that this worker cannot take.
-local MAX_LOST_PAGES = 16
+-- A memo has room for so many requests of one process, as many as may be under way at a time.
+local REMEMBERED = 256
+-- So much of a request's id stands there. Who finds it by chance finds no leases of the request.
+local TRACE = 8
 
 local NONE = {}
 
@@ -30,9 +32,8 @@ function claiming.missing(required, offered)
 end
 
 -- Adds the best of one index; nil when it is empty, else whether it may hold more.
-local function append(candidates, key, limit, offset)
-  local first = offset or 0
-  local found = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+local function append(candidates, key, limit)
+  local found = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
   for i = 1, #found, 2 do
     candidates[#candidates + 1] = { id = found[i], score = tonumber(found[i + 1]), key = key }
   end
@@ -72,15 +73,17 @@ local function candidates(c, want, offered, limit)
     if more then crowded[key] = true end
     return more ~= nil
   end
-  add(eligible)
+  local function add_both(signature)
+    local waits = add(K.eligible(c.tag, want.lane, signature))
+    return add(K.reclaimable(c.tag, want.lane, signature)) or waits
+  end
+  add_both()
   local signatures = K.lane(c.tag, want.lane, 'sigs')
   for _, signature in ipairs(server.call('SMEMBERS', signatures)) do
-    if not claiming.missing(signature, offered)
-        and not add(K.eligible(c.tag, want.lane, signature)) then
+    if not claiming.missing(signature, offered) and not add_both(signature) then
       server.call('SREM', signatures, signature)
     end
   end
-  add(K.lane(c.tag, want.lane, 'reclaimable'))
   if sources > 1 then table.sort(found, best_first) end
   local ids, stand_in = {}, {}
   for i, candidate in ipairs(found) do
@@ -195,51 +198,52 @@ local function suffix(number)
   return known
 end
 
-local function replayed(c, want, ids)
-  local rows = {}
-  for id in string.gmatch(ids, '%S+') do
+-- The claims of an earlier call with the same request, as far as their leases live, in order.
+local function replayed(c, want)
+  local found = {}
+  local leases = K.worker_leases(c.tag, record.instance_of(want.worker))
+  for _, id in ipairs(server.call('SMEMBERS', leases)) do
     local readable, rec = pcall(record.read, c, id)
     if readable and rec and rec.state == S.ACTIVE and tonumber(rec.lease_expires_at) > c.now
         and string.sub(rec.lease, 1, 32) == want.lease_prefix then
-      local mode = rec.attempt_type == 'reclaim' and not rec.resumed_at and 'reclaimed'
-        or rec.resumed_at and 'resumed' or 'fresh'
-      rows[#rows + 1] = claiming.row(c, id, rec, mode)
+      found[#found + 1] = { id = id, rec = rec }
     end
+  end
+  table.sort(found, function(a, b) return a.rec.lease < b.rec.lease end)
+  local rows = {}
+  for i, each in ipairs(found) do
+    local rec = each.rec
+    local mode = rec.attempt_type == 'reclaim' and not rec.resumed_at and 'reclaimed'
+      or rec.resumed_at and 'resumed' or 'fresh'
+    rows[i] = claiming.row(c, each.id, rec, mode)
   end
   return rows
 end
 
 function claiming.remaining(c, lane, offered)
-  local count = server.call('ZCARD', K.eligible(c.tag, lane))
-    + server.call('ZCARD', K.lane(c.tag, lane, 'reclaimable'))
+  local function count(signature)
+    return server.call('ZCARD', K.eligible(c.tag, lane, signature))
+      + server.call('ZCARD', K.reclaimable(c.tag, lane, signature))
+  end
+  local total = count()
   for _, signature in ipairs(server.call('SMEMBERS', K.lane(c.tag, lane, 'sigs'))) do
-    if not claiming.missing(signature, offered) then
-      count = count + server.call('ZCARD', K.eligible(c.tag, lane, signature))
-    end
+    if not claiming.missing(signature, offered) then total = total + count(signature) end
   end
-  return count
+  return total
 end
 
--- A request's claims as one line of the memo; the latest stand first.
-local function note_request(memo, want, ids, known)
-  local text = '\n' .. want.lease_prefix .. ' ' .. table.concat(ids, ' ') .. known
-  local at = 1
-  for _ = 1, REMEMBERED do
-    at = string.find(text, '\n', at + 1, true)
-    if not at then break end
-  end
-  server.call('SET', memo, at and string.sub(text, 1, at - 1) or text, 'PX', want.ttl)
+-- The latest request stands first. The ids are not noted: the worker's leases tell them.
+local function note_request(memo, want, known)
+  server.call('SET', memo, string.sub(want.lease_prefix, 1, TRACE)
+    .. string.sub(known, 1, (REMEMBERED - 1) * TRACE), 'PX', want.ttl)
 end
 
-local function earlier_claims(known, want)
-  -- Nearly always it is a new request; this tells without building a string.
-  if not string.find(known, want.lease_prefix, 1, true) then return nil end
-  local _, at = string.find(known, '\n' .. want.lease_prefix .. ' ', 1, true)
-  return at and string.match(known, '^[^\n]*', at + 1)
+local function is_repeat(known, want)
+  return string.find(known, string.sub(want.lease_prefix, 1, TRACE), 1, true) ~= nil
 end
 
 -- Takes one candidate if it is claimable now; true when it stays where it stands.
-local function consider(c, want, offered, id, key, rows, ids)
+local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
   -- A new execution without a time limit has nothing that could be unreadable here.
   if rec and (rec.state ~= S.NEW or rec.attempt_timeout_ms) then record.check(id, rec) end
@@ -261,7 +265,6 @@ local function consider(c, want, offered, id, key, rows, ids)
   want.suffix = suffix(#rows)
   claiming.take(c, id, rec, mode, want)
   rows[#rows + 1] = claiming.row(c, id, rec, mode)
-  ids[#ids + 1] = id
   return false
 end
 
@@ -271,38 +274,21 @@ local function stays(...)
   return not ok or answer
 end
 
--- Lost executions share one index whatever they require, so those of other workers may stand
--- in front. Goes on behind the `passed` ones that stay.
-local function look_further(c, want, offered, passed, rows, ids)
-  local key = K.lane(c.tag, want.lane, 'reclaimable')
-  for _ = 1, MAX_LOST_PAGES do
-    c:flush()
-    local page = {}
-    if #rows == want.max or append(page, key, want.max + LOOK_AHEAD, passed) == nil then return end
-    for _, candidate in ipairs(page) do
-      if #rows == want.max then return end
-      if stays(c, want, offered, candidate.id, key, rows, ids) then passed = passed + 1 end
-    end
-  end
-end
-
--- Considers the best candidates. Returns how many were looked at, how many lost ones stay, how
--- many others stay in indexes seen whole, and the indexes that may hold more.
-local function look(c, want, offered, limit, rows, ids)
+-- Considers the best candidates, `limit` of each index. Returns how many claimable ones stay in
+-- indexes seen whole, the indexes that may hold more, and how many in each nobody can take now.
+local function look(c, want, offered, limit, rows)
   local best, stand_in, crowded = candidates(c, want, offered, limit)
-  local eligible, lost = K.eligible(c.tag, want.lane), K.lane(c.tag, want.lane, 'reclaimable')
-  local looked, passed, left = 0, 0, 0
+  local eligible = K.eligible(c.tag, want.lane)
+  local left, stuck = 0, {}
   for i = 1, #best do
-    local id = best[i]
-    local key, stay = stand_in[i] or eligible, true
-    if #rows < want.max then
-      looked = looked + 1
-      stay = stays(c, want, offered, id, key, rows, ids)
-      if stay and key == lost then passed = passed + 1 end
+    local key = stand_in[i] or eligible
+    if #rows == want.max then
+      if not crowded[key] then left = left + 1 end
+    elseif stays(c, want, offered, best[i], key, rows) then
+      stuck[key] = (stuck[key] or 0) + 1
     end
-    if stay and not crowded[key] then left = left + 1 end
   end
-  return looked, passed, left, crowded
+  return left, crowded, stuck
 end
 
 -- Claims up to want.max executions of a lane. A repeat of the same request gives
@@ -311,28 +297,22 @@ function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
   local known = server.call('GET', memo) or ''
-  local before = known ~= '' and earlier_claims(known, want)
-  if before then return replayed(c, want, before), claiming.remaining(c, want.lane, offered) end
+  if known ~= '' and is_repeat(known, want) then
+    return replayed(c, want), claiming.remaining(c, want.lane, offered)
+  end
   want.plain = is_plain(c, want.lane)
   local state = c:lane(want.lane).state
   if state == 'paused' or state == 'disabled' then return {}, 0 end
-  local rows, ids = {}, {}
-  local looked, passed, left, crowded = look(c, want, offered, want.max, rows, ids)
-  if looked > #rows and #rows < want.max then
-    -- Some were not for this worker, or should not have stood there: look behind them.
+  local rows, limit = {}, want.max
+  local left, crowded, stuck = look(c, want, offered, limit, rows)
+  while #rows < want.max and next(crowded) and limit < MAX_LOOKED do
     c:flush()
-    looked, passed, left, crowded =
-      look(c, want, offered, looked + want.max + LOOK_AHEAD, rows, ids)
+    limit = math.max(limit + 1, math.min(2 * limit + LOOK_AHEAD, MAX_LOOKED))
+    left, crowded, stuck = look(c, want, offered, limit, rows)
   end
-  local far = passed >= LOOK_AHEAD
-  if far then look_further(c, want, offered, passed, rows, ids) end
   c:flush()
-  if #ids > 0 then note_request(memo, want, ids, known) end
-  if far then
-    left = claiming.remaining(c, want.lane, offered)
-  else
-    for key in pairs(crowded) do left = left + server.call('ZCARD', key) end
-  end
+  if #rows > 0 then note_request(memo, want, known) end
+  for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
   -- Who goes on from a completion was awake before: others were woken then.
   if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
   return rows, left
