@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
 from flowfabric.core.contracts.leases import Fence
 from flowfabric.core.errors import EngineError
@@ -68,6 +69,35 @@ async def test_decision(
     assert info.failure_reason == "reason"
     assert info.failure_category == (category or None)
     assert info.retry_count == (1 if retried else 0)
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *("{", "[]", '"x"', "7", '{"retry_policy": "x"}', '{"retry_policy": null}'),
+        '{"retry_policy": {"max_retries": "abc"}}',
+        '{"retry_policy": {"backoff": {"type": "fixed"}}}',
+        '{"retry_policy": {"backoff": {"type": "fixed", "delay_ms": "soon"}}}',
+        '{"retry_policy": {"backoff": {"multiplier": []}}}',
+        '{"retry_policy": {"backoff": "x"}}',
+        '{"retry_policy": {"retryable_categories": "x"}}',
+    ],
+)
+async def test_a_policy_that_cannot_be_read_allows_no_retry(engine: Engine, stored: str) -> None:
+    handle = await engine.running(policy=policy())
+    key = keys.policy(handle.execution_id.tag, handle.execution_id)
+    await engine.backend.transport.call("SET", key, stored)
+    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
+
+
+@pytest.mark.corrupts
+async def test_null_is_absent_in_a_stored_policy(engine: Engine) -> None:
+    handle = await engine.running(policy=policy())
+    key = keys.policy(handle.execution_id.tag, handle.execution_id)
+    stored = '{"retry_policy": {"max_retries": null, "backoff": {"multiplier": null}}}'
+    await engine.backend.transport.call("SET", key, stored)
+    assert isinstance(await engine.backend.fail(handle, "x", "transient"), RetryScheduled)
 
 
 async def test_retries_run_out(engine: Engine) -> None:

@@ -262,6 +262,26 @@ async def test_the_same_request_is_carried_out_once(engine: Engine) -> None:
     assert (await engine.backend.read_execution_info(execution_id)).replay_count == 2
 
 
+async def test_a_repeat_that_was_overtaken_has_no_effect(engine: Engine) -> None:
+    """Its reply was lost, and others acted before it was sent again."""
+    execution_id = await engine.create()
+
+    async def request(function: str, *args: Any) -> list[Any]:
+        return await engine.backend.fcall(function, execution_id.tag, (execution_id, *args), op="t")
+
+    first = await request("ff_change_priority", 5, "a")
+    await request("ff_change_priority", 9, "b")
+    assert await request("ff_change_priority", 5, "a") == first
+    assert (await engine.backend.read_execution_info(execution_id)).priority == 9
+    for name in ("c", "d"):
+        await engine.backend.cancel_execution(execution_id)
+        await request("ff_replay", "", "", "", "0", name)
+    await engine.backend.cancel_execution(execution_id)
+    await request("ff_replay", "", "", "", "0", "c")
+    info = await engine.backend.read_execution_info(execution_id)
+    assert (info.replay_count, info.public_state.value) == (2, "cancelled")
+
+
 async def test_another_request_is_refused_while_it_runs(engine: Engine) -> None:
     execution_id = await engine.create()
     await engine.backend.cancel_execution(execution_id)

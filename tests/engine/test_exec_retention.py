@@ -173,6 +173,20 @@ async def test_a_long_purge_goes_on_in_pieces(engine: Engine) -> None:
     assert await engine.backend.purge(execution_id.tag) == 0
 
 
+async def test_an_id_used_again_finds_nothing_of_its_former_life(engine: Engine) -> None:
+    execution_id = await _with_attempts(engine, 1101)
+    await engine.advance(DAY)
+    assert await trim(engine, execution_id) == "purging"
+    await engine.create(execution_id=execution_id)
+    assert await engine.backend.purge(execution_id.tag) == 0
+    handle = (await engine.claim()).handle
+    await engine.backend.complete(handle, b"new")
+    # A repeat is recognised by the attempt it ended.
+    await engine.backend.complete(handle, b"new")
+    (attempt,) = await engine.backend.read_attempts(execution_id)
+    assert (attempt.attempt_state, attempt.failure_reason) == ("ended_success", None)
+
+
 async def test_a_long_backlog_is_worked_off(engine: Engine) -> None:
     """A hash of many fields is scanned by buckets, and the first ones are empty after a while."""
     tag = engine.new_id().tag

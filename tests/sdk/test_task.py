@@ -21,8 +21,9 @@ from flowfabric.core.errors import (
     TransportError,
     ValidationError,
 )
+from flowfabric.core.state import ExpireReason
 from flowfabric.engine.calls import Limits
-from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.task import ClaimedTask, verify
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.sdk.support import info, state, submit, until
@@ -263,6 +264,24 @@ async def test_possibly_succeeded_but_it_did_not(
     await engine.backend.complete(other.handle)
     assert await error.verify() == "superseded"
     task.finish("test")
+
+
+async def test_another_end_is_not_taken_for_ours(engine: Engine) -> None:
+    """The attempt ended as the call wanted, but by another lease, or by a scanner."""
+    backend = engine.backend
+    first = await engine.running()
+    await backend.delay(first, 1)
+    second = (await engine.claim(instance="w-2")).handle
+    await backend.complete(second)
+    assert await verify(backend, first, "complete") == "superseded"
+    assert await verify(backend, second, "complete") == "succeeded"
+    timeout = {"timeout_policy": {"attempt_timeout_ms": 10}}
+    retry = {"retry_policy": {"max_retries": 1, "retry_on_timeout": True}}
+    late = await engine.running(policy=timeout | retry)
+    await engine.advance(10)
+    tag, ids = late.execution_id.tag, [late.execution_id]
+    await backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
+    assert await verify(backend, late, "fail") == "superseded"
 
 
 async def lost_call(proxy: FaultProxy, task: ClaimedTask, op: str) -> PossiblySucceeded:

@@ -43,8 +43,7 @@ _FAILED = frozenset({AttemptRecordState.ENDED_FAILURE, AttemptRecordState.INTERR
 _is_uuid = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}").fullmatch
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
-    *("paused", "ended_by", "priority_request", "replay_request", "run_from"),
-    *("between_attempts", "operator_requests"),
+    *("paused", "ended_by", "run_from", "between_attempts", "operator_requests"),
 )
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
 
@@ -346,6 +345,7 @@ class Record:
             suspension_id=self._pause() or None,
             failure_reason=failure[0],
             failure_category=failure[1],
+            ended_by=self._fields.get("ended_by") if ended else None,
             retry_reason=self._fields.get("retry_reason"),
             replay_reason=self._fields.get("replay_reason"),
             replay_requested_by=self._fields.get("replay_requested_by"),

@@ -408,7 +408,9 @@ async def verify(backend: Backend, handle: Handle, op: str) -> Verdict:
         return "unknown"
     own = attempts[index]
     if op in _ENDED_BY:
-        if own.attempt_state == _ENDED_BY[op]:
+        # Another lease of the same attempt, or a scanner, may have ended it.
+        ended = own.attempt_state == _ENDED_BY[op] and own.lease_epoch == handle.lease_epoch
+        if ended and (op != "fail" or own.ended_by == "fail"):
             return "succeeded"
     elif own.lease_epoch > handle.lease_epoch or own.attempt_state == "suspended":
         # Only a pause lets the same attempt go on under another lease.

@@ -251,6 +251,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     suspension_id: str | None = None
     failure_reason: str | None = None
     failure_category: str | None = None
+    ended_by: str | None = None
+    """`fail`, `expire`, `reclaim_cap` or `suspension_timeout`, where one of these ended it."""
     retry_reason: str | None = None
     replay_reason: str | None = None
     replay_requested_by: str | None = None

@@ -118,14 +118,16 @@ local function existing(c, id, lane, namespace, idem)
     local stored = server.call('GET', K.idem(c.tag, namespace, idem))
     if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
   end
-  if lane ~= c.lane_id then
-    -- Mostly neither is there: one command tells both.
-    if server.call('EXISTS', K.core(c.tag, id), K.lane(c.tag, lane, 'config')) == 0 then
-      c:is_ordinary(lane)
-      return nil
-    end
+  -- Mostly none of these is there: one command tells.
+  local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
+  if lane == c.lane_id then
+    if server.call('EXISTS', core, backlog) == 0 then return nil end
+  elseif server.call('EXISTS', core, backlog, K.lane(c.tag, lane, 'config')) == 0 then
+    c:is_ordinary(lane)
+    return nil
   end
-  if server.call('EXISTS', K.core(c.tag, id)) == 1 then return id end
+  if server.call('EXISTS', core) == 1 then return id end
+  purging.finish(c, id)
 end
 
 -- Adds to a record what its options and its policy ask for, and returns the fields to store.

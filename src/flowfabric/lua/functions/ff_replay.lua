@@ -31,7 +31,7 @@ reply.register_function('ff_replay', function(keys, args)
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   -- Asked first: the new run may have ended before the repeat arrived.
-  if rec.replay_request == args[6] then return reply.ok('waiting') end
+  if operator.answered(rec, args[6]) then return reply.ok('waiting') end
   if S.phase(rec.state) ~= 't' then return reply.err('execution_not_terminal') end
   local policy = stored_policy(c, id)
   if not policy then return reply.err('corruption', id .. ': policy: is not a JSON object') end
@@ -61,8 +61,9 @@ reply.register_function('ff_replay', function(keys, args)
   rec.state = S.eligible('p')
   local update = {
     'HSET', K.core(c.tag, id), 'state', rec.state, 'replay_count', count + 1,
-    'last_transition_at', c.now, 'replay_request', args[6],
+    'last_transition_at', c.now,
   }
+  operator.remember(c, id, rec, args[6], 'waiting')
   local function set(name, value)
     update[#update + 1] = name
     update[#update + 1] = value

@@ -3,12 +3,32 @@ local retry = {}
 
 local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
 
+local BACKOFF_NUMBERS = { 'delay_ms', 'initial_delay_ms', 'multiplier', 'max_delay_ms' }
+
+-- A part of a policy, if it is there; one of another type makes the policy unreadable.
+local function part(holder, name, wanted)
+  if holder[name] == cjson.null then holder[name] = nil end
+  assert(holder[name] == nil or type(holder[name]) == wanted)
+  return holder[name]
+end
+
+local function read(text)
+  local policy = part(cjson.decode(text), 'retry_policy', 'table')
+  if not policy then return nil end
+  part(policy, 'max_retries', 'number')
+  part(policy, 'retryable_categories', 'table')
+  local backoff = part(policy, 'backoff', 'table') or {}
+  for _, name in ipairs(BACKOFF_NUMBERS) do part(backoff, name, 'number') end
+  assert(backoff.type ~= 'fixed' or backoff.delay_ms)
+  return policy
+end
+
+-- Without a policy that can be read, a failure is the last one.
 function retry.policy(c, id)
   local text = server.call('GET', K.policy(c.tag, id))
   if not text then return nil end
-  local ok, policy = pcall(cjson.decode, text)
-  if not ok or type(policy) ~= 'table' then return nil end
-  return policy.retry_policy
+  local ok, policy = pcall(read, text)
+  return ok and policy or nil
 end
 
 local function lists(categories, wanted)

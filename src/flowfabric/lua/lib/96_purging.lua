@@ -71,3 +71,12 @@ function purging.step(c, id, left)
   if room > 0 and attempts == 0 then return nil end
   return string.format('%d', attempts) .. (output and 's' or '')
 end
+
+-- All that a trimmed execution has left: a new one of the same id must not find any of it.
+function purging.finish(c, id)
+  local backlog = K.index(c.tag, 'purge_backlog')
+  local left = server.call('HGET', backlog, id)
+  if not left then return end
+  while left do left = purging.step(c, id, left) end
+  server.call('HDEL', backlog, id)
+end
