@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -39,35 +40,44 @@ async def killing_workers(
     books = Books(backend)
     following = asyncio.create_task(books.follow())
     fleet = Fleet(server.url, workers)
+    enough = asyncio.Event()
+    killing = asyncio.create_task(kill_often(fleet, rng, enough))
     try:
-        half = await fill(backend, rng, count // 2)
+        ids = await fill(backend, rng, count // 2)
         await until(lambda: sum(books.completions.values()) > 0, "a fleet at work", 30)
-        killing = asyncio.create_task(kill_often(fleet, rng))
-        ids = half + await fill(backend, rng, count - count // 2)
+        ids += await fill(backend, rng, count - count // 2)
+        # However fast the fleet is, it has work while it is killed.
+        while fleet.kills < 3:
+            ids += await fill(backend, rng, 50)
         deadline = time.monotonic() + seconds
         await until(
-            lambda: sum(books.completions.values()) >= count or time.monotonic() > deadline,
+            lambda: sum(books.completions.values()) >= len(ids) or time.monotonic() > deadline,
             "most of the work",
             seconds + 30,
         )
-        killing.cancel()
+        enough.set()
+        await killing
         await finished(backend, ids, 60)
     finally:
+        enough.set()
+        await asyncio.wait([killing])
         codes = fleet.stop()
         following.cancel()
         await asyncio.wait([following])
-    print(f"{count} executions, {fleet.kills} workers killed")  # noqa: T201
-    assert fleet.kills >= 3
+    print(f"{len(ids)} executions, {fleet.kills} workers killed")  # noqa: T201
     # The last ones were asked to stop, and did; one may have been too young to listen.
     assert set(codes) <= {0, -signal.SIGTERM}
     await audit(backend, ids, books)
     assert any(len(set(attempts)) > 1 for attempts in books.attempts.values())
 
 
-async def kill_often(fleet: Fleet, rng: random.Random) -> None:
-    while True:
-        await asyncio.sleep(rng.uniform(0.2, 0.9))
-        await asyncio.to_thread(fleet.kill_one, rng)
+async def kill_often(fleet: Fleet, rng: random.Random, enough: asyncio.Event) -> None:
+    while not enough.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.uniform(0.2, 0.9)):
+                await enough.wait()
+        if not enough.is_set():
+            await asyncio.to_thread(fleet.kill_one, rng)
 
 
 async def killing_the_server(

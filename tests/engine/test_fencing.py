@@ -11,11 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from flowfabric.core import keys
+from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.executions import Completion, Holder
+from flowfabric.engine.scheduling import Want
 from tests.engine.probes import event_types, mark, placed, reclaim, refused, running, untouched
 from tests.support.engine import TTL, Engine
 
@@ -33,6 +36,16 @@ async def _only(outcomes: Awaitable[Sequence[object]]) -> object:
     return outcome
 
 
+async def _completed_and_claimed(backend: Backend, handle: Handle) -> Sequence[object]:
+    elsewhere = Want.of("elsewhere", "w", "w-1")
+    items = [Completion(handle, b"zombie")]
+    outcomes, claimed = await backend.complete_and_claim(
+        handle.execution_id.tag, items, elsewhere, 1
+    )
+    assert not claimed.claims
+    return outcomes
+
+
 Verb = Callable[[Backend, Handle], Awaitable[object]]
 
 VERBS: dict[str, Verb] = {
@@ -45,8 +58,24 @@ VERBS: dict[str, Verb] = {
     "progress": lambda b, h: b.progress(h, 99, "zombie"),
     "renew": lambda b, h: b.renew(h),
     "renew_many": lambda b, h: _only(b.renew_many([h])),
+    "complete_and_claim": lambda b, h: _only(_completed_and_claimed(b, h)),
+    "suspend": lambda b, h: b.suspend(h, condition=Single("go")),
+    "create_waitpoint": lambda b, h: b.create_waitpoint(h, "go", 1000),
+    "append_frame": lambda b, h: b.append_frame(h, Frame(payload=b"zombie")),
 }
-MARKS_EXPIRY = set(VERBS) - {"cancel", "progress"}
+MARKS_EXPIRY = set(VERBS) - {"cancel", "progress", "create_waitpoint", "append_frame"}
+# An append has words of its own for a lost lease, and for an attempt that ended (06).
+APPEND_CODES = {
+    "stale_lease": "stale_owner_cannot_append",
+    "lease_expired": "stale_owner_cannot_append",
+    "lease_revoked": "stale_owner_cannot_append",
+    "execution_not_active": "stream_closed",
+    "execution_not_found": "stream_closed",
+}
+
+
+def refusal_of(verb: str, code: str) -> str:
+    return APPEND_CODES[code] if verb == "append_frame" else code
 
 
 # --- situations ---------------------------------------------------------------------------
@@ -197,6 +226,7 @@ async def trimmed(engine: Engine) -> Handle:
 
 
 Situation = Callable[[Engine], Awaitable[Handle]]
+COMPLETES = {"complete", "complete_many", "complete_and_claim"}
 
 # Situation, the code every verb is refused with, and the verbs that get their first answer again
 # because the situation is what they themselves brought about (02 §15).
@@ -211,7 +241,7 @@ MATRIX: list[tuple[Situation, str, set[str]]] = [
     (revoked, "lease_revoked", set()),
     (revoked_and_reclaimed, "stale_lease", set()),
     (cancelled_by_operator, "execution_not_active", {"cancel"}),
-    (completed, "execution_not_active", {"complete", "complete_many"}),
+    (completed, "execution_not_active", COMPLETES),
     (failed_with_retry, "execution_not_active", {"fail"}),
     (failed_and_reclaimed, "stale_lease", {"fail"}),
     (failed_for_good, "execution_not_active", {"fail"}),
@@ -220,8 +250,8 @@ MATRIX: list[tuple[Situation, str, set[str]]] = [
     (given_back_cancelled_and_replayed, "execution_not_active", {"delay", "cancel"}),
     (waiting_for_children, "execution_not_active", {"wait_children"}),
     (capped, "execution_not_active", set()),
-    (replayed, "execution_not_active", {"complete", "complete_many"}),
-    (replayed_and_claimed, "stale_lease", {"complete", "complete_many"}),
+    (replayed, "execution_not_active", COMPLETES),
+    (replayed_and_claimed, "stale_lease", COMPLETES),
     (trimmed, "execution_not_found", set()),
 ]
 
@@ -234,7 +264,7 @@ async def test_matrix(
     engine: Engine, situation: Situation, code: str, repeats: set[str], verb: str
 ) -> None:
     handle = await situation(engine)
-    call = VERBS[verb]
+    call, code = VERBS[verb], refusal_of(verb, code)
     unmarked = situation in (lapsed_unmarked, reclaimed_and_lapsed_again)
     if unmarked and verb in MARKS_EXPIRY:
         await refused(code, call(engine.backend, handle))
@@ -446,6 +476,6 @@ async def test_epochs_order_all_owners(engine: Engine) -> None:
     assert [owner.lease_epoch for owner in owners] == list(range(1, 8))
     async with untouched(engine):
         for zombie in owners[:-1]:
-            for verb in VERBS.values():
-                await refused("stale_lease", verb(engine.backend, zombie))
+            for name, verb in VERBS.items():
+                await refused(refusal_of(name, "stale_lease"), verb(engine.backend, zombie))
     await engine.backend.complete(owners[-1])

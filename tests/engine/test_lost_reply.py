@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Granted
 from flowfabric.core.ids import ExecutionId
@@ -23,6 +24,7 @@ from tests.engine.exec_support import POLICY, block, freeze
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
+from tests.support.suspension import SECRET
 
 Setup = Callable[[Engine], Awaitable[Any]]
 Call = Callable[[Backend, Any], Awaitable[Any]]
@@ -91,6 +93,39 @@ async def blocked(engine: Engine) -> Any:
     handle = await running(engine)
     await block(engine, handle.execution_id)
     return handle
+
+
+async def misplaced(engine: Engine) -> ExecutionId:
+    execution_id = await waiting(engine)
+    eligible = keys.eligible(execution_id.tag, LANE)
+    await engine.backend.transport.call("ZREM", eligible, execution_id)
+    return execution_id
+
+
+async def owing(engine: Engine) -> ExecutionId:
+    """A purge that is not finished."""
+    backlog = keys.index(fixed(1).tag, "purge_backlog")
+    for n in (0, 1):
+        await engine.backend.transport.call("SET", keys.attempt(fixed(1).tag, fixed(1), n), "x")
+    await engine.backend.transport.call("HSET", backlog, fixed(1), 2)
+    return fixed(1)
+
+
+async def with_waitpoint(engine: Engine) -> tuple[ExecutionId, str]:
+    await engine.backend.seed_at_boot(SECRET)
+    handle = await running(engine)
+    pending = await engine.backend.create_waitpoint(handle, "go", 1000)
+    return handle.execution_id, pending.waitpoint_id
+
+
+async def with_waitpoint_due(engine: Engine) -> tuple[ExecutionId, str]:
+    wait = await with_waitpoint(engine)
+    await freeze(engine, EPOCH + 1000)
+    return wait
+
+
+async def known_worker(engine: Engine) -> None:
+    await engine.backend.register_worker(**WORKER, lanes=[LANE])
 
 
 async def ended(engine: Engine) -> ExecutionId:
@@ -310,11 +345,65 @@ CASES: dict[str, Case] = {
         lambda backend, eid: backend.trim_retention(eid.tag, LANE, [eid]),
         no_answer,
     ),
+    "set_lane": Case(
+        "ff_set_lane", waiting, lambda backend, _: backend.set_lane_state(LANE, "paused", "why")
+    ),
+    "ring_waiting": Case(
+        "ff_ring_waiting", waiting, lambda backend, eid: backend.ring_waiting([eid.tag], [LANE])
+    ),
+    "reconcile": Case(
+        "ff_reconcile",
+        misplaced,
+        lambda backend, eid: backend.reconcile_execution_index(eid.tag, [eid]),
+        no_answer,
+    ),
+    "purge": Case("ff_purge", owing, lambda backend, eid: backend.purge(eid.tag), no_answer),
+    "seed_secret": Case(
+        "ff_seed_secret",
+        nothing,
+        lambda backend, _: backend.seed_waitpoint_hmac_secret("k1", SECRET),
+        no_answer,
+    ),
+    "close_waitpoint": Case(
+        "ff_close_waitpoint",
+        with_waitpoint,
+        lambda backend, wait: backend.close_waitpoint(*wait),
+        no_answer,
+    ),
+    "expire_waitpoint": Case(
+        "ff_expire_waitpoint",
+        with_waitpoint_due,
+        lambda backend, wait: backend.expire_waitpoints(wait[0].tag, [wait[1]]),
+        no_answer,
+    ),
+    "waitpoint_token": Case(
+        "ff_waitpoint_token",
+        with_waitpoint,
+        lambda backend, wait: backend.read_waitpoint_token(*wait),
+        lambda token: token is not None,
+    ),
+    "worker_register": Case(
+        "ff_worker_register",
+        nothing,
+        lambda backend, _: backend.register_worker(**WORKER, lanes=[LANE], only_if_absent=True),
+        no_answer,
+    ),
+    "worker_heartbeat": Case(
+        "ff_worker_heartbeat", known_worker, lambda backend, _: backend.heartbeat_worker("w-1")
+    ),
+    "worker_dead": Case(
+        "ff_worker_dead",
+        known_worker,
+        lambda backend, _: backend.mark_worker_dead("w-1"),
+        no_answer,
+    ),
 }
 
 # Minted ids, also as the prefix a claim derives its own from; the fixed ones stay.
 _MINTED = re.compile(
     r"(?!00000000-0000)[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{8}(?:[0-9a-f]{4})?"
+    # The token of a minted waitpoint.
+    r"|k1:[0-9a-f]{40}"
 )
 _ENTRY = re.compile(r"\d{13}-\d+")
 # What a worker's memo keeps of the requests it made.
@@ -363,3 +452,25 @@ async def test_exactly_once(engine: Engine, valkey: TestServer, name: str) -> No
         assert proxy.dropped == 1
     assert disturbed[0] == undisturbed[0]
     assert disturbed[1] == undisturbed[1]
+
+
+# Their repeats have tests of their own.
+ELSEWHERE = {
+    *("ff_append", "ff_create_waitpoint", "ff_expire_suspension", "ff_resume", "ff_rotate_secret"),
+    *("ff_signal", "ff_suspend"),
+    # It only notes that somebody follows.
+    "ff_stream_read",
+}
+
+
+async def test_no_function_that_writes_is_left_out(engine: Engine) -> None:
+    listed: Any = await engine.backend.transport.call("FUNCTION", "LIST")
+    writing = {
+        function[b"name"].decode()
+        for function in listed[0][b"functions"]
+        if b"no-writes" not in function[b"flags"]
+    }
+    assert {name for name in writing if not name.startswith("ff_test_")} == {
+        *(case.function for case in CASES.values()),
+        *ELSEWHERE,
+    }
