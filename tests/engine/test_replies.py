@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
@@ -263,6 +264,16 @@ async def test_an_odd_claim(garbled: Engine, field: str, odd: str) -> None:
     with pytest.raises(ReplyError) as caught:
         await garbled.claim_all()
     assert (caught.value.function, caught.value.execution_id) == ("ff_claim_many", execution_id)
+
+
+async def test_an_odd_claim_among_others(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    ids = [await engine.create(payload_encoding="json") for _ in range(3)]
+    core = keys.core(ids[1].tag, ids[1])
+    await engine.backend.transport.call("HSET", core, "payload_encoding", b"\xff")
+    claims = await engine.claim_all()
+    assert [claim.execution_id for claim in claims] == [ids[0], ids[2]]
+    (record,) = [r for r in caplog.records if r.__dict__.get("action") == "claim_unreadable"]
+    assert record.__dict__["execution_id"] == ids[1]
 
 
 async def test_an_odd_suspension(garbled: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowfabric.core.errors import (
     CorruptionError,
     EngineError,
     NotFoundError,
+    ReplyError,
     ValidationError,
     invalid_input,
 )
@@ -31,6 +33,8 @@ from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
 from flowfabric.engine.registration import add_names
 
 __all__ = ["LaneSettings", "Scheduling", "Want"]
+
+log = logging.getLogger(__name__)
 
 _FAN_OUT = 16
 _STORE_LANE = """#!lua flags=allow-oom
@@ -92,9 +96,28 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def claims(self, rows: Sequence[Any]) -> list[Claim]:
-        """The claims of a reply."""
+        """The claims of a reply.
+
+        One that cannot be read is left to its lease, and the others are not lost with it.
+        """
         lane, ttl, instance = self.lane_id, self.lease_ttl_ms, self.worker_instance_id
-        return [claim_from_row(row, lane, ttl, instance) for row in rows]
+        try:
+            return [claim_from_row(row, lane, ttl, instance) for row in rows]
+        except ReplyError as error:
+            problem = error
+        claims: list[Claim] = []
+        for row in rows:
+            try:
+                claims.append(claim_from_row(row, lane, ttl, instance))
+            except ReplyError as error:
+                log.error(  # noqa: TRY400 - the error says it all
+                    "a claim cannot be read, its lease will lapse: %s",
+                    error,
+                    extra={"action": "claim_unreadable", "execution_id": error.execution_id},
+                )
+        if not claims:
+            raise problem
+        return claims
 
 
 class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
