@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import AsyncExitStack
 
-from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
@@ -27,6 +27,7 @@ from flowfabric.valkey.transport import Revive, Transport
 __all__ = ["Backend", "limits_from_env"]
 
 
+from flowfabric.valkey.closing import ClosedOnce
 def limits_from_env() -> Limits:
     """Size limits as the environment sets them."""
     value = os.environ.get("FF_MAX_PAYLOAD_BYTES", "1048576")
@@ -38,7 +39,7 @@ def limits_from_env() -> Limits:
 
 
 class Backend(
-    AsyncClosing,
+    ClosedOnce,
     AuditTrail,
     Reads,
     Listing,
@@ -133,9 +134,10 @@ class Backend(
         """One round trip."""
         await self.transport.call("PING", key="", replay_safe=True)
 
-    async def aclose(self) -> None:
+    async def _close(self) -> None:
         """Close every connection; pending calls fail."""
-        for history in list(self.subscribed):
-            await history.aclose()
-        await self.stream_pool.aclose()
-        await self.transport.aclose()
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self.transport.aclose)
+            closing.push_async_callback(self.stream_pool.aclose)
+            for history in list(self.subscribed):
+                closing.push_async_callback(history.aclose)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Self, cast
 
 import msgspec
 
-from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import (
     Cancelled,
     CreateOutcome,
@@ -40,6 +40,7 @@ from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client_signals import ClientSignals
 from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.closing import ClosedOnce
 
 __all__ = [
     "Client",
@@ -111,7 +112,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-class Client(ClientSignals, AsyncClosing):
+class Client(ClientSignals, ClosedOnce):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -124,7 +125,6 @@ class Client(ClientSignals, AsyncClosing):
         self.namespace = namespace
         self._watch = CompletionWatch(backend)
         self._feeds: weakref.WeakSet[LeaseFeed] = weakref.WeakSet()
-        self._closed = False
 
     @classmethod
     async def connect(cls, place: Address | str, namespace: str = "default") -> Self:
@@ -209,7 +209,7 @@ class Client(ClientSignals, AsyncClosing):
                     info, result = await self.backend.read_outcome(execution_id)
                 except TransportError as error:
                     # Once it was seen, an outage of the server does not end the wait.
-                    if not known or not error.retryable or self._closed:
+                    if not known or not error.retryable or self.closed:
                         raise
                     await asyncio.sleep(_RETRY_S)
                     continue
@@ -286,13 +286,13 @@ class Client(ClientSignals, AsyncClosing):
         """New ids for executions of a lane."""
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
 
-    async def aclose(self) -> None:
+    async def _close(self) -> None:
         """Close every connection; who still waits gets an error."""
-        self._closed = True
-        for feed in list(self._feeds):
-            await feed.aclose()
-        await self._watch.aclose()
-        await self.backend.aclose()
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self.backend.aclose)
+            closing.push_async_callback(self._watch.aclose)
+            for feed in list(self._feeds):
+                closing.push_async_callback(feed.aclose)
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:

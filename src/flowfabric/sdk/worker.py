@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Self
 
-from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimGrant,
@@ -37,6 +36,7 @@ from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, warn_dropped
 from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.closing import ClosedOnce
 
 __all__ = ["Connect", "Worker"]
 
@@ -52,7 +52,7 @@ def _opener(place: Address | str) -> Connect:
     return lambda: Backend.connect(address)
 
 
-class Worker(AsyncClosing):
+class Worker(ClosedOnce):
     """Claims tasks and owns the permits. `WorkerRuntime` runs handlers on top of it.
 
     >>> async with await Worker.connect(config, "valkey://127.0.0.1:6379") as worker:
@@ -93,7 +93,6 @@ class Worker(AsyncClosing):
             for lane in config.lanes
         }
         self._heartbeat: asyncio.Task[None] | None = None
-        self._closed = False
 
     @classmethod
     async def connect(cls, config: WorkerConfig, place: Connect | Address | str) -> Self:
@@ -206,7 +205,7 @@ class Worker(AsyncClosing):
     def _take_back(self, held: HeldLease) -> None:
         warn_dropped(held.handle.execution_id)
         self.release(held)
-        if held.alive and not self._closed:
+        if held.alive and not self.closed:
             self._in_background(self.give_back([held.handle]))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -411,23 +410,28 @@ class Worker(AsyncClosing):
 
     # --- ending -----------------------------------------------------------------------------
 
-    async def aclose(self) -> None:
+    async def _close(self) -> None:
         """Give held leases back, deregister, close every connection."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-            await asyncio.wait([self._heartbeat])
+        async with contextlib.AsyncExitStack() as closing:
+            # The last first. Whatever breaks or is cut off, the next step is taken.
+            closing.push_async_callback(self.backend.aclose)
+            closing.push_async_callback(self._deregister)
+            closing.push_async_callback(asyncio.to_thread, self.keeper.stop)
+            closing.push_async_callback(self._discard)
+            if self._heartbeat is not None:
+                self._heartbeat.cancel()
+                await asyncio.wait([self._heartbeat])
+
+    async def _discard(self) -> None:
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
             *(task.discard() for task in tasks if isinstance(task, ClaimedTask)), *self._background
         )
-        await asyncio.to_thread(self.keeper.stop)
+
+    async def _deregister(self) -> None:
         try:
             await self.backend.mark_worker_dead(
                 self.config.worker_instance_id, self.config.namespace, "shutdown"
             )
         except EngineError as error:
             log.debug("worker not deregistered: %s", error)
-        await self.backend.aclose()
