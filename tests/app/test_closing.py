@@ -63,6 +63,24 @@ async def test_a_cancelled_caller_is_just_cancelled(mute: Mute, socket: Path) ->
             await client
 
 
+async def test_a_worker_cancelled_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    """No server, so it dials until somebody stops it: after a few steps, or after many."""
+    app = ff.Fabric(f"unix://{tmp_path}/none.sock")
+
+    @app.task()
+    async def greet() -> None: ...
+
+    before = asyncio.all_tasks()
+    for turns in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 1000):
+        entering = asyncio.create_task(app.worker().__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        entering.cancel()
+        await asyncio.wait([entering])
+        assert entering.cancelled()
+        assert asyncio.all_tasks() == before, turns
+
+
 async def test_closing_the_blocking_face_ends_a_connection_that_is_being_made(
     mute: Mute, socket: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

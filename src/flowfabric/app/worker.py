@@ -84,9 +84,9 @@ class AppWorker:
                 return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
         finally:
             self._runtime, self._stop_asked = None, False
-            await worker.aclose()
             self._threads.close()
             self._threads = HandlerThreads()
+            await worker.aclose()
 
     def stop(self) -> None:
         """End a run: no new claims, running handlers may finish."""
@@ -163,14 +163,22 @@ class AppWorker:
 
     async def __aenter__(self) -> Self:
         started = asyncio.Event()
-        self._background = asyncio.create_task(
+        self._background = background = asyncio.create_task(
             self.run(signals=False, ready=started.set, grace_s=5.0)
         )
         waiting = asyncio.create_task(started.wait())
-        await asyncio.wait([waiting, self._background], return_when=asyncio.FIRST_COMPLETED)
-        if not started.is_set():
+        try:
+            await asyncio.wait([waiting, background], return_when=asyncio.FIRST_COMPLETED)
+            if not started.is_set():
+                await background
+        except BaseException:
+            # Nobody will leave a block that was never entered.
+            self._background = None
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
+            raise
+        finally:
             waiting.cancel()
-            await self._background
         return self
 
     async def __aexit__(
