@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -11,11 +12,17 @@ from typing import Any, TypeVar
 
 from flowfabric.valkey.transport import forget_on_fork, leave_behind
 
-__all__ = ["Portal", "iterate"]
+__all__ = ["Portal", "PortalClosed", "iterate", "take"]
 
 T = TypeVar("T")
 
 _JOIN_S = 5.0
+_LAST_S = 3.0
+"""How long `last` may take; what is left of `_JOIN_S` is for cancelling the calls."""
+
+
+class PortalClosed(RuntimeError):
+    """The portal takes no more calls."""
 
 
 class Portal:
@@ -33,15 +40,18 @@ class Portal:
         self._closed = False
         self.generation = 0
         forget_on_fork(self)
-        # Only a weak reference: a forgotten portal must not live until the end.
-        atexit.register(_close, weakref.ref(self))
+        _open.add(self)
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the coroutine that `make` gives on the private loop and wait for its result."""
-        loop = self._running()
-        if threading.current_thread() is self._thread:
-            raise RuntimeError("a blocking call from inside its own event loop would never return")
-        future = asyncio.run_coroutine_threadsafe(make(), loop)
+        # In one step: after the loop has wound up, nothing handed to it would ever run.
+        with self._lock:
+            loop = self._running()
+            if threading.current_thread() is self._thread:
+                raise RuntimeError(
+                    "a blocking call from inside its own event loop would never return"
+                )
+            future = asyncio.run_coroutine_threadsafe(make(), loop)
         try:
             return future.result()
         except BaseException:
@@ -50,19 +60,23 @@ class Portal:
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("this client is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=self._name, daemon=True
-                )
-                self._thread.start()
-            return self._loop
+        """The loop, started with the first call; asked for under the lock."""
+        if self._closed:
+            raise PortalClosed("this client is closed")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, name=self._name, daemon=True
+            )
+            self._thread.start()
+        return self._loop
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, cancel whatever is left, end the thread. Calls still waiting fail."""
+        """Run `last`, cancel whatever is left, end the thread. Calls still waiting fail.
+
+        What `last` raises is raised when all that is done.
+        """
+        _open.discard(self)
         with self._lock:
             self._closed = True
             loop, self._loop = self._loop, None
@@ -74,10 +88,11 @@ class Portal:
             ended.result(_JOIN_S)
         except TimeoutError:
             ended.cancel()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(_JOIN_S)
-        if not thread.is_alive():
-            loop.close()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(_JOIN_S)
+            if not thread.is_alive():
+                loop.close()
 
     def forget(self) -> None:
         """In a forked child: the thread is gone and the loop is the parent's."""
@@ -87,10 +102,14 @@ class Portal:
         self.generation += 1
 
 
-def iterate(
+# Weak: a forgotten portal must not live until the end.
+_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+
+
+def take(
     source: AsyncIterator[T], call: Callable[[Callable[[], Coroutine[Any, Any, list[T]]]], list[T]]
-) -> Iterator[T]:
-    """A plain iterator over what an async one gives; `call` runs coroutines on its loop."""
+) -> list[T]:
+    """What an async iterator gives next, empty at its end; `call` runs coroutines on its loop."""
 
     async def next_one() -> list[T]:
         try:
@@ -98,21 +117,32 @@ def iterate(
         except StopAsyncIteration:
             return []
 
-    while one := call(next_one):
+    return call(next_one)
+
+
+def iterate(
+    source: AsyncIterator[T], call: Callable[[Callable[[], Coroutine[Any, Any, list[T]]]], list[T]]
+) -> Iterator[T]:
+    """A plain iterator over what an async one gives."""
+    while one := take(source, call):
         yield one[0]
 
 
-def _close(portal: weakref.ref[Portal]) -> None:
-    alive = portal()
-    if alive is not None:
-        alive.close()
+@atexit.register
+def _close_all() -> None:
+    with contextlib.ExitStack() as closing:
+        for portal in list(_open):
+            closing.callback(portal.close)
 
 
 async def _wind_up(last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-    if last is not None:
-        await last()
-    current = asyncio.current_task()
-    tasks = [task for task in asyncio.all_tasks() if task is not current]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    try:
+        if last is not None:
+            async with asyncio.timeout(_LAST_S):
+                await last()
+    finally:
+        current = asyncio.current_task()
+        tasks = [task for task in asyncio.all_tasks() if task is not current]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -53,7 +53,11 @@ class SyncClient:
         self._portal = Portal("ff-sync-client")
         self._client: Client | None = None
         self._generation = -1
-        self._portal.call(self._ready)
+        try:
+            self._portal.call(self._ready)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def connect(cls, place: Address | str, namespace: str = "default") -> Self:
