@@ -7,6 +7,7 @@ is sent once: only a caller that says `replay_safe` has it repeated after a lost
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import weakref
@@ -39,6 +40,8 @@ __all__ = [
     "Transport",
     "dial",
 ]
+
+log = logging.getLogger(__name__)
 
 FIRST_BACKOFF: Final = 0.020
 LAST_BACKOFF: Final = 1.0
@@ -146,6 +149,8 @@ class Link:
         self._pause = 0.0
         self._up_at = 0.0
         self._wrong_server = False
+        # Whether this outage was logged.
+        self._told = False
         # Owned by callers, ended here only when the address leads to another server.
         self._dedicated: set[Connection] = set()
         # Replaced while they still owed replies; they close by themselves.
@@ -270,8 +275,7 @@ class Link:
                     self._take(conn)
             except TransportError as error:
                 self._error = error
-                if self._revive is not None:
-                    await asyncio.to_thread(self._revive)
+                await self._try_to_revive()
             if self._error is None or not self._error.safe_to_repeat:
                 error, self._error, self._attempt = self._error, None, None
                 attempt.set_result(error)
@@ -279,8 +283,18 @@ class Link:
             self._attempt = asyncio.get_running_loop().create_future()
             attempt.set_result(self._error)
 
+    async def _try_to_revive(self) -> None:
+        if self._revive is None:
+            return
+        try:
+            await asyncio.to_thread(self._revive)
+        except Exception as error:  # noqa: BLE001 - whatever it is, dialling goes on
+            if not self._told:
+                log.warning("server not revived: %s", error, extra={"action": "revive_failed"})
+            self._told = True
+
     def _take(self, conn: Connection) -> None:
-        old, self.conn = self.conn, conn
+        old, self.conn, self._told = self.conn, conn, False
         self._up_at = conn.loop.time()
         if old is not None:
             self._replaced.add(old)

@@ -105,6 +105,30 @@ async def test_it_reconnects_by_itself_without_a_call(far: Client, proxy: FaultP
     assert proxy.accepted == 2
 
 
+async def test_whoever_fails_to_revive_the_server_does_not_stop_the_dialling(
+    keep: Keeper, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries: list[int] = []
+
+    def revive() -> None:
+        tries.append(1)
+        raise OSError("no room")
+
+    far = keep(Client(parse_url(proxy.url), revive=revive))
+    for outage in (1, 2):
+        proxy.down()
+        await until(lambda: far._link.conn is None)
+        tries.clear()
+        call = asyncio.ensure_future(far.call("ECHO", "back", timeout=30))
+        async with asyncio.timeout(20):
+            await until(lambda: len(tries) > 2)
+        proxy.up()
+        assert await call == b"back"
+        # Once per outage, not once per try.
+        told = [record.getMessage() for record in caplog.records]
+        assert told == ["server not revived: no room"] * outage
+
+
 async def test_kill_9_and_restart(keep: Keeper) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always", port=free_port())
     try:
