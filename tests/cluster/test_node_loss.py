@@ -44,6 +44,34 @@ async def test_a_killed_primary_takes_the_cluster_down_and_back(
     await cluster.agree(3)
 
 
+async def test_a_reshard_target_that_left_is_dialled_no_more() -> None:
+    """Its slot never arrived, so no map ever had it; the calls under ASK have dialled it."""
+    cluster = TestCluster()
+    client = ClusterClient(parse_url(cluster.url))
+    try:
+        await cluster.form()
+        await client.wait_ready()
+        target = cluster.add()
+        await cluster.introduce(target)
+        await cluster.agree(4)
+        slot = slot_of("{asked}")
+        home = cluster.owner(slot)
+        await cluster.begin_move(slot, home, target)
+        assert await client.call("SET", "{asked}:new", 1) == b"OK"
+        assert len(client._ask_links) == 1
+        # A map that comes while the slot still moves does not stop it either.
+        await client.refresh()
+        assert await client.call("GET", "{asked}:new") == b"1"
+        cluster.nodes[target].kill()
+        await client.refresh()
+        assert client._ask_links == {}
+        await asyncio.gather(*client._retiring)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    finally:
+        await client.aclose()
+        cluster.stop()
+
+
 async def test_a_replica_takes_over_without_a_failed_call() -> None:
     cluster = TestCluster()
     try:

@@ -419,15 +419,22 @@ class ClusterClient:
                     link = self._link(self._links, (host, port))
                     routes[first : last + 1] = [link] * (last - first + 1)
         self._routes, self._nodes = routes, list(nodes.values())
-        for endpoint in self._links.keys() - nodes.keys():
-            link = self._links[endpoint]
-            # A node that left may still owe replies; a later map closes it.
-            if link.conn is None or not link.conn.in_flight:
-                del self._links[endpoint]
-                link.close()
-                task = asyncio.get_running_loop().create_task(link.aclose())
-                self._retiring.add(task)
-                task.add_done_callback(self._retiring.discard)
+        for table in (self._links, self._ask_links):
+            for endpoint in table.keys() - nodes.keys():
+                self._retire(table, endpoint)
+
+    def _retire(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> None:
+        """A node that left is no longer dialled. It may still owe replies: a later map closes it.
+
+        One that a slot moves to may have none yet; the next call under ASK dials it again.
+        """
+        link = table[endpoint]
+        if link.conn is None or not link.conn.in_flight:
+            del table[endpoint]
+            link.close()
+            task = asyncio.get_running_loop().create_task(link.aclose())
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
 
 
 def _may_go_again(error: TransportError, *, replay_safe: bool) -> bool:
