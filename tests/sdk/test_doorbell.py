@@ -172,6 +172,39 @@ async def rung(engine: Engine) -> bool:
 async def test_busy_worker_does_not_overlook_other_partitions(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
+async def test_rings_are_in_the_order_of_the_servers_clock(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    """The clocks differ by an hour: a ring that is passed back still stands behind the others."""
+    worker = await make_worker()
+    door = Doorbell(worker.backend, worker.lanes, 30.0)
+    for partition in (3, 4):
+        await engine.advance(3_600_000)
+        await submit(engine.backend, partition=partition)
+    ((_, heard),) = await door.wait()
+    assert heard == "{fp:3}"
+    await engine.advance(1000)
+    before = await engine.now()
+    assert await door.ring_back("default", heard)
+    scored: Any = await engine.backend.transport.call(
+        "ZRANGE", wake("default"), 0, -1, "WITHSCORES"
+    )
+    assert [ring for ring, _ in scored] == [b"4", b"3"]
+    assert before <= scored[-1][1] <= await engine.now()
+    await door.aclose()
+
+
+async def test_nothing_rings_where_no_work_is_left(engine: Engine, make_worker: MakeWorker) -> None:
+    worker = await make_worker()
+    door = Doorbell(worker.backend, worker.lanes, 30.0)
+    (execution_id,) = await submit(engine.backend)
+    ((lane_id, tag),) = await door.wait()
+    await engine.backend.cancel_execution(execution_id)
+    assert not await door.ring_back(lane_id, tag)
+    assert not await rung(engine)
+    await door.aclose()
+
+
     """Home never runs dry, so it never listens; a ring and a lost ring both come through."""
     worker = await make_worker(max_concurrent_tasks=4, claim_poll_interval_ms=50)
     seen: set[str] = set()

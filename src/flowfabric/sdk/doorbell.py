@@ -112,24 +112,23 @@ class Doorbell:
         now = time.monotonic()
         if now - self._passed.get(place, float("-inf")) < self._poll_s:
             return
-        if await self._backend.any_work(lane_id, [tag]):
+        if await self.ring_back(lane_id, tag):
             self._passed[place] = now
-            await self.ring_back(lane_id, tag)
 
-    async def ring_back(self, lane_id: str, tag: str) -> None:
-        """Ring for another worker, behind the rings that wait already."""
+    async def ring_back(self, lane_id: str, tag: str) -> bool:
+        """Ring for another worker, behind the rings that wait already; whether work waits there.
+
+        The engine rings, like every other time: rings are in the order of the server's clock.
+        """
         if self._cluster is not None:
             # Everyone heard it.
-            return
+            return False
         self._rung.discard((lane_id, tag))
-        key = keys.wake(lane_id)
-        score, partition = int(time.time() * 1000), tag[4:-1]
         try:
-            await self._backend.transport.call(
-                "ZADD", key, "NX", score, partition, key=key, replay_safe=True
-            )
+            return await self._backend.ring_waiting([tag], [lane_id]) > 0
         except EngineError as error:
             log.debug("ring not passed on: %s", error)
+            return False
 
     async def aclose(self) -> None:
         """Close the blocking connection."""
