@@ -182,6 +182,18 @@ async def test_a_warning_at_every_hundredth_reclaim(
     await backend.cancel_execution(execution_id)
 
 
+@pytest.mark.corrupts
+async def test_a_damaged_count_of_reclaims_costs_a_warning_not_the_claim(
+    engine: Engine, caplog: Records
+) -> None:
+    handle = await engine.running()
+    key = keys.core(handle.execution_id.tag, handle.execution_id)
+    for damaged in ("many", "1.5", b"\xff"):
+        await engine.backend.transport.call("HSET", key, "lease_reclaim_count", damaged, key=key)
+        await engine.backend.warn_of_reclaims([handle])
+    assert said(caplog, "reclaimed_often") == []
+
+
 async def test_lanes_that_share_a_partition_are_told_at_boot(
     engine: Engine, caplog: Records
 ) -> None:

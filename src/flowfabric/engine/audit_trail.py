@@ -139,11 +139,11 @@ class AuditTrail(Scheduling, Leases, Suspensions, Signals, Upkeep):
             key = keys.core(handle.execution_id.tag, handle.execution_id)
             try:
                 stored: Any = await self.transport.call("HGET", key, "lease_reclaim_count", key=key)
-            except EngineError as error:
+                count = int(stored or 0)
+            except (EngineError, ValueError) as error:
                 # The claim stands whatever becomes of a warning about it.
                 log.debug("reclaims of %s not read: %s", handle.execution_id, error)
                 continue
-            count = int(stored or 0)
             if count and count % _WORN == 0:
                 log.warning(
                     "%s was reclaimed %d times",
