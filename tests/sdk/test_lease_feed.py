@@ -38,6 +38,10 @@ async def blocked(backend: Backend) -> bool:
     return b"blocked_clients:0" not in info
 
 
+async def quiet(backend: Backend) -> bool:
+    return not await blocked(backend)
+
+
 async def test_an_outage_is_passed_over_without_loss_or_repetition(
     engine: Engine, valkey: TestServer
 ) -> None:
@@ -95,7 +99,7 @@ async def test_closing_the_client_ends_what_it_follows(engine: Engine, valkey: T
     with pytest.raises(EngineError):
         async with asyncio.timeout(5):
             await waiting
-    assert not await blocked(engine.backend)
+    await until(lambda: quiet(engine.backend), "the end of the read")
     assert client.backend.subscribed == set()
 
 
@@ -105,11 +109,61 @@ async def test_ordinary_code_follows_too(engine: Engine, valkey: TestServer) -> 
 
     def use() -> list[str]:
         with SyncClient.connect(valkey.url) as client:
-            events = client.subscribe_lease_history("start", EventFilter(namespace="mine"))
-            found = [next(events), next(events)]
-            return [event.kind for event in found if isinstance(event, LeaseEvent)]
+            mine = EventFilter(namespace="mine")
+            with client.subscribe_lease_history("start", mine) as events:
+                found = [next(events)]
+                kept = events.cursor
+            assert list(events) == []
+            with client.subscribe_lease_history(kept, mine) as again:
+                for event in again:
+                    found.append(event)
+                    break
+        # The client has closed it before us.
+        again.close()
+        return [event.kind for event in found if isinstance(event, LeaseEvent)]
 
     assert await asyncio.to_thread(use) == ["acquired", "released"]
+
+
+async def test_ordinary_code_ends_the_wait_of_another_thread(
+    engine: Engine, valkey: TestServer
+) -> None:
+    client = await asyncio.to_thread(SyncClient.connect, valkey.url)
+    events = await asyncio.to_thread(client.subscribe_lease_history)
+    following = asyncio.create_task(asyncio.to_thread(list, events))
+    await until(lambda: blocked(engine.backend), "the blocking read")
+    await asyncio.to_thread(events.close)
+    async with asyncio.timeout(10):
+        assert await following == []
+    await until(lambda: quiet(engine.backend), "the end of the read")
+    await asyncio.to_thread(client.close)
+
+
+async def test_ordinary_code_is_told_again_what_is_wrong(
+    engine: Engine, valkey: TestServer
+) -> None:
+    """An error does not look like the end of the history the next time."""
+    handle = await engine.running()
+    await engine.backend.complete(handle)
+    where = [handle.execution_id.partition]
+
+    def use() -> None:
+        with SyncClient.connect(valkey.url) as client:
+            with client.subscribe_lease_history("start", partitions=where) as events:
+                next(events)
+                kept = events.cursor
+            trimmed = client.subscribe_lease_history(kept, partitions=where)
+            asyncio.run_coroutine_threadsafe(trim(), loop).result(10)
+            with trimmed:
+                for _ in range(2):
+                    with pytest.raises(EngineError, match="cursor_expired"):
+                        next(trimmed)
+
+    async def trim() -> None:
+        await engine.backend.trim_events(handle.execution_id.tag, 2**53)
+
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(use)
 
 
 # --- a cluster ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
-from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
+from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.streams import StreamedFrame, StreamFrames, Visibility
 from flowfabric.core.contracts.suspension import (
     OpenWaitpoints,
@@ -25,13 +25,14 @@ from flowfabric.core.contracts.suspension import (
     SignalOutcome,
     SuspendedPage,
 )
-from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.engine.feed_reader import Start
 from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.portal import Portal, iterate
+from flowfabric.sdk.sync_feed import SyncLeaseFeed
 from flowfabric.sdk.tail import Tail
 from flowfabric.valkey.address import Address
 
@@ -343,12 +344,17 @@ class SyncClient:
         where: EventFilter | None = None,
         *,
         partitions: Sequence[int] | None = None,
-    ) -> Iterator[LeaseEvent | CorruptionError]:
-        """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
+    ) -> SyncLeaseFeed:
+        """Follow who holds which execution: every claim, renewal, loss and return of a lease.
+
+        >>> with client.subscribe_lease_history() as history:  # doctest: +SKIP
+        ...     for event in history:
+        ...         print(event.kind, event.execution_id, event.worker_instance_id)
+        """
         feed = self._call(
             lambda client: client.subscribe_lease_history(cursor, where, partitions=partitions)
         )
-        return iterate(feed, self._portal.call)
+        return SyncLeaseFeed(feed, self._portal)
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""
