@@ -50,6 +50,31 @@ async def test_arguments_and_results_keep_their_types(app: ff.Fabric) -> None:
         assert [await run.result(timeout=20) for run in runs] == [2, 4, 5]
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "FF_LEASE_EXPIRY_INTERVAL_MS",
+        "FF_MAX_PAYLOAD_BYTES",
+        "FF_MAX_CONCURRENT_STREAM_OPS",
+        "FF_FLOW_PARTITIONS",
+        "FF_WAITPOINT_HMAC_SECRET",
+    ],
+)
+async def test_no_server_is_started_for_settings_that_are_wrong(
+    app: ff.Fabric, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    @app.task()
+    async def greet() -> None: ...
+
+    monkeypatch.setenv(variable, "wrong")
+    with pytest.raises(ff.ConfigError, match=variable):
+        await app.worker().run()
+    if variable != "FF_LEASE_EXPIRY_INTERVAL_MS":
+        with pytest.raises(ff.ConfigError, match=variable):
+            await app.submit(greet)
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
 async def test_calls_that_cannot_work_are_refused_before_anything_is_sent(app: ff.Fabric) -> None:
     @app.task()
     async def greet(name: str) -> str:

@@ -57,6 +57,16 @@ async def test_commands_find_what_a_program_submitted(
     assert "append-only file, fsync everysec" in examined.out
 
 
+async def test_a_worker_with_a_wrong_setting_starts_nothing(project: Cli) -> None:
+    (project.folder / "shop.py").write_text(
+        "import flowfabric as ff\napp = ff.Fabric()\napp.task('a')(lambda: None)\n"
+    )
+    done = await project("worker", "shop:app", FF_LEASE_EXPIRY_INTERVAL_MS="soon")
+    assert (done.code, done.out) == (1, "")
+    assert "invalid value for FF_LEASE_EXPIRY_INTERVAL_MS" in done.err
+    assert not (project.folder / ".flowfabric").exists()
+
+
 async def test_prepare_creates_the_folder_when_asked(project: Cli) -> None:
     done = await project("doctor", "--prepare")
     assert done.code == 0

@@ -13,9 +13,11 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.results import RunSummary
 from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.sdk.support import info, serving, submit, until
 from tests.support.engine import Engine
+from tests.support.proxy import FaultProxy
 
 RETRY_SOON = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
 RETURNS = "a handler returns bytes, None, or (bytes, encoding label), not"
@@ -42,6 +44,29 @@ async def test_an_unusable_result_is_one_handlers_failure_and_nobody_elses(
         assert ends[kind].failure_category == "permanent"
         assert RETURNS in (ends[kind].failure_reason or "")
     assert runtime.summary == RunSummary(completed=1, failed=2)
+
+
+# --- before anything is dialled -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variable", ["FF_MAX_PAYLOAD_BYTES", "FF_MAX_CONCURRENT_STREAM_OPS"])
+@pytest.mark.parametrize("what", ["client", "worker"])
+async def test_a_wrong_variable_is_told_without_a_server(
+    proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, variable: str, what: str
+) -> None:
+    monkeypatch.setenv(variable, "plenty")
+    connect = (
+        Client.connect(proxy.url) if what == "client" else Worker.connect(WorkerConfig(), proxy.url)
+    )
+    with pytest.raises(ConfigError, match=variable):
+        await connect
+    assert proxy.accepted == 0
+
+
+async def test_a_wrong_namespace_is_told_without_a_server(proxy: FaultProxy) -> None:
+    with pytest.raises(ValidationError, match="namespace"):
+        await Client.connect(proxy.url, "{mine}")
+    assert proxy.accepted == 0
 
 
 # --- lists of capabilities and lanes ------------------------------------------------------------

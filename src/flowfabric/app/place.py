@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flowfabric.app.secret_file import folder_secret
 from flowfabric.core.errors import ConfigError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.backend import Backend, check_settings
 from flowfabric.valkey.address import Address, from_env, parse_url
 
 if TYPE_CHECKING:
@@ -62,6 +62,9 @@ class Place:
 
     async def open(self, *, name: str = "flowfabric") -> Backend:
         """A backend in the running event loop."""
+        if self.embedded:
+            # No server is started for settings that are wrong.
+            check_settings()
         address = await self.address()
         if self.embedded:
             return await Backend.connect_and_prepare(

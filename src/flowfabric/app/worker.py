@@ -70,7 +70,7 @@ class AppWorker:
         ready: Callable[[], None] | None = None,
     ) -> RunSummary:
         """Serve until stopped, then drain; returns what was done."""
-        await self._place.address()
+        # Settings are checked there, before the embedded server starts.
         worker = await Worker.connect(self.config, self._place.open)
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():

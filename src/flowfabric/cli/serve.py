@@ -73,8 +73,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(app: Fabric, worker: AppWorker, plan: Plan, *, as_json: bool) -> RunSummary:
-    address = await app.place.address()
-    where = f"embedded Valkey in {data_folder()}" if app.place.embedded else address.peer
+    if app.place.embedded:
+        # Its server starts with the worker, once the settings are known to be right.
+        where = f"embedded Valkey in {data_folder()}"
+    else:
+        where = (await app.place.address()).peer
 
     def ready() -> None:
         _announce(app, worker, where, as_json=as_json)

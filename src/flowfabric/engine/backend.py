@@ -9,7 +9,13 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
 from flowfabric.engine.audit_trail import AuditTrail
-from flowfabric.engine.boot import MintSecret, configured_counts, join, prepare
+from flowfabric.engine.boot import (
+    MintSecret,
+    configured_counts,
+    configured_secret,
+    join,
+    prepare,
+)
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.collisions import report_collisions
 from flowfabric.engine.expired_leases import LeaseReads
@@ -17,17 +23,17 @@ from flowfabric.engine.lease_history import Subscriptions
 from flowfabric.engine.listing import Listing
 from flowfabric.engine.reads import Reads
 from flowfabric.engine.secrets import Secrets
-from flowfabric.engine.stream_pool import StreamPool
+from flowfabric.engine.stream_pool import StreamPool, ceiling_from_env
 from flowfabric.engine.streams import Streams
 from flowfabric.engine.waitpoints import Waitpoints
 from flowfabric.valkey.address import Address
+from flowfabric.valkey.closing import ClosedOnce
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Revive, Transport
 
-__all__ = ["Backend", "limits_from_env"]
+__all__ = ["Backend", "check_settings", "limits_from_env"]
 
 
-from flowfabric.valkey.closing import ClosedOnce
 def limits_from_env() -> Limits:
     """Size limits as the environment sets them."""
     value = os.environ.get("FF_MAX_PAYLOAD_BYTES", "1048576")
@@ -36,6 +42,14 @@ def limits_from_env() -> Limits:
             "environment", "invalid value for FF_MAX_PAYLOAD_BYTES: must be a positive number"
         )
     return Limits(max_payload_bytes=int(value))
+
+
+def check_settings() -> None:
+    """Raise what is wrong in the environment of a process that sets up a deployment."""
+    limits_from_env()
+    ceiling_from_env()
+    configured_counts()
+    configured_secret()
 
 
 class Backend(
@@ -84,6 +98,11 @@ class Backend(
 
         Who can `revive` the server owns it: it is the private one of this project.
         """
+        # Local mistakes first: they must not cost a connection, nor wait for one.
+        limits = limits or limits_from_env()
+        ceiling_from_env()
+        if prepare_with is not None:
+            configured_secret()
         transport = await connect(
             address, request_timeout=request_timeout, name=name, revive=revive
         )

@@ -29,7 +29,7 @@ from flowfabric.core.errors import (
     ValidationError,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
@@ -130,6 +130,7 @@ class Client(ClientSignals, ClosedOnce):
     async def connect(cls, place: Address | str, namespace: str = "default") -> Self:
         """A client of the deployment at an address or url."""
         address = parse_url(place) if isinstance(place, str) else place
+        namespace = validate_namespace(namespace)
         return cls(await Backend.connect(address), namespace)
 
     def new_execution(
