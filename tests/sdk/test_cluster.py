@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -44,7 +43,8 @@ async def work(task: ClaimedTask) -> bytes:
 async def test_idle_worker_wakes_at_once_wherever_work_appears(
     cluster: TestCluster, client: Client
 ) -> None:
-    settings = config(claim_poll_interval_ms=30_000, max_concurrent_tasks=4)
+    # Without a ring, it would look again in an hour.
+    settings = config(claim_poll_interval_ms=3_600_000, max_concurrent_tasks=4)
     async with (
         await Worker.connect(settings, opener(cluster.url)) as worker,
         serving(worker, {"job": work}) as runtime,
@@ -53,10 +53,8 @@ async def test_idle_worker_wakes_at_once_wherever_work_appears(
         assert bell is not None
         await until(lambda: not bell._moved and len(bell._conns) == 3, "three subscriptions")
         for partition in (None, 0, 100, 200, 255):
-            started = time.perf_counter()
             (execution_id,) = await submit(client.backend, partition=partition, input_payload=b"x")
-            assert await client.result(execution_id, timeout=20) == b"x"
-            assert time.perf_counter() - started < 3.0
+            assert await client.result(execution_id, timeout=30) == b"x"
 
 
 async def test_many_waiters_over_slots(cluster: TestCluster, client: Client) -> None:

@@ -218,6 +218,7 @@ async def test_transport_error_keeps_task_and_renewal(
     before = task.held.deadline
     await until(lambda: task.held.deadline > before, "a renewal")
     proxy.up()
+    await until(lambda: connected(worker), "a new connection")
     await task.complete()
     assert await state(engine.backend, task.execution_id) == "completed"
 
@@ -225,8 +226,11 @@ async def test_transport_error_keeps_task_and_renewal(
 async def cut_off(proxy: FaultProxy, worker: Worker) -> None:
     """Until the worker knows, it would send into a socket that is already dead."""
     proxy.down()
-    link = worker.backend.transport._link  # type: ignore[attr-defined]
-    await until(lambda: link.conn is None, "the loss of the connection")
+    await until(lambda: not connected(worker), "the loss of the connection")
+
+
+def connected(worker: Worker) -> bool:
+    return worker.backend.transport._link.conn is not None  # type: ignore[attr-defined]
 
 
 async def test_possibly_succeeded_and_it_did(

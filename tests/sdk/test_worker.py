@@ -225,7 +225,8 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     engine: Engine, make_worker: MakeWorker, valkey: TestServer, proxy: FaultProxy
 ) -> None:
     await submit(engine.backend, 5)
-    worker = await make_worker(proxy.url, valkey.url, request_timeout=0.2, max_concurrent_tasks=3)
+    worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=3)
+    transport: Any = worker.backend.transport
     home = worker.lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
     tasks, more = await worker.claim_at("default", home, 2)
@@ -234,8 +235,10 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
         await task.complete()
     # Now so slow that the call gives up: the next one repeats the same request.
     proxy.pause()
+    transport._request_timeout = 0.2
     with pytest.raises(TransportError) as caught:
         await worker.claim_at("default", home, 3)
+    transport._request_timeout = 5.0
     assert caught.value.ambiguous
     assert worker.free == 3
     proxy.resume()
