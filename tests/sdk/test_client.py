@@ -145,8 +145,9 @@ def reading(client: Client, tag: str) -> bool:
 async def silent(engine: Engine, *ids: int) -> bool:
     """Whether the server heard nothing from these connections for a second."""
     raw: Any = await engine.backend.transport.call("CLIENT", "LIST", "ID", *ids)
-    idle = [line.partition(b" idle=")[2].partition(b" ")[0] for line in raw.splitlines()]
-    return len(idle) == len(ids) and b"0" not in idle
+    idle = [int(line.partition(b" idle=")[2].split()[0]) for line in raw.splitlines()]
+    # Told in whole seconds: 1 may be a moment around the turn of one.
+    return len(idle) == len(ids) and min(idle) >= 2
 
 
 async def test_many_waiters_over_partitions_share_one_reader(
