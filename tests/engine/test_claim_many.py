@@ -1,25 +1,18 @@
-"""Claims without a grant: choice, order, capabilities, repeats (04 S2, S3, S6, S8, 03 D7)."""
+"""Claims without a grant: choice, order, repeats (04 S2, S3, S6, S8, 03 D7)."""
 
 from __future__ import annotations
-
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
 from flowfabric.core import keys
-from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.leases import Claim, ClaimedMany
+from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.core.policy import parse_policy
 from flowfabric.engine.executions import Completion
+from tests.engine.claim_support import BOTH, GPU, claim_many, create_many, ids
 from tests.engine.probes import (
     OTHER,
     event_types,
-    fields,
     freeze,
-    grant,
-    grant_fields,
     lapsed,
     lossy,
     mark,
@@ -30,31 +23,6 @@ from tests.engine.probes import (
 )
 from tests.support.engine import TTL, Engine
 from tests.support.server import TestServer
-
-GPU: dict[str, Any] = {"routing_requirements": {"required_capabilities": ["gpu"]}}
-BOTH: dict[str, Any] = {"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}}
-
-
-async def claim_many(
-    engine: Engine, max_n: int = 100, *, request_id: str | None = None, **want: Any
-) -> ClaimedMany:
-    tag = engine.new_id(want.get("lane", "default")).tag
-    return await engine.backend.claim_many(engine.want(**want), tag, max_n, request_id=request_id)
-
-
-def ids(claims: list[Claim]) -> list[ExecutionId]:
-    return [claim.execution_id for claim in claims]
-
-
-async def create_many(engine: Engine, count: int, **options: Any) -> list[ExecutionId]:
-    """Many at one engine time, sorted by id."""
-    made = [
-        NewExecution(execution_id=engine.new_id(), execution_kind="job", **options)
-        for _ in range(count)
-    ]
-    await engine.backend.create_many(made)
-    return sorted(item.execution_id for item in made)
-
 
 # --- choice and order ------------------------------------------------------------
 
@@ -171,181 +139,6 @@ async def test_delayed_and_waiting_children_are_not_claimable(engine: Engine) ->
     await engine.create(delay_until=await engine.now() + 60_000)
     async with untouched(engine):
         assert await claim_many(engine) == ClaimedMany([], 0)
-
-
-# --- capabilities ------------------------------------------------------------------
-
-
-async def test_only_covered_requirements_are_claimed_and_nothing_is_written(
-    engine: Engine,
-) -> None:
-    both = await engine.create(policy=BOTH)
-    gpu = await engine.create(policy=GPU)
-    async with untouched(engine):
-        assert await claim_many(engine) == ClaimedMany([], 0)
-        assert await claim_many(engine, capabilities=["GPU"]) == ClaimedMany([], 0)
-    assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [gpu]
-    assert ids((await claim_many(engine, capabilities=["cuda", "gpu"])).claims) == [both]
-
-
-async def test_a_niche_requirement_behind_a_long_queue_is_found_at_once(engine: Engine) -> None:
-    await create_many(engine, 60, priority=10)
-    gpu = [await engine.create(policy=GPU, priority=5) for _ in range(40)]
-    niche = await engine.create(policy=BOTH)
-    # A worker that offers both sees plain work first, then gpu, then the niche one.
-    claims = await engine.claim_all(capabilities=["gpu", "cuda"])
-    assert set(ids(claims)[60:]) == set(gpu)
-    assert ids(await engine.claim_all(capabilities=["gpu", "cuda"])) == [niche]
-    # Behind work that the asking worker cannot take.
-    await create_many(engine, 60, priority=9, policy=parse_policy(GPU))
-    plain = await engine.create()
-    assert ids((await claim_many(engine, 1)).claims) == [plain]
-
-
-async def test_a_lost_niche_execution_behind_lost_foreign_work_is_found(engine: Engine) -> None:
-    for _ in range(400):
-        await engine.create(policy=GPU, priority=5)
-    plain = await engine.create()
-    claims = (await claim_many(engine, 256, capabilities=["gpu"])).claims
-    claims += (await claim_many(engine, 256, capabilities=["gpu"])).claims
-    assert len(claims) == 401
-    await engine.advance(TTL + 1)
-    assert set(await mark(engine, ids(claims))) == {"marked_expired"}
-    taken = await claim_many(engine, 1)
-    assert ids(taken.claims) == [plain]
-    assert taken.claims[0].handle.kind == "reclaimed"
-    # Nothing is left for this worker, so it need not ask again.
-    assert await claim_many(engine, 1) == ClaimedMany([], 0)
-    foreign = await claim_many(engine, 1, capabilities=["gpu"])
-    assert (len(foreign.claims), foreign.remaining) == (1, 399)
-
-
-async def test_an_emptied_signature_leaves_no_trace(engine: Engine) -> None:
-    await engine.create(policy=GPU)
-    claim = await engine.claim(capabilities=["gpu"])
-    await engine.backend.complete(claim.handle)
-    assert await claim_many(engine, capabilities=["gpu"]) == ClaimedMany([], 0)
-    sigs = keys.lane(claim.execution_id.tag, "default", "sigs")
-    assert await engine.backend.transport.call("EXISTS", sigs) == 0
-    await engine.create(policy=GPU)
-    await engine.claim(capabilities=["gpu"])
-
-
-async def test_a_reclaim_needs_the_capabilities_too(engine: Engine) -> None:
-    await engine.create(policy=GPU)
-    claim = await engine.claim(capabilities=["gpu"])
-    await engine.advance(TTL + 1)
-    await mark(engine, [claim.execution_id])
-    assert (await claim_many(engine)).claims == []
-    assert ids((await claim_many(engine, capabilities=["gpu"])).claims) == [claim.execution_id]
-
-
-@pytest.mark.corrupts
-@pytest.mark.parametrize("lost", [False, True])
-async def test_an_index_does_not_decide_who_may_claim(engine: Engine, lost: bool) -> None:
-    """An entry among those without requirements is passed over, whatever brought it there."""
-    execution_id = await engine.create(policy=GPU)
-    if lost:
-        await engine.claim(capabilities=["gpu"])
-        await engine.backend.revoke_lease(execution_id)
-    index = keys.reclaimable if lost else keys.eligible
-    await engine.backend.transport.call("ZADD", index(execution_id.tag, "default"), 1, execution_id)
-    assert await claim_many(engine) == ClaimedMany([], 0)
-
-
-async def in_grace(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", reclaim_grace_ms=10**12)
-    await lapsed(engine)
-
-
-async def granted(engine: Engine) -> None:
-    await grant(engine, await engine.create())
-
-
-async def unreadable(engine: Engine) -> None:
-    execution_id = await engine.create()
-    core = keys.core(execution_id.tag, execution_id)
-    await engine.backend.transport.call("HSET", core, "state", "??????")
-
-
-@pytest.mark.corrupts
-@pytest.mark.parametrize("stand", [in_grace, granted, unreadable])
-async def test_what_nobody_can_take_now_is_not_left_for_the_taking(
-    engine: Engine, stand: Callable[[Engine], Awaitable[None]]
-) -> None:
-    """And it hides nothing, however much of it stands in front."""
-    for _ in range(60):
-        await stand(engine)
-    assert await claim_many(engine, 1) == ClaimedMany([], 0)
-    behind = await engine.create()
-    assert ids((await claim_many(engine, 1)).claims) == [behind]
-
-
-# --- grants and lane states ----------------------------------------------------------
-
-
-async def test_live_grants_are_skipped_and_hide_nothing(engine: Engine) -> None:
-    held = [await engine.create(priority=1) for _ in range(16)]
-    grants = [await grant(engine, execution_id) for execution_id in held]
-    free = await engine.create()
-    assert ids((await claim_many(engine, 1, worker="v", instance="v-1")).claims) == [free]
-    # None of them is there for the taking, so nothing remains.
-    assert await claim_many(engine) == ClaimedMany([], 0)
-    claim = await engine.backend.claim_execution(
-        grants[3], worker_id="w", worker_instance_id="w-9", lease_ttl_ms=TTL
-    )
-    assert claim.execution_id == held[3]
-
-
-async def test_a_lapsed_grant_is_no_obstacle(engine: Engine) -> None:
-    execution_id = await engine.create()
-    await grant(engine, execution_id, grant_ttl_ms=5000)
-    await engine.advance(5001)
-    assert ids((await claim_many(engine)).claims) == [execution_id]
-    assert await grant_fields(engine, execution_id) == {}
-    assert "grant_expires_at" not in await fields(engine, execution_id)
-
-
-@pytest.mark.parametrize("state", ["paused", "disabled"])
-async def test_a_closed_lane_hands_out_nothing(engine: Engine, state: str) -> None:
-    running = await engine.running()
-    lost = await engine.running()
-    await engine.backend.revoke_lease(lost.execution_id)
-    waiting = await engine.create()
-    assert await engine.backend.set_lane_state("default", state) == "active"
-    async with untouched(engine):
-        assert await claim_many(engine) == ClaimedMany([], 0)
-    # Running work goes on.
-    await engine.backend.renew(running)
-    await engine.backend.complete(running)
-    assert await engine.backend.set_lane_state("default", "active") == state
-    assert set(ids((await claim_many(engine)).claims)) == {lost.execution_id, waiting}
-
-
-async def test_a_draining_lane_is_emptied(engine: Engine) -> None:
-    execution_id = await engine.create()
-    await engine.backend.set_lane_state("default", "draining")
-    await refused("lane_not_accepting", engine.create())
-    assert ids((await claim_many(engine)).claims) == [execution_id]
-
-
-async def test_expired_work_is_offered_after_the_lanes_grace(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", reclaim_grace_ms=10_000)
-    await freeze(engine, await engine.now())
-    handle = await engine.running()
-    revoked = await engine.running()
-    expiry = await engine.now() + TTL
-    await freeze(engine, expiry - 1)
-    await engine.backend.revoke_lease(revoked.execution_id)
-    await freeze(engine, expiry)
-    assert await mark(engine, [handle.execution_id]) == ["marked_expired"]
-    # Revoked work is offered at once.
-    assert ids((await claim_many(engine)).claims) == [revoked.execution_id]
-    await freeze(engine, expiry + 9_999)
-    assert (await claim_many(engine)).claims == []
-    assert "lane:default:reclaimable" in await placed(engine, handle.execution_id)
-    await freeze(engine, expiry + 10_000)
-    assert ids((await claim_many(engine)).claims) == [handle.execution_id]
 
 
 # --- repeats (D1) --------------------------------------------------------------------

@@ -71,35 +71,6 @@ async def test_decision(
     assert info.retry_count == (1 if retried else 0)
 
 
-@pytest.mark.corrupts
-@pytest.mark.parametrize(
-    "stored",
-    [
-        *("{", "[]", '"x"', "7", '{"retry_policy": "x"}', '{"retry_policy": null}'),
-        '{"retry_policy": {"max_retries": "abc"}}',
-        '{"retry_policy": {"backoff": {"type": "fixed"}}}',
-        '{"retry_policy": {"backoff": {"type": "fixed", "delay_ms": "soon"}}}',
-        '{"retry_policy": {"backoff": {"multiplier": []}}}',
-        '{"retry_policy": {"backoff": "x"}}',
-        '{"retry_policy": {"retryable_categories": "x"}}',
-    ],
-)
-async def test_a_policy_that_cannot_be_read_allows_no_retry(engine: Engine, stored: str) -> None:
-    handle = await engine.running(policy=policy())
-    key = keys.policy(handle.execution_id.tag, handle.execution_id)
-    await engine.backend.transport.call("SET", key, stored)
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
-
-
-@pytest.mark.corrupts
-async def test_null_is_absent_in_a_stored_policy(engine: Engine) -> None:
-    handle = await engine.running(policy=policy())
-    key = keys.policy(handle.execution_id.tag, handle.execution_id)
-    stored = '{"retry_policy": {"max_retries": null, "backoff": {"multiplier": null}}}'
-    await engine.backend.transport.call("SET", key, stored)
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), RetryScheduled)
-
-
 async def test_retries_run_out(engine: Engine) -> None:
     handle = await engine.running(policy=policy(max_retries=2))
     execution_id = handle.execution_id
@@ -384,7 +355,6 @@ async def test_an_operator_policy_is_checked(engine: Engine, text: str) -> None:
 @pytest.mark.corrupts
 @pytest.mark.parametrize("stored", [b"{", b"[]", b"1", b"\xff"])
 async def test_an_unreadable_policy_means_no_retry(engine: Engine, stored: bytes) -> None:
-    from flowfabric.core import keys
 
     handle = await engine.running(policy=policy())
     key = keys.policy(handle.execution_id.tag, handle.execution_id)
