@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
+from pathlib import Path
 
 from flowfabric import __version__
 from flowfabric.app.place import Place
@@ -27,6 +29,8 @@ _MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BR
 def examine(target: Target, *, prepare: bool, as_json: bool) -> bool:
     """Run every check that can be run; whether nothing is broken."""
     place = Place(target.url)
+    # What preparing warns of in the log is among the findings.
+    logging.disable(logging.WARNING)
     where, checks = asyncio.run(_checks(place, target.namespace, prepare=prepare))
     grades = Counter(check.grade for check in checks)
     sound = not grades[Grade.BROKEN]
@@ -71,10 +75,9 @@ async def _checks(
 ) -> tuple[str, list[Finding]]:
     folder = data_folder()
     where = f"embedded Valkey in {folder}" if place.embedded else ""
-    if place.embedded and not prepare and not has_data():
-        nothing = NoDataYet(folder)
-        return where, [Finding("data", Grade.WARNING, nothing.message, nothing.hint)]
     try:
+        if place.embedded and not prepare and not has_data():
+            return where, _before_first_start(folder)
         address = await place.address()
         where = where or address.peer
         checks: list[Finding] = []
@@ -90,20 +93,38 @@ async def _checks(
                 backend = Backend(transport, await read_counts(transport))
                 checks += await check_deployment(backend, namespace)
         except FlowFabricError as error:
-            checks.append(_broken(error))
+            checks.append(_broken(error, place))
         finally:
             await transport.aclose()
     except (EngineError, ConfigError) as error:
-        return where, [_broken(error)]
+        return where, [_broken(error, place)]
     finally:
         place.close()
     return where, checks
 
 
-def _broken(error: FlowFabricError) -> Finding:
+def _before_first_start(folder: Path) -> list[Finding]:
+    # Needs fcntl, which not every platform has; external servers do without.
+    from flowfabric.cli.embedded_checks import check_new_folder  # noqa: PLC0415
+
+    nothing = NoDataYet(folder)
+    return [
+        Finding("data", Grade.WARNING, nothing.message, nothing.hint),
+        *check_new_folder(folder),
+    ]
+
+
+def _broken(error: FlowFabricError, place: Place) -> Finding:
     what = describe(error)
     if isinstance(error, ConfigError) and error.field == "partition_config":
+        if place.embedded:
+            detail = "the first start in this folder was interrupted"
+            advice = "nothing to do: the next worker, program or command sets it up"
+            return Finding("partitions", Grade.WARNING, detail, advice)
         advice = "run `flowfabric doctor --prepare` once"
         return Finding("partitions", Grade.BROKEN, "this Valkey was never prepared", advice)
     name = "connection" if what.code == "transport" else "deployment"
+    if isinstance(error, ConfigError) and error.context == "embedded":
+        name = {"data_dir": "folder", "binary": "server"}.get(error.field or "", "server")
+        return Finding(name, Grade.BROKEN, error.message)
     return Finding(name, Grade.BROKEN, what.message or what.code, what.hint)

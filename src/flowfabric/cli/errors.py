@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ import typer
 
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
 
-__all__ = ["CliError", "Report", "describe", "print_error", "report"]
+__all__ = ["CliError", "Report", "UsageError", "describe", "print_error", "report"]
 
 
 class CliError(FlowFabricError):
@@ -26,6 +27,10 @@ class CliError(FlowFabricError):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+class UsageError(CliError):
+    """The command was typed wrongly, as only a look at its values tells."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -67,7 +72,9 @@ def print_error(what: Report, *, as_json: bool) -> None:
         body = f"{what.code}: {what.message}" if what.message else what.code
         hint = f"\n{_coloured('hint:', typer.colors.CYAN)} {what.hint}" if what.hint else ""
         line = f"{head} {body}{hint}"
-    sys.stderr.write(f"{line}\n")
+    # A full disk behind the error stream must not hide the exit code behind a traceback.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")
 
 
 def report(error: FlowFabricError, *, as_json: bool) -> None:

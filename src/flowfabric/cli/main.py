@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -12,17 +13,21 @@ from flowfabric.bench.command import register as register_bench
 from flowfabric.cli.approve import approve
 from flowfabric.cli.change import cancel, replay
 from flowfabric.cli.doctor import doctor
-from flowfabric.cli.errors import Report, print_error, report
+from flowfabric.cli.errors import Report, UsageError, print_error, report
 from flowfabric.cli.options import Target
 from flowfabric.cli.ps import ps
 from flowfabric.cli.show import show
 from flowfabric.cli.signals import signal
+from flowfabric.cli.streams import discard_output, ready_streams
 from flowfabric.cli.tail import tail
 from flowfabric.cli.waiting import waiting
 from flowfabric.cli.worker import worker
 from flowfabric.core.errors import FlowFabricError
 
 __all__ = ["app", "main"]
+
+_UNREAD = 141
+"""Whoever read the output had enough; shells know that end by the number of its signal."""
 
 app = typer.Typer(
     name="flowfabric",
@@ -80,11 +85,7 @@ register_bench(app)
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and end the process: 0 done, 1 it failed, 2 it was typed wrongly."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        # What the terminal cannot show must not end the command.
-        reconfigure: Any = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="replace")
+    ready_streams()
     sys.exit(_run(given or ["--help"]))
 
 
@@ -92,18 +93,46 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         code: Any = app(arguments, prog_name="flowfabric", standalone_mode=False)
-    except typer.TyperException as error:
-        print_error(_usage(error), as_json=as_json)
-        return error.exit_code
-    except FlowFabricError as error:
-        report(error, as_json=as_json)
-        return 1
+        # What is still buffered is part of the command, too: it can fail here for the last time.
+        sys.stdout.flush()
+    except (typer.TyperException, FlowFabricError) as error:
+        return _told(error, as_json=as_json)
     except typer.Abort:
         return 130
+    except (OSError, SystemExit) as error:
+        # The libraries below us exit when nobody reads the output any more.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, OSError):
+            raise
+        discard_output()
+        if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
+            return _UNREAD
+        print_error(_refused(error), as_json=as_json)
+        return 1
     return code if isinstance(code, int) else 0
+
+
+def _told(error: typer.TyperException | FlowFabricError, *, as_json: bool) -> int:
+    if isinstance(error, FlowFabricError):
+        report(error, as_json=as_json)
+        return 2 if isinstance(error, UsageError) else 1
+    print_error(_usage(error), as_json=as_json)
+    return error.exit_code
 
 
 def _usage(error: typer.TyperException) -> Report:
     context: Any = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "flowfabric"
     return Report("usage", error.format_message(), (), f"see `{where} --help`")
+
+
+_OUTPUT = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
+
+
+def _refused(error: OSError) -> Report:
+    """What the system said no to: the output, or a file."""
+    reason = error.strerror or str(error)
+    if error.filename is None and error.errno in _OUTPUT:
+        hint = "give it an output that takes what is written, such as a file on a disk with room"
+        return Report("output", f"cannot write to standard output: {reason}", (), hint)
+    what = f"{error.filename}: " if error.filename is not None else ""
+    return Report("system", f"{what}{reason}")

@@ -9,14 +9,19 @@ from pathlib import Path
 
 from flowfabric.app.place import Place
 from flowfabric.cli.errors import CliError
+from flowfabric.core.errors import ConfigError
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import join
 from flowfabric.valkey.connect import connect
+from flowfabric.valkey.transport import Transport
 
 __all__ = ["CONNECT_S", "NoDataYet", "data_folder", "has_data", "opened"]
 
 CONNECT_S = 3.0
 """A person waits for the answer; a worker has the transport's patience."""
+
+_TRACES = ("appendonlydir", "valkey.pid")
 
 
 class NoDataYet(CliError):
@@ -38,8 +43,21 @@ def data_folder() -> Path:
 
 def has_data() -> bool:
     """Whether an embedded Valkey runs, or ever ran, in the project's folder."""
+    # Needs fcntl, which not every platform has; external servers do without.
+    from flowfabric.valkey.embedded_folder import explained  # noqa: PLC0415
+
     folder = data_folder()
-    return any((folder / trace).exists() for trace in ("appendonlydir", "valkey.pid"))
+    with explained(folder):
+        return any(_exists(folder / trace) for trace in _TRACES)
+
+
+def _exists(path: Path) -> bool:
+    # Unlike Path.exists, a folder that may not be looked into is not the same as an empty one.
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @asynccontextmanager
@@ -52,7 +70,7 @@ async def opened(url: str | None) -> AsyncGenerator[Backend]:
         address = await place.address()
         transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-cli")
         try:
-            backend = Backend(transport, await join(transport, owned=place.embedded))
+            backend = Backend(transport, await _join(transport, place))
         except BaseException:
             await transport.aclose()
             raise
@@ -60,3 +78,14 @@ async def opened(url: str | None) -> AsyncGenerator[Backend]:
             yield backend
     finally:
         place.close()
+
+
+async def _join(transport: Transport, place: Place) -> PartitionCounts:
+    try:
+        return await join(transport, owned=place.embedded)
+    except ConfigError as error:
+        if not place.embedded or error.field != "partition_config":
+            raise
+    # The first start was interrupted; any program that uses the folder would finish it.
+    await (await place.open(name="flowfabric-cli")).aclose()
+    return await join(transport, owned=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AsyncExitStack
 
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.appends import Summaries
 from flowfabric.engine.audit_trail import AuditTrail
@@ -36,12 +36,7 @@ __all__ = ["Backend", "check_settings", "limits_from_env"]
 
 def limits_from_env() -> Limits:
     """Size limits as the environment sets them."""
-    value = os.environ.get("FF_MAX_PAYLOAD_BYTES", "1048576")
-    if not value.isdecimal() or int(value) < 1:
-        raise ConfigError(
-            "environment", "invalid value for FF_MAX_PAYLOAD_BYTES: must be a positive number"
-        )
-    return Limits(max_payload_bytes=int(value))
+    return Limits(max_payload_bytes=whole_number(os.environ, "FF_MAX_PAYLOAD_BYTES", 1 << 20, 1))
 
 
 def check_settings() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flowfabric.core import keys
+from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
@@ -50,17 +51,10 @@ return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
     """The partition counts of the environment."""
     env = os.environ if environ is None else environ
-
-    def count(name: str, default: int) -> int:
-        value = env.get(name, str(default))
-        if not value.isdecimal() or not 1 <= int(value) <= 65535:
-            raise ConfigError("environment", f"invalid value for {name}: must be 1 to 65535")
-        return int(value)
-
     return PartitionCounts(
-        flow=count("FF_FLOW_PARTITIONS", 256),
-        budget=count("FF_BUDGET_PARTITIONS", 32),
-        quota=count("FF_QUOTA_PARTITIONS", 32),
+        flow=whole_number(env, "FF_FLOW_PARTITIONS", 256, 1, 65535),
+        budget=whole_number(env, "FF_BUDGET_PARTITIONS", 32, 1, 65535),
+        quota=whole_number(env, "FF_QUOTA_PARTITIONS", 32, 1, 65535),
     )
 
 
@@ -73,9 +67,7 @@ def configured_secret(environ: dict[str, str] | None = None) -> str | None:
         return check_secret(value)
     except ValidationError as error:
         # The detail names the rule; the value itself is never shown.
-        raise ConfigError(
-            "environment", f"invalid value for {SECRET_VARIABLE}: {error.detail}"
-        ) from None
+        raise invalid(SECRET_VARIABLE, error.detail) from None
 
 
 def _stored(values: Sequence[Any]) -> tuple[int, ...]:
@@ -169,9 +161,10 @@ async def read_counts(transport: Transport) -> PartitionCounts:
         "HMGET", keys.CONFIG_PARTITIONS, *_FIELDS, key=keys.CONFIG_PARTITIONS
     )
     flow, budget, quota = _stored(values)
+    unprepared_is_fine = flag(os.environ, "FF_DEV_MODE")
     if 0 not in (flow, budget, quota):
         return PartitionCounts(flow=flow, budget=budget, quota=quota)
-    if os.environ.get("FF_DEV_MODE") == "1":
+    if unprepared_is_fine:
         log.warning("partition counts are not stored, using the defaults (FF_DEV_MODE=1)")
         return PartitionCounts()
     raise ConfigError(

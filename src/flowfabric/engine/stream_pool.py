@@ -7,7 +7,8 @@ import os
 from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
-from flowfabric.core.errors import ConfigError, LimitError, UnavailableError
+from flowfabric.core.environment import whole_number
+from flowfabric.core.errors import LimitError, UnavailableError
 from flowfabric.valkey.transport import Connection, Transport, forget_on_fork, leave_behind
 
 __all__ = ["StreamPool", "ceiling_from_env"]
@@ -21,11 +22,7 @@ def ceiling_from_env(environ: Mapping[str, str] | None = None) -> int:
     """How many stream calls may run at once, as the environment sets it."""
     env = os.environ if environ is None else environ
     new, old = "FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"
-    name = new if new in env else old
-    value = env.get(name, str(_DEFAULT_CEILING))
-    if not (value.isascii() and value.isdigit()) or int(value) < 1:
-        raise ConfigError("environment", f"invalid value for {name}: must be a positive number")
-    return int(value)
+    return whole_number(env, new if env.get(new) else old, _DEFAULT_CEILING, 1)
 
 
 class StreamPool:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.environment import invalid, whole_number
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import validate_namespace
 from flowfabric.scanners.filter import ScannerFilter
 
@@ -75,10 +76,6 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _invalid(variable: str, problem: str) -> ConfigError:
-    return ConfigError("environment", f"invalid value for {variable}: {problem}")
-
-
 def _interval(env: Mapping[str, str], scanner: str) -> float | None:
     found: float | None = None
     stem = f"FF_{scanner.upper()}_INTERVAL"
@@ -87,9 +84,9 @@ def _interval(env: Mapping[str, str], scanner: str) -> float | None:
         if text is None:
             continue
         if not _number(text) or float(text) <= 0:
-            raise _invalid(variable, f"must be a positive number, got {text!r}")
+            raise invalid(variable, f"must be a positive number, got {text!r}")
         if found is not None:
-            raise _invalid(variable, f"{stem}_S is set too; keep one of them")
+            raise invalid(variable, f"{stem}_S is set too; keep one of them")
         found = float(text) * unit
     return found
 
@@ -99,7 +96,7 @@ def _disabled(env: Mapping[str, str]) -> frozenset[str]:
     names = frozenset(name.strip() for name in text.split(",") if name.strip())
     unknown = sorted(names - INTERVALS_S.keys())
     if unknown:
-        raise _invalid(
+        raise invalid(
             "FF_SCANNERS_DISABLED",
             f"no scanner is called {', '.join(unknown)}; there are {', '.join(INTERVALS_S)}",
         )
@@ -113,7 +110,7 @@ def _namespace(env: Mapping[str, str]) -> str | None:
     try:
         return validate_namespace(text)
     except EngineError as error:
-        raise _invalid("FF_SCANNER_NAMESPACE", error.detail) from error
+        raise invalid("FF_SCANNER_NAMESPACE", error.detail) from error
 
 
 def _instance_tag(env: Mapping[str, str]) -> tuple[str, str] | None:
@@ -122,12 +119,9 @@ def _instance_tag(env: Mapping[str, str]) -> tuple[str, str] | None:
         return None
     key, equals, value = text.partition("=")
     if not key or not equals or not value:
-        raise _invalid("FF_SCANNER_INSTANCE_TAG", f"must be <key>=<value>, got {text!r}")
+        raise invalid("FF_SCANNER_INSTANCE_TAG", f"must be <key>=<value>, got {text!r}")
     return key, value
 
 
 def _events_retention(env: Mapping[str, str]) -> int:
-    text = env.get("FF_EVENTS_RETENTION_MS", "86400000")
-    if not text.isdecimal() or not 1 <= int(text) < 2**53:
-        raise _invalid("FF_EVENTS_RETENTION_MS", f"must be a positive number, got {text!r}")
-    return int(text)
+    return whole_number(env, "FF_EVENTS_RETENTION_MS", 86_400_000, 1, 2**53 - 1)

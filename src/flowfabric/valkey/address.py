@@ -8,7 +8,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.environment import flag, invalid, whole_number
 
 DEFAULT_PORT: Final = 6379
 FORMS: Final = (
@@ -60,40 +60,42 @@ def parse_url(text: str, *, name: str = "FF_URL") -> Address:
     try:
         return _parse(text.strip())
     except ValueError as error:
-        raise _invalid(name, str(error)) from None
+        raise invalid(name, str(error)) from None
 
 
 def from_env(environ: Mapping[str, str]) -> Address | None:
     """The address the environment asks for; None means: use the embedded server."""
+    # Each is read even where it is not used: a mistyped one must not wait for its day.
+    port = whole_number(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
+    db = whole_number(environ, "FF_DB", 0, 0, 2**31 - 1)
+    tls, cluster = flag(environ, "FF_TLS"), flag(environ, "FF_CLUSTER")
     if url := environ.get("FF_URL", "").strip():
-        return _with_extras(parse_url(url), environ)
+        return _with_extras(parse_url(url), environ, db)
     host = environ.get("FF_HOST", "").strip()
     if not host:
         return None
-    port = _integer(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
-    cluster = _flag(environ, "FF_CLUSTER")
     address = Address(
         host=host,
         port=port,
-        tls=_flag(environ, "FF_TLS"),
+        tls=tls,
         cluster=cluster,
         seeds=((host, port),) if cluster else (),
     )
-    return _with_extras(address, environ)
+    return _with_extras(address, environ, db)
 
 
-def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
+def _with_extras(address: Address, environ: Mapping[str, str], db: int) -> Address:
     """Add what the URL left open; what the URL says wins."""
-    db = address.db or _integer(environ, "FF_DB", 0, 0, 2**31 - 1)
+    db = address.db or db
     if address.cluster and db:
-        raise _invalid("FF_DB", "a cluster has only database 0")
+        raise invalid("FF_DB", "a cluster has only database 0")
     tls_ca = environ.get("FF_TLS_CA") or None
     username, password = address.username, address.password
     if password is None:
         username = username or environ.get("FF_USERNAME") or None
         password = environ.get("FF_PASSWORD") or None
     if username is not None and password is None:
-        raise _invalid("FF_USERNAME", "a user name needs a password (FF_PASSWORD)")
+        raise invalid("FF_USERNAME", "a user name needs a password (FF_PASSWORD)")
     return msgspec.structs.replace(
         address, username=username, password=password, db=db, tls_ca=tls_ca
     )
@@ -173,23 +175,3 @@ def _database(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"the database must be a number, not {text!r}")
     return int(text)
-
-
-def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    text = environ.get(name, "").strip()
-    if not text:
-        return default
-    if not (text.isascii() and text.isdigit()):
-        raise _invalid(name, f"not a whole number: {text!r}")
-    value = int(text)
-    if not low <= value <= high:
-        raise _invalid(name, f"must be {low}-{high}, not {value}")
-    return value
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    return environ.get(name, "").strip().lower() in {"1", "true"}
-
-
-def _invalid(name: str, message: str) -> ConfigError:
-    return ConfigError("valkey", f"invalid value for {name}: {message}")

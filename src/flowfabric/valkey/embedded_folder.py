@@ -46,11 +46,27 @@ def explained(folder: Path) -> Generator[None]:
                 text = (
                     f"cannot write in {folder} ({reason}); give this user write access, {elsewhere}"
                 )
+            case errno.ENAMETOOLONG:
+                text = f"the path {folder} is too long; set {FOLDER_VARIABLE} to a shorter one"
             case errno.ENOSPC | errno.EDQUOT:
                 text = f"no room left for {folder} ({reason}); free some space, {elsewhere}"
             case _:
                 text = f"cannot use {folder} ({reason}); set {FOLDER_VARIABLE} to a local folder"
         raise folder_error(text) from error
+
+
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """Nobody else may put files into the folder, and it must be this user's own."""
+    if status.st_mode & 0o022:
+        raise folder_error(
+            f"other users can write in {path}; run `chmod 700 '{path}'`, or set "
+            f"{FOLDER_VARIABLE} to a folder inside it, which will be created private"
+        )
+    if os.geteuid() not in (0, status.st_uid):
+        raise folder_error(
+            f"{path} belongs to another user (uid {status.st_uid}); run as that user, or set "
+            f"{FOLDER_VARIABLE} to another folder"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +89,7 @@ class DataFolder:
             status = path.stat()
             if not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        if status.st_mode & 0o022:
-            raise folder_error(
-                f"other users can write in {path}; run `chmod 700 '{path}'`, or set "
-                f"{FOLDER_VARIABLE} to a folder inside it, which will be created private"
-            )
-        if os.geteuid() not in (0, status.st_uid):
-            raise folder_error(
-                f"{path} belongs to another user (uid {status.st_uid}); run as that user, or set "
-                f"{FOLDER_VARIABLE} to another folder"
-            )
+        check_owner(path, status)
         return cls(path)
 
     @property

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
@@ -14,7 +13,8 @@ from importlib.resources.abc import Traversable
 
 import msgspec
 
-from flowfabric.core.errors import ConfigError, EngineError, TransportError, UnavailableError
+from flowfabric.core.environment import flag, whole_number
+from flowfabric.core.errors import EngineError, TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 __all__ = [
@@ -186,7 +186,7 @@ def _transient(error: EngineError) -> bool:
 
 
 def _rules(*, owned: bool, only_joining: bool) -> _Rules:
-    force = os.environ.get("FF_FORCE_LUA_RELOAD", "").lower() in {"1", "true", "yes"}
+    force = flag(os.environ, "FF_FORCE_LUA_RELOAD")
     return _Rules(same_version=force or owned, any_older=not only_joining)
 
 
@@ -272,7 +272,4 @@ async def _load(node: str, ask: Ask, rules: _Rules, code: str) -> bool:
 
 
 def _events_maxlen() -> int:
-    text = os.environ.get("FF_EVENTS_MAXLEN", str(_EVENTS_MAXLEN))
-    if not re.fullmatch(r"[1-9][0-9]*", text):
-        raise ConfigError("environment", f"invalid value for FF_EVENTS_MAXLEN: {text!r}")
-    return int(text)
+    return whole_number(os.environ, "FF_EVENTS_MAXLEN", _EVENTS_MAXLEN, 1, 2**53 - 1)

