@@ -22,6 +22,7 @@ from urllib.parse import quote
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
 from flowfabric.valkey.binary import locate_binary
+from flowfabric.valkey.embedded_failure import start_error
 from flowfabric.valkey.embedded_folder import Aof, DataFolder, explained, folder_error
 
 __all__ = ["EmbeddedServer", "locate_binary"]
@@ -158,9 +159,11 @@ class EmbeddedServer:
                 _spawn_guard(folder, str(binary), folder.listen_name(socket_path), theirs)
             finally:
                 os.close(theirs)
-            _await_ready(folder, ours, log_offset)
+            told = _await_ready(folder, ours)
         finally:
             os.close(ours)
+        if told is not None:
+            raise start_error(folder, binary, told, log_offset)
 
 
 def _locked(path: Path, mode: int) -> int:
@@ -233,7 +236,8 @@ def _spawn_guard(folder: DataFolder, binary: str, socket_path: str, report: int)
             ) from error
 
 
-def _await_ready(folder: DataFolder, report: int, log_offset: int) -> None:
+def _await_ready(folder: DataFolder, report: int) -> str | None:
+    """Wait until the server answers; else what became of it."""
     poller = select.poll()
     poller.register(report, select.POLLIN)
     deadline = time.monotonic() + _START_SECONDS
@@ -245,28 +249,12 @@ def _await_ready(folder: DataFolder, report: int, log_offset: int) -> None:
             chunk = os.read(report, 256)
             told += chunk
             if not chunk or b"exit" in told:
-                raise _start_error(folder, told, log_offset)
+                return told.decode().removeprefix("up\n").strip() or "its guard was killed"
             continue
         if up:
             state = _probe(folder)
             if state == "ready":
-                return
+                return None
             if state == "loading":
                 deadline = time.monotonic() + _START_SECONDS
-    raise _start_error(folder, told + b"no answer in time", log_offset)
-
-
-def _start_error(folder: DataFolder, told: bytes, log_offset: int) -> ConfigError:
-    with folder.log.open("rb") as log:
-        log.seek(log_offset)
-        said = log.read()[-2000:].decode(errors="replace").strip()
-    what = told.decode().removeprefix("up\n").strip() or "its guard was killed"
-    advice = "correct what the log says and try again"
-    if "Bad file format" in said:
-        advice = (
-            f"its log of changes is damaged: copy {folder.path}, then run valkey-check-aof --fix "
-            "on the file named below, or move the folder away to start empty"
-        )
-    return ConfigError(
-        "embedded", f"the server did not start ({what}); {advice}:\n{said}", "server"
-    )
+    return "no answer in time"

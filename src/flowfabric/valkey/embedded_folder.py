@@ -19,7 +19,7 @@ Aof: TypeAlias = Literal["no", "everysec", "always"]
 
 FOLDER_VARIABLE = "FF_DATA_DIR"
 _DEFAULT_FOLDER = ".flowfabric"
-_AOF_FOLDER = "appendonlydir"
+AOF_FOLDER = "appendonlydir"
 _SOCKET_NAME = "valkey.sock"
 # The kernel takes 107 bytes on Linux and 103 on macOS.
 _SOCKET_PATH_LIMIT = 100
@@ -139,7 +139,7 @@ class DataFolder:
 
     def write_config(self, socket: Path, aof: Aof) -> None:
         """Generate the server's configuration."""
-        if aof == "no" and (self.path / _AOF_FOLDER).exists():
+        if aof == "no" and (self.path / AOF_FOLDER).exists():
             raise folder_error(
                 f"{self.path} holds data, which a server without its log would not see; start it "
                 "with aof='everysec', or use another folder"
@@ -201,7 +201,7 @@ def _config(listen: str, aof: Aof) -> bytes:
         "save": '""',
         "appendonly": "no" if aof == "no" else "yes",
         "appendfsync": aof,
-        "appenddirname": _AOF_FOLDER,
+        "appenddirname": AOF_FOLDER,
         "aof-use-rdb-preamble": "yes",
         "aof-load-truncated": "yes",
         "maxmemory-policy": "noeviction",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -166,14 +167,28 @@ def test_truncated_log_loses_only_its_tail(folder: Path) -> None:
         assert command(server.url, "SET", "cut", "again") == "+OK"
 
 
-def test_damaged_log_is_refused_with_advice(folder: Path) -> None:
+def test_damaged_log_is_refused_with_advice_that_works(folder: Path) -> None:
     aof = aof_with(folder, "whole")
     with aof.open("ab") as file:
         file.write(b"not a command\r\n")
-    with pytest.raises(ConfigError, match="valkey-check-aof --fix") as caught:
+    with pytest.raises(ConfigError) as caught:
         EmbeddedServer.acquire(folder)
-    assert "Bad file format" in caught.value.message
+    advice, line, said = caught.value.message.split("\n", 2)
+    assert f"its log of changes {aof.resolve()} is damaged: copy {folder.resolve()}" in advice
+    assert "Bad file format" in said
+    # Only what matters of the log: neither what every start says, nor advice about the host.
+    assert len(said.splitlines()) <= 3
+    assert "overcommit" not in said
     assert aof.read_bytes().endswith(b"not a command\r\n")
+    assert line.startswith("  bash -c ")
+    subprocess.run(shlex.split(line), input=b"y\n", check=True, capture_output=True)
+    with EmbeddedServer.acquire(folder) as server:
+        assert command(server.url, "GET", "whole") == "value"
+
+
+def test_a_program_that_says_nothing_is_no_server(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"said nothing \(exit 0\), so it is no Valkey server"):
+        EmbeddedServer.acquire(folder, binary="true")
 
 
 def test_starter_killed_before_the_server_answers(folder: Path, root: Path, start: Start) -> None:
