@@ -12,7 +12,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
 from tests.cli.support import Cli
 from tests.support.engine import Engine
-from tests.support.server import free_port
+from tests.support.server import TestServer, free_port
 
 APP = """
 import asyncio, os
@@ -256,5 +256,25 @@ async def test_bad_log_settings_name_their_variable(shop: Cli, variable: str, va
 async def test_no_server_to_work_for(shop: Cli) -> None:
     done = await shop("worker", "shop:app", "--url", f"valkey://127.0.0.1:{free_port()}")
     assert (done.code, done.out) == (1, "")
-    assert "error: transport: no connection to 127.0.0.1:" in done.err
-    assert "Traceback" not in done.err
+    waiting, error, _ = done.err.splitlines()
+    assert "WARNING waiting for Valkey at 127.0.0.1:" in waiting
+    assert error.startswith("error: transport: no connection to 127.0.0.1:")
+
+
+async def test_it_warns_of_a_server_that_somebody_else_prepared(tmp_path: Path) -> None:
+    """Which deletes work when memory is short, and writes no log."""
+    (tmp_path / "shop.py").write_text(APP)
+    server = TestServer("--maxmemory-policy", "allkeys-lru")
+    try:
+        cli = Cli(tmp_path, FF_URL=server.url)
+        await cli("doctor", "--prepare")
+        async with cli.start("worker", "shop:app") as running:
+            await running.line("Ready.")
+            told = [line for line in running.seen if "WARNING" in line]
+            running.send(signal.SIGTERM)
+            await running.end()
+        assert [line.split()[2] for line in told] == ["eviction:", "persistence:"]
+        assert "maxmemory-policy is allkeys-lru" in told[0]
+        assert (await cli("ps")).err == ""
+    finally:
+        server.stop()

@@ -81,13 +81,15 @@ async def _checks(
         address = await place.address()
         where = where or address.peer
         checks: list[Finding] = []
-        if prepare:
-            await _prepare(place)
-            checks.append(
-                Finding("prepare", Grade.OK, "partition counts and functions are in place")
-            )
-        transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-doctor")
+        transport = await connect(
+            address, connect_timeout=CONNECT_S, name="flowfabric-doctor", patient=False
+        )
         try:
+            if prepare:
+                await _prepare(place)
+                checks.append(
+                    Finding("prepare", Grade.OK, "partition counts and functions are in place")
+                )
             checks += await check_server_side(transport, owned=place.embedded)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
                 backend = Backend(transport, await read_counts(transport))

@@ -68,7 +68,9 @@ async def opened(url: str | None) -> AsyncGenerator[Backend]:
         raise NoDataYet(data_folder())
     try:
         address = await place.address()
-        transport = await connect(address, connect_timeout=CONNECT_S, name="flowfabric-cli")
+        transport = await connect(
+            address, connect_timeout=CONNECT_S, name="flowfabric-cli", patient=False
+        )
         try:
             backend = Backend(transport, await _join(transport, place))
         except BaseException:

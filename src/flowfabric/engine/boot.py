@@ -14,7 +14,7 @@ from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.calls import Limits
-from flowfabric.engine.health import Grade, health_findings
+from flowfabric.engine.health import log_findings
 from flowfabric.engine.registration import add_names
 from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
@@ -113,9 +113,7 @@ async def prepare(
     loaded = await ensure_library(transport, testing=testing, owned=owned)
     await add_names(transport, keys.LANES, map(validate_lane, lanes))
     await _seed(Secrets(transport, counts, Limits(), testing=testing), secret, mint_secret)
-    for finding in await health_findings(transport):
-        if finding.grade is not Grade.OK:
-            log.warning("%s: %s; %s", finding.name, finding.detail, finding.advice)
+    await log_findings(transport)
     return loaded
 
 

@@ -12,7 +12,7 @@ import msgspec
 from flowfabric.core.errors import EngineError
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["Finding", "Grade", "health_findings"]
+__all__ = ["Finding", "Grade", "health_findings", "log_findings"]
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,24 @@ async def health_findings(transport: Transport) -> list[Finding]:
     if facts:
         findings += [_memory(facts), _writes(facts)]
     return [*findings, await _clock(transport)]
+
+
+async def log_findings(transport: Transport) -> None:
+    """Warn of what puts work at risk; a check that fails is no reason not to work."""
+    try:
+        findings = await health_findings(transport)
+    except EngineError as error:
+        log.debug("the server's health is not readable: %s", error)
+        return
+    for finding in findings:
+        if finding.grade is not Grade.OK:
+            log.warning(
+                "%s: %s; %s",
+                finding.name,
+                finding.detail,
+                finding.advice,
+                extra={"action": "server_health", "grade": finding.grade.value},
+            )
 
 
 def _eviction(settings: Facts) -> Finding:

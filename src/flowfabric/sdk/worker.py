@@ -27,6 +27,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
 from flowfabric.engine.backend import Backend, limits_from_env
+from flowfabric.engine.health import log_findings
 from flowfabric.engine.scheduling import Want
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.hints import LaneHints, Lanes
@@ -113,7 +114,10 @@ class Worker(ClosedOnce):
             lambda: None if settings is None else ScannerThread(connect, settings, backend),
         )
         try:
-            await worker._register(only_if_absent=True)
+            # Whoever prepared the server may have been warned long ago, and elsewhere.
+            await asyncio.gather(
+                worker._register(only_if_absent=True), log_findings(backend.transport)
+            )
         except BaseException:
             await backend.aclose()
             raise

@@ -176,8 +176,10 @@ class ClusterClient:
         """The nodes of the present map, primaries first."""
         return sorted(self._nodes, key=lambda node: (not node.primary, node.endpoint))
 
-    async def wait_ready(self, timeout: float | None = None) -> None:
+    async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         """Return when every slot has a primary that answers PING."""
+        if not patient:
+            await self.refresh()
         await until_pong(self._ping, self._connect_timeout if timeout is None else timeout)
 
     async def refresh(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 from flowfabric.core.errors import EngineError, TransportError, engine_error
@@ -13,6 +14,10 @@ from flowfabric.valkey.transport import Client, Revive, Transport
 
 MINIMUM_VERSION: Final = (8, 0)
 
+log = logging.getLogger(__name__)
+
+# A person who started something should not have to guess what it does.
+_SILENCE: Final = 1.0
 _FIRST_PAUSE: Final = 0.2
 _LAST_PAUSE: Final = 5.0
 
@@ -24,10 +29,12 @@ async def connect(
     connect_timeout: float = CONNECT_TIMEOUT,
     name: str = "flowfabric",
     revive: Revive | None = None,
+    patient: bool = True,
 ) -> Transport:
     """A transport to one server or a cluster that has answered PING; the caller closes it.
 
-    `revive` may start a single server again that cannot be reached.
+    `revive` may start a single server again that cannot be reached. Who is `patient` goes on
+    trying until `connect_timeout`, and says so in the log; others hear at once of a refusal.
 
     >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
@@ -44,12 +51,25 @@ async def connect(
             name=name,
             revive=revive,
         )
+    waiting = asyncio.get_running_loop().call_later(
+        _SILENCE, _tell_waiting, address.peer, connect_timeout
+    )
+    if not patient:
+        waiting.cancel()
     try:
-        await transport.wait_ready(connect_timeout)
+        await transport.wait_ready(connect_timeout, patient=patient)
     except BaseException:
         await transport.aclose()
         raise
+    finally:
+        waiting.cancel()
     return transport
+
+
+def _tell_waiting(peer: str, limit: float) -> None:
+    log.warning(
+        "waiting for Valkey at %s, for up to %g s", peer, limit, extra={"action": "connect_waiting"}
+    )
 
 
 async def check_server(

@@ -107,8 +107,13 @@ class Transport(Protocol):
         """Send one command to every node, replicas too; the replies by node name."""
         ...
 
-    def wait_ready(self, timeout: float | None = None) -> Coroutine[Any, Any, None]:
-        """Return when the deployment answers PING; raise what was wrong at the deadline."""
+    def wait_ready(
+        self, timeout: float | None = None, *, patient: bool = True
+    ) -> Coroutine[Any, Any, None]:
+        """Return when the deployment answers PING; raise what was wrong at the deadline.
+
+        Impatient: a deployment that cannot be reached is not tried a second time.
+        """
         ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
@@ -410,9 +415,12 @@ class Client:
         """Send one command to the one server there is."""
         return await self.call_all_primaries(*args, timeout=timeout)
 
-    async def wait_ready(self, timeout: float | None = None) -> None:
+    async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         """Return when the server answers PING; raise what was wrong at the deadline."""
-        await until_pong(self.call, self._connect_timeout if timeout is None else timeout)
+        limit = self._connect_timeout if timeout is None else timeout
+        if not patient:
+            await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
+        await until_pong(self.call, limit)
 
     async def aclose(self) -> None:
         """Fail what is pending and close the connection. A closed client stays closed."""

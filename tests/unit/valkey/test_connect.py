@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connect import check_server, connect
-from tests.support.server import TestServer
+from tests.support.server import TestServer, free_port
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
 
 
@@ -132,3 +134,40 @@ async def test_a_standalone_server_is_not_a_cluster(shared_server: TestServer) -
     ) as port:
         with pytest.raises(TransportError, match="cluster support disabled"):
             await connect(parse_url(f"valkey+cluster://127.0.0.1:{port}"), connect_timeout=30)
+
+
+async def test_who_is_impatient_hears_of_a_refusal_at_once(tmp_path: Path) -> None:
+    refused = f"127.0.0.1:{free_port()}"
+    places = (f"valkey://{refused}", f"valkey+cluster://{refused}", f"unix://{tmp_path}/none")
+    for url in places:
+        async with asyncio.timeout(5):
+            with pytest.raises(TransportError, match=r"Connection refused|No such file"):
+                await connect(parse_url(url), connect_timeout=60.0, patient=False)
+
+
+async def test_who_is_patient_says_that_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    peer = f"127.0.0.1:{free_port()}"
+    told = asyncio.Event()
+    with telling(told):
+        waiting = asyncio.create_task(connect(parse_url(f"valkey://{peer}"), connect_timeout=60.0))
+        async with asyncio.timeout(20):
+            await told.wait()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    assert caplog.messages == [f"waiting for Valkey at {peer}, for up to 60 s"]
+
+
+@contextmanager
+def telling(told: asyncio.Event) -> Generator[None]:
+    """Set the event with the first record of `connect`."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.set()
+
+    listener, logger = Listener(), logging.getLogger("flowfabric.valkey.connect")
+    logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
