@@ -161,10 +161,13 @@ async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("deadbeef",), "error: execution_not_found: deadbeef"),
+        (
+            ("deadbeef",),
+            "error: execution_not_found: no execution has an id that begins with 'deadbeef'",
+        ),
         (("RUNNING",), "error: nothing_waiting: "),
-        (("PARKED", "--payload", "{oops"), "error: invalid_input: payload: not JSON"),
-        (("PARKED", "--payload", "@nowhere.json"), "error: invalid_input: payload: No such file"),
+        (("PARKED", "--payload", "{oops"), "error: invalid_input: --payload: not JSON"),
+        (("PARKED", "--payload", "@nowhere.json"), "error: invalid_input: --payload: No such file"),
         (("PARKED", "--reject", "--name", "x"), "error: usage: "),
     ],
 )

@@ -50,7 +50,7 @@ async def test_the_table_in_a_pipe_is_plain_and_complete(cli: Cli, engine: Engin
 async def test_json_is_one_object_a_line(cli: Cli, engine: Engine) -> None:
     execution_id = (await engine.running(execution_kind="resize", priority=7)).execution_id
     (row,) = (await cli("ps", "--json")).objects
-    created = int((await engine.backend.read_execution_info(execution_id)).created_at)
+    created = (await engine.backend.read_execution_info(execution_id)).created_at
     assert row == {
         "execution_id": execution_id,
         "execution_kind": "resize",

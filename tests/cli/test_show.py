@@ -169,23 +169,31 @@ async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
     assert (await shown(cli, "aaaa", "--namespace", "b")).splitlines()[1] == two
     refused = await cli("show", one, "--namespace", "b")
     assert refused.code == 1
-    assert refused.err.startswith("error: execution_not_found: ")
+    assert refused.err.startswith("error: execution_not_found: no execution in namespace b has ")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "code", "said"),
     [
-        ("deadbeef", "execution_not_found: deadbeef"),
-        ("11111111-2222-4333-8444-555555555555", "execution_not_found: 11111111-"),
-        ("{fp:1}:11111111-2222-4333-8444-555555555555", "execution_not_found: {fp:1}:"),
-        ("{fp:999}:11111111-2222-4333-8444-555555555555", "invalid_input: execution_id: partition"),
-        ("{fp:1}:1111", "invalid_input: execution_id: InvalidUuid"),
-        ("abc", "invalid_input: 'abc' is too short"),
-        ("not-an-id", "invalid_input: 'not-an-id' is neither an execution id nor a UUID"),
+        ("deadbeef", 1, "execution_not_found: no execution has an id that begins with"),
+        ("11111111-2222-4333-8444-555555555555", 1, "execution_not_found: no execution has the id"),
+        (
+            "{fp:1}:11111111-2222-4333-8444-555555555555",
+            1,
+            "execution_not_found: no execution has the id '{fp:1}:",
+        ),
+        (
+            "{fp:999}:11111111-2222-4333-8444-555555555555",
+            2,
+            "invalid_input: execution_id: partition",
+        ),
+        ("{fp:1}:1111", 2, "invalid_input: execution_id: InvalidUuid: '{fp:1}:1111' (a UUID has"),
+        ("abc", 2, "invalid_input: 'abc' is too short"),
+        ("not-an-id", 2, "invalid_input: 'not-an-id' is neither an execution id nor a UUID"),
     ],
 )
-async def test_ids_that_lead_nowhere(cli: Cli, text: str, said: str) -> None:
+async def test_ids_that_lead_nowhere(cli: Cli, text: str, code: int, said: str) -> None:
     done = await cli("show", text)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (code, "")
     assert done.err.startswith(f"error: {said}")
     assert "\nhint: " in done.err

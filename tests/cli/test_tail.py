@@ -241,9 +241,12 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("deadbeef",), "error: execution_not_found: deadbeef"),
+        (
+            ("deadbeef",),
+            "error: execution_not_found: no execution has an id that begins with 'deadbeef'",
+        ),
         (("ID", "--attempt", "3"), "error: attempt_not_found: "),
-        (("ID", "--from", "yesterday"), "error: invalid_input: "),
+        (("ID", "--from", "yesterday"), "error: usage: Invalid value for --from: Malformed"),
         (("ID", "--attempt", "-1"), "error: usage: "),
     ],
 )

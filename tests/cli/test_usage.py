@@ -74,8 +74,12 @@ def test_help_loads_no_engine_and_no_tables() -> None:
         (("ps", "--limit", "many"), "Invalid value for '--limit'"),
         (("ps", "--state", "actve"), "'actve' is not one of waiting, delayed"),
         (("ps", "--tag", "team"), "expected key=value, got 'team'"),
+        (("ps", "--lane", ""), "Invalid value for --lane: it must not be empty"),
+        (("ps", "--namespace", "a:b"), "Invalid value for --namespace: must not contain"),
+        (("ps", "--url", "nonsense"), "Invalid value for --url: write valkey://nonsense"),
+        (("--url", "redis://x", "ps"), "Invalid value for --url: redis:// is not known"),
         (("show",), "Missing argument 'ID'"),
-        (("cancel",), "Missing argument 'ID…'"),
+        (("cancel",), "Missing argument 'ID...'"),
         (("replay", "1", "2"), "unexpected extra argument"),
     ],
 )
@@ -98,8 +102,7 @@ async def test_a_typing_mistake_as_json(bare: Cli) -> None:
 @pytest.mark.parametrize(
     ("variables", "arguments", "said"),
     [
-        ({"FF_URL": "redis://x"}, (), "config: invalid value for FF_URL: unknown form"),
-        ({}, ("--url", "nonsense"), "config: invalid value for url: unknown form"),
+        ({"FF_URL": "redis://x"}, (), "config: invalid value for FF_URL: redis:// is not known"),
         (
             {"FF_HOST": "x", "FF_PORT": "z"},
             (),

@@ -22,15 +22,15 @@ def cancel(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End executions deliberately, in whatever state they are.
+    """End executions that have not ended yet, whatever they do or wait for.
 
-    A handler that is running learns of it with its next lease renewal.
+    A handler that is running learns of it with its next lease renewal. One that has ended is
+    refused; the others are cancelled all the same.
     """
     from flowfabric.cli import change_run  # noqa: PLC0415
 
     target = Target.of(context, url, namespace)
-    if change_run.cancel(target, ids, reason, as_json=as_json):
-        raise typer.Exit(1)
+    raise typer.Exit(change_run.cancel(target, ids, reason, as_json=as_json))
 
 
 def replay(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from flowfabric.cli.errors import CliError, report
+from flowfabric.cli.errors import CliError, exit_code, report
 from flowfabric.cli.options import Target
 from flowfabric.cli.resolve import resolve
 from flowfabric.cli.screen import Screen, print_json, state_style
@@ -25,12 +25,12 @@ _HINTS = {
 
 
 def cancel(target: Target, ids: Sequence[str], reason: str, *, as_json: bool) -> int:
-    """Cancel each; one that cannot be cancelled does not keep the others. How many failed."""
+    """Cancel each; one that cannot be cancelled does not keep the others. The exit code."""
     return asyncio.run(_cancel_all(target, ids, reason, as_json=as_json))
 
 
 async def _cancel_all(target: Target, ids: Sequence[str], reason: str, *, as_json: bool) -> int:
-    failed = 0
+    code = 0
     async with opened(target.url) as backend:
         for text in dict.fromkeys(ids):
             try:
@@ -42,11 +42,11 @@ async def _cancel_all(target: Target, ids: Sequence[str], reason: str, *, as_jso
             except TransportError:
                 raise
             except FlowFabricError as error:
-                failed += 1
+                code = max(code, exit_code(error))
                 report(error, as_json=as_json)
             else:
                 _say(execution_id, done.public_state.value, as_json=as_json)
-    return failed
+    return code
 
 
 async def _told(backend: Backend, execution_id: ExecutionId, error: EngineError) -> FlowFabricError:
@@ -56,6 +56,17 @@ async def _told(backend: Backend, execution_id: ExecutionId, error: EngineError)
         return error
     state = (await backend.read_execution_state(execution_id)).value
     return CliError(error.code, f"{execution_id} is {state}", hint, *error.details)
+
+
+def _miscounted(
+    execution_id: ExecutionId, error: EngineError, expected: int | None
+) -> FlowFabricError:
+    return CliError(
+        error.code,
+        f"{execution_id} was replayed {error.detail} times, not {expected}: it was left alone",
+        f"if one more replay is wanted, repeat with --expected-replay-count {error.detail}",
+        *error.details,
+    )
 
 
 def replay(target: Target, text: str, reason: str, expected: int | None, *, as_json: bool) -> None:
@@ -76,6 +87,8 @@ async def _replay(
                 expected_replay_count=expected,
             )
         except EngineError as error:
+            if error.code == "replay_not_allowed":
+                raise _miscounted(execution_id, error, expected) from error
             raise await _told(backend, execution_id, error) from error
     _say(execution_id, done.public_state.value, as_json=as_json)
 

@@ -12,7 +12,7 @@ import typer
 
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
 
-__all__ = ["CliError", "Report", "UsageError", "describe", "print_error", "report"]
+__all__ = ["CliError", "Report", "UsageError", "describe", "exit_code", "print_error", "report"]
 
 
 class CliError(FlowFabricError):
@@ -50,7 +50,7 @@ def describe(error: FlowFabricError) -> Report:
         case TransportError():
             return Report(error.code, error.message or error.kind, (error.kind,), error.hint)
         case EngineError():
-            return Report(error.code, error.detail, error.details, error.hint)
+            return Report(error.code, error.explanation, error.details, error.hint)
         case ConfigError():
             field = f"{error.context}.{error.field}: " if error.field else ""
             return Report("config", f"{field}{error.message}", (error.context,))
@@ -75,6 +75,11 @@ def print_error(what: Report, *, as_json: bool) -> None:
     # A full disk behind the error stream must not hide the exit code behind a traceback.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
+
+
+def exit_code(error: FlowFabricError) -> int:
+    """2 when the command was typed wrongly, 1 when it failed."""
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def report(error: FlowFabricError, *, as_json: bool) -> None:

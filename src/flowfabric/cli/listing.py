@@ -36,9 +36,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     namespace: str
     public_state: str
     priority: int
-    created_at: int
+    created_at: str
+    """Milliseconds as decimal text, as everywhere in answers for programs."""
     total_attempt_count: int
-    completed_at: int | None = None
+    completed_at: str | None = None
     progress_pct: int | None = None
     worker_instance_id: str | None = None
 
@@ -92,9 +93,9 @@ async def _row(backend: Backend, summary: ExecutionSummary) -> Row:
         # Retention may have deleted the record between the two reads.
         public_state=fields["public_state"] or summary.public_state.value,
         priority=summary.priority,
-        created_at=int(summary.created_at),
+        created_at=summary.created_at,
         total_attempt_count=int(fields["total_attempt_count"] or 0),
-        completed_at=_number(fields["completed_at"]),
+        completed_at=fields["completed_at"],
         progress_pct=_number(fields["progress_pct"]),
         worker_instance_id=fields["current_worker_instance_id"],
     )

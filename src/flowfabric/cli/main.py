@@ -13,7 +13,7 @@ from flowfabric.bench.command import register as register_bench
 from flowfabric.cli.approve import approve
 from flowfabric.cli.change import cancel, replay
 from flowfabric.cli.doctor import doctor
-from flowfabric.cli.errors import Report, UsageError, print_error, report
+from flowfabric.cli.errors import Report, exit_code, print_error, report
 from flowfabric.cli.options import Target
 from flowfabric.cli.ps import ps
 from flowfabric.cli.show import show
@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
 def _told(error: typer.TyperException | FlowFabricError, *, as_json: bool) -> int:
     if isinstance(error, FlowFabricError):
         report(error, as_json=as_json)
-        return 2 if isinstance(error, UsageError) else 1
+        return exit_code(error)
     print_error(_usage(error), as_json=as_json)
     return error.exit_code
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 import typer
 
+from flowfabric.core.catalogue import meaning
 from flowfabric.core.durations import to_ms
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import validate_lane, validate_namespace
 
 __all__ = [
     "JsonOption",
     "NamespaceOption",
     "Target",
     "UrlOption",
+    "checked",
+    "lane_name",
     "names",
     "pairs",
     "seconds",
+    "within",
 ]
 
 UrlOption = Annotated[
@@ -45,7 +51,50 @@ class Target(msgspec.Struct, frozen=True):
     def of(cls, context: typer.Context, url: str | None, namespace: str | None) -> Target:
         """What stands after the command wins over what stands before it."""
         before = context.obj if isinstance(context.obj, Target) else cls()
-        return cls(url or before.url, namespace or before.namespace)
+        target = cls(url or before.url, namespace or before.namespace)
+        if target.url is not None:
+            _check_url(target.url)
+        if target.namespace is not None:
+            checked(validate_namespace, target.namespace, "--namespace")
+        return target
+
+
+def _check_url(url: str) -> None:
+    # Only commands that were given one need the addresses.
+    from flowfabric.valkey.address import parse_url  # noqa: PLC0415
+
+    try:
+        parse_url(url)
+    except ConfigError as error:
+        problem = error.message.partition(": ")[2]
+        raise typer.BadParameter(problem, param_hint="--url") from error
+
+
+def checked(check: Callable[[str], object], value: str, option: str) -> str:
+    """A value as it is, or the mistake of whoever typed the option."""
+    try:
+        check(value)
+    except EngineError as error:
+        problem = meaning(error.detail) or error.detail.partition(": ")[2] or error.detail
+        raise typer.BadParameter(problem, param_hint=option) from error
+    return value
+
+
+def lane_name(text: str | None) -> str | None:
+    """The lane of `--lane`, if there is one."""
+    return None if text is None else checked(validate_lane, text, "--lane")
+
+
+def within(low: str, high: str) -> Callable[[str], float]:
+    """A reader of durations between two others."""
+
+    def read(text: str) -> float:
+        value = seconds(text)
+        if not seconds(low) <= value <= seconds(high):
+            raise typer.BadParameter(f"must be {low} to {high}, got {text}")
+        return value
+
+    return read
 
 
 def seconds(text: str) -> float:
@@ -56,13 +105,13 @@ def seconds(text: str) -> float:
         raise typer.BadParameter(error.detail.removeprefix("duration: ")) from error
 
 
-def names(text: str | None) -> list[str]:
+def names(text: str | None, option: str) -> list[str]:
     """A comma list without blanks; None is an empty one."""
     if text is None:
         return []
     found = [name.strip() for name in text.split(",") if name.strip()]
     if not found:
-        raise typer.BadParameter("expected names separated by commas")
+        raise typer.BadParameter("expected names separated by commas", param_hint=option)
     return found
 
 

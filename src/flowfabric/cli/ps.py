@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption, pairs
+from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption, lane_name, pairs
 from flowfabric.core.state import PublicState
 
 __all__ = ["ps"]
@@ -41,13 +41,17 @@ def ps(
     """
     target = Target.of(context, url, namespace)
     wanted_state = None if state is None else _state(state)
-    wanted_tags = pairs(tag)
+    wanted_tags, lane = pairs(tag), lane_name(lane)
     # Engine and tables are loaded for a run only: `flowfabric --help` stays quick.
     from flowfabric.cli import ps_view  # noqa: PLC0415
     from flowfabric.engine.listing import Filter  # noqa: PLC0415
 
     where = Filter(
-        namespace=target.namespace, lane=lane, kind=kind, state=wanted_state, tags=wanted_tags
+        namespace=target.namespace,
+        lane=lane,
+        kind=kind,
+        state=wanted_state,
+        tags=wanted_tags,
     )
     most = None if everything else limit
     if watch:

@@ -82,7 +82,7 @@ def _cells(row: Row, now_ms: int, length: int | None, *, tenants: bool) -> list[
         clean(row.execution_kind),
         clean(row.lane_id),
         (row.public_state + progress, style),
-        age(now_ms - row.created_at),
+        age(now_ms - int(row.created_at)),
         str(row.total_attempt_count) if row.total_attempt_count else "-",
         clean(row.worker_instance_id or "-"),
     ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 
-from flowfabric.cli.errors import CliError
-from flowfabric.core.errors import EngineError, NotFoundError
+from flowfabric.cli.errors import CliError, UsageError
+from flowfabric.core.catalogue import CATALOGUE
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.backend import Backend
 
 __all__ = ["resolve"]
 
 _MIN_PREFIX = 4
+_UUID_LENGTH = 36
 _SHOWN = 10
 _is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
 
@@ -22,7 +24,7 @@ async def resolve(backend: Backend, text: str, namespace: str | None = None) -> 
     if namespace is not None:
         found = [each for each in found if await _lives_in(backend, each, namespace)]
     if not found:
-        raise NotFoundError("execution_not_found", text)
+        raise _unknown(text, namespace)
     if len(found) > 1:
         raise await _ambiguous(backend, text, found)
     return found[0]
@@ -33,7 +35,7 @@ async def _candidates(backend: Backend, text: str) -> list[ExecutionId]:
         try:
             exact = backend.checked(ExecutionId.parse(text))
         except EngineError as error:
-            raise _refused(error.detail) from error
+            raise _refused(error.explanation) from error
         known = await backend.get_execution_namespace(exact)
         return [] if known is None else [exact]
     if not _is_prefix(text):
@@ -43,8 +45,15 @@ async def _candidates(backend: Backend, text: str) -> list[ExecutionId]:
     return await backend.find_executions(text, _SHOWN + 1)
 
 
-def _refused(problem: str) -> CliError:
-    return CliError("invalid_input", problem, "`flowfabric ps` lists executions and their ids")
+def _unknown(text: str, namespace: str | None) -> CliError:
+    how = "has the id" if len(text.strip()) >= _UUID_LENGTH else "has an id that begins with"
+    where = "" if namespace is None else f" in namespace {namespace}"
+    code = "execution_not_found"
+    return CliError(code, f"no execution{where} {how} {text!r}", CATALOGUE[code].hint, text)
+
+
+def _refused(problem: str) -> UsageError:
+    return UsageError("invalid_input", problem, "`flowfabric ps` lists executions and their ids")
 
 
 async def _lives_in(backend: Backend, execution_id: ExecutionId, namespace: str) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from flowfabric.cli.errors import CliError
+from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import Target
 from flowfabric.cli.resolve import resolve
 from flowfabric.cli.session import opened
@@ -46,7 +46,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
 def send(target: Target, text: str, signal: Signal, *, as_json: bool) -> None:
     """Deliver it and say what came of it."""
     if not signal.token:
-        raise CliError("missing_token", "a signal needs the waitpoint's token", _WITHOUT)
+        raise UsageError("missing_token", "a signal needs the waitpoint's token", _WITHOUT)
     payload = read_payload(signal.payload)
     asyncio.run(_send(target, text, signal, payload, as_json=as_json))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.cli.errors import CliError
+from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.screen import Cell, Screen, print_json
 from flowfabric.cli.waiting_read import open_waitpoints, read_last_wait
 from flowfabric.cli.waiting_words import ended, wanted
@@ -117,15 +117,15 @@ def read_payload(text: str | None) -> bytes | None:
         try:
             raw = Path(text[1:]).expanduser().read_bytes()
         except OSError as error:
-            raise CliError("invalid_input", f"payload: {error.strerror}: {text[1:]}") from error
+            raise UsageError("invalid_input", f"--payload: {error.strerror}: {text[1:]}") from error
     else:
         raw = text.encode(errors="surrogateescape")
     try:
         msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CliError(
+        raise UsageError(
             "invalid_input",
-            f"payload: not JSON: {error}",
+            f"--payload: not JSON: {error}",
             """quote it for the shell, such as --payload '{"ok": true}'; a text needs its own """
             """quotes: --payload '"text"'""",
         ) from error

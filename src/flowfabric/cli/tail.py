@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
+from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption, checked
+from flowfabric.core.cursors import StreamCursor
 
 __all__ = ["tail"]
 
@@ -47,7 +48,9 @@ def tail(
     the execution is told on the error stream. With --json everything is one JSON object a line, and
     bytes that are no text are base64.
     """
+    target = Target.of(context, url, namespace)
+    checked(StreamCursor.parse, from_, "--from")
     from flowfabric.cli import tail_run  # noqa: PLC0415
 
     wanted = tail_run.Wanted(attempt=attempt, from_=from_, follow=follow)
-    tail_run.tail(Target.of(context, url, namespace), id_, wanted, as_json=as_json)
+    tail_run.tail(target, id_, wanted, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
+from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption, lane_name
 
 __all__ = ["waiting"]
 
@@ -36,6 +36,6 @@ def waiting(
 
     target = Target.of(context, url, namespace)
     if id_ is None:
-        waiting_view.all_of_them(target, lane, limit, as_json=as_json)
+        waiting_view.all_of_them(target, lane_name(lane), limit, as_json=as_json)
     else:
         waiting_view.one(target, id_, as_json=as_json)

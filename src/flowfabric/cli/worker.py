@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from flowfabric.cli.options import Target, UrlOption, names, seconds
+from flowfabric.cli.options import Target, UrlOption, checked, names, seconds, within
+from flowfabric.core.capabilities import normalise
+from flowfabric.core.ids import validate_lane
 
 __all__ = ["worker"]
 
@@ -23,7 +25,7 @@ def worker(
     ],
     *,
     concurrency: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tasks that run at the same time.")
+        int, typer.Option(min=1, max=100_000, metavar="N", help="Tasks that run at the same time.")
     ] = 64,
     lanes: Annotated[
         str | None,
@@ -35,7 +37,7 @@ def worker(
     lease_ttl: Annotated[
         float,
         typer.Option(
-            parser=seconds,
+            parser=within("1s", "7d"),
             metavar="DURATION",
             help="How long the work of a dead worker stays reserved.",
         ),
@@ -78,7 +80,11 @@ def worker(
         raise typer.BadParameter(
             f"{log_level!r} is not one of debug, info, warning, error", param_hint="--log-level"
         )
-    plan_lanes, offered = names(lanes), names(capabilities)
+    plan_lanes, offered = names(lanes, "--lanes"), names(capabilities, "--capabilities")
+    for lane in plan_lanes:
+        checked(validate_lane, lane, "--lanes")
+    for capability in offered:
+        checked(lambda one: normalise([one], "worker"), capability, "--capabilities")
     # The engine is loaded for a run only: `flowfabric --help` stays quick.
     from flowfabric.cli.serve import Plan, serve  # noqa: PLC0415
 

@@ -6,6 +6,8 @@ The class belongs to the code, never to the group. One line per code:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -132,7 +134,7 @@ lease_expired T Stop work: the lease ran out before it was renewed.
 lease_revoked T Stop work: an operator revoked the lease.
 execution_not_terminal T Wait until the execution finishes, or cancel it.
 max_replays_exhausted T Submit a new execution, or raise max_replay_count in the policy.
-replay_not_allowed T This execution cannot be replayed; submit a new one.
+replay_not_allowed T It was replayed as often as the detail says, not as expected: read it again.
 max_retries_exhausted T The reclaim cap was reached and the execution failed; replay it if wanted.
 lane_not_accepting T Submit to another lane, or set this lane to active.
 attempt_not_started T Claim the execution first.
@@ -213,6 +215,44 @@ _GROUPS: tuple[tuple[str, int, str], ...] = (
     ("availability", 503, _AVAILABILITY),
     ("subscriptions", 503, _SUBSCRIPTIONS),
 )
+
+#: What the detail words of refused values mean for whoever gave the value.
+DETAIL_WORDS: Mapping[str, str] = {
+    "Empty": "it must not be empty",
+    "TooLong": "64 bytes are the most",
+    "NonPrintable": "use printable ASCII characters only",
+    "InvalidUuid": "a UUID has 32 lower-case hex digits, in groups of 8-4-4-4-12",
+    "MissingTag": "an execution id looks like {fp:42}:<uuid>",
+    "InvalidPartitionIndex": "the number in {fp:N} is 0 to 65535, without leading zeros",
+    "MissingBraces": "a partition key looks like {fp:42}",
+    "MalformedBody": "a partition key looks like {fp:42}",
+    "UnknownFamilyPrefix": "a partition key begins with {fp:, {b: or {q:",
+    "InvalidIndex": "the number is 0 to 65535, without leading zeros",
+    "not_array": 'give a list, such as ["gpu"]',
+    "non_string_token": "each capability is a text",
+    "empty_token": "a capability must not be empty",
+    "comma_in_token": "a capability holds no comma",
+    "control_or_whitespace": "a capability holds neither spaces nor control characters",
+    "too_many_tokens": "256 capabilities are the most",
+    "too_many_bytes": "4096 bytes are the most, all capabilities together",
+}
+_word = re.compile(r"[a-z_]+: ?([A-Za-z_]+)(?:\([0-9]+\))?(?=$|: ['\"])").match
+
+
+def meaning(detail: str) -> str:
+    """What the word of a detail means; empty when it has none of those."""
+    found = _word(detail)
+    return DETAIL_WORDS.get(found[1], "") if found else ""
+
+
+def explained(detail: str) -> str:
+    """A detail with what its word means, if it has one of those.
+
+    >>> explained("lane_id: Empty")
+    'lane_id: Empty (it must not be empty)'
+    """
+    added = meaning(detail)
+    return f"{detail} ({added})" if added else detail
 
 
 def _build() -> dict[str, CatalogueEntry]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
-from flowfabric.core.catalogue import CATALOGUE, CatalogueEntry, ErrorClass
+from flowfabric.core.catalogue import CATALOGUE, CatalogueEntry, ErrorClass, explained
 
 __all__ = [
     "AuthError",
@@ -216,8 +216,13 @@ class EngineError(FlowFabricError):
         """All details in one line, as HTTP shows them."""
         return ", ".join(self.details)
 
+    @property
+    def explanation(self) -> str:
+        """The details in one line, with what their words mean."""
+        return ", ".join(map(explained, self.details))
+
     def __str__(self) -> str:
-        head = f"{self.code}: {self.detail}" if self.details else self.code
+        head = f"{self.code}: {self.explanation}" if self.details else self.code
         return f"{head} — {self.hint}"
 
 
@@ -390,7 +395,8 @@ class TransportError(EngineError):
         return _TRANSPORT_HINTS[self.kind]
 
     def __str__(self) -> str:
-        parts = [part for part in (self.code, self.kind, self.message) if part]
+        # The commonest kind has the name of the code; once is enough.
+        parts = dict.fromkeys(part for part in (self.code, self.kind, self.message) if part)
         return f"{': '.join(parts)} — {self.hint}"
 
 

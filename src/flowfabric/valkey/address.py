@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
@@ -11,6 +12,7 @@ import msgspec
 from flowfabric.core.environment import flag, invalid, whole_number
 
 DEFAULT_PORT: Final = 6379
+_is_host = re.compile(r"[\w.-]+(:\d+)?(/\d+)?|\[[0-9a-fA-F:]+\](:\d+)?").fullmatch
 FORMS: Final = (
     "valkey://[user:password@]host:port[/db], valkeys://…, "
     "valkey+cluster://host:port,host:port or unix://path[?db=N]"
@@ -108,7 +110,7 @@ def _parse(text: str) -> Address:
     if parts.scheme == "unix":
         return _parse_unix(parts)
     if parts.scheme not in {"valkey", "valkeys", "valkey+cluster", "valkeys+cluster"}:
-        raise ValueError(f"unknown form; use {FORMS}")
+        raise ValueError(_unknown_form(text, parts.scheme))
     if parts.query:
         raise ValueError("options after '?' are only known for unix://path?db=N")
     userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -131,6 +133,16 @@ def _parse(text: str) -> Address:
         cluster=cluster,
         seeds=tuple(seeds) if cluster else (),
     )
+
+
+def _unknown_form(text: str, scheme: str) -> str:
+    _, marks, _ = text.partition("://")
+    if scheme in {"redis", "rediss"} and marks:
+        return f"{scheme}:// is not known; write {scheme.replace('redis', 'valkey')}:// instead"
+    # A bare host, perhaps with a port. Whatever could hold a password is not repeated.
+    if _is_host(text):
+        return f"write valkey://{text} (or another of {FORMS})"
+    return f"unknown form; use {FORMS}"
 
 
 def _parse_unix(parts: SplitResult) -> Address:

@@ -380,7 +380,7 @@ async def dial(
                 raise faults.no_handshake(address.peer, error.kind, conn.why) from None
             raise
         if isinstance(error, Exception):
-            raise faults.from_connect(error, address.peer) from error
+            raise faults.from_connect(error, address.peer, tls=address.tls) from error
         raise
     return conn
 

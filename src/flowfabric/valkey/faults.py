@@ -10,7 +10,10 @@ from flowfabric.core.errors import TransportError
 
 # First word of an error reply → kind, and advice where it is more exact than the kind's own hint.
 _WORDS: Final[dict[str, tuple[str, str]]] = {
-    "NOAUTH": ("auth", "set FF_USERNAME and FF_PASSWORD, or put them in FF_URL"),
+    "NOAUTH": (
+        "auth",
+        "it wants a password: set FF_PASSWORD, and FF_USERNAME, or write valkey://user:password@…",
+    ),
     "WRONGPASS": ("auth", "the user name or password is wrong, or the ACL user is off"),
     "NOPERM": ("auth", "the ACL user lacks this command or its keys"),
     "LOADING": ("busy_loading", ""),
@@ -26,6 +29,8 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
     "MISCONF": ("cannot_persist", ""),
     "NOREPLICAS": ("no_replicas", ""),
 }
+_NO_TLS: Final = "is this its port for TLS? for one without, write valkey:// or FF_TLS=0"
+_SINGLE: Final = "this is a single server: write valkey:// without +cluster, or FF_CLUSTER=0"
 _MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
 
 
@@ -53,25 +58,31 @@ def from_reply(text: str) -> TransportError:
         return TransportError("script_not_loaded", text)
     if lowered.startswith(("err protocol error", "err unknown command")):
         return TransportError("protocol", text)
+    if "cluster support disabled" in lowered:
+        return TransportError("other", f"{text} ({_SINGLE})")
     if lowered.startswith("err max number of clients"):
         return TransportError("transport", f"{text} (raise maxclients)")
     kind, advice = _WORDS.get(text.partition(" ")[0], ("other", ""))
     return TransportError(kind, f"{text} ({advice})" if advice else text)
 
 
-def from_connect(error: BaseException, peer: str) -> TransportError:
+def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> TransportError:
     """The typed error for a failed connect: nothing was sent, so it is never ambiguous."""
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = getattr(error, "verify_message", "") or str(error)
         reason = f"the certificate of {peer} is not trusted: {problem}"
         return TransportError("auth", f"{reason} (set FF_TLS_CA to the right CA file)")
+    # How a port without TLS takes the greeting of TLS: it hangs up, or waits for the rest.
+    no_tls = tls and isinstance(error, (ssl.SSLError, TimeoutError, ConnectionResetError))
+    advice = f" ({_NO_TLS})" if no_tls else ""
     if isinstance(error, TimeoutError):
-        return TransportError("transport", f"no connection to {peer}: it did not answer in time")
+        reason = f"no connection to {peer}: it did not answer in time"
+        return TransportError("transport", reason + advice)
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if isinstance(error, ConnectionError) and error.errno:
         # The event loop puts the address there instead of the system's words.
         reason = os.strerror(error.errno)
-    return TransportError("transport", f"no connection to {peer}: {reason}")
+    return TransportError("transport", f"no connection to {peer}: {reason}{advice}")
 
 
 def no_handshake(peer: str, kind: str, reason: str) -> TransportError:

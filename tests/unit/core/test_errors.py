@@ -149,7 +149,10 @@ def test_every_code_becomes_a_typed_helpful_picklable_error(code: str) -> None:
 
 def test_the_text_of_an_error_reads_code_detail_hint() -> None:
     error = engine_error("invalid_input", ["lane_id: Empty"], "create")
-    assert str(error) == "invalid_input: lane_id: Empty — Correct the named field and call again."
+    assert str(error) == (
+        "invalid_input: lane_id: Empty (it must not be empty) — Correct the named field and call "
+        "again."
+    )
     assert str(engine_error("stale_lease")).startswith("stale_lease — Stop work")
     assert error.details == ("lane_id: Empty",)
     assert error.detail == "lane_id: Empty"
@@ -245,7 +248,8 @@ def test_transport_faults_by_kind(kind: str, *, repeat: bool) -> None:
     assert plain.safe_to_repeat is repeat
     assert plain.error_class == ("R" if repeat else "T")
     assert (plain.code, plain.http_status, plain.op) == ("transport", 500, "claim")
-    assert str(plain).startswith(f"transport: {kind}: boom — ")
+    said = "" if kind == "transport" else f"{kind}: "
+    assert str(plain).startswith(f"transport: {said}boom — ")
     lost = TransportError(kind, "boom", ambiguous=True)
     assert not lost.safe_to_repeat
     assert lost.retryable is repeat
@@ -317,3 +321,20 @@ def test_everything_public_is_an_error_of_the_product_or_a_builder() -> None:
         value = getattr(errors, name)
         if isinstance(value, type) and value is not ErrorClass:
             assert issubclass(value, FlowFabricError), name
+
+
+@pytest.mark.parametrize(
+    ("detail", "shown"),
+    [
+        ("lane: TooLong(65)", "lane: TooLong(65) (64 bytes are the most)"),
+        ("execution_id: InvalidUuid: 'x'", "execution_id: InvalidUuid: 'x' (a UUID has 32 lower"),
+        ("required:not_array", 'required:not_array (give a list, such as ["gpu"])'),
+        ("cursor: Empty: give start, end", "cursor: Empty: give start, end —"),
+        ("priority: must be a number", "priority: must be a number —"),
+        ("Empty", "Empty —"),
+    ],
+)
+def test_detail_words_are_explained_to_people_only(detail: str, shown: str) -> None:
+    error = ValidationError("invalid_input", detail)
+    assert str(error).startswith(f"invalid_input: {shown}")
+    assert (error.detail, error.details) == (detail, (detail,))

@@ -73,6 +73,25 @@ def test_bad_urls_name_the_variable(url: str) -> None:
     assert caught.value.message.startswith("invalid value for FF_URL: ")
 
 
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("redis://db:6380", "redis:// is not known; write valkey:// instead"),
+        ("rediss://u:hunter2@db", "rediss:// is not known; write valkeys:// instead"),
+        ("127.0.0.1:6379", "write valkey://127.0.0.1:6379 "),
+        ("localhost", "write valkey://localhost "),
+        ("[::1]:6379", "write valkey://[::1]:6379 "),
+        ("u:hunter2@db", "unknown form; use valkey://"),
+        ("http://db", "unknown form; use valkey://"),
+    ],
+)
+def test_other_forms_lead_to_the_right_one(url: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_url(url)
+    assert caught.value.message.startswith(f"invalid value for FF_URL: {advice}")
+    assert "hunter2" not in caught.value.message
+
+
 def test_a_bad_url_never_shows_the_password() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_url("valkey://user:hunter2@db:notaport")

@@ -65,6 +65,10 @@ def test_redirects(reply: str, asking: bool, slot: int, host: str, port: int) ->
 def test_connection_failures() -> None:
     assert from_connect(ConnectionRefusedError(111, "Connection refused"), "h:1").safe_to_repeat
     assert "did not answer" in from_connect(TimeoutError(), "h:1").message
+    for error in (TimeoutError(), ssl.SSLError(1, "wrong version"), ConnectionResetError(104, "x")):
+        assert "its port for TLS?" in from_connect(error, "h:1", tls=True).message
+        assert "TLS?" not in from_connect(error, "h:1").message
+    assert "TLS" not in from_connect(ConnectionRefusedError(111, "x"), "h:1", tls=True).message
     untrusted = from_connect(ssl.SSLCertVerificationError(1, "bad"), "h:1")
     assert untrusted.kind == "auth"
     assert not untrusted.retryable
