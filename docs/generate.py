@@ -143,8 +143,20 @@ def command_line() -> str:
         lines += ["", f"## flowfabric {name}", "", "```text", _help(name), "```"]
     lines += [
         "",
-        "Every command ends with 0 when it did what was asked, with 1 when it failed, and with 2",
-        "when it was typed wrongly. With `--json`, errors are JSON too.",
+        "## Exit codes and errors",
+        "",
+        "| code | meaning |",
+        "|---|---|",
+        "| 0 | it did what was asked |",
+        "| 1 | it failed; of `doctor`: something is broken |",
+        "| 2 | it was typed wrongly: an option, an id, a url |",
+        "| 130 | Ctrl-C ended it |",
+        "| 141 | whoever read its output went away, as `head` does |",
+        "",
+        "Errors go to standard error: one line that begins with `error:`, the code and what is",
+        "wrong, then one with a hint. With `--json` an error is one JSON object there,",
+        '`{"error": {"code": …, "message": …, "details": […], "hint": …}}`. Standard output holds',
+        "only what was asked for.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 
+from flowfabric.cli.screen import Cell, narrowed
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from tests.cli.support import COMMAND, Cli
@@ -217,3 +218,19 @@ async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
             process.kill()
             await process.wait()
         os.close(main)
+
+
+def test_a_narrow_terminal_goes_without_what_matters_least() -> None:
+    headers = ["ID", "KIND", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
+    row: list[Cell] = [("0123abcd", "bold"), "send_mail", "default", "waiting", "1m", "1", "host-1"]
+    spare = ("ATTEMPTS", "AGE", "LANE", "WORKER")
+
+    def shown(width: int) -> str:
+        return " ".join(narrowed(headers, [row], spare, width)[0])
+
+    assert shown(100) == shown(60) == " ".join(headers)
+    assert shown(59) == "ID KIND LANE STATE AGE WORKER"
+    assert shown(45) == "ID KIND LANE STATE WORKER"
+    assert shown(20) == "ID KIND STATE"
+    _, rows = narrowed(headers, [row], spare, 59)
+    assert rows == [[*row[:5], row[6]]]

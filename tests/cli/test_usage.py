@@ -19,7 +19,7 @@ from tests.support.server import free_port
 
 COMMANDS = (
     *("worker", "ps", "show", "tail", "waiting", "approve", "signal"),
-    *("cancel", "replay", "doctor", "bench"),
+    *("cancel", "replay", "doctor", "bench", "version"),
 )
 
 
@@ -45,9 +45,55 @@ async def test_every_command_has_help(bare: Cli, command: str) -> None:
     assert done.err == ""
 
 
-async def test_version(bare: Cli) -> None:
-    done = await bare("--version")
+@pytest.mark.parametrize("asked", ["--version", "version"])
+async def test_version(bare: Cli, asked: str) -> None:
+    done = await bare(asked)
     assert (done.code, done.out) == (0, f"flowfabric {__version__}\n")
+
+
+async def test_it_is_a_module_too(bare: Cli) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "flowfabric", "version"],
+        env=bare.environment,
+        cwd=bare.folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"flowfabric {__version__}\n"
+
+
+async def test_help_cuts_no_summary_and_shows_no_types(bare: Cli) -> None:
+    listed = (await bare("--help", COLUMNS="80")).out.partition("Commands:")[2]
+    assert "..." not in listed
+    usage = {name: (await bare(name, "--help")).out for name in ("cancel", "show", "signal")}
+    assert usage["cancel"].startswith("Usage: flowfabric cancel [OPTIONS] ID...\n")
+    assert usage["show"].startswith("Usage: flowfabric show [OPTIONS] ID\n")
+    assert usage["signal"].startswith("Usage: flowfabric signal [OPTIONS] ID WAITPOINT NAME\n")
+    assert "<" not in "".join(usage.values())
+
+
+async def test_ctrl_c_while_it_is_loaded_is_quiet(bare: Cli) -> None:
+    """Stopped in the middle of an import, which here waits for it."""
+    trap = bare.folder / "typer"
+    trap.mkdir()
+    (trap / "__init__.py").write_text("print('loading', flush=True)\ninput()\n")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "flowfabric", "ps"),
+        cwd=bare.folder,
+        env=bare.environment,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(20):
+        assert await process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+        _, err = await process.communicate()
+    assert (process.returncode, err) == (130, b"")
 
 
 def test_help_loads_no_engine_and_no_tables() -> None:
@@ -79,7 +125,7 @@ def test_help_loads_no_engine_and_no_tables() -> None:
         (("ps", "--url", "nonsense"), "Invalid value for --url: write valkey://nonsense"),
         (("--url", "redis://x", "ps"), "Invalid value for --url: redis:// is not known"),
         (("show",), "Missing argument 'ID'"),
-        (("cancel",), "Missing argument 'ID...'"),
+        (("cancel",), "Missing argument 'ID'"),
         (("replay", "1", "2"), "unexpected extra argument"),
     ],
 )

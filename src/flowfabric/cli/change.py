@@ -15,17 +15,17 @@ _ID_HELP = "The id, its UUID, or the first characters of that."
 
 def cancel(
     context: typer.Context,
-    ids: Annotated[list[str], typer.Argument(metavar="ID…", help=_ID_HELP, show_default=False)],
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help=_ID_HELP, show_default=False)],
     *,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; kept with the execution.")] = "",
     namespace: NamespaceOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End executions that have not ended yet, whatever they do or wait for.
+    """End executions that have not ended yet.
 
-    A handler that is running learns of it with its next lease renewal. One that has ended is
-    refused; the others are cancelled all the same.
+    Whatever they do or wait for: a handler that is running learns of it with its next lease
+    renewal. One that has ended is refused; the others are cancelled all the same.
     """
     from flowfabric.cli import change_run  # noqa: PLC0415
 

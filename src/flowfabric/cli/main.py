@@ -14,6 +14,7 @@ from flowfabric.cli.approve import approve
 from flowfabric.cli.change import cancel, replay
 from flowfabric.cli.doctor import doctor
 from flowfabric.cli.errors import Report, exit_code, print_error, report
+from flowfabric.cli.help import Command
 from flowfabric.cli.options import Target
 from flowfabric.cli.ps import ps
 from flowfabric.cli.show import show
@@ -60,7 +61,7 @@ def options(
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="NAME", help="The namespace to use.")
     ] = None,
-    version: Annotated[  # noqa: ARG001 - its callback does the work
+    print_version: Annotated[  # noqa: ARG001 - its callback does the work
         bool,
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
@@ -69,17 +70,15 @@ def options(
     context.obj = Target(url, namespace)
 
 
-app.command()(worker)
-app.command()(ps)
-app.command()(show)
-app.command()(tail)
-app.command()(waiting)
-app.command()(approve)
-app.command()(signal)
-app.command()(cancel)
-app.command()(replay)
-app.command()(doctor)
+def version() -> None:
+    """Print the version."""
+    _version(wanted=True)
+
+
+for command in (worker, ps, show, tail, waiting, approve, signal, cancel, replay, doctor):
+    app.command(cls=Command)(command)
 register_bench(app)
+app.command(cls=Command)(version)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

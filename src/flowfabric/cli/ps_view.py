@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from flowfabric.cli.listing import Listed, Row, collect
-from flowfabric.cli.screen import Cell, Screen, print_json, state_style
+from flowfabric.cli.screen import Cell, Screen, narrowed, print_json, state_style
 from flowfabric.cli.session import NoDataYet, opened
 from flowfabric.cli.words import age, clean, plural, short_length
 from flowfabric.engine.listing import Filter
@@ -20,6 +20,8 @@ from flowfabric.engine.listing import Filter
 __all__ = ["follow", "once"]
 
 _REFRESH_S = 1.0
+_LEAST_FIRST = ("ATTEMPTS", "AGE", "LANE", "WORKER")
+"""What a terminal that is too narrow goes without, in this order."""
 _FRAME_LINES = 4
 """What a live display needs besides its rows."""
 
@@ -41,6 +43,8 @@ def once(url: str | None, where: Filter, limit: int | None, *, as_json: bool) ->
         screen.line(_nothing_found(where))
         return
     headers, rows = _table(listed, full_ids=not screen.terminal)
+    if screen.terminal:
+        headers, rows = narrowed(headers, rows, _LEAST_FIRST, screen.console.width)
     screen.table(headers, rows)
     if screen.terminal:
         screen.line()
@@ -128,6 +132,7 @@ async def _follow(url: str | None, where: Filter, limit: int | None, *, as_json:
 def _frame(screen: Screen, listed: Listed) -> RenderableType:
     room = max(1, screen.console.height - _FRAME_LINES)
     headers, rows = _table(listed, full_ids=False)
+    headers, rows = narrowed(headers, rows, _LEAST_FIRST, screen.console.width)
     table = screen.render_table(headers, rows[:room])
     return screen.stack(table, Text(), Text(_footer(listed) + " · Ctrl-C ends", "bright_black"))
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.state import PublicState
 
-__all__ = ["Cell", "Screen", "print_json", "state_style"]
+__all__ = ["Cell", "Screen", "narrowed", "print_json", "state_style"]
 
 Cell = str | tuple[str, str]
 """Text, or text and its style."""
@@ -126,6 +126,28 @@ class Screen:
     def stack(self, *parts: RenderableType) -> Group:
         """Several things below each other, for a live display."""
         return Group(*parts)
+
+
+def narrowed(
+    headers: list[str], rows: list[list[Cell]], spare: Sequence[str], width: int
+) -> tuple[list[str], list[list[Cell]]]:
+    """The table without as many of its `spare` columns as its width asks for."""
+    for name in spare:
+        if _needed(headers, rows) <= width:
+            break
+        column = headers.index(name)
+        headers = headers[:column] + headers[column + 1 :]
+        rows = [row[:column] + row[column + 1 :] for row in rows]
+    return headers, rows
+
+
+def _needed(headers: list[str], rows: list[list[Cell]]) -> int:
+    # The last column can be folded, but not below its own name.
+    widths = [
+        min(_WIDEST, max([len(header), *(len(_plain(row[column])) for row in rows)]))
+        for column, header in enumerate(headers[:-1])
+    ]
+    return sum(widths) + 2 * len(widths) + len(headers[-1])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -29,9 +29,10 @@ def show(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one execution: state, attempts, history, tags, policy, payload and result.
+    """Show everything about one execution.
 
-    For one that is not running it says what it waits for.
+    State, attempts, history, tags, policy, payload and result; for one that is not running, what
+    it waits for.
     """
     from flowfabric.cli import show_view  # noqa: PLC0415
 

@@ -1,0 +1,21 @@
+"""The command, also as `python -m flowfabric`."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it quietly, also while it is being loaded."""
+    try:
+        from flowfabric.cli.main import main as run  # noqa: PLC0415
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
