@@ -110,10 +110,7 @@ class Transport(Protocol):
     def wait_ready(
         self, timeout: float | None = None, *, patient: bool = True
     ) -> Coroutine[Any, Any, None]:
-        """Return when the deployment answers PING; raise what was wrong at the deadline.
-
-        Impatient: a deployment that cannot be reached is not tried a second time.
-        """
+        """Return at PONG; raise what was wrong at the deadline or, impatient, at the first try."""
         ...
 
     def aclose(self) -> Coroutine[Any, Any, None]:
