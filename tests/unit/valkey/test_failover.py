@@ -133,14 +133,14 @@ async def test_a_server_that_stays_a_replica_is_not_hammered(pair: Pair, client:
     await pair.command(0, "REPLICAOF", "127.0.0.1", 1)
     loop = asyncio.get_running_loop()
     end = loop.time() + 1.5
-    slowest = 0.0
+    rounds = 0
     while loop.time() < end:
-        start = loop.time()
         assert (await failure(client.call("SET", "k", 2))).kind == "read_only"
         assert await client.call("GET", "k") == b"1"
-        slowest = max(slowest, loop.time() - start)
+        rounds += 1
     assert 3 <= pair.proxy.accepted <= 12
-    assert slowest < 0.4
+    # No call waits for a dial.
+    assert rounds > 3 * pair.proxy.accepted
     # One that is dialled, one that it replaces.
     assert pair.proxy.connections <= 2
 
