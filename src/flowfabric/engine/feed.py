@@ -12,7 +12,8 @@ from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
-from flowfabric.valkey.transport import Connection, forget_on_fork, leave_behind
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
+from flowfabric.valkey.transport import Connection
 
 __all__ = ["CompletionWatch"]
 

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 from flowfabric.core.environment import whole_number
 from flowfabric.core.errors import LimitError, UnavailableError
-from flowfabric.valkey.transport import Connection, Transport, forget_on_fork, leave_behind
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
+from flowfabric.valkey.transport import Connection, Transport
 
 __all__ = ["StreamPool", "ceiling_from_env"]
 

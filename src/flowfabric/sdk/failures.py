@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from typing import cast
 
 from flowfabric.core.errors import (
     BudgetExceeded,
@@ -12,11 +14,12 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.text import truncate_utf8
 
-__all__ = ["HandlerFailure", "failure_category", "failure_reason", "failure_report"]
+__all__ = ["HandlerFailure", "failure_category", "failure_reason", "failure_report", "loggable"]
 
 _CHAIN_BYTES = 4096
 _REPORT_BYTES = 8192
 _FRAMES = 20
+_LOGGED_CHARS = 1000
 # The first that fits.
 _CATEGORIES: dict[type[BaseException], str] = {
     RetryableError: "transient",
@@ -70,6 +73,37 @@ def _message(error: BaseException) -> str:
         return str(error)
     except Exception:  # noqa: BLE001 - user code: a broken __str__ must not hide the failure
         return "(its message cannot be shown)"
+
+
+def loggable(error: BaseException) -> tuple[str, BaseException | None]:
+    """A message of reasonable length, and what a log record takes as `exc_info`.
+
+    A traceback shows every message of the chain in full. When one of them is huge, or cannot be
+    shown, the stored report stands in for it.
+    """
+    if isinstance(error, HandlerFailure):
+        # Our own verdict: where it was made tells nobody anything.
+        return str(error), None
+    message = _message(error)
+    brief = message if len(message) <= _LOGGED_CHARS else f"{message[:_LOGGED_CHARS]}…"
+    if all(len(_message(each)) <= _CHAIN_BYTES for each in _related(error)):
+        return brief, error
+    return f"{brief}\n{failure_report(error)}", None
+
+
+def _related(error: BaseException) -> Iterator[BaseException]:
+    """Every exception that a traceback of this one shows."""
+    seen: set[int] = set()
+    rest: list[BaseException | None] = [error]
+    while rest:
+        each = rest.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        rest += (each.__cause__, each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            rest += cast("tuple[BaseException, ...]", each.exceptions)
 
 
 def failure_report(error: BaseException) -> str:

@@ -33,6 +33,7 @@ TERMINAL_CODES = frozenset(
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
 _BATCH = 256
+_GIVE_BACK_S = 2.0
 _STEPS = 10
 """Looks per renewal interval: late enough to batch, early enough to be on time."""
 
@@ -103,6 +104,7 @@ class LeaseKeeper:
         self._idle = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
+        self._backend: Backend | None = None
         self._connecting: asyncio.Future[Backend] | None = None
         self._started: threading.Event = threading.Event()
         self._failure: BaseException | None = None
@@ -136,6 +138,29 @@ class LeaseKeeper:
     def release(self, held: HeldLease) -> None:
         """Renew this lease no longer."""
         self._held.pop(held.handle.lease, None)
+
+    def give_back(self) -> int:
+        """From any thread, when the process is about to end by force: return every lease, and how
+        many were returned. Best effort; the others lapse.
+        """
+        loop, backend = self._loop, self._backend
+        handles = [held.handle for held in list(self._held.values())]
+        self._held.clear()
+        if loop is None or backend is None:
+            return 0
+
+        async def give() -> int:
+            calls = (backend.delay(handle, 1) for handle in handles)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            return sum(not isinstance(outcome, BaseException) for outcome in outcomes)
+
+        giving = give()
+        try:
+            return asyncio.run_coroutine_threadsafe(giving, loop).result(_GIVE_BACK_S)
+        except (TimeoutError, RuntimeError):
+            # The loop was closed meanwhile, or the server does not answer.
+            giving.close()
+            return 0
 
     def __len__(self) -> int:
         return len(self._held)
@@ -175,7 +200,7 @@ class LeaseKeeper:
         self._connecting = asyncio.ensure_future(opened(self._connect))
         if self._stopping:
             self._connecting.cancel()
-        backend = await self._connecting
+        self._backend = backend = await self._connecting
         self._connecting = None
         self._started.set()
         try:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-from flowfabric.valkey.transport import forget_on_fork, leave_behind
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
 
 __all__ = ["Portal", "PortalClosed", "iterate", "take"]
 

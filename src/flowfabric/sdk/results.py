@@ -93,9 +93,14 @@ class Results:
             self._flush_planned = True
             asyncio.get_running_loop().call_soon(self._flush)
 
+    @property
+    def pending(self) -> bool:
+        """Whether results are still on their way."""
+        return bool(self._done or self._calls)
+
     async def drain(self) -> None:
         """Return when every result was answered or given up."""
-        while self._done or self._calls:
+        while self.pending:
             self._flush()
             await asyncio.wait(list(self._calls))
 

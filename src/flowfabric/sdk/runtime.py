@@ -20,7 +20,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.state import ExpireReason
 from flowfabric.sdk.doorbell import Doorbell
-from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report
+from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
 from flowfabric.sdk.lease_keeper import TERMINAL_CODES
 from flowfabric.sdk.results import Encoded, Results, RunSummary
 from flowfabric.sdk.task import ClaimedTask
@@ -113,6 +113,8 @@ class WorkerRuntime:
         Only a configuration or login problem ends it otherwise, as its error.
         """
         self._on_shutdown = on_shutdown
+        # The worker may have served before.
+        self.worker.backend.transport.hurry(leaving=False)
         parts = [
             asyncio.create_task(part())
             for part in (self._scan, self._listen, self._look, self._serve)
@@ -126,9 +128,12 @@ class WorkerRuntime:
             raise
         finally:
             self.stop()
+            if not self._running and not self._results.pending:
+                self._hurry()
             # A claim under way brings leases that must be given an end.
             await asyncio.wait(parts[-1:], timeout=_WIND_UP_S)
             await self._drain(grace_s)
+            self._hurry()
             for part in parts:
                 part.cancel()
             await asyncio.wait(parts)
@@ -256,9 +261,11 @@ class WorkerRuntime:
             self._count(task.finished_by or "suspend")
         except asyncio.CancelledError as error:
             await self._cancelled(task, error)
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+        except BaseException as error:
+            # Python closes a coroutine with a GeneratorExit when its loop is gone.
+            if isinstance(error, GeneratorExit) and not _runs(self._running.get(task)):
+                raise
+            # Whatever else a handler raises is its failure.
             await self._fail(task, error)
         finally:
             self._running.pop(task, None)
@@ -337,20 +344,23 @@ class WorkerRuntime:
         if task.finished_by is not None:
             # The handler ended its task and then raised: its own call stands.
             if not _has_parked(error):
+                message, cause = loggable(error)
                 log.error(
-                    "%s raised after its task had ended",
+                    "%s raised after its task had ended: %s",
                     task.execution_kind,
-                    exc_info=error,
+                    message,
+                    exc_info=cause,
                     extra={"action": "late_failure", "execution_id": task.execution_id},
                 )
             self._count(task.finished_by)
             return
+        message, cause = loggable(error)
         log.warning(
             "%s of %s failed: %s",
             task.execution_kind,
             task.execution_id,
-            error,
-            exc_info=error,
+            message,
+            exc_info=cause,
             extra={"action": "task_failed", "execution_id": task.execution_id},
         )
         try:
@@ -399,6 +409,10 @@ class WorkerRuntime:
 
     # --- ending -----------------------------------------------------------------------------
 
+    def _hurry(self) -> None:
+        """Nobody's work depends on the server any more: leaving does not wait for its return."""
+        self.worker.backend.transport.hurry()
+
     async def _drain(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
         # Claims in flight may still start handlers, and results may follow the last of them.
@@ -410,12 +424,27 @@ class WorkerRuntime:
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
         stubborn, self._running = self._running, {}
+        for task in stubborn:
+            log.error(
+                "%s of %s ignores that it was cancelled: it is left behind and given back",
+                task.execution_kind,
+                task.execution_id,
+                extra={"action": "task_left_behind", "execution_id": task.execution_id},
+            )
         await asyncio.gather(
             *(self._hand_over(task) for task in stubborn if task.finished_by is None)
         )
         for running in stubborn.values():
             running.cancel("the worker is shutting down")
         await self._results.drain()
+
+
+def _runs(task: asyncio.Task[None] | None) -> bool:
+    """Whether this code is run by that task, and not by the end of its coroutine."""
+    try:
+        return task is not None and asyncio.current_task() is task
+    except RuntimeError:
+        return False
 
 
 def _has_parked(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from flowfabric.engine.backend import Backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.lease_keeper import opened
-from flowfabric.valkey.transport import forget_on_fork, leave_behind
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
 
 __all__ = ["ScannerThread"]
 
@@ -172,4 +172,5 @@ class ScannerThread:
             await stop.wait()
         finally:
             self.supervisor = None
+            backend.transport.hurry()
             await supervisor.stop()

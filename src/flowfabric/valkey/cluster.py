@@ -27,15 +27,14 @@ from flowfabric.valkey.connection import (
     Reply,
 )
 from flowfabric.valkey.faults import RedirectError
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import (
     FIRST_BACKOFF,
     LAST_BACKOFF,
     Ask,
     Link,
-    forget_on_fork,
     jittered,
     keep_ambiguity,
-    leave_behind,
     repeatable,
     until_pong,
 )
@@ -111,6 +110,7 @@ class ClusterClient:
         self._refreshing: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._hurried = False
         forget_on_fork(self)
 
     def call(
@@ -187,6 +187,12 @@ class ClusterClient:
         await asyncio.wait([self._start_refresh()])
         if self._map_error is not None:
             raise TransportError(self._map_error.kind, self._map_error.message)
+
+    def hurry(self, *, leaving: bool = True) -> None:
+        """From now on no call waits for a server that cannot be reached: its user is leaving."""
+        self._hurried = leaving
+        for link in (*self._links.values(), *self._ask_links.values()):
+            link.hurried = leaving
 
     async def aclose(self) -> None:
         """Fail what is pending and close every connection. A closed client stays closed."""
@@ -279,7 +285,8 @@ class ClusterClient:
     async def _pause(self, backoff: float, deadline: float, failed: TransportError) -> float:
         """Wait, learn the map again, and return the next backoff; at the deadline, give up."""
         pause = jittered(backoff)
-        if self._closed or asyncio.get_running_loop().time() + pause >= deadline:
+        over = self._closed or self._hurried
+        if over or asyncio.get_running_loop().time() + pause >= deadline:
             self._suspect(failed)
             raise failed
         await asyncio.sleep(pause)

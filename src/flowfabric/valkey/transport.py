@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
@@ -27,6 +25,7 @@ from flowfabric.valkey.connection import (
     Reply,
     dial,
 )
+from flowfabric.valkey.forks import forget_on_fork, leave_behind
 
 __all__ = [
     "Arg",
@@ -113,6 +112,10 @@ class Transport(Protocol):
         """Return at PONG; raise what was wrong at the deadline or, impatient, at the first try."""
         ...
 
+    def hurry(self, *, leaving: bool = True) -> None:
+        """From now on no call waits for a server that cannot be reached: its user is leaving."""
+        ...
+
     def aclose(self) -> Coroutine[Any, Any, None]:
         """Fail what is pending and close every connection it opened."""
         ...
@@ -139,6 +142,8 @@ class Link:
         self.address = address
         self._revive = revive
         self.conn: Connection | None = None
+        self.hurried = False
+        """Whether nobody is patient any more."""
         self._name = name
         self._request_timeout = request_timeout
         self._connect_timeout = connect_timeout
@@ -166,7 +171,7 @@ class Link:
         while self.conn is None:
             if self._closed:
                 raise faults.lost(self.address.peer, "the client is closed", sent=False)
-            if self._error is not None and not patient:
+            if self._error is not None and (self.hurried or not patient):
                 raise self._failure(self._error)
             attempt = self._attempt or self._start()
             done, _ = await asyncio.wait([attempt], timeout=max(0.0, deadline - loop.time()))
@@ -308,35 +313,6 @@ class Link:
                 each.abort("the server was a replica; its address is dialled again")
 
 
-class _Forgetful(Protocol):
-    def forget(self) -> None: ...
-
-
-_forgetful: weakref.WeakSet[_Forgetful] = weakref.WeakSet()
-_left_behind: list[object] = []
-
-
-def forget_on_fork(holder: _Forgetful) -> None:
-    """Have `holder.forget()` called in every forked child: it must drop, not close."""
-    _forgetful.add(holder)
-
-
-def leave_behind(*things: object) -> None:
-    """Keep objects of the parent's loop alive in a forked child.
-
-    A destructor would unregister the parent's socket from the epoll set both processes share.
-    """
-    _left_behind.append(things)
-
-
-def _forget_parent() -> None:
-    for holder in list(_forgetful):
-        holder.forget()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
-
-
 class Client:
     """A standalone server behind one multiplexed connection. Belongs to one event loop.
 
@@ -418,6 +394,10 @@ class Client:
         if not patient:
             await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
         await until_pong(self.call, limit)
+
+    def hurry(self, *, leaving: bool = True) -> None:
+        """From now on no call waits for a server that cannot be reached: its user is leaving."""
+        self._link.hurried = leaving
 
     async def aclose(self) -> None:
         """Fail what is pending and close the connection. A closed client stays closed."""
