@@ -151,6 +151,7 @@ def command_line() -> str:
         "| 1 | it failed; of `doctor`: something is broken |",
         "| 2 | it was typed wrongly: an option, an id, a url |",
         "| 130 | Ctrl-C ended it |",
+        "| 143 | SIGTERM ended a worker that could not stop by itself: a task blocked it |",
         "| 141 | whoever read its output went away, as `head` does |",
         "",
         "Errors go to standard error: one line that begins with `error:`, the code and what is",

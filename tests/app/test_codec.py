@@ -104,7 +104,7 @@ async def test_a_result_that_json_cannot_say_fails_for_good(app: ff.Fabric) -> N
             await run.result(timeout=20)
     info = caught.value.info
     assert (info.failure_category, info.total_attempt_count) == ("permanent", 1)
-    wanted = "measure: result: value.mean[0]: is nan, which JSON cannot say"
+    wanted = "measure: the result.mean[0] is nan, which JSON cannot say"
     assert info.failure_reason == wanted
 
 

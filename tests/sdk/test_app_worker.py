@@ -97,22 +97,52 @@ async def test_handlers_own_type_errors_are_its_failures(app: ff.Fabric) -> None
         raise TypeError("mine")
 
     @app.task()
-    async def later() -> Any:
-        return object()
-
-    @app.task()
     def stops() -> None:
         raise StopIteration
 
     async with app, app.worker(concurrency=2, scanners=False):
         for task, reason in (
             (threaded, "TypeError: mine"),
-            (later, "ValidationError: invalid_input: value: cannot be written as JSON"),
             (stops, "RuntimeError: the handler raised StopIteration"),
         ):
             error = await failure(await app.submit(task))
             assert error.info.failure_category == "handler_error"
             assert (error.info.failure_reason or "").startswith(reason)
+
+
+async def test_a_result_that_cannot_be_stored_is_no_reason_to_do_the_work_again(
+    app: ff.Fabric,
+) -> None:
+    done: list[str] = []
+
+    async def inner() -> int:
+        return 5
+
+    @app.task(retry=5)
+    async def odd() -> Any:
+        done.append("odd")
+        return object()
+
+    @app.task(retry=5)
+    def unawaited() -> Any:
+        done.append("unawaited")
+        return inner()
+
+    @app.task(retry=5)
+    async def lazy() -> Any:
+        done.append("lazy")
+        return (number for number in range(3))
+
+    reasons = {
+        odd: "odd: the result cannot be written as JSON: cannot encode object",
+        unawaited: "unawaited: the result is a coroutine: await it, and return what it gives",
+        lazy: "lazy: the result is a generator: return a list, or write output with `ctx.stream()`",
+    }
+    async with app, app.worker(scanners=False):
+        for task, reason in reasons.items():
+            error = await failure(await app.submit(task))
+            assert (error.info.failure_reason, error.info.failure_category) == (reason, "permanent")
+    assert done == ["odd", "unawaited", "lazy"]
 
 
 async def test_lost_lease_interrupts_a_def_handler(app: ff.Fabric, engine: Engine) -> None:

@@ -6,21 +6,17 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import logging
-import os
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from types import FrameType, TracebackType
+from collections.abc import Awaitable, Callable, Mapping
+from types import TracebackType
 from typing import Any, Literal, Self
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context
-from flowfabric.app.finite import NonFiniteNumber
 from flowfabric.app.interrupt import HandlerThreads
 from flowfabric.app.place import Place
+from flowfabric.app.stopping import on_signals
 from flowfabric.app.tasks import Task
-from flowfabric.core.errors import ConfigError, LeaseLost
+from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
@@ -29,10 +25,7 @@ from flowfabric.sdk.worker import Worker
 
 __all__ = ["AppWorker"]
 
-log = logging.getLogger(__name__)
-
 _Start = Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AppWorker:
@@ -78,7 +71,7 @@ class AppWorker:
         if self._stop_asked:
             runtime.stop()
         try:
-            with _on_signals(runtime.stop) if signals else contextlib.nullcontext():
+            with on_signals(runtime.stop) if signals else contextlib.nullcontext():
                 if ready is not None:
                     ready()
                 return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
@@ -93,6 +86,12 @@ class AppWorker:
         self._stop_asked = True
         if self._runtime is not None:
             self._runtime.stop()
+
+    def give_back(self) -> int:
+        """From another thread, when the event loop is blocked and the process about to end: return
+        the leases of what runs, so that other workers need not wait until they lapse.
+        """
+        return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
 
     # --- handlers -------------------------------------------------------------------------
 
@@ -110,10 +109,11 @@ class AppWorker:
                 raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
             result = await call
             try:
-                return None if result is None else codec.encode(result)
-            except NonFiniteNumber as error:
-                reason = f"{task.name}: result: {error.details[0]}"
-                raise HandlerFailure(reason, "permanent") from None
+                return None if result is None else codec.encode(result, "result")
+            except ValidationError as error:
+                # The work is done, and another attempt would only do it again.
+                reason = _unwritable(result) or error.details[0].replace(": ", " ", 1)
+                raise HandlerFailure(f"{task.name}: the {reason}", "permanent") from None
 
         return handle
 
@@ -193,30 +193,12 @@ class AppWorker:
             self._background = None
 
 
-@contextlib.contextmanager
-def _on_signals(stop: Callable[[], None]) -> Generator[None]:
-    """The first SIGTERM or SIGINT asks for a drain, the second ends the process at once."""
-    loop = asyncio.get_running_loop()
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def on_signal(number: int, _: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            # Whatever still runs may never end, and the event loop may be blocked by it.
-            os._exit(128 + number)
-        asked = True
-        loop.call_soon_threadsafe(announce)
-
-    def announce() -> None:
-        log.info("stopping: waiting for running tasks", extra={"action": "worker_draining"})
-        stop()
-
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _unwritable(result: object) -> str | None:
+    """What a handler most likely did wrong, when its result is no value at all."""
+    if inspect.iscoroutine(result):
+        # Nobody awaits it any more.
+        result.close()
+        return "result is a coroutine: await it, and return what it gives"
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        return "result is a generator: return a list, or write output with `ctx.stream()`"
+    return None

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
 from flowfabric import __version__
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.place import Place
+from flowfabric.app.stopping import Overdue, ends_within, on_signals
 from flowfabric.app.worker import AppWorker
+from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
 from flowfabric.cli.logs import set_up
 from flowfabric.cli.options import Target
 from flowfabric.cli.screen import Screen
 from flowfabric.cli.session import data_folder
 from flowfabric.cli.words import clean, duration, plural
+from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_namespace
 from flowfabric.sdk.runtime import RunSummary
 
@@ -28,6 +33,7 @@ __all__ = ["Plan", "serve"]
 log = logging.getLogger(__name__)
 
 _SHOWN_TASKS = 12
+_CLOSING_S = 2.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: float
     scanners: bool
     grace_s: float
+    on_unknown: Literal["fail", "release"]
     log_level: str | None
     json_logs: bool
 
@@ -57,11 +64,26 @@ def serve(application: str, target: Target, plan: Plan) -> None:
         capabilities=plan.capabilities,
         lease_ttl=plan.lease_ttl_s,
         scanners=plan.scanners,
+        on_unknown_kind=plan.on_unknown,
     )
     started = time.monotonic()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    try:
         summary = runner.run(_run(app, worker, plan, as_json=as_json))
+    except BaseException as error:
+        problem = error
+        with ends_within(_CLOSING_S, 1, lambda: _tell(problem)):
+            runner.close()
+        raise
     _report_end(summary, round((time.monotonic() - started) * 1000), as_json=as_json)
+    # Closing waits for tasks that ignore their cancellation, and for threads.
+    with ends_within(_CLOSING_S, 0, lambda: None):
+        runner.close()
+
+
+def _tell(error: BaseException) -> None:
+    if isinstance(error, FlowFabricError):
+        report(error, as_json=False)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -79,14 +101,19 @@ async def _run(app: Fabric, worker: AppWorker, plan: Plan, *, as_json: bool) -> 
     else:
         where = (await app.place.address()).peer
 
-    def ready() -> None:
-        _announce(app, worker, where, as_json=as_json)
-        _warn_of_unserved(app, worker)
+    overdue = Overdue(plan.grace_s, worker.give_back)
 
-    try:
-        return await worker.run(grace_s=plan.grace_s, ready=ready)
-    finally:
-        await app.aclose()
+    with contextlib.ExitStack() as signals:
+
+        def ready() -> None:
+            signals.enter_context(on_signals(worker.stop, overdue))
+            _announce(app, worker, where, as_json=as_json)
+            _warn_of_unserved(app, worker)
+
+        try:
+            return await worker.run(grace_s=plan.grace_s, signals=False, ready=ready)
+        finally:
+            await app.aclose()
 
 
 def _announce(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -11,6 +12,13 @@ from flowfabric.core.capabilities import normalise
 from flowfabric.core.ids import validate_lane
 
 __all__ = ["worker"]
+
+
+class OnUnknown(StrEnum):
+    """The choices of `--on-unknown`."""
+
+    FAIL = "fail"
+    RELEASE = "release"
 
 
 def worker(
@@ -57,6 +65,14 @@ def worker(
             help="When stopped, wait so long for running tasks, then give them back.",
         ),
     ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
+    on_unknown: Annotated[
+        OnUnknown,
+        typer.Option(
+            metavar="fail|release",
+            help="What to do with a task this app does not have: release it for another worker "
+            "while two versions of an app serve one lane.",
+        ),
+    ] = OnUnknown.FAIL,
     log_level: Annotated[
         str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error.")
     ] = None,
@@ -71,7 +87,8 @@ def worker(
 ) -> None:
     """Run the tasks of an application until SIGTERM or Ctrl-C.
 
-    The first signal lets running tasks finish, the second ends at once.
+    The first signal lets running tasks finish, the second ends at once. A task that ignores its
+    end, or blocks the process, keeps it no longer than the grace and some seconds.
     """
     module, colon, attribute = application.partition(":")
     if not colon or not module or not attribute or "/" in module or module.endswith(".py"):
@@ -98,6 +115,7 @@ def worker(
             lease_ttl_s=lease_ttl,
             scanners=scanners,
             grace_s=grace,
+            on_unknown=on_unknown.value,
             log_level=log_level,
             json_logs=json_logs,
         ),

@@ -1,0 +1,123 @@
+"""`flowfabric worker` ends when it is told to, whatever its handlers do."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from flowfabric.core.state import PublicState
+from flowfabric.sdk.client import Client
+from tests.cli.support import Cli
+from tests.support.engine import Engine
+from tests.support.server import TestServer
+
+APP = """
+import asyncio, time
+import flowfabric as ff
+
+app = ff.Fabric()
+
+
+@app.task()
+async def stubborn() -> None:
+    print("handler started", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+
+@app.task()
+async def threaded() -> None:
+    print("handler started", flush=True)
+    await asyncio.to_thread(time.sleep, 3600)
+
+
+@app.task()
+async def blocks() -> None:
+    print("handler started", flush=True)
+    time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def shop(cli: Cli) -> Cli:
+    (cli.folder / "shop.py").write_text(APP)
+    return cli
+
+
+@pytest.fixture
+def client(engine: Engine) -> Client:
+    return Client(engine.backend)
+
+
+@pytest.mark.parametrize("kind", ["stubborn", "threaded"])
+async def test_what_cannot_be_stopped_does_not_keep_the_process(
+    shop: Cli, client: Client, kind: str
+) -> None:
+    """Its work is given back first."""
+    submitted = await client.submit(kind)
+    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
+        await running.line("handler started")
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    assert "1 released." in done.lines[-1]
+    named = f"stubborn of {submitted.execution_id} ignores that it was cancelled" in done.out
+    assert named == (kind == "stubborn")
+    state = await client.backend.read_execution_state(submitted.execution_id)
+    assert state is PublicState.WAITING
+
+
+async def test_a_blocked_event_loop_does_not_keep_the_process(shop: Cli, client: Client) -> None:
+    submitted = await client.submit("blocks")
+    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
+        await running.line("handler started")
+        running.send(signal.SIGTERM)
+        await running.line("stopping: waiting for running tasks")
+        await running.line("a task blocks the event loop and the grace is over")
+        done = await running.end()
+    assert done.code == 128 + signal.SIGTERM
+    state = await client.backend.read_execution_state(submitted.execution_id)
+    assert state is PublicState.WAITING
+
+
+async def test_an_idle_worker_does_not_wait_for_a_server_that_is_gone(shop: Cli) -> None:
+    server = TestServer("--appendonly", "yes")
+    url = server.url
+    try:
+        prepared = await shop("doctor", "--prepare", "--url", url)
+        assert prepared.code == 0, prepared.err
+        async with shop.start("worker", "shop:app", "--url", url) as running:
+            await running.line("this process runs the scanners")
+            server.kill()
+            asked = time.monotonic()
+            running.send(signal.SIGTERM)
+            done = await running.end()
+            # One call after the other that waits for a connection would be three times as much.
+            assert time.monotonic() - asked < 5
+    finally:
+        server.stop()
+    assert done.code == 0
+    assert "0 tasks." in done.lines[-1]
+
+
+@pytest.mark.parametrize(("choice", "state"), [("fail", "failed"), ("release", "delayed")])
+async def test_a_task_the_app_does_not_have(
+    shop: Cli, client: Client, choice: str, state: str
+) -> None:
+    submitted = await client.submit("of_the_next_version")
+    options = ("worker", "shop:app", "--no-scanners", "--on-unknown", choice)
+    async with shop.start(*options) as running:
+        await running.line("Ready.")
+        seen = await client.backend.read_execution_state(submitted.execution_id)
+        while seen.value in ("waiting", "active"):
+            seen = await client.backend.read_execution_state(submitted.execution_id)
+        assert seen.value == state
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    assert f"1 {'failed' if choice == 'fail' else 'released'}." in done.lines[-1]
