@@ -127,7 +127,6 @@ WRONG: list[tuple[str, Any]] = [
 WRONG_FOR_ONE: list[tuple[str, Any]] = [
     ("idempotency_key", 0),
     ("idempotency_key", 17),
-    ("idempotency_key", None),
     ("delay", "soon"),
     ("delay", [1]),
     ("delay", -1),

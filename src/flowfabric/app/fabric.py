@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 from flowfabric.app import codec
 from flowfabric.app.place import Place
@@ -61,8 +61,17 @@ class Fabric(AsyncClosing):
         self._client: Client | None = None
         self._opening: asyncio.Task[Client] | None = None
 
+    def __repr__(self) -> str:
+        count = len(self.tasks)
+        tasks = f"{count} task{'' if count == 1 else 's'}"
+        return f"Fabric({self.place.peer}, namespace={self.namespace!r}, {tasks})"
+
     # --- tasks --------------------------------------------------------------------------
 
+    @overload
+    def task(self, function: Callable[P, Awaitable[R]] | Callable[P, R], /) -> Task[P, R]: ...
+
+    @overload
     def task(
         self,
         name: str | None = None,
@@ -73,13 +82,27 @@ class Fabric(AsyncClosing):
         retry: Retry | int | None = None,
         capabilities: Iterable[str] = (),
         retention: Duration | None = None,
-    ) -> Callable[[Callable[P, Awaitable[R]] | Callable[P, R]], Task[P, R]]:
-        """Register a function, `async def` or `def`, as a task.
+    ) -> Callable[[Callable[P, Awaitable[R]] | Callable[P, R]], Task[P, R]]: ...
+
+    def task(
+        self,
+        name: Callable[..., Any] | str | None = None,
+        *,
+        lane: str = "default",
+        timeout: Duration | None = None,
+        deadline: Duration | None = None,
+        retry: Retry | int | None = None,
+        capabilities: Iterable[str] = (),
+        retention: Duration | None = None,
+    ) -> Any:
+        """Register a function, `async def` or `def`, as a task: `@app.task` or `@app.task(…)`.
 
         `timeout` limits one attempt, `deadline` the whole execution, `retention` is how long it
         is kept after its end; `retry=3` is short for `Retry(3)`. A first parameter annotated
         `Context` is filled by the worker.
         """
+        if callable(name):
+            return self.task()(name)
         options = TaskOptions(
             lane=lane,
             timeout=timeout,
@@ -89,8 +112,8 @@ class Fabric(AsyncClosing):
             retention=retention,
         )
 
-        def register(function: Any) -> Task[P, R]:
-            task: Task[P, R] = Task(function, name, options)
+        def register(function: Any) -> Task[..., Any]:
+            task: Task[..., Any] = Task(function, name, options)
             if task.name in self.tasks:
                 raise ConfigError("task", f"there are two tasks named {task.name!r}", "name")
             self.tasks[task.name] = task
@@ -147,7 +170,7 @@ class Fabric(AsyncClosing):
         *args: Any,
         lane: str | None = None,
         priority: int | None = None,
-        idempotency_key: str = "",
+        idempotency_key: str | None = None,
         delay: Duration | None = None,
         tags: Mapping[str, str] | None = None,
         **kwargs: Any,
@@ -156,7 +179,7 @@ class Fabric(AsyncClosing):
 
         >>> run = await app.submit(greet, "Ada", priority=5, idempotency_key="greet-ada")
         """
-        if not (lane is None and priority is None and tags is None and idempotency_key == ""):
+        if not (lane is None and priority is None and tags is None and idempotency_key is None):
             check_options(lane, priority, idempotency_key, tags)
         delay_ms = None if delay is None else to_ms(delay, "delay")
         kind, home, payload, policy = self.call(task, args, kwargs)
@@ -167,12 +190,12 @@ class Fabric(AsyncClosing):
             lane=lane or home,
             payload_encoding=codec.JSON,
             priority=priority,
-            idempotency_key=idempotency_key,
+            idempotency_key=idempotency_key or "",
             tags=tags,
             policy=policy,
             delay_ms=delay_ms,
         )
-        return self._outcome(client, task, outcome)
+        return self._outcome(task, outcome)
 
     async def submit_many(
         self,
@@ -191,7 +214,7 @@ class Fabric(AsyncClosing):
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
-        check_options(lane, priority, "", tags)
+        check_options(lane, priority, None, tags)
         if not isinstance(calls, Iterable):
             raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
         prepared = [self._prepared(task, call, place) for place, call in enumerate(calls)]
@@ -222,9 +245,9 @@ class Fabric(AsyncClosing):
             if len(new) <= BATCH and not getattr(error, "ambiguous", False):
                 # It was one call, and the engine did not do it.
                 raise
-            unsure = {n: self._run(client, task, e.execution_id) for n, e in enumerate(new)}
+            unsure = {n: self._run(task, e.execution_id) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
-        return created(outcomes, lambda outcome: self._outcome(client, task, outcome))
+        return created(outcomes, lambda outcome: self._outcome(task, outcome))
 
     def _prepared(
         self, task: Task[..., Any] | str, call: object, position: int
@@ -235,20 +258,33 @@ class Fabric(AsyncClosing):
         except ValidationError as error:
             raise at_position(error, position) from error
 
-    def _outcome(self, client: Client, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
+    def _outcome(self, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
         duplicate = not isinstance(outcome, Created)
-        return self._run(client, task, outcome.execution_id, duplicate=duplicate)
+        return self._run(task, outcome.execution_id, duplicate=duplicate)
 
     def _run(
-        self,
-        client: Client,
-        task: Task[..., R] | str,
-        execution_id: ExecutionId,
-        *,
-        duplicate: bool = False,
+        self, task: Task[..., R] | str, execution_id: ExecutionId, *, duplicate: bool = False
     ) -> Run[R]:
         kind, returns = (task, Any) if isinstance(task, str) else (task.name, task.returns)
-        return Run(client, execution_id, returns, kind=kind, duplicate=duplicate)
+        return Run(self.client, execution_id, returns, kind=kind, duplicate=duplicate)
+
+    @overload
+    def get_run(self, execution_id: str, task: Task[..., R]) -> Run[R]: ...
+
+    @overload
+    def get_run(self, execution_id: str, task: str | None = None) -> Run[Any]: ...
+
+    def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> Run[Any]:
+        """A handle on an execution whose id was kept; with its task, results are typed.
+
+        Nothing is asked of the server here: an id that does not exist shows with the first use.
+
+        >>> run = app.get_run(stored_id, greet)
+        >>> print(await run.result(timeout="5s"))
+        """
+        if task is not None and not isinstance(task, (Task, str)):
+            raise invalid_input("task", f"must be a task or its name, got {task!r}")
+        return self._run("" if task is None else task, ExecutionId.parse(execution_id))
 
     # --- working ----------------------------------------------------------------------------
 

@@ -35,6 +35,11 @@ class Place:
         """Whether the package brings its own server for this deployment."""
         return self._address is None
 
+    @property
+    def peer(self) -> str:
+        """The deployment's name in messages, without any secret."""
+        return "embedded Valkey" if self._address is None else self._address.peer
+
     async def address(self) -> Address:
         """The deployment's address; starts or joins the embedded server when there is no other."""
         if self._address is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar, get_args
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args
 
 import msgspec
 
@@ -10,9 +11,12 @@ from flowfabric.app import codec
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome
+from flowfabric.core.durations import Duration
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.feed import CompletionWatch
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.tail import Tail
 
@@ -31,7 +35,7 @@ class UnexpectedResult(FlowFabricError):
     ) -> None:
         super().__init__(kind, execution_id, stored, expected, problem)
         self.kind = kind
-        """The task."""
+        """The task; empty when the handle was made without one."""
         self.execution_id = execution_id
         self.stored = stored
         """The result as it is stored."""
@@ -44,28 +48,33 @@ class UnexpectedResult(FlowFabricError):
         more = "…" if len(self.stored) > _SHOWN_BYTES else ""
         plain = isinstance(self.expected, type) and not get_args(self.expected)
         expected = self.expected.__name__ if plain else self.expected
+        named = f"{self.kind} " if self.kind else ""
         return (
-            f"{self.kind} {self.execution_id}: the stored result {shown}{more} does not fit "
+            f"{named}{self.execution_id}: the stored result {shown}{more} does not fit "
             f"{expected}: {self.problem} — correct the task's return annotation, or read "
             "`stored`"
         )
 
 
 class Run(Generic[R]):
-    """A handle on one execution: its state, its result, its output, and ways to act on it."""
+    """A handle on one execution: its state, its result, its output, and ways to act on it.
 
-    __slots__ = ("_client", "_kind", "_returns", "duplicate", "id")
+    It uses the connection of its application, in whatever event loop. To keep it, keep
+    `str(run.id)`: `app.get_run(id)` makes another one.
+    """
+
+    __slots__ = ("_connect", "_kind", "_returns", "duplicate", "id")
 
     def __init__(
         self,
-        client: Client,
+        connect: Callable[[], Awaitable[Client]],
         execution_id: ExecutionId,
         returns: Any = Any,
         *,
-        kind: str,
-        duplicate: bool,
+        kind: str = "",
+        duplicate: bool = False,
     ) -> None:
-        self._client = client
+        self._connect = connect
         self._kind = kind
         self._returns = returns
         self.id = execution_id
@@ -74,22 +83,25 @@ class Run(Generic[R]):
 
     async def state(self) -> PublicState:
         """Where the execution is now."""
-        return await self._client.backend.read_execution_state(self.id)
+        return await (await self._connect()).backend.read_execution_state(self.id)
 
     async def info(self) -> ExecutionInfo:
         """Everything an operator would see of it."""
-        return await self._client.backend.read_execution_info(self.id)
+        return await (await self._connect()).backend.read_execution_info(self.id)
 
-    async def wait(self, timeout: float | None = None) -> Outcome:
+    async def wait(self, timeout: Duration | None = None) -> Outcome:
         """Wait until it has ended, however it ended."""
-        return await self._client.wait(self.id, timeout)
+        return await (await self._connect()).wait(self.id, timeout)
 
-    async def result(self, timeout: float | None = None) -> R:
+    async def result(self, timeout: Duration | None = None) -> R:
         """Wait for the result. `ExecutionFailed` and its siblings tell why there is none.
+
+        After `timeout`, seconds or text such as `"5m"`, it is a `TimeoutError`; the execution goes
+        on.
 
         A result that the task's return annotation does not fit is an `UnexpectedResult`.
         """
-        outcome = await self._client.success(self.id, timeout)
+        outcome = await (await self._connect()).success(self.id, timeout)
         try:
             return codec.decode(outcome.result, outcome.result_encoding, self._returns)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -102,7 +114,7 @@ class Run(Generic[R]):
         """End it deliberately; a running handler learns of it with its next renewal."""
         if not isinstance(reason, str):
             raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
-        await self._client.cancel(self.id, reason)
+        await (await self._connect()).cancel(self.id, reason)
 
     async def signal(
         self, waitpoint: str, name: str, payload: Any = None, **options: Any
@@ -115,7 +127,7 @@ class Run(Generic[R]):
         """
         if payload is not None:
             options["payload"], options["payload_encoding"] = codec.encode(payload, "payload")
-        return await self._client.signal(self.id, waitpoint, name, **options)
+        return await (await self._connect()).signal(self.id, waitpoint, name, **options)
 
     def stream(
         self,
@@ -129,7 +141,23 @@ class Run(Generic[R]):
         >>> async for frame in run.stream():
         ...     print(frame.payload.decode(), end="")
         """
-        return self._client.tail(self.id, attempt, follow_attempts, after, visibility)
+        return Tail(
+            self._output,
+            self.id,
+            attempt,
+            follow_attempts=follow_attempts,
+            after=after,
+            visibility=visibility,
+        )
+
+    async def _output(self) -> tuple[Backend, CompletionWatch]:
+        return (await self._connect()).sources
 
     def __repr__(self) -> str:
-        return f"Run({self.id})"
+        return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a run cannot be pickled: send `str(run.id)`, and make a handle of it with "
+            "`app.get_run(id)`"
+        )

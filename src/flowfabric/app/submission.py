@@ -76,7 +76,8 @@ def check_options(lane: object, priority: object, idempotency_key: object, tags:
         validate_lane(cast("str", lane), "lane")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
-    validate_idempotency_key(cast("str", idempotency_key))
+    if idempotency_key is not None:
+        validate_idempotency_key(cast("str", idempotency_key))
     if tags is not None:
         if not isinstance(tags, Mapping):
             problem = f"must be a mapping of texts to texts, got {type(tags).__name__}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, overload
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
@@ -44,11 +45,11 @@ class SyncRun(Generic[R]):
         """Everything an operator would see of it."""
         return self._call(self._run.info)
 
-    def wait(self, timeout: float | None = None) -> Outcome:
+    def wait(self, timeout: Duration | None = None) -> Outcome:
         """Wait until it has ended, however it ended."""
         return self._call(lambda: self._run.wait(timeout))
 
-    def result(self, timeout: float | None = None) -> R:
+    def result(self, timeout: Duration | None = None) -> R:
         """Wait for the result. `ExecutionFailed` and its siblings tell why there is none."""
         return self._call(lambda: self._run.result(timeout))
 
@@ -74,7 +75,10 @@ class SyncRun(Generic[R]):
         return iterate(tail, self._call)
 
     def __repr__(self) -> str:
-        return f"SyncRun({self.id})"
+        return f"Sync{self._run!r}"
+
+    def __reduce__(self) -> NoReturn:
+        self._run.__reduce__()
 
 
 class SyncFabric:
@@ -87,16 +91,19 @@ class SyncFabric:
     def __init__(self, app: Fabric) -> None:
         self._app = app
         self._portal = Portal("ff-sync-fabric")
+        self._lock = threading.Lock()
         self._twin: Fabric | None = None
-        self._generation = -1
 
     def _fabric(self) -> Fabric:
-        """The same application with connections of the portal's own loop."""
-        if self._twin is None or self._generation != self._portal.generation:
-            self._twin = Fabric(namespace=self._app.namespace)
-            self._twin.place, self._twin.tasks = self._app.place, self._app.tasks
-            self._generation = self._portal.generation
-        return self._twin
+        """The same application with connections of the portal's own loop.
+
+        In a forked child that is another loop, where it connects anew.
+        """
+        with self._lock:
+            if self._twin is None:
+                self._twin = Fabric(namespace=self._app.namespace)
+                self._twin.place, self._twin.tasks = self._app.place, self._app.tasks
+            return self._twin
 
     def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return self._portal.call(make)
@@ -108,7 +115,7 @@ class SyncFabric:
         *args: Any,
         lane: str | None = None,
         priority: int | None = None,
-        idempotency_key: str = "",
+        idempotency_key: str | None = None,
         delay: Duration | None = None,
         tags: Mapping[str, str] | None = None,
         **kwargs: Any,
@@ -146,9 +153,19 @@ class SyncFabric:
             raise error.with_runs(lambda run: SyncRun(run, self._call)) from error.__cause__
         return [SyncRun(run, self._call) for run in runs]
 
+    @overload
+    def get_run(self, execution_id: str, task: Task[..., R]) -> SyncRun[R]: ...
+
+    @overload
+    def get_run(self, execution_id: str, task: str | None = None) -> SyncRun[Any]: ...
+
+    def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> SyncRun[Any]:
+        """A handle on an execution whose id was kept; with its task, results are typed."""
+        return SyncRun(self._fabric().get_run(execution_id, task), self._call)
+
     def close(self) -> None:
         """Close connections and end the private thread. The application itself stays usable."""
-        twin = self._twin if self._generation == self._portal.generation else None
+        twin = self._twin
 
         async def last() -> None:
             if twin is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast, get_type_hints
 
 import msgspec
 
@@ -45,6 +46,8 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
             "execution_deadline_ms": self.deadline,
         }
         set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
+        if set_timeouts.get("execution_deadline_ms") == 0:
+            raise ConfigError("task", "must be more than 0; None means no deadline", "deadline")
         if set_timeouts:
             policy["timeout_policy"] = set_timeouts
         tokens = normalise(self.capabilities)
@@ -65,7 +68,7 @@ class Task(Generic[P, R]):
         options: TaskOptions,
     ) -> None:
         self.function = function
-        self.name = validate_execution_kind(name or getattr(function, "__name__", ""))
+        self.name = _name_of(function, name)
         self.lane = validate_lane(options.lane)
         self.options = options
         self.policy = options.policy()
@@ -115,6 +118,15 @@ class Task(Generic[P, R]):
         self._named = frozenset(each.name for each in parameters if each not in only)
         self._needed = frozenset(each.name for each in needed)
 
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, lane={self.lane!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the task {self.name!r} cannot be pickled: send its name, {self.name!r}, which "
+            "`submit` takes as well"
+        )
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | Awaitable[R]:
         return self.function(*args, **kwargs)
 
@@ -140,7 +152,11 @@ class Task(Generic[P, R]):
         try:
             bound = self._signature.bind(*placeholders, **kwargs)
         except TypeError as error:
-            raise invalid_input("arguments", f"{self.name}: {error}") from error
+            unknown = [name for name in kwargs if name not in self._signature.parameters]
+            # Python tells what is missing before it tells what is too much.
+            also = f", and there is no {unknown[0]!r}" if unknown else ""
+            also = "" if unknown and repr(unknown[0]) in str(error) else also
+            raise invalid_input("arguments", f"{self.name}: {error}{also}") from error
         if not self._by_position_only:
             given = list(bound.arguments.items())
             return (), dict(given[self.takes_context :])
@@ -178,7 +194,46 @@ def _retry(given: object) -> Retry:
     raise ConfigError("task", problem, "retry")
 
 
+def _name_of(given: object, name: object) -> str:
+    """The task's name. Refuses what a worker could not run, where it is written."""
+    if not callable(given):
+        raise ConfigError("task", f"{given!r} is no function")
+    called = getattr(given, "__name__", None)
+    shown = name or called or repr(given)
+    for wrong, problem in _USELESS:
+        if wrong(given):
+            raise ConfigError("task", f"{shown}: {problem}")
+    if name is None and called in (None, "<lambda>"):
+        what = "a lambda" if called else type(given).__name__
+        problem = f'{what} has no name of its own: give the task one, `app.task("name")(…)`'
+        raise ConfigError("task", problem, "name")
+    if name == "":
+        problem = "must not be empty; leave it out and the task has the function's name"
+        raise ConfigError("task", problem, "name")
+    return validate_execution_kind(cast("str", called if name is None else name), "name")
+
+
+def _is_object(given: object) -> bool:
+    """Neither a function nor something that a decorator made of one."""
+    if hasattr(given, "__wrapped__") or inspect.isroutine(given):
+        return False
+    return not isinstance(given, functools.partial)
+
+
+_STREAMS = "a generator has no result to store: return a list, or write output with `ctx.stream()`"
+_USELESS: tuple[tuple[Callable[[object], bool], str], ...] = (
+    (lambda given: isinstance(given, Task), "is a task already"),
+    (inspect.isgeneratorfunction, _STREAMS),
+    (inspect.isasyncgenfunction, _STREAMS),
+    (inspect.isclass, "is a class: decorate a function that makes or uses it"),
+    (inspect.isbuiltin, "is built in, and its parameters are unknown: call it in a function"),
+    (_is_object, "is an object, not a function: decorate a function that calls it"),
+)
+
+
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[Any]", function).func
     try:
         return get_type_hints(function)
     except NameError as error:

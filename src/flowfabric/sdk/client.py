@@ -22,6 +22,7 @@ from flowfabric.core.contracts.executions import (
     Replayed,
 )
 from flowfabric.core.contracts.lease_events import EventFilter
+from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
     EngineError,
     FlowFabricError,
@@ -54,6 +55,7 @@ __all__ = [
 
 
 _RETRY_S = 0.2
+_SHOWN_CHARS = 200
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -75,11 +77,18 @@ class RunError(FlowFabricError):
         super().__init__(info)
         self.info = info
 
-    def __str__(self) -> str:
-        info = self.info
-        reason = info.failure_reason or info.cancellation_reason or "no reason given"
+    def _reason(self) -> str:
+        reason = self.info.failure_reason or self.info.cancellation_reason or "no reason given"
         # Where it happened follows on further lines, in `info.failure_reason`.
-        reason = reason.partition("\n")[0]
+        return reason.partition("\n")[0]
+
+    def __repr__(self) -> str:
+        info, reason = self.info, self._reason()
+        brief = reason if len(reason) <= _SHOWN_CHARS else f"{reason[:_SHOWN_CHARS]}…"
+        return f"{type(self).__name__}({info.execution_id}, {info.public_state.value}: {brief})"
+
+    def __str__(self) -> str:
+        info, reason = self.info, self._reason()
         count = info.total_attempt_count
         attempts = f"{count} attempt{'' if count == 1 else 's'}"
         return f"{info.execution_kind} {info.public_state.value} after {attempts}: {reason}"
@@ -198,31 +207,45 @@ class Client(ClientSignals, ClosedOnce):
         """A snapshot, or None when it never existed or was trimmed."""
         return await self.backend.describe_execution(execution_id)
 
-    async def wait(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+    async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended; the end is pushed, not polled for."""
         execution_id = self.backend.checked(execution_id)
-        known = False
-        async with asyncio.timeout(timeout):
-            while True:
-                try:
-                    await self._watch.wait_ended(execution_id)
-                    known = True
-                    info, result = await self.backend.read_outcome(execution_id)
-                except TransportError as error:
-                    # Once it was seen, an outage of the server does not end the wait.
-                    if not known or not error.retryable or self.closed:
-                        raise
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                # A replay may have started it again between the event and the read.
-                if info.completed_at is not None:
-                    return _outcome(info, result)
+        if timeout is None:
+            return await self._ended(execution_id)
+        limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
+        try:
+            async with limit:
+                return await self._ended(execution_id)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
+        raise TimeoutError(f"{execution_id} has not ended within {given}")
 
-    async def result(self, execution_id: ExecutionId, timeout: float | None = None) -> bytes | None:
+    async def _ended(self, execution_id: ExecutionId) -> Outcome:
+        known = False
+        while True:
+            try:
+                await self._watch.wait_ended(execution_id)
+                known = True
+                info, result = await self.backend.read_outcome(execution_id)
+            except TransportError as error:
+                # Once it was seen, an outage of the server does not end the wait.
+                if not known or not error.retryable or self.closed:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+                continue
+            # A replay may have started it again between the event and the read.
+            if info.completed_at is not None:
+                return _outcome(info, result)
+
+    async def result(
+        self, execution_id: ExecutionId, timeout: Duration | None = None
+    ) -> bytes | None:
         """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
         return (await self.success(execution_id, timeout)).result
 
-    async def success(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+    async def success(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait for a successful end; any other raises its `RunError`."""
         outcome = await self.wait(execution_id, timeout)
         if outcome.state is PublicState.COMPLETED:

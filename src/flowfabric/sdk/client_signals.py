@@ -201,6 +201,11 @@ class ClientSignals:
             visibility=visibility,
         )
 
+    @property
+    def sources(self) -> tuple[Backend, CompletionWatch]:
+        """What a `Tail` reads from."""
+        return self.backend, self._watch
+
     def tail(
         self,
         execution_id: ExecutionId,
@@ -216,9 +221,12 @@ class ClientSignals:
         >>> async for frame in client.tail(run.id):  # doctest: +SKIP
         ...     print(frame.payload)
         """
+
+        async def here() -> tuple[Backend, CompletionWatch]:
+            return self.sources
+
         return Tail(
-            self.backend,
-            self._watch,
+            here,
             self.backend.checked(execution_id),
             attempt,
             follow_attempts=follow_attempts,

@@ -25,6 +25,7 @@ from flowfabric.core.contracts.suspension import (
     SignalOutcome,
     SuspendedPage,
 )
+from flowfabric.core.durations import Duration
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.policy import ExecutionPolicy
@@ -151,15 +152,15 @@ class SyncClient:
         """A snapshot, or None when it never existed or was trimmed."""
         return self._call(lambda client: client.inspect(execution_id))
 
-    def wait(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+    def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended; the end is pushed, not polled for."""
         return self._call(lambda client: client.wait(execution_id, timeout))
 
-    def result(self, execution_id: ExecutionId, timeout: float | None = None) -> bytes | None:
+    def result(self, execution_id: ExecutionId, timeout: Duration | None = None) -> bytes | None:
         """Wait for the result bytes; an execution that ended otherwise raises its `RunError`."""
         return self._call(lambda client: client.result(execution_id, timeout))
 
-    def success(self, execution_id: ExecutionId, timeout: float | None = None) -> Outcome:
+    def success(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait for a successful end; any other raises its `RunError`."""
         return self._call(lambda client: client.success(execution_id, timeout))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol, Self
 
 from flowfabric.core.contracts.executions import ExecutionInfo
@@ -32,6 +33,10 @@ class _Ends(Protocol):
     async def wait_ended(self, execution_id: ExecutionId) -> None: ...
 
 
+Open = Callable[[], Awaitable[tuple[_Source, _Ends]]]
+"""Finds both in the running event loop, when the first frame is wanted."""
+
+
 class Tail:
     """Iterates over the frames of an execution as they come, over retries and reclaims.
 
@@ -44,8 +49,7 @@ class Tail:
 
     def __init__(
         self,
-        source: _Source,
-        ends: _Ends,
+        open: Open,  # noqa: A002
         execution_id: ExecutionId,
         attempt: int | Literal["latest"] = "latest",
         *,
@@ -55,8 +59,9 @@ class Tail:
     ) -> None:
         if attempt != "latest" and (isinstance(attempt, bool) or not isinstance(attempt, int)):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise invalid_input("attempt", "must be a number or 'latest'")
-        self._source = source
-        self._ends = ends
+        self._open = open
+        self._source: _Source
+        self._ends: _Ends
         self._execution_id = execution_id
         self._follow_attempts = follow_attempts
         self._after = after
@@ -92,6 +97,7 @@ class Tail:
         raise StopAsyncIteration
 
     async def _begin(self) -> StreamFollower:
+        self._source, self._ends = await self._open()
         info = await self._source.read_execution_info(self._execution_id)
         if self.attempt is None:
             self.attempt = max(0, info.total_attempt_count - 1)
