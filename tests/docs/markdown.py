@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 
 _fence = re.compile(r"^```(\w*)\s*$")
+_file_name = re.compile(r"# (\w+\.py)\n")
 _link = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -44,6 +45,21 @@ def blocks(page: Path) -> list[Block]:
 def python_blocks(page: Path) -> list[Block]:
     """The blocks that are run."""
     return [block for block in blocks(page) if block.language == "python"]
+
+
+def programs(page: Path) -> list[tuple[str, str, str | None]]:
+    """Blocks that are whole files: name, text, and what the page says that they print.
+
+    Their first line is `# name.py`; a text block that follows is the output.
+    """
+    found: list[tuple[str, str, str | None]] = []
+    all_blocks = blocks(page)
+    for block, after in zip(all_blocks, [*all_blocks[1:], None], strict=True):
+        name = _file_name.match(block.text)
+        if block.language == "python" and name is not None:
+            told = after.text if after is not None and after.language == "text" else None
+            found.append((name[1], block.text, told))
+    return found
 
 
 def links(page: Path) -> list[str]:

@@ -6,16 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import PAGES, ROOT, blocks, name_of, python_blocks
+from tests.docs.markdown import PAGES, ROOT, blocks, name_of, programs, python_blocks
 from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
 """Its example is a whole program, which `test_readme.py` runs as one."""
 WITH_CODE = [page for page in PAGES if python_blocks(page) and page != README]
+OF_PROGRAMS = [page for page in WITH_CODE if programs(page)]
+OF_PIECES = [page for page in WITH_CODE if page not in OF_PROGRAMS]
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
+def test_every_program_runs_and_prints_what_its_page_says(page: Path, tmp_path: Path) -> None:
+    found = programs(page)
+    assert len(found) == len(python_blocks(page)), "every block needs a name in its first line"
+    for name, text, told in found:
+        (tmp_path / name).write_text(text)
+        assert run_python(tmp_path, name) == (told or "")
+        wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", OF_PIECES, ids=name_of)
 def test_page(page: Path, tmp_path: Path) -> None:
     run_python(tmp_path, "-m", "tests.docs.session", str(page))
     wait_for_server_end(tmp_path / ".flowfabric")
@@ -43,4 +55,5 @@ def test_only_handlers_may_raise() -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(WITH_CODE) >= 6
+    assert len(OF_PIECES) >= 5
+    assert [name_of(page) for page in OF_PROGRAMS] == ["docs/learn/first-steps.md"]
