@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core import keys
-from flowfabric.scanners.leader import LEADER_KEY
+from flowfabric.core.keys import LEADER
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.library import LIBRARY_VERSION, read_library
@@ -38,7 +38,7 @@ async def live(engine: Engine, *lanes: str) -> None:
     await engine.backend.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=lanes or ["default"]
     )
-    await engine.backend.transport.call("SET", LEADER_KEY, "host:12:uuid", "PX", 60_000)
+    await engine.backend.transport.call("SET", LEADER, "host:12:uuid", "PX", 60_000)
 
 
 async def test_all_is_well(cli: Cli, engine: Engine) -> None:

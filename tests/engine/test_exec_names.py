@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 
+import flowfabric
 from flowfabric.core import keys
 from flowfabric.core.state import CODE_LETTERS, StateVector, index_suffix, violations
 from flowfabric.engine.calls import text
@@ -14,6 +17,7 @@ from tests.support.engine import Engine
 
 TAG = "{fp:42}"
 ID = "{fp:42}:11111111-2222-4333-8444-555555555555"
+WAITPOINT = "22222222-2222-4333-8444-555555555555"
 LANES = ["default", "a:b", "100%", "%3A", "a,b c", "x" * 64]
 
 CASES: dict[str, list[tuple[str, ...]]] = {
@@ -21,10 +25,23 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         name: [(ID,)]
         for name in (
             *("core", "payload", "result", "policy", "tags", "history", "grant", "steps"),
-            "unresolved",
+            *("unresolved", "suspension", "marks", "satisfiers", "met", "waitpoints"),
+            *("pending_waitpoints", "signals"),
         )
     },
-    "attempt": [(ID, "0"), (ID, "4294967295")],
+    **{
+        name: [(ID, "0"), (ID, "4294967295")]
+        for name in ("attempt", "summary", "stream", "stream_meta", "stream_closed")
+    },
+    "suspend_dedup": [(ID, "k"), (ID, "a:b{c}ü")],
+    "waitpoint": [(WAITPOINT,)],
+    "waitpoint_signals": [(WAITPOINT,)],
+    "signal_dedup": [(WAITPOINT, "k"), (WAITPOINT, "a:b{c}ü")],
+    "secrets": [()],
+    "workers": [()],
+    "worker_alive": [("host-1:7",)],
+    "worker_record": [("host-1:7",)],
+    "worker_events": [()],
     "idem": [("default", "k"), ("tenant", "a:b{c}ü")],
     "index": [("all_executions",), ("lease_expiry",)],
     "lane": [(lane, name) for lane in LANES for name in ("delayed", "blocked:budget")],
@@ -36,8 +53,8 @@ CASES: dict[str, list[tuple[str, ...]]] = {
 }
 
 
-async def built_by_lua(engine: Engine, name: str, *args: str) -> str:
-    reply = await engine.backend.fcall("ff_test_key", TAG, (name, *args), op="test")
+async def built_by_lua(engine: Engine, name: str, *args: str, first: str = TAG) -> str:
+    reply = await engine.backend.fcall("ff_test_key", first, (name, *args), op="test")
     return text(reply[2])
 
 
@@ -52,8 +69,19 @@ async def test_keys(engine: Engine, name: str) -> None:
 async def test_doorbell_and_lane_part(engine: Engine) -> None:
     for lane in LANES:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
-        reply = await engine.backend.fcall("ff_test_key", lane, ("lane_part",), op="test")
-        assert text(reply[2]) == keys.lane_part(lane)
+        assert await built_by_lua(engine, "lane_part", first=lane) == keys.lane_part(lane)
+    assert keys.wake_tag(keys.wake_channel(TAG)) == TAG
+
+
+@pytest.mark.parametrize("name", ["signal", "signal_payload"])
+async def test_names_that_begin_with_an_execution(engine: Engine, name: str) -> None:
+    assert await built_by_lua(engine, name, WAITPOINT, first=ID) == getattr(keys, name)(
+        ID, WAITPOINT
+    )
+
+
+def test_a_feed_tells_its_partition() -> None:
+    assert keys.events_tag(keys.events(TAG)) == TAG
 
 
 def test_every_tagged_name_is_compared() -> None:
@@ -62,7 +90,15 @@ def test_every_tagged_name_is_compared() -> None:
         for name, function in inspect.getmembers(keys, inspect.isfunction)
         if not name.startswith("_") and "tag" in inspect.signature(function).parameters
     }
-    assert tagged == set(CASES)
+    assert tagged == set(CASES) | {"wake_channel"}
+
+
+def test_every_name_of_lua_is_compared() -> None:
+    source = Path(flowfabric.__file__).parent / "lua" / "lib" / "20_keys.lua"
+    written = set(re.findall(r"^function K\.(\w+)", source.read_text(), re.MULTILINE))
+    # The number of a partition is no key.
+    others = {"lane_part", "wake", "signal", "signal_payload", "partition"}
+    assert written == set(CASES) | others
 
 
 def test_lane_names_cannot_collide() -> None:

@@ -152,7 +152,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "dedup by id",
         SIGNAL,
-        "if not known and server.call('EXISTS', suspension.signal(id, signal_id)) == 1 then",
+        "if not known and server.call('EXISTS', K.signal(id, signal_id)) == 1 then",
         "if false then",
         test_susp_signal.test_a_signal_id_is_taken_once_per_execution,
     ),
@@ -190,7 +190,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "limit of signals",
         SIGNAL,
-        "if most > 0 and server.call('ZCARD', suspension.signals_key(c, id)) >= most then",
+        "if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most then",
         "if false then",
         test_susp_signal.test_the_policy_limits_signals_over_the_whole_life,
     ),
@@ -322,7 +322,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "closed once",
         SUSPENSION,
-        "if server.call('HGET', suspension.waitpoint(c, waitpoint_id), 'state') == 'active' then",
+        "if server.call('HGET', K.waitpoint(c.tag, waitpoint_id), 'state') == 'active' then",
         "if true then",
         test_susp_pending.test_a_waitpoint_closes_once_with_its_own_reason,
     ),

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.keys import LEADER
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
-from flowfabric.scanners.leader import LEADER_KEY, Leadership
+from flowfabric.scanners.leader import Leadership
 from flowfabric.valkey.address import parse_url
 from tests.scanners.support import DEFAULTS, QUICK, create_delayed, running, until
 from tests.support.engine import Engine
@@ -19,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 async def _owner(backend: Backend) -> bytes | None:
-    found: Any = await backend.transport.call("GET", LEADER_KEY)
+    found: Any = await backend.transport.call("GET", LEADER)
     return found
 
 
@@ -63,7 +64,7 @@ async def test_a_clean_stop_hands_over(engine: Engine) -> None:
 async def test_a_stop_leaves_a_foreign_lease_alone(engine: Engine) -> None:
     async with running(engine.backend) as supervisor:
         await supervisor.leadership.scanning.wait()
-        await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 60_000)
+        await engine.backend.transport.call("SET", LEADER, "another", "PX", 60_000)
     assert await _owner(engine.backend) == b"another"
 
 
@@ -71,7 +72,7 @@ async def test_steps_back_when_another_holds_the_lease(engine: Engine) -> None:
     settings = ScannerSettings(leader_ttl_s=0.2)
     async with running(engine.backend, settings) as supervisor:
         await supervisor.leadership.scanning.wait()
-        await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 60_000)
+        await engine.backend.transport.call("SET", LEADER, "another", "PX", 60_000)
         await until(lambda: not supervisor.leadership.scanning.is_set())
         assert not supervisor.leadership.holds
 
@@ -89,7 +90,7 @@ async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine:
 
     await until(free)
     assert leadership.scanning.is_set()
-    await engine.backend.transport.call("SET", LEADER_KEY, "another", "PX", 500)
+    await engine.backend.transport.call("SET", LEADER, "another", "PX", 500)
     await until(lambda: not leadership.scanning.is_set())
     well = True
     await until(lambda: leadership.holds)
@@ -155,4 +156,4 @@ async def test_processes_with_other_duties_have_another_leader(
     engine: Engine, settings: ScannerSettings, accept: ScannerFilter | None
 ) -> None:
     key = ScannerSupervisor(engine.backend, settings, accept).leadership.key
-    assert key.startswith(LEADER_KEY + ":")
+    assert key.startswith(LEADER + ":")

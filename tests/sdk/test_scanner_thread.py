@@ -18,13 +18,12 @@ import pytest
 import flowfabric as ff
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.keys import PARTITIONS
+from flowfabric.core.keys import LEADER, PARTITIONS
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.doorbell import Doorbell
 from flowfabric.scanners.due import DueScanner
-from flowfabric.scanners.leader import LEADER_KEY
 from flowfabric.sdk.results import RunSummary
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.scanner_thread import ScannerThread
@@ -71,7 +70,7 @@ async def clients(engine: Engine) -> int:
 
 
 async def leader(engine: Engine) -> Any:
-    return await engine.backend.transport.call("GET", LEADER_KEY)
+    return await engine.backend.transport.call("GET", LEADER)
 
 
 def leads(engine: Engine) -> Any:

@@ -16,7 +16,6 @@ from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import configured_counts
 from flowfabric.engine.health import Finding, Grade, health_findings
 from flowfabric.engine.registry import WorkerEntry
-from flowfabric.scanners.leader import LEADER_KEY
 from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
 from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
@@ -143,7 +142,7 @@ def _partitions(counts: PartitionCounts) -> Finding:
 
 async def _tokens(backend: Backend) -> Finding:
     """Each partition signs the tokens of its own waitpoints."""
-    names = [f"ff:sec:{{fp:{index}}}:waitpoint_hmac" for index in range(backend.counts.flow)]
+    names = [keys.secrets(f"{{fp:{index}}}") for index in range(backend.counts.flow)]
     found: list[Any] = await asyncio.gather(
         *(backend.transport.call("HGET", name, "current_kid", key=name) for name in names)
     )
@@ -217,7 +216,7 @@ async def _holds_work(backend: Backend, lane: str) -> bool:
 
 
 async def _leader(backend: Backend) -> Finding:
-    owner: Any = await backend.transport.call("GET", LEADER_KEY, key=LEADER_KEY)
+    owner: Any = await backend.transport.call("GET", keys.LEADER, key=keys.LEADER)
     if owner is not None:
         host, _, _ = owner.decode().rpartition(":")
         return Finding("scanners", Grade.OK, f"run by {clean(host)} (host:pid)")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal, SuspendedEntry
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
@@ -49,7 +50,7 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_last_wait(backend: Backend, execution_id: ExecutionId) -> LastWait | None:
     """The newest suspension; None when there was none yet."""
-    key = f"ff:exec:{execution_id.tag}:{execution_id}:suspension:current"
+    key = keys.suspension(execution_id.tag, execution_id)
     raw: Any = await backend.transport.call("HGETALL", key, key=key)
     fields = {name.decode(): value.decode(errors="replace") for name, value in raw.items()}
     if "created_at" not in fields:

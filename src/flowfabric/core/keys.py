@@ -1,16 +1,18 @@
-"""Key names that Python reads or writes by itself; `lua/lib/20_keys.lua` builds the same ones."""
+"""Every key name; `lua/lib/20_keys.lua` builds the same ones, and a test compares the two."""
 
 from __future__ import annotations
 
 __all__ = [
     "CONFIG_PARTITIONS",
     "LANES",
+    "LEADER",
     "NAMESPACES",
     "PARTITIONS",
     "attempt",
     "core",
     "eligible",
     "events",
+    "events_tag",
     "grant",
     "history",
     "idem",
@@ -19,14 +21,38 @@ __all__ = [
     "lane_config",
     "lane_part",
     "last_claim",
+    "marks",
+    "met",
     "payload",
+    "pending_waitpoints",
     "policy",
     "result",
+    "satisfiers",
+    "secrets",
+    "signal",
+    "signal_dedup",
+    "signal_payload",
+    "signals",
     "steps",
+    "stream",
+    "stream_closed",
+    "stream_meta",
+    "summary",
+    "suspend_dedup",
+    "suspension",
     "tags",
     "unresolved",
+    "waitpoint",
+    "waitpoint_signals",
+    "waitpoints",
     "wake",
+    "wake_channel",
+    "wake_tag",
+    "worker_alive",
+    "worker_events",
     "worker_leases",
+    "worker_record",
+    "workers",
 ]
 
 CONFIG_PARTITIONS = "ff:config:partitions"
@@ -34,6 +60,11 @@ LANES = "ff:idx:lanes"
 NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
+LEADER = "ff:leader:scanners"
+"""Which process scans for all."""
+
+_EVENTS = ("ff:part:", ":events")
+_WAKE = "ff:wake:"
 
 
 def lane_part(lane: str) -> str:
@@ -95,6 +126,96 @@ def attempt(tag: str, execution_id: str, number: int | str) -> str:
     return f"ff:attempt:{tag}:{execution_id}:{number}"
 
 
+def summary(tag: str, execution_id: str, number: int | str) -> str:
+    """The rolling summary of an attempt's output."""
+    return f"{attempt(tag, execution_id, number)}:summary"
+
+
+def stream(tag: str, execution_id: str, number: int | str) -> str:
+    """The output frames of an attempt."""
+    return f"ff:stream:{tag}:{execution_id}:{number}"
+
+
+def stream_meta(tag: str, execution_id: str, number: int | str) -> str:
+    """How much an attempt has written, and how its stream ended."""
+    return f"{stream(tag, execution_id, number)}:meta"
+
+
+def stream_closed(tag: str, execution_id: str, number: int | str) -> str:
+    """Rings for the followers of a stream that ends."""
+    return f"{stream(tag, execution_id, number)}:closed"
+
+
+def suspension(tag: str, execution_id: str) -> str:
+    """The present or the last suspension."""
+    return _exec(tag, execution_id, "suspension:current")
+
+
+def marks(tag: str, execution_id: str) -> str:
+    """How far the condition of a suspension is met."""
+    return f"{suspension(tag, execution_id)}:satisfied_set"
+
+
+def satisfiers(tag: str, execution_id: str) -> str:
+    """The signals that contributed to it."""
+    return f"{suspension(tag, execution_id)}:satisfied_set:signals"
+
+
+def met(tag: str, execution_id: str) -> str:
+    """The last suspension whose condition was met before it began."""
+    return _exec(tag, execution_id, "suspension:met")
+
+
+def suspend_dedup(tag: str, execution_id: str, key: str) -> str:
+    """The answer that a suspension with this idempotency key got."""
+    return f"ff:dedup:suspend:{tag}:{execution_id}:{key}"
+
+
+def waitpoints(tag: str, execution_id: str) -> str:
+    """Every waitpoint of an execution."""
+    return _exec(tag, execution_id, "waitpoints")
+
+
+def pending_waitpoints(tag: str, execution_id: str) -> str:
+    """Those that no suspension has used yet."""
+    return f"{waitpoints(tag, execution_id)}:pending"
+
+
+def waitpoint(tag: str, waitpoint_id: str) -> str:
+    """One waitpoint."""
+    return f"ff:wp:{tag}:{waitpoint_id}"
+
+
+def waitpoint_signals(tag: str, waitpoint_id: str) -> str:
+    """The signals a waitpoint got."""
+    return f"{waitpoint(tag, waitpoint_id)}:signals"
+
+
+def signals(tag: str, execution_id: str) -> str:
+    """Every signal of an execution."""
+    return _exec(tag, execution_id, "signals")
+
+
+def signal(execution_id: str, signal_id: str) -> str:
+    """One accepted signal; the execution id begins with the tag."""
+    return f"ff:signal:{execution_id}:{signal_id}"
+
+
+def signal_payload(execution_id: str, signal_id: str) -> str:
+    """What a signal carries."""
+    return f"{signal(execution_id, signal_id)}:payload"
+
+
+def signal_dedup(tag: str, waitpoint_id: str, key: str) -> str:
+    """Which signal of a waitpoint an idempotency key stands for."""
+    return f"ff:sigdedup:{tag}:{waitpoint_id}:{key}"
+
+
+def secrets(tag: str) -> str:
+    """The partition's copy of the secrets that sign waitpoint tokens."""
+    return f"ff:sec:{tag}:waitpoint_hmac"
+
+
 def idem(tag: str, namespace: str, key: str) -> str:
     """Which execution an idempotency key stands for."""
     return f"ff:idem:{tag}:{namespace}:{key}"
@@ -132,12 +253,48 @@ def last_claim(tag: str, lane_id: str, instance: str) -> str:
 
 def events(tag: str) -> str:
     """The partition's event feed."""
-    return f"ff:part:{tag}:events"
+    return tag.join(_EVENTS)
+
+
+def events_tag(feed: str) -> str:
+    """Whose event feed a key is."""
+    before, after = _EVENTS
+    return feed.removeprefix(before).removesuffix(after)
+
+
+def workers(tag: str) -> str:
+    """The registered worker processes of a namespace, which is their tag."""
+    return index(tag, "workers")
+
+
+def worker_alive(tag: str, instance: str) -> str:
+    """There while a worker process sends heartbeats."""
+    return f"ff:worker:{tag}:{instance}:alive"
+
+
+def worker_record(tag: str, instance: str) -> str:
+    """What a worker process serves and offers."""
+    return f"ff:worker:{tag}:{instance}:caps"
+
+
+def worker_events(tag: str) -> str:
+    """Which worker processes came and went."""
+    return f"ff:worker:{tag}:events"
 
 
 def wake(lane_id: str) -> str:
     """The doorbell of a lane on a single server."""
-    return f"ff:wake:{lane_id}"
+    return f"{_WAKE}{lane_id}"
+
+
+def wake_channel(tag: str) -> str:
+    """The doorbell of a partition in a cluster; what it says is the lane."""
+    return f"{_WAKE}{tag}"
+
+
+def wake_tag(channel: str) -> str:
+    """Whose doorbell a channel is."""
+    return channel.removeprefix(_WAKE)
 
 
 def lane_config(lane_id: str) -> str:

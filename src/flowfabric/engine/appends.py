@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import (
     AppendOutcome,
@@ -180,7 +181,7 @@ class Appends(Calls):
         """The rolling summary document, or None when no patch was ever appended."""
         execution_id = self.checked(execution_id)
         check_number("attempt_index", attempt_index)
-        key = f"ff:attempt:{execution_id.tag}:{execution_id}:{attempt_index}:summary"
+        key = keys.summary(execution_id.tag, execution_id, attempt_index)
         return summary_of(await self.transport.call("HGETALL", key, key=key, replay_safe=True))
 
 

@@ -207,7 +207,7 @@ class _Reader:
         if not reply:
             return
         for feed, entries in reply.items():
-            tag = feed.decode().removeprefix("ff:part:").removesuffix(":events")
+            tag = keys.events_tag(feed.decode())
             self._deliver(tag, entries)
             if len(entries) == _PAGE:
                 await self._check_gap(tag, positions[tag])

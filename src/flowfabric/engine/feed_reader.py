@@ -23,6 +23,7 @@ from flowfabric.core.feed_cursor import (
     entry_id,
     position_of,
 )
+from flowfabric.core.ids import PartitionKey
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.upkeep import Upkeep
 from flowfabric.valkey.library import read_primaries
@@ -336,7 +337,7 @@ def _tag(partition: int) -> str:
 
 
 def _partition(feed: bytes) -> int:
-    return int(feed.decode().removeprefix("ff:part:{fp:").removesuffix("}:events"))
+    return PartitionKey.trusted(keys.events_tag(feed.decode())).index_number
 
 
 def _before(position: Position) -> Position:

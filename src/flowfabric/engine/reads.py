@@ -235,6 +235,6 @@ class Reads(Gaps):
         """The waitpoints whose signals would end the execution's pause."""
         if record.public_state is not PublicState.SUSPENDED:
             return ()
-        key = f"ff:exec:{record.execution_id.tag}:{record.execution_id}:suspension:current"
+        key = keys.suspension(record.execution_id.tag, record.execution_id)
         stored: Any = await self.transport.call("HGET", key, "waitpoints", key=key)
         return () if stored is None else tuple(stored.decode().split(","))

@@ -112,7 +112,7 @@ class Registry(Calls):
         Instances whose record is gone are skipped; a page shorter than `limit` is the last one.
         """
         tag = _tag(namespace)
-        index = f"ff:idx:{tag}:workers"
+        index = keys.workers(tag)
         members: Any = await self.transport.call("SMEMBERS", index, key=index)
         instances = sorted(name for name in map(text, members) if name > after)
         found: list[WorkerEntry] = []
@@ -120,7 +120,7 @@ class Registry(Calls):
             if len(found) >= limit:
                 break
             part = instances[start : start + _READ_AHEAD]
-            names = [f"ff:worker:{tag}:{instance}:caps" for instance in part]
+            names = [keys.worker_record(tag, instance) for instance in part]
             records: list[Any] = await asyncio.gather(
                 *(self.transport.call("HGETALL", name, key=name) for name in names)
             )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.streams import StreamFrames, Visibility
 from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
 from flowfabric.core.errors import TimeoutError_, TransportError, invalid_input
@@ -174,7 +175,8 @@ class _Reader:
         self.tag = execution_id.tag
         self._target = (execution_id, index)
         self._visibility = "" if visibility == "all" else visibility
-        self.stream = f"ff:stream:{execution_id.tag}:{execution_id}:{index}"
+        self.closed = keys.stream_closed(execution_id.tag, execution_id, index)
+        self.stream = keys.stream(execution_id.tag, execution_id, index)
 
     async def collect(
         self, conn: Connection, first: str, last: str, count: int, *, follow: bool = False
@@ -217,6 +219,6 @@ class _Reader:
         """Blocks until a frame is appended, the stream closes, or the time is over."""
         await conn.call(
             *("XREAD", "COUNT", 1, "BLOCK", max(1, int(seconds * 1000)), "STREAMS"),
-            *(self.stream, f"{self.stream}:closed", position, "0-0"),
+            *(self.stream, self.closed, position, "0-0"),
             timeout=seconds + _TAIL_GRACE_S,
         )

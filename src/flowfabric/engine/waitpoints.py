@@ -64,7 +64,7 @@ class Waitpoints(Calls):
         tag, core = execution_id.tag, keys.core(execution_id.tag, execution_id)
         if not await self.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
-        name = f"ff:exec:{tag}:{execution_id}:waitpoints"
+        name = keys.waitpoints(tag, execution_id)
         members: Any = await self.transport.call("SMEMBERS", name, key=name)
         ids = sorted(identity for identity in map(text, members) if identity > after)
         condition = await self._condition(execution_id)
@@ -72,7 +72,7 @@ class Waitpoints(Calls):
         found: list[OpenWaitpoint] = []
         for start in range(0, len(ids), _MAX_PAGE):
             part = ids[start : start + _MAX_PAGE]
-            records = await asyncio.gather(*(self._hash(f"ff:wp:{tag}:{one}") for one in part))
+            records = await asyncio.gather(*(self._hash(keys.waitpoint(tag, one)) for one in part))
             for identity, record in zip(part, records, strict=True):
                 entry = _open_waitpoint(execution_id, identity, record, condition)
                 if entry is not None:
@@ -82,7 +82,7 @@ class Waitpoints(Calls):
         return OpenWaitpoints(tuple(found))
 
     async def _condition(self, execution_id: ExecutionId) -> Condition | None:
-        fields = await self._hash(_suspension(execution_id))
+        fields = await self._hash(keys.suspension(execution_id.tag, execution_id))
         if not fields or "closed_at" in fields:
             return None
         return parse_condition(fields["resume_condition_json"])
@@ -92,8 +92,8 @@ class Waitpoints(Calls):
         proof(handle)
         execution_id, epoch = handle.execution_id, str(handle.lease_epoch)
         met, fields = await asyncio.gather(
-            self._hash(f"ff:exec:{execution_id.tag}:{execution_id}:suspension:met"),
-            self._hash(_suspension(execution_id)),
+            self._hash(keys.met(execution_id.tag, execution_id)),
+            self._hash(keys.suspension(execution_id.tag, execution_id)),
         )
         stored = ""
         if met.get("epoch") == epoch:
@@ -115,8 +115,8 @@ class Waitpoints(Calls):
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
     ) -> ResumeSignal | None:
         """One accepted signal with its payload, or None when it is gone."""
-        key = f"ff:signal:{execution_id}:{signal_id}"
-        body = f"{key}:payload"
+        key = keys.signal(execution_id, signal_id)
+        body = keys.signal_payload(execution_id, signal_id)
         fields, payload = await asyncio.gather(
             self._hash(key), self.transport.call("GET", body, key=body)
         )
@@ -124,7 +124,7 @@ class Waitpoints(Calls):
             return None
         raw: Any = payload
         if waitpoint_key is None:
-            waitpoint = f"ff:wp:{execution_id.tag}:{fields['target_waitpoint_id']}"
+            waitpoint = keys.waitpoint(execution_id.tag, fields["target_waitpoint_id"])
             found: Any = await self.transport.call(
                 "HGET", waitpoint, "waitpoint_key", key=waitpoint
             )
@@ -273,10 +273,6 @@ def _check_waitpoints(execution_id: ExecutionId, stored: str) -> None:
             raise CorruptionError(
                 "corruption", f"{execution_id}: waitpoints: {error.detail}"
             ) from error
-
-
-def _suspension(execution_id: ExecutionId) -> str:
-    return f"ff:exec:{execution_id.tag}:{execution_id}:suspension:current"
 
 
 def _open_waitpoint(

@@ -9,15 +9,14 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.backend import Backend
 
-__all__ = ["LEADER_KEY", "Leadership"]
+__all__ = ["Leadership"]
 
 log = logging.getLogger(__name__)
-
-LEADER_KEY = "ff:leader:scanners"
 
 _POLL_S = 3.0
 _RETRY_S = 1.0
@@ -38,7 +37,7 @@ class Leadership:
         self,
         backend: Backend,
         *,
-        key: str = LEADER_KEY,
+        key: str = keys.LEADER,
         ttl_s: float = 1.5,
         healthy: Callable[[], bool],
     ) -> None:

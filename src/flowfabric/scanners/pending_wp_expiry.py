@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flowfabric.core import keys
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.due import DueScanner
@@ -41,6 +42,6 @@ class PendingWpExpiry(DueScanner):
 
 
 async def _owner(backend: Backend, tag: str, waitpoint_id: str) -> str:
-    key = f"ff:wp:{tag}:{waitpoint_id}"
+    key = keys.waitpoint(tag, waitpoint_id)
     stored: Any = await backend.transport.call("HGET", key, "execution_id", key=key)
     return "" if stored is None else stored.decode()

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 
+from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, invalid_input
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
@@ -17,7 +18,7 @@ from flowfabric.scanners.execution_deadline import ExecutionDeadline
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
-from flowfabric.scanners.leader import LEADER_KEY, Leadership
+from flowfabric.scanners.leader import Leadership
 from flowfabric.scanners.lease_expiry import LeaseExpiry
 from flowfabric.scanners.pending_wp_expiry import PendingWpExpiry
 from flowfabric.scanners.retention_trimmer import RetentionTrimmer
@@ -153,6 +154,6 @@ class ScannerSupervisor:
 def _leader_key(settings: ScannerSettings, accept: ScannerFilter) -> str:
     """Processes share a leader only when its scanners would do exactly their work."""
     if accept.is_empty and not settings.disabled:
-        return LEADER_KEY
+        return keys.LEADER
     what = repr((accept.namespace, accept.instance_tag, sorted(settings.disabled)))
-    return f"{LEADER_KEY}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+    return f"{keys.LEADER}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"

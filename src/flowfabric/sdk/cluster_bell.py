@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
+from flowfabric.core import keys
 from flowfabric.core.errors import TransportError
 from flowfabric.engine.backend import Backend
 from flowfabric.scheduler.hints import Lanes
@@ -14,8 +15,6 @@ from flowfabric.valkey.transport import Connection
 __all__ = ["ClusterBell"]
 
 log = logging.getLogger(__name__)
-
-_PREFIX = "ff:wake:"
 
 
 class ClusterBell:
@@ -54,7 +53,7 @@ class ClusterBell:
             conn = await self._backend.transport.blocking(left[0], on_push=self._hear)
             self._conns.append(conn)
             outcomes = await asyncio.gather(
-                *(conn.submit(("SSUBSCRIBE", f"{_PREFIX}{tag}")) for tag in left),
+                *(conn.submit(("SSUBSCRIBE", keys.wake_channel(tag))) for tag in left),
                 return_exceptions=True,
             )
             # The others are answered by the name of the primary that has them.
@@ -85,7 +84,7 @@ class ClusterBell:
         elif push[0] == b"smessage":
             lane_id = push[2].decode()
             if lane_id in self._lanes:
-                self._rings[lane_id, push[1].decode().removeprefix(_PREFIX)] = None
+                self._rings[lane_id, keys.wake_tag(push[1].decode())] = None
                 self._rung.set()
 
     async def aclose(self) -> None:

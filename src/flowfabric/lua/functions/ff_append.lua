@@ -108,8 +108,8 @@ reply.register_function('ff_append', function(keys, args)
   local core, index = K.core(c.tag, id), string.match(args[3], '/(%d+)$')
   local found, problem = refusal(c, core, args[2], index)
   if problem then return problem end
-  local stream = streams.key(c, id, index)
-  local meta_key = stream .. ':meta'
+  local stream = K.stream(c.tag, id, index)
+  local meta_key = K.stream_meta(c.tag, id, index)
   local meta = server.call('HMGET', meta_key, 'closed_at', 'frame_count', 'total_bytes', 'durable',
     'seen', 'ema_rate_hz', 'last_append_ts_ms', 'last_sequence')
   if meta[1] then return reply.err('stream_closed') end
@@ -122,7 +122,7 @@ reply.register_function('ff_append', function(keys, args)
   local want = args[6] ~= '' and cmsgpack.unpack(args[6]) or nil
   local summary, version
   if mode == 's' then
-    summary = K.attempt(c.tag, id, index) .. ':summary'
+    summary = K.summary(c.tag, id, index)
     local stored = server.call('HMGET', summary, 'version', 'document')
     version = tonumber(stored[1] or 0)
     if version ~= want.version then return reply.ok(0, version, stored[2] or '{}') end

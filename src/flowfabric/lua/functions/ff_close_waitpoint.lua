@@ -12,7 +12,7 @@ reply.register_function('ff_close_waitpoint', function(keys, args)
     local problem = fence.check(c, id, rec, text, false, false)
     if problem then return problem end
   end
-  local found = server.call('HMGET', suspension.waitpoint(c, waitpoint_id), 'state', 'execution_id')
+  local found = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'execution_id')
   local state = found[1]
   if not state or found[2] ~= id then return reply.err('waitpoint_not_found') end
   if state == 'closed' or state == 'expired' then return reply.ok('already_closed') end

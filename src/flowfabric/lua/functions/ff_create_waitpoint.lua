@@ -11,7 +11,7 @@ reply.register_function('ff_create_waitpoint', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   local problem = fence.check(c, id, rec, text, false, false)
   if problem then return problem end
-  local stored = suspension.waitpoint(c, waitpoint_id)
+  local stored = K.waitpoint(c.tag, waitpoint_id)
   local known = server.call('HMGET', stored, 'state', 'execution_id', 'waitpoint_token')
   -- The id is the caller's own random one: a second sight of it is a repeated call.
   if known[1] == 'pending' and known[2] == id then return reply.ok(waitpoint_id, key, known[3]) end
@@ -26,8 +26,8 @@ reply.register_function('ff_create_waitpoint', function(keys, args)
   server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
     'waitpoint_key', key, 'waitpoint_token', token, 'state', 'pending', 'created_at', c.now,
     'expires_at', expires)
-  server.call('SADD', suspension.waitpoints_key(c, id), waitpoint_id)
-  server.call('SADD', suspension.pending_key(c, id), waitpoint_id)
+  server.call('SADD', K.waitpoints(c.tag, id), waitpoint_id)
+  server.call('SADD', K.pending_waitpoints(c.tag, id), waitpoint_id)
   server.call('ZADD', K.index(c.tag, 'pending_waitpoint_expiry'), expires, waitpoint_id)
   return reply.ok(waitpoint_id, key, token)
 end)

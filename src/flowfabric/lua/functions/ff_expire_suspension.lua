@@ -34,13 +34,13 @@ local function escalate(c, id, rec, open)
   rec.state = suspension.state('waiting_for_operator_review')
   server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now,
     'blocking_detail', 'suspension escalated: timeout at ' .. open.timeout_at)
-  local key = suspension.key(c, id)
+  local key = K.suspension(c.tag, id)
   server.call('HSET', key, 'reason_code', 'waiting_for_operator_review')
   server.call('HDEL', key, 'timeout_at', 'timeout_behavior')
   server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id)
   server.call('ZADD', K.lane(c.tag, rec.lane_id, 'suspended'), suspension.score(nil), id)
   for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
-    server.call('HDEL', suspension.waitpoint(c, waitpoint_id), 'expires_at')
+    server.call('HDEL', K.waitpoint(c.tag, waitpoint_id), 'expires_at')
   end
   events.emit(c, 'escalated', id, rec, 'su', open.suspension_id, 'tr', 'timeout',
     'cr', 'escalated')

@@ -7,7 +7,7 @@ local REASON = 'never_committed'
 
 local function expire(c, waitpoint_id)
   local index = K.index(c.tag, 'pending_waitpoint_expiry')
-  local found = server.call('HMGET', suspension.waitpoint(c, waitpoint_id), 'state', 'expires_at',
+  local found = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'expires_at',
     'execution_id')
   if found[1] ~= 'pending' then
     server.call('ZREM', index, waitpoint_id)

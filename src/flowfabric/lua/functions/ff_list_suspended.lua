@@ -20,7 +20,7 @@ local function first_behind(key, score, id)
 end
 
 local function details(c, row)
-  local found = server.call('HMGET', suspension.key(c, row.id), 'suspension_id', 'reason_code',
+  local found = server.call('HMGET', K.suspension(c.tag, row.id), 'suspension_id', 'reason_code',
     'requested_by', 'created_at', 'timeout_at', 'closed_at')
   if not found[1] or found[6] then return { row.id, row.score, row.lane } end
   return { row.id, row.score, row.lane, found[1], found[2] or '', found[3] or '',

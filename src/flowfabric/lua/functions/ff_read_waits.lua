@@ -9,8 +9,8 @@ local FEW = 16
 local function contents(id, signal_ids)
   local found = {}
   for i, signal_id in ipairs(signal_ids) do
-    local key = suspension.signal(id, signal_id)
-    found[i] = { server.call('HGETALL', key), server.call('GET', key .. ':payload') }
+    local key = K.signal(id, signal_id)
+    found[i] = { server.call('HGETALL', key), server.call('GET', K.signal_payload(id, signal_id)) }
   end
   return found
 end
@@ -25,13 +25,13 @@ server.register_function{
     if not core[1] then return reply.err('execution_not_found') end
     local first, rows, wanted = tonumber(core[2] or 0), {}, {}
     for i = 2, #args do wanted[args[i]] = true end
-    for _, waitpoint_id in ipairs(server.call('SMEMBERS', suspension.waitpoints_key(c, id))) do
-      local key = suspension.waitpoint(c, waitpoint_id)
+    for _, waitpoint_id in ipairs(server.call('SMEMBERS', K.waitpoints(c.tag, id))) do
+      local key = K.waitpoint(c.tag, waitpoint_id)
       local point = suspension.read_hash(key)
       if point and point.state ~= 'active' and tonumber(point.attempt_index or 0) >= first then
         -- One that was never waited on is closed without either.
         local ended = point.state == 'closed' and (point.suspension_id or point.satisfied_at)
-        local signal_ids = server.call('LRANGE', key .. ':signals', 0, -1)
+        local signal_ids = server.call('LRANGE', K.waitpoint_signals(c.tag, waitpoint_id), 0, -1)
         rows[#rows + 1] = {
           waitpoint_id, point.waitpoint_key, point.waitpoint_token or '', point.state,
           tonumber(point.attempt_index or 0), point.close_reason or '',

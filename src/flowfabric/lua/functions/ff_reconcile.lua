@@ -61,7 +61,7 @@ end
 
 -- When the open suspension of a suspended record times out, or nil.
 local function suspension_timeout(c, id)
-  local found = server.call('HMGET', suspension.key(c, id), 'timeout_at', 'closed_at')
+  local found = server.call('HMGET', K.suspension(c.tag, id), 'timeout_at', 'closed_at')
   return not found[2] and tonumber(found[1]) or nil
 end
 

@@ -69,7 +69,7 @@ reply.register_function('ff_replay', function(keys, args)
     update[#update + 1] = value
   end
   -- What was answered before belongs to the earlier run, like its steps.
-  if not keeps and server.call('EXISTS', suspension.waitpoints_key(c, id)) == 1 then
+  if not keeps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
     set('run_from', record.attempt_count(rec))
   end
   if reason ~= '' then set('pending_replay_reason', reason) end

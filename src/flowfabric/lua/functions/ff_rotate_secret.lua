@@ -6,7 +6,7 @@
 register('ff_rotate_secret', function(keys, args)
   local tag, now = keys[1], clock.now()
   local kid, secret, expires = args[1], args[2], clock.after(now, tonumber(args[3]))
-  local store = tokens.store_key(tag)
+  local store = K.secrets(tag)
   local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   local current = found[1]
   if current == kid then

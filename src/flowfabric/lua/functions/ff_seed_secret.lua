@@ -5,7 +5,7 @@
 -- Replies per tag: [installed | match | mismatch | repaired | torn | empty, current kid or empty].
 -- Errors: none. Events: none.
 local function seed(tag, kid, secret, repair)
-  local store = tokens.store_key(tag)
+  local store = K.secrets(tag)
   local current = server.call('HGET', store, 'current_kid')
   if not current then
     if secret == '' then return { 'empty', '' } end

@@ -34,11 +34,11 @@ end
 -- The signal that this one repeats, or nil.
 local function earlier(id, signal_id, dedup)
   local known = dedup and server.call('GET', dedup)
-  if not known and server.call('EXISTS', suspension.signal(id, signal_id)) == 1 then
+  if not known and server.call('EXISTS', K.signal(id, signal_id)) == 1 then
     known = signal_id
   end
   if not known then return nil end
-  local effect = server.call('HGET', suspension.signal(id, known), 'observed_effect')
+  local effect = server.call('HGET', K.signal(id, known), 'observed_effect')
   return reply.ok('duplicate', known, effect)
 end
 
@@ -68,18 +68,18 @@ end
 -- The error of one signal too many, or nil.
 local function excess(c, id, waitpoint_id, buffering, want)
   local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
-  if most > 0 and server.call('ZCARD', suspension.signals_key(c, id)) >= most then
+  if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most then
     return reply.err('signal_limit_exceeded', string.format('%.0f', most))
   end
   -- Evidence for a condition that is still to come must not be trimmed away.
   if buffering
-      and server.call('LLEN', suspension.waitpoint(c, waitpoint_id) .. ':signals') >= want.maxlen then
+      and server.call('LLEN', K.waitpoint_signals(c.tag, waitpoint_id)) >= want.maxlen then
     return reply.err('signal_limit_exceeded', string.format('%.0f', want.maxlen))
   end
 end
 
 local function apply(c, id, rec, open, signal, verdict, want)
-  local key = suspension.key(c, id)
+  local key = K.suspension(c.tag, id)
   if verdict.satisfied then
     local policy = cjson.decode(open.resume_policy_json)
     suspension.resume(c, id, rec, open, {
@@ -88,8 +88,8 @@ local function apply(c, id, rec, open, signal, verdict, want)
       after = ' after signal ' .. signal.name,
     })
   elseif verdict.fields then
-    conditions.keep(suspension.marks_key(c, id), verdict.fields)
-    server.call('RPUSH', suspension.satisfiers_key(c, id), signal.id)
+    conditions.keep(K.marks(c.tag, id), verdict.fields)
+    server.call('RPUSH', K.satisfiers(c.tag, id), signal.id)
   end
   server.call('HSET', key, 'last_signal_at', c.now)
 end
@@ -100,7 +100,7 @@ reply.register_function('ff_signal', function(keys, args)
   local want = cmsgpack.unpack(args[5])
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local point = suspension.read_hash(suspension.waitpoint(c, waitpoint_id))
+  local point = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
   local problem
   if args[8] == '1' then
     problem = unknown(rec, id, point, want)
@@ -109,7 +109,7 @@ reply.register_function('ff_signal', function(keys, args)
   end
   if problem then return problem end
   local dedup = want.idempotency_key ~= '' and want.dedup_ttl_ms > 0
-    and 'ff:sigdedup:' .. c.tag .. ':' .. waitpoint_id .. ':' .. want.idempotency_key
+    and K.signal_dedup(c.tag, waitpoint_id, want.idempotency_key)
   local before = earlier(id, signal_id, dedup)
   if before then return before end
   local open, condition

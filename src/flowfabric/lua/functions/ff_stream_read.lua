@@ -75,10 +75,10 @@ end
 reply.register_function('ff_stream_read', function(keys, args)
   local c = Context.open(keys[1])
   local id, index, follow = args[1], args[2], args[7] == '1'
-  local stream = streams.key(c, id, index)
+  local stream = K.stream(c.tag, id, index)
   local first, last = resolve(stream, args[3], args[4])
   local entries, examined, more = examine(stream, first, last, tonumber(args[5]), args[6] ~= '')
-  local meta = server.call('HMGET', stream .. ':meta', 'closed_at', 'closed_reason',
+  local meta = server.call('HMGET', K.stream_meta(c.tag, id, index), 'closed_at', 'closed_reason',
     'frame_count', 'last_sequence')
   local closed_at, reason, followed = tonumber(meta[1]), meta[2], false
   if not closed_at and (not meta[3] or follow) then

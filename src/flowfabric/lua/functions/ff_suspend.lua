@@ -14,12 +14,11 @@ local PAST_TOLERANCE_MS = 600000
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000
 
-local function dedup_key(c, id, idem) return 'ff:dedup:suspend:' .. c.tag .. ':' .. id .. ':' .. idem end
-
 -- The first answer to this key, or the error of a key that was used under another lease.
 local function repeated(c, id, text, want)
   if want.idem == '' then return nil end
-  local readable, known = pcall(server.call, 'HMGET', dedup_key(c, id, want.idem), 'reply', 'lease')
+  local key = K.suspend_dedup(c.tag, id, want.idem)
+  local readable, known = pcall(server.call, 'HMGET', key, 'reply', 'lease')
   if not readable or not known[1] then return nil end
   local answer
   readable, answer = pcall(cmsgpack.unpack, known[1])
@@ -37,7 +36,7 @@ local function remember(c, id, want, rec, answer)
   if want.timeout_at then
     ttl = math.min(math.max(want.timeout_at - c.now, 0) + DEDUP_TAIL_MS, DEDUP_MAX_MS)
   end
-  local key = dedup_key(c, id, want.idem)
+  local key = K.suspend_dedup(c.tag, id, want.idem)
   server.call('DEL', key)
   server.call('HSET', key, 'reply', cmsgpack.pack(answer), 'lease', rec.lease)
   server.call('PEXPIRE', key, ttl)
@@ -46,7 +45,7 @@ end
 
 -- The pending waitpoint to be used, or the error.
 local function pending(c, id, rec, binding)
-  local found = suspension.read_hash(suspension.waitpoint(c, binding.id))
+  local found = suspension.read_hash(K.waitpoint(c.tag, binding.id))
   if not found then return nil, reply.err('waitpoint_not_found') end
   if found.state ~= 'pending' then return nil, reply.err('waitpoint_not_pending') end
   if found.execution_id ~= id
@@ -60,7 +59,7 @@ end
 
 -- A waitpoint to be made: its token, or the error.
 local function fresh(c, id, binding)
-  local known = server.call('HMGET', suspension.waitpoint(c, binding.id), 'state', 'execution_id')
+  local known = server.call('HMGET', K.waitpoint(c.tag, binding.id), 'state', 'execution_id')
   -- A closed one of this execution is replaced; another execution's history is not ours.
   if known[1] and (known[1] == 'pending' or known[1] == 'active' or known[2] ~= id) then
     return nil, reply.err('waitpoint_already_exists')
@@ -115,7 +114,7 @@ end
 -- satisfies the condition, the progress to be stored, and the signals that contributed.
 local function buffered(c, id, binding, condition)
   local progress, fields, satisfiers = conditions.no_progress(), {}, {}
-  local list = suspension.waitpoint(c, binding.id) .. ':signals'
+  local list = K.waitpoint_signals(c.tag, binding.id)
   for _, signal_id in ipairs(server.call('LRANGE', list, 0, -1)) do
     local signal = signals.recall(id, signal_id, binding.key)
     local added = conditions.contribute(progress,
@@ -132,34 +131,34 @@ end
 local function already_satisfied(c, id, rec, want, binding, satisfiers)
   suspension.close_waitpoint(c, binding.id, 'resumed', 'satisfied', true)
   suspension.forget_pending(c, id, binding.id)
-  server.call('HSET', suspension.met_key(c, id), 'epoch', record.epoch(rec),
+  server.call('HSET', K.met(c.tag, id), 'epoch', record.epoch(rec),
     'suspension_id', want.suspension_id, 'signals', table.concat(satisfiers, ','))
   return remember(c, id, want, rec, details('already_satisfied', rec, want, { binding }))
 end
 
 local function write_waitpoint(c, id, rec, want, binding)
-  local key = suspension.waitpoint(c, binding.id)
+  local key = K.waitpoint(c.tag, binding.id)
   if binding.record then
     server.call('HSET', key, 'state', 'active', 'activated_at', c.now,
       'suspension_id', want.suspension_id)
     server.call('HDEL', key, 'expires_at')
     suspension.forget_pending(c, id, binding.id)
   else
-    server.call('DEL', key, key .. ':signals')
+    server.call('DEL', key, K.waitpoint_signals(c.tag, binding.id))
     server.call('HSET', key, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
       'suspension_id', want.suspension_id, 'waitpoint_key', binding.key,
       'waitpoint_token', binding.token, 'state', 'active', 'created_at', c.now,
       'activated_at', c.now)
   end
   if want.timeout_at then server.call('HSET', key, 'expires_at', want.timeout_at) end
-  server.call('SADD', suspension.waitpoints_key(c, id), binding.id)
+  server.call('SADD', K.waitpoints(c.tag, id), binding.id)
 end
 
 local function write_suspension(c, id, rec, want, bound, behavior)
   local ids = {}
   for i, binding in ipairs(bound) do ids[i] = binding.id end
-  local key = suspension.key(c, id)
-  server.call('DEL', key, suspension.marks_key(c, id), suspension.satisfiers_key(c, id))
+  local key = K.suspension(c.tag, id)
+  server.call('DEL', key, K.marks(c.tag, id), K.satisfiers(c.tag, id))
   local args = {
     'HSET', key, 'suspension_id', want.suspension_id, 'attempt_index', record.attempt_index(rec),
     'waitpoints', table.concat(ids, ','), 'waitpoint_key', bound[1].key,
@@ -180,9 +179,9 @@ end
 
 -- What a pending waitpoint has brought along already.
 local function keep_progress(c, id, fields, satisfiers)
-  conditions.keep(suspension.marks_key(c, id), fields)
+  conditions.keep(K.marks(c.tag, id), fields)
   for first = 1, #satisfiers, MAX_ARGS do
-    server.call('RPUSH', suspension.satisfiers_key(c, id),
+    server.call('RPUSH', K.satisfiers(c.tag, id),
       unpack(satisfiers, first, math.min(first + MAX_ARGS - 1, #satisfiers)))
   end
 end

@@ -4,7 +4,7 @@
 -- Errors: hmac_secret_not_initialized, invalid_secret. Events: none.
 reply.register_function('ff_waitpoint_token', function(keys, args)
   local c = Context.open(keys[1])
-  local key = suspension.waitpoint(c, args[2])
+  local key = K.waitpoint(c.tag, args[2])
   local point = suspension.read_hash(key)
   if not point or point.execution_id ~= args[1]
       or not (point.state == 'pending' or point.state == 'active') then

@@ -3,7 +3,7 @@
 -- Replies: `refreshed`, next expiry ms | `not_registered`. Errors: none. Events: none.
 register('ff_worker_heartbeat', function(keys, args)
   local tag, now = keys[1], clock.now()
-  local alive, rec = workers.alive(tag, args[1]), workers.record(tag, args[1])
+  local alive, rec = K.worker_alive(tag, args[1]), K.worker_record(tag, args[1])
   local ttl = tonumber(server.call('HGET', rec, 'ttl_ms') or 0)
   if ttl <= 0 or server.call('EXISTS', alive) == 0 then return reply.ok('not_registered') end
   server.call('SET', alive, now, 'PX', ttl)

@@ -6,7 +6,7 @@
 register('ff_worker_register', function(keys, args)
   local tag, now = keys[1], clock.now()
   local worker_id, instance, ttl = args[1], args[2], tonumber(args[5])
-  local alive, rec = workers.alive(tag, instance), workers.record(tag, instance)
+  local alive, rec = K.worker_alive(tag, instance), K.worker_record(tag, instance)
   local known = server.call('HMGET', rec, 'worker_id', 'nonce')
   if known[1] and known[1] ~= worker_id then
     return reply.err('invalid_input', 'worker_instance_id: instance_id reassigned: it belongs to ' .. known[1])
@@ -19,7 +19,7 @@ register('ff_worker_register', function(keys, args)
   server.call('HSET', rec, 'worker_id', worker_id, 'lanes_csv', args[3], 'caps_csv', args[4],
     'ttl_ms', ttl, 'registered_at_ms', now, 'last_heartbeat_ms', now, 'nonce', args[7])
   server.call('PEXPIRE', rec, ttl)
-  server.call('SADD', workers.index(tag), instance)
+  server.call('SADD', K.workers(tag), instance)
   if was_alive then return reply.ok('refreshed') end
   workers.event(tag, now, 'worker_registered', worker_id, instance)
   return reply.ok('registered')

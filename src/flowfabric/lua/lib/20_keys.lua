@@ -53,7 +53,30 @@ function K.grant(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':claim_grant
 function K.steps(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':steps' end
 function K.unresolved(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':deps:unresolved' end
 function K.attempt(tag, id, index) return 'ff:attempt:' .. tag .. ':' .. id .. ':' .. index end
+function K.summary(tag, id, index) return K.attempt(tag, id, index) .. ':summary' end
+function K.stream(tag, id, index) return 'ff:stream:' .. tag .. ':' .. id .. ':' .. index end
+function K.stream_meta(tag, id, index) return K.stream(tag, id, index) .. ':meta' end
+function K.stream_closed(tag, id, index) return K.stream(tag, id, index) .. ':closed' end
 function K.idem(tag, namespace, key) return 'ff:idem:' .. tag .. ':' .. namespace .. ':' .. key end
+
+-- Waiting for answers.
+function K.suspension(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':suspension:current' end
+function K.marks(tag, id) return K.suspension(tag, id) .. ':satisfied_set' end
+function K.satisfiers(tag, id) return K.suspension(tag, id) .. ':satisfied_set:signals' end
+function K.met(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':suspension:met' end
+function K.suspend_dedup(tag, id, key) return 'ff:dedup:suspend:' .. tag .. ':' .. id .. ':' .. key end
+function K.waitpoints(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':waitpoints' end
+function K.pending_waitpoints(tag, id) return K.waitpoints(tag, id) .. ':pending' end
+function K.waitpoint(tag, waitpoint_id) return 'ff:wp:' .. tag .. ':' .. waitpoint_id end
+function K.waitpoint_signals(tag, waitpoint_id) return K.waitpoint(tag, waitpoint_id) .. ':signals' end
+function K.signals(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':signals' end
+-- An execution id begins with its tag. Two executions may get signals of the same id.
+function K.signal(id, signal_id) return 'ff:signal:' .. id .. ':' .. signal_id end
+function K.signal_payload(id, signal_id) return K.signal(id, signal_id) .. ':payload' end
+function K.signal_dedup(tag, waitpoint_id, key)
+  return 'ff:sigdedup:' .. tag .. ':' .. waitpoint_id .. ':' .. key
+end
+function K.secrets(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
 
 local index_tag, index_names
 function K.index(tag, name)
@@ -102,6 +125,13 @@ function K.events(tag)
   if tag ~= events_tag then events_tag, events_key = tag, 'ff:part:' .. tag .. ':events' end
   return events_key
 end
+
+-- The worker registry; its tag is the namespace.
+function K.workers(tag) return 'ff:idx:' .. tag .. ':workers' end
+function K.worker_alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':alive' end
+function K.worker_record(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':caps' end
+function K.worker_events(tag) return 'ff:worker:' .. tag .. ':events' end
+
 function K.wake(tag, lane)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end
   return 'ff:wake:' .. lane

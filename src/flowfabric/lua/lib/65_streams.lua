@@ -1,4 +1,4 @@
--- Output streams of attempts: their keys, their followers and how they end. A record carries
+-- Output streams of attempts: their followers and how they end. A record carries
 -- `streamed`, the last attempt that wrote a frame, and `tailed`, the attempts somebody follows
 -- (`,0,1,`); others cost nothing.
 local streams = {}
@@ -8,10 +8,6 @@ local MAX_TAILED = 8
 
 -- How an attempt without a lease reads until it is taken over or ended.
 local PROVISIONAL = { lease_expired = true, lease_revoked = true }
-
-function streams.key(c, id, index) return 'ff:stream:' .. c.tag .. ':' .. id .. ':' .. index end
-function streams.meta(c, id, index) return streams.key(c, id, index) .. ':meta' end
-function streams.closed(c, id, index) return streams.key(c, id, index) .. ':closed' end
 
 local function is_tailed(rec, index)
   return rec.tailed and string.find(rec.tailed, ',' .. index .. ',', 1, true)
@@ -23,14 +19,14 @@ function streams.close(c, id, rec, reason)
   if not (rec.streamed or rec.tailed) or not rec.attempt then return end
   local index = string.match(rec.attempt, '/(%d+)$')
   if rec.streamed == index then
-    local meta = streams.meta(c, id, index)
+    local meta = K.stream_meta(c.tag, id, index)
     local before = server.call('HGET', meta, 'closed_reason')
     if not before or (PROVISIONAL[before] and not PROVISIONAL[reason]) then
       server.call('HSET', meta, 'closed_at', c.now, 'closed_reason', reason)
     end
   end
   if is_tailed(rec, index) then
-    local bell = streams.closed(c, id, index)
+    local bell = K.stream_closed(c.tag, id, index)
     server.call('XADD', bell, 'MAXLEN', 1, '*', 'r', reason)
     server.call('PEXPIRE', bell, WAKE_TTL_MS)
   end

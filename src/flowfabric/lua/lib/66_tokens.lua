@@ -5,8 +5,6 @@ local tokens = {}
 local BLOCK = 64
 local pads, pad_count = {}, 0
 
-function tokens.store_key(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
-
 local function bytes(hex)
   return (string.gsub(hex, '%x%x', function(pair) return string.char(tonumber(pair, 16)) end))
 end
@@ -48,7 +46,7 @@ end
 
 -- The token of a waitpoint under the current kid, or nil and the error.
 function tokens.mint(c, waitpoint_id, key, created_at)
-  local store = tokens.store_key(c.tag)
+  local store = K.secrets(c.tag)
   local kid = server.call('HGET', store, 'current_kid')
   local secret = kid and server.call('HGET', store, 'secret:' .. kid)
   if not secret then return nil, reply.err('hmac_secret_not_initialized') end
@@ -68,7 +66,7 @@ end
 function tokens.secret_for(c, token)
   local kid, code = string.match(token, '^([^:]+):(.*)$')
   if not kid or #code ~= 40 then return nil, reply.err('invalid_token') end
-  local store = tokens.store_key(c.tag)
+  local store = K.secrets(c.tag)
   local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   if not found[1] then return nil, reply.err('hmac_secret_not_initialized') end
   if not found[2] then return nil, reply.err('invalid_token') end
@@ -85,7 +83,7 @@ function tokens.proves(secret, code, waitpoint_id, point)
 end
 
 function tokens.stored(tag)
-  local flat, fields = server.call('HGETALL', tokens.store_key(tag)), {}
+  local flat, fields = server.call('HGETALL', K.secrets(tag)), {}
   for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
   return fields
 end
@@ -102,7 +100,7 @@ function tokens.collect(tag, now)
   end
   local removed = 0
   for kid in pairs(gone) do
-    server.call('HDEL', tokens.store_key(tag), 'secret:' .. kid, 'expires_at:' .. kid)
+    server.call('HDEL', K.secrets(tag), 'secret:' .. kid, 'expires_at:' .. kid)
     removed = removed + 1
   end
   return removed

@@ -1,25 +1,10 @@
--- Suspensions and their waitpoints: keys, closing, and the way back to runnable.
+-- Suspensions and their waitpoints: closing, and the way back to runnable.
 local suspension = {}
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999
 -- How many unused waitpoints an ending closes itself; the rest expire by their own time.
 local MAX_DROPPED = 500
-
-local function part(c, id, name) return 'ff:exec:' .. c.tag .. ':' .. id .. ':' .. name end
-
-function suspension.key(c, id) return part(c, id, 'suspension:current') end
-function suspension.marks_key(c, id) return part(c, id, 'suspension:current:satisfied_set') end
-function suspension.satisfiers_key(c, id)
-  return part(c, id, 'suspension:current:satisfied_set:signals')
-end
-function suspension.met_key(c, id) return part(c, id, 'suspension:met') end
-function suspension.waitpoints_key(c, id) return part(c, id, 'waitpoints') end
-function suspension.pending_key(c, id) return part(c, id, 'waitpoints:pending') end
-function suspension.signals_key(c, id) return part(c, id, 'signals') end
-function suspension.waitpoint(c, waitpoint_id) return 'ff:wp:' .. c.tag .. ':' .. waitpoint_id end
--- An execution id begins with its tag. Two executions may get signals of the same id.
-function suspension.signal(id, signal_id) return 'ff:signal:' .. id .. ':' .. signal_id end
 
 -- reason code -> letter of the blocking reason; anything else waits for a signal.
 local BLOCKING = {
@@ -39,7 +24,7 @@ end
 
 -- The open suspension, or nil.
 function suspension.open(c, id)
-  local fields = suspension.read_hash(suspension.key(c, id))
+  local fields = suspension.read_hash(K.suspension(c.tag, id))
   if fields and not fields.closed_at then return fields end
 end
 
@@ -54,7 +39,7 @@ end
 
 -- Closes one waitpoint that is still open.
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)
-  local key = suspension.waitpoint(c, waitpoint_id)
+  local key = K.waitpoint(c.tag, waitpoint_id)
   local args = { 'HSET', key, 'state', 'closed', 'closed_at', c.now, 'close_reason', reason,
     'condition_closed_reason', condition_reason }
   if satisfied then
@@ -67,13 +52,13 @@ end
 -- Notes that a waitpoint is no longer pending.
 function suspension.forget_pending(c, id, waitpoint_id)
   server.call('ZREM', K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
-  server.call('SREM', suspension.pending_key(c, id), waitpoint_id)
+  server.call('SREM', K.pending_waitpoints(c.tag, id), waitpoint_id)
 end
 
 -- Closes the waitpoints that nobody used when their execution ends.
 function suspension.drop_pending(c, id, rec, reason)
   if not rec.waitpointed then return end
-  local pending = suspension.pending_key(c, id)
+  local pending = K.pending_waitpoints(c.tag, id)
   for _, waitpoint_id in ipairs(server.call('SPOP', pending, MAX_DROPPED)) do
     suspension.close_waitpoint(c, waitpoint_id, reason, reason)
     c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
@@ -85,8 +70,8 @@ end
 -- Closes the open suspension with all its open waitpoints and takes it out of its timer.
 -- how: reason, condition_reason, satisfied, closer (signal id), trigger.
 function suspension.close(c, id, open, how)
-  local satisfiers = server.call('LRANGE', suspension.satisfiers_key(c, id), 0, -1)
-  local args = { 'HSET', suspension.key(c, id), 'closed_at', c.now, 'close_reason', how.reason }
+  local satisfiers = server.call('LRANGE', K.satisfiers(c.tag, id), 0, -1)
+  local args = { 'HSET', K.suspension(c.tag, id), 'closed_at', c.now, 'close_reason', how.reason }
   local function set(name, value)
     args[#args + 1] = name
     args[#args + 1] = value
@@ -101,11 +86,11 @@ function suspension.close(c, id, open, how)
     set('all_satisfier_signals', table.concat(satisfiers, ','))
   end
   server.call(unpack(args))
-  server.call('DEL', suspension.marks_key(c, id), suspension.satisfiers_key(c, id))
+  server.call('DEL', K.marks(c.tag, id), K.satisfiers(c.tag, id))
   if open.timeout_at then server.call('ZREM', K.index(c.tag, 'suspension_timeout'), id) end
   for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
     -- One that was closed before keeps its own reason.
-    if server.call('HGET', suspension.waitpoint(c, waitpoint_id), 'state') == 'active' then
+    if server.call('HGET', K.waitpoint(c.tag, waitpoint_id), 'state') == 'active' then
       suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason or how.reason,
         how.satisfied)
     end
@@ -140,12 +125,12 @@ end
 
 -- Notes which lease the end of a suspension led to.
 function suspension.claimed(c, id, rec)
-  server.call('HSET', suspension.key(c, id), 'claimed_epoch', record.epoch(rec))
+  server.call('HSET', K.suspension(c.tag, id), 'claimed_epoch', record.epoch(rec))
 end
 
 -- Why the attempt goes on under its present lease, or false when no suspension led to it.
 function suspension.cause(c, id, rec)
-  local found = server.call('HMGET', suspension.key(c, id), 'claimed_epoch', 'suspension_id',
+  local found = server.call('HMGET', K.suspension(c.tag, id), 'claimed_epoch', 'suspension_id',
     'resume_trigger', 'close_reason', 'closer_signal_id')
   if tonumber(found[1] or 0) ~= record.epoch(rec) then return false end
   return { found[2], found[3], found[4], found[5] }

@@ -10,7 +10,7 @@ function signals.judge(c, id, condition, signal)
     return { effect = referred and 'signal_ignored_matcher_failed'
       or 'signal_ignored_not_in_condition' }
   end
-  local progress = conditions.progress(suspension.marks_key(c, id), condition, made)
+  local progress = conditions.progress(K.marks(c.tag, id), condition, made)
   local fields = conditions.contribute(progress, made)
   if #fields == 0 then return { effect = 'appended_to_waitpoint_duplicate' } end
   if conditions.satisfied(condition, progress) then
@@ -26,7 +26,7 @@ local UNMATCHED = {
 
 -- Stores an accepted signal with its effect. `trim` bounds the waitpoint's own list.
 function signals.record(c, id, rec, signal, effect, trim)
-  local key = suspension.signal(id, signal.id)
+  local key = K.signal(id, signal.id)
   local args = {
     'HSET', key, 'target_waitpoint_id', signal.waitpoint_id, 'target_scope', signal.target_scope,
     'signal_name', signal.name, 'accepted_at', c.now, 'observed_effect', effect,
@@ -39,12 +39,12 @@ function signals.record(c, id, rec, signal, effect, trim)
     end
   end
   server.call(unpack(args))
-  if signal.payload then server.call('SET', key .. ':payload', signal.payload) end
-  local waitpoint = suspension.waitpoint(c, signal.waitpoint_id)
-  local list = waitpoint .. ':signals'
+  if signal.payload then server.call('SET', K.signal_payload(id, signal.id), signal.payload) end
+  local waitpoint = K.waitpoint(c.tag, signal.waitpoint_id)
+  local list = K.waitpoint_signals(c.tag, signal.waitpoint_id)
   server.call('RPUSH', list, signal.id)
   if trim then server.call('LTRIM', list, -trim, -1) end
-  server.call('ZADD', suspension.signals_key(c, id), c.now, signal.id)
+  server.call('ZADD', K.signals(c.tag, id), c.now, signal.id)
   server.call('HINCRBY', waitpoint, 'signal_count', 1)
   if not UNMATCHED[effect] then server.call('HINCRBY', waitpoint, 'matched_signal_count', 1) end
   server.call('HSET', waitpoint, 'last_signal_at', c.now)
@@ -54,7 +54,7 @@ end
 
 -- A recorded signal as conditions see it, or nil when it is gone.
 function signals.recall(id, signal_id, key)
-  local found = server.call('HMGET', suspension.signal(id, signal_id), 'signal_name', 'source_type',
+  local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',
     'source_identity')
   if not found[1] then return nil end
   return { id = signal_id, key = key, name = found[1], source_type = found[2] or '',

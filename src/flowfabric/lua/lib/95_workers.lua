@@ -3,12 +3,8 @@ local workers = {}
 
 local EVENTS_MAXLEN = 10000
 
-function workers.alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':alive' end
-function workers.record(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':caps' end
-function workers.index(tag) return 'ff:idx:' .. tag .. ':workers' end
-
 function workers.event(tag, now, kind, worker_id, instance, reason)
-  local args = { 'XADD', 'ff:worker:' .. tag .. ':events', 'MAXLEN', '~', EVENTS_MAXLEN, '*',
+  local args = { 'XADD', K.worker_events(tag), 'MAXLEN', '~', EVENTS_MAXLEN, '*',
     'type', kind, 'at', now, 'worker_id', worker_id, 'worker_instance_id', instance }
   if reason then
     args[#args + 1] = 'reason'

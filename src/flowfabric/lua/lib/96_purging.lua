@@ -7,11 +7,10 @@ local CHUNK = 500
 local function add_attempt(c, id, index, doomed, output)
   doomed[#doomed + 1] = K.attempt(c.tag, id, index)
   if not output then return end
-  local stream = streams.key(c, id, index)
-  doomed[#doomed + 1] = stream
-  doomed[#doomed + 1] = stream .. ':meta'
-  doomed[#doomed + 1] = stream .. ':closed'
-  doomed[#doomed + 1] = K.attempt(c.tag, id, index) .. ':summary'
+  doomed[#doomed + 1] = K.stream(c.tag, id, index)
+  doomed[#doomed + 1] = K.stream_meta(c.tag, id, index)
+  doomed[#doomed + 1] = K.stream_closed(c.tag, id, index)
+  doomed[#doomed + 1] = K.summary(c.tag, id, index)
 end
 
 local function delete(keys)
@@ -23,14 +22,14 @@ end
 -- Deletes up to `room` keys that hang on the execution's own listings; the listings go
 -- last, so that an interrupted purge finds the rest. Returns how much room is left.
 function purging.listed(c, id, room)
-  local waitpoints, signals_key = suspension.waitpoints_key(c, id), suspension.signals_key(c, id)
+  local waitpoints, signals_key = K.waitpoints(c.tag, id), K.signals(c.tag, id)
   while room > 0 do
     local ids = server.call('ZRANGE', signals_key, 0, math.floor(room / 2))
     if #ids == 0 then break end
     local doomed = {}
     for _, signal_id in ipairs(ids) do
-      doomed[#doomed + 1] = suspension.signal(id, signal_id)
-      doomed[#doomed + 1] = suspension.signal(id, signal_id) .. ':payload'
+      doomed[#doomed + 1] = K.signal(id, signal_id)
+      doomed[#doomed + 1] = K.signal_payload(id, signal_id)
     end
     delete(doomed)
     server.call('ZREM', signals_key, unpack(ids))
@@ -41,8 +40,8 @@ function purging.listed(c, id, room)
     if #ids == 0 then break end
     local doomed = {}
     for _, waitpoint_id in ipairs(ids) do
-      doomed[#doomed + 1] = suspension.waitpoint(c, waitpoint_id)
-      doomed[#doomed + 1] = suspension.waitpoint(c, waitpoint_id) .. ':signals'
+      doomed[#doomed + 1] = K.waitpoint(c.tag, waitpoint_id)
+      doomed[#doomed + 1] = K.waitpoint_signals(c.tag, waitpoint_id)
     end
     delete(doomed)
     server.call('ZREM', K.index(c.tag, 'pending_waitpoint_expiry'), unpack(ids))
