@@ -20,6 +20,7 @@ from tests.engine.probes import (
     grant_fields,
     paused,
     placed,
+    reclaim,
     refused,
     untouched,
     write,
@@ -150,7 +151,12 @@ async def test_a_replay_attempt_has_its_lineage(engine: Engine) -> None:
     first, second = await engine.backend.read_attempts(execution_id)
     assert (first.attempt_state, first.attempt_type) == ("ended_success", "initial")
     assert (second.replay_reason, second.replay_requested_by) == ("again", "ops")
-    assert second.previous_attempt_index == 0
+    assert (second.previous_attempt_index, second.replayed_from_attempt_index) == (0, 0)
+    await engine.backend.revoke_lease(execution_id)
+    await reclaim(engine, execution_id)
+    _, second, third = await engine.backend.read_attempts(execution_id)
+    assert second.replayed_from_attempt_index == 0, "archived, too"
+    assert (third.previous_attempt_index, third.replayed_from_attempt_index) == (1, None)
     stored = await fields(engine, execution_id)
     assert not {name for name in stored if name.startswith("pending_")}
 

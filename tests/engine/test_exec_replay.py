@@ -59,6 +59,8 @@ async def test_every_outcome(engine: Engine, state: str) -> None:
     assert attempt.attempt_type == "replay"
     assert (attempt.replay_reason, attempt.replay_requested_by) == ("again", "me")
     assert attempt.previous_attempt_index == (0 if ended else None)
+    assert attempt.replayed_from_attempt_index == (0 if ended else None)
+    assert [each.replayed_from_attempt_index for each in ended] == [None] * len(ended)
     stored = await record(engine, case.execution_id)
     assert not any(name.startswith("pending_") for name in stored)
 

@@ -329,10 +329,12 @@ class Record:
         worker_id, instance = self.worker
         ended = self.number("ended_at") or self.number("completed_at")
         failure = self._attempt_failure(state)
+        kind = self.get("attempt_type", "initial")
+        previous = self.number("previous_attempt_index")
         return AttemptRecord(
             attempt_index=index,
             attempt_id=attempt[0],
-            attempt_type=self.get("attempt_type", "initial"),
+            attempt_type=kind,
             attempt_state=state,
             lease_id=lease[0],
             lease_epoch=lease[1],
@@ -349,8 +351,9 @@ class Record:
             retry_reason=self._fields.get("retry_reason"),
             replay_reason=self._fields.get("replay_reason"),
             replay_requested_by=self._fields.get("replay_requested_by"),
+            replayed_from_attempt_index=previous if kind == "replay" else None,
             reclaim_reason=self._fields.get("reclaim_reason"),
-            previous_attempt_index=self.number("previous_attempt_index"),
+            previous_attempt_index=previous,
             delay_until=self.number("delay_until") if ended else None,
             next_attempt_index=self.number("next_attempt_index"),
         )

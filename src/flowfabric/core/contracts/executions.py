@@ -256,8 +256,11 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     retry_reason: str | None = None
     replay_reason: str | None = None
     replay_requested_by: str | None = None
+    replayed_from_attempt_index: int | None = None
+    """Of a replay: the attempt that ended the run before."""
     reclaim_reason: str | None = None
     previous_attempt_index: int | None = None
+    """The attempt before this one in any run; None for the first."""
     delay_until: int | None = None
     next_attempt_index: int | None = None
 
