@@ -16,7 +16,7 @@ from tests.engine.mutants import Scenario
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 
-__all__ = ["crashed", "failure_of", "private_engine", "private_server"]
+__all__ = ["crashed", "failure_of", "mutated", "private_engine", "private_server"]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId
+from tests.engine.mutation import mutated, private_engine, private_server
 from tests.engine.probes import (
     event_types,
     lapsed,
@@ -17,6 +18,8 @@ from tests.engine.probes import (
     running,
 )
 from tests.support.engine import TTL, Engine
+
+__all__ = ["private_engine", "private_server"]
 
 RETRY: dict[str, Any] = {
     "max_reclaim_count": 1000,
@@ -85,6 +88,17 @@ async def test_the_feed_tells_the_life_of_an_execution_in_order(engine: Engine) 
 async def test_a_pause_is_not_unusual(engine: Engine) -> None:
     handle = await paused(engine)
     assert await engine.backend.read_execution_history(handle.execution_id) == []
+
+
+async def test_a_further_field_in_front_hides_no_release(private_engine: Engine) -> None:
+    engine = private_engine
+    code = mutated("lib/60_events.lua", "'w', rec.worker, ...)", "'w', rec.worker, 'x', '1', ...)")
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+    handle = await running(engine, policy=RETRY)
+    await engine.backend.fail(handle, "boom", "transient")
+    (event,) = await engine.backend.read_execution_history(handle.execution_id)
+    assert (event.type, event.get("reason")) == ("released", "failed_retry_scheduled")
+    assert event.get("x") == "1"
 
 
 async def test_history_keeps_the_newest_32(engine: Engine) -> None:

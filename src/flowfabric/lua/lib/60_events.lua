@@ -10,6 +10,14 @@ local USUAL = { acquired = true, completion = true }
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
+-- What an entry says under a name, or nil. Its fields begin behind the arguments of the command.
+local FIELDS_FROM = 7
+local function said(args, name)
+  for i = FIELDS_FROM, #args, 2 do
+    if args[i] == name then return args[i + 1] end
+  end
+end
+
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
 function events.emit(c, kind, id, rec, ...)
   if USUAL[kind] and rec.namespace == 'default' and not clock.shifted then
@@ -34,9 +42,9 @@ function events.emit(c, kind, id, rec, ...)
   if rec.lane_id ~= 'default' then add('l', rec.lane_id) end
   if clock.shifted then add('at', c.now) end
   local entry = server.call(unpack(args))
-  if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[args[20]]) then
+  if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[said(args, 'r')]) then
     local fields = { 'event_id', entry }
-    for i = 7, #args do
+    for i = FIELDS_FROM, #args do
       local value = args[i]
       fields[#fields + 1] = type(value) == 'number' and string.format('%.0f', value) or value
     end
