@@ -205,7 +205,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "grant token",
         GRANTING,
-        "or not equal(stored[2] or '', token)",
+        "or not values.equal(stored[2] or '', token)",
         "",
         test_lease_grants.test_a_grant_needs_its_worker_and_its_token,
     ),

@@ -7,13 +7,6 @@
 local DEFAULT_MAX_REPLAYS = 10
 local ENDED = { s = 'ended_success', f = 'ended_failure', c = 'ended_cancelled', x = 'ended_failure' }
 
-local function stored_policy(c, id)
-  local text = server.call('GET', K.policy(c.tag, id))
-  if not text then return {} end
-  local ok, policy = pcall(cjson.decode, text)
-  return ok and type(policy) == 'table' and policy or nil
-end
-
 -- The record keeps the last failure of any attempt; the archive only what ended this one.
 local function ended_with(rec)
   local outcome = S.outcome(rec.state)
@@ -33,7 +26,7 @@ reply.register_function('ff_replay', function(keys, args)
   -- Asked first: the new run may have ended before the repeat arrived.
   if operator.answered(rec, args[6]) then return reply.ok('waiting') end
   if S.phase(rec.state) ~= 't' then return reply.err('execution_not_terminal') end
-  local policy = stored_policy(c, id)
+  local policy = record.policy(c, id)
   if not policy then return reply.err('corruption', id .. ': policy: is not a JSON object') end
   local count = tonumber(rec.replay_count or 0)
   if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then

@@ -9,8 +9,7 @@ local record = {}
 function record.read(c, id)
   local flat = server.call('HGETALL', K.core(c.tag, id))
   if #flat == 0 then return nil end
-  local rec = { lane_id = 'default', namespace = 'default' }
-  for i = 1, #flat, 2 do rec[flat[i]] = flat[i + 1] end
+  local rec = values.fields(flat, { lane_id = 'default', namespace = 'default' })
   if not S.is_code(rec.state) then record.check(id, rec) end
   return rec
 end
@@ -68,6 +67,14 @@ function record.checked_lease(c, id)
   local problem = rec and record.lease_problem(rec)
   if problem then error(id .. ': ' .. problem, 0) end
   return rec
+end
+
+-- The policy frozen at creation: empty when there is none, nil when it cannot be read.
+function record.policy(c, id)
+  local text = server.call('GET', K.policy(c.tag, id))
+  if not text then return {} end
+  local readable, policy = pcall(cjson.decode, text)
+  return readable and type(policy) == 'table' and policy or nil
 end
 
 -- A small whole number as text; making one from a number costs as much as a command.
@@ -131,6 +138,17 @@ function record.clear(c, id, rec, ...)
   if #args > 2 then server.call(unpack(args)) end
 end
 
+-- Adds a text to a flat list of fields to be written. No field stands for an empty one, so what
+-- an earlier attempt left under the name is cleared.
+function record.tell(c, id, rec, fields, name, text)
+  if text == '' then
+    record.clear(c, id, rec, name)
+    return
+  end
+  fields[#fields + 1] = name
+  fields[#fields + 1] = text
+end
+
 -- Writes fields, in the store and in the record at hand.
 function record.set(c, id, rec, fields)
   local args = { 'HSET', K.core(c.tag, id) }
@@ -161,7 +179,7 @@ function record.archive(c, id, rec, state, extra)
     end
   end
   for name, value in pairs(extra or {}) do
-    if name ~= 'ended_at' then
+    if name ~= 'ended_at' and value ~= '' then
       args[#args + 1] = name
       args[#args + 1] = value
     end

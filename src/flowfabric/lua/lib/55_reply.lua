@@ -14,13 +14,6 @@ function reply.not_active(rec)
     tostring(record.epoch(rec)), S.phase_name(rec.state), attempt)
 end
 
--- A whole number in range, or nil.
-function reply.integer(text, low, high)
-  local value = tonumber(text)
-  if not value or value ~= math.floor(value) or value < low or value > high then return nil end
-  return value
-end
-
 -- What to answer when handling an execution has failed: `<id>: <field>: <why>`. Only now is
 -- the record searched for the cause.
 local function unreadable(tag, id, cause)
@@ -29,8 +22,7 @@ local function unreadable(tag, id, cause)
   if string.sub(why, 1, #context) == context then return reply.err('corruption', why) end
   local readable, flat = pcall(server.call, 'HGETALL', K.core(tag, id))
   if not readable then return reply.err('corruption', context .. 'record: is not a hash') end
-  local rec = {}
-  for i = 1, #flat, 2 do rec[flat[i]] = flat[i + 1] end
+  local rec = values.fields(flat)
   local problem = #flat > 0 and (record.problem(rec) or record.lease_problem(rec))
   return reply.err('corruption', context .. (problem or 'stored keys: ' .. why))
 end

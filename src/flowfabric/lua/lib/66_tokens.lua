@@ -34,16 +34,6 @@ local function digest(secret, message)
   return server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
 end
 
--- Compares without telling by its duration where the two differ.
-function tokens.equal(a, b)
-  if #a ~= #b then return false end
-  local difference = 0
-  for i = 1, #a do
-    difference = bit.bor(difference, bit.bxor(string.byte(a, i), string.byte(b, i)))
-  end
-  return difference == 0
-end
-
 -- The token of a waitpoint under the current kid, or nil and the error.
 function tokens.mint(c, waitpoint_id, key, created_at)
   local store = K.secrets(c.tag)
@@ -79,13 +69,11 @@ end
 function tokens.proves(secret, code, waitpoint_id, point)
   local key, created_at = point and point.waitpoint_key, point and point.created_at
   local made = digest(secret, waitpoint_id .. '|' .. (key or '') .. '|' .. (created_at or ''))
-  return tokens.equal(made, code) and key and created_at and true or false
+  return values.equal(made, code) and key and created_at and true or false
 end
 
 function tokens.stored(tag)
-  local flat, fields = server.call('HGETALL', K.secrets(tag)), {}
-  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
-  return fields
+  return values.fields(server.call('HGETALL', K.secrets(tag)))
 end
 
 -- Removes kids that no longer verify; the current one is never touched.

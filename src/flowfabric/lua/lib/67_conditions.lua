@@ -5,17 +5,10 @@ local conditions = {}
 
 local MAX_FIELDS = 400
 
-local function lists(keys, wanted)
-  for _, key in ipairs(keys) do
-    if key == wanted then return true end
-  end
-  return false
-end
-
 local function matches(matcher, name)
   if matcher == nil or matcher == 'Wildcard' then return true end
   if type(matcher) ~= 'table' then return false end
-  return matcher.ByName == name or (matcher.AnyName ~= nil and lists(matcher.AnyName, name))
+  return matcher.ByName == name or (matcher.AnyName ~= nil and values.lists(matcher.AnyName, name))
 end
 
 local SATISFIERS = {
@@ -57,7 +50,7 @@ function conditions.marks(condition, signal)
       return
     end
     local count = node.Composite
-    if lists(count.waitpoints, signal.key) then
+    if values.lists(count.waitpoints, signal.key) then
       referred = true
       if matches(count.matcher, signal.name) then
         mark(path, SATISFIERS[count.count_kind](signal))

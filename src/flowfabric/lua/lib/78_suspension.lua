@@ -17,9 +17,7 @@ function suspension.state(reason_code) return 'pun' .. (BLOCKING[reason_code] or
 function suspension.read_hash(key)
   local flat = server.call('HGETALL', key)
   if #flat == 0 then return nil end
-  local fields = {}
-  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
-  return fields
+  return values.fields(flat)
 end
 
 -- The open suspension, or nil.
@@ -31,11 +29,7 @@ end
 function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT end
 
 -- The execution's policy; an unreadable one asks for nothing.
-function suspension.policy(c, id)
-  local text = server.call('GET', K.policy(c.tag, id))
-  local readable, policy = pcall(cjson.decode, text or '{}')
-  return readable and type(policy) == 'table' and policy or {}
-end
+function suspension.policy(c, id) return record.policy(c, id) or {} end
 
 -- Closes one waitpoint that is still open.
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)

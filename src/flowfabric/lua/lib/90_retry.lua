@@ -12,8 +12,8 @@ local function part(holder, name, wanted)
   return holder[name]
 end
 
-local function read(text)
-  local policy = part(cjson.decode(text), 'retry_policy', 'table')
+local function read(stored)
+  local policy = part(stored, 'retry_policy', 'table')
   if not policy then return nil end
   part(policy, 'max_retries', 'number')
   part(policy, 'retryable_categories', 'table')
@@ -25,28 +25,19 @@ end
 
 -- Without a policy that can be read, a failure is the last one.
 function retry.policy(c, id)
-  local text = server.call('GET', K.policy(c.tag, id))
-  if not text then return nil end
-  local ok, policy = pcall(read, text)
+  local ok, policy = pcall(read, record.policy(c, id) or {})
   return ok and policy or nil
-end
-
-local function lists(categories, wanted)
-  for _, name in ipairs(categories) do
-    if name == wanted then return true end
-  end
-  return false
 end
 
 function retry.on_timeout(policy)
   return type(policy) == 'table'
-    and (policy.retry_on_timeout == true or lists(policy.retryable_categories or {}, 'timeout'))
+    and (policy.retry_on_timeout == true or values.lists(policy.retryable_categories or {}, 'timeout'))
 end
 
 function retry.allowed(rec, policy, category)
   if type(policy) ~= 'table' or NEVER[category] then return false end
   local categories = policy.retryable_categories or {}
-  if #categories > 0 and not lists(categories, category) then return false end
+  if #categories > 0 and not values.lists(categories, category) then return false end
   return tonumber(rec.retry_count or 0) < tonumber(policy.max_retries or 3)
 end
 
@@ -87,9 +78,11 @@ function retry.schedule(c, id, rec, policy, failure)
   lease.leave_indexes(c, id, rec)
   record.clear(c, id, rec, 'blocking_detail', 'lease_expired_at', 'lease_revoked_at',
     'lease_revoke_reason')
+  local fields = {}
+  record.tell(c, id, rec, fields, 'failure_reason', failure.reason)
+  record.tell(c, id, rec, fields, 'failure_category', failure.category)
   server.call('HSET', K.core(c.tag, id), 'state', S.delayed('b', 't'), 'delay_until', due,
-    'retry_count', count + 1, 'failure_reason', failure.reason,
-    'failure_category', failure.category, 'last_transition_at', c.now)
+    'retry_count', count + 1, 'last_transition_at', c.now, unpack(fields))
   events.emit_lease(c, 'released', id, rec, 'r', 'failed_retry_scheduled', 'du', due)
   rec.state, rec.delay_until, rec.retry_count = S.delayed('b', 't'), due, count + 1
   waiting.enter(c, id, rec)

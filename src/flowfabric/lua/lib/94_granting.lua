@@ -4,16 +4,6 @@ local granting = {}
 local MAX_CAPABILITIES = 256
 local MAX_CAPABILITY_BYTES = 4096
 
--- Compares without telling by its duration where the two differ.
-local function equal(a, b)
-  if #a ~= #b then return false end
-  local difference = 0
-  for i = 1, #a do
-    difference = bit.bor(difference, bit.bxor(string.byte(a, i), string.byte(b, i)))
-  end
-  return difference == 0
-end
-
 local function over_limit(csv)
   local count = 0
   for _ in string.gmatch(csv, '[^,]+') do count = count + 1 end
@@ -78,7 +68,7 @@ function granting.refusal(c, id, rec, worker, token)
   local stored = server.call('HMGET', K.grant(c.tag, id),
     'worker_id', 'grant_token', 'grant_expires_at')
   if not stored[1] or stored[1] ~= string.match(worker, '^%S+')
-      or not equal(stored[2] or '', token) then
+      or not values.equal(stored[2] or '', token) then
     return reply.err('invalid_claim_grant')
   end
   if tonumber(stored[3]) < c.now then

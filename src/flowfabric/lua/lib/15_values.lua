@@ -1,0 +1,26 @@
+-- Questions about plain values that several parts ask.
+local values = {}
+
+-- Compares without telling by its duration where the two differ.
+function values.equal(a, b)
+  if #a ~= #b then return false end
+  local difference = 0
+  for i = 1, #a do
+    difference = bit.bor(difference, bit.bxor(string.byte(a, i), string.byte(b, i)))
+  end
+  return difference == 0
+end
+
+function values.lists(list, wanted)
+  for _, value in ipairs(list) do
+    if value == wanted then return true end
+  end
+  return false
+end
+
+-- The fields of a hash, which the server answers as a flat list; `into` has their defaults.
+function values.fields(flat, into)
+  local fields = into or {}
+  for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end
+  return fields
+end
