@@ -30,6 +30,21 @@ _OTHER = re.compile(
 _MUST_EXPIRE = re.compile(r"(:claim_grant$|:claimed:|^ff:idem:|:alive$|:caps$|^ff:leader:)")
 
 
+# Tags are the user's own: an empty one is a value.
+_EMPTY_FIELDS = """
+local found = {}
+for _, key in ipairs(redis.call('KEYS', 'ff:*')) do
+  if redis.call('TYPE', key).ok == 'hash' and not string.find(key, ':tags$') then
+    local flat = redis.call('HGETALL', key)
+    for i = 2, #flat, 2 do
+      if flat[i] == '' then found[#found + 1] = 'empty field ' .. flat[i - 1] .. ': ' .. key end
+    end
+  end
+end
+return found
+"""
+
+
 async def find_leaks(backend: Backend) -> list[str]:
     """What is wrong with the keyspace, as sentences; empty when all is well."""
     call = backend.transport.call
@@ -49,6 +64,8 @@ async def find_leaks(backend: Backend) -> list[str]:
             ttl: Any = await call("PTTL", name)
             if ttl == -1:
                 problems.append(f"temporary key without a time to live: {name}")
+    empty: Any = await call("EVAL", _EMPTY_FIELDS, 0)
+    problems += sorted(each.decode() for each in empty)
     return problems + await _drift(backend, known)
 
 

@@ -39,7 +39,13 @@ log = logging.getLogger(__name__)
 _FAN_OUT = 16
 _STORE_LANE = """#!lua flags=allow-oom
 local before = redis.call('HGET', KEYS[1], 'state')
-redis.call('HSET', KEYS[1], unpack(ARGV))
+for i = 1, #ARGV, 2 do
+  if ARGV[i + 1] == '' then
+    redis.call('HDEL', KEYS[1], ARGV[i])
+  else
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+end
 return before
 """
 _LANE_STATES = ("active", "paused", "draining", "disabled")

@@ -24,10 +24,12 @@ reply.register_function('ff_cancel', function(keys, args)
       return problem
     end
   end
+  local fields = {}
+  record.tell(c, id, rec, fields, 'cancelled_by', source)
+  record.tell(c, id, rec, fields, 'cancellation_reason', reason)
   ending.finish(c, id, rec, {
-    outcome = 'c', reason = 'cancelled', source = source, close_reason = 'cancelled',
-    stream_reason = 'attempt_cancelled',
-    fields = { 'cancellation_reason', reason, 'cancelled_by', source },
+    outcome = 'c', reason = 'cancelled', source = source ~= '' and source or nil, close_reason = 'cancelled',
+    stream_reason = 'attempt_cancelled', fields = fields,
   })
   return reply.ok('cancelled')
 end)

@@ -34,11 +34,13 @@ reply.register_function('ff_fail', function(keys, args)
     end
     return reply.ok('retry_scheduled', at, next_text)
   end
+  local fields = { 'ended_by', 'fail' }
+  record.tell(c, id, rec, fields, 'failure_reason', reason)
+  record.tell(c, id, rec, fields, 'failure_category', category)
   ending.finish(c, id, rec, {
-    outcome = 'f', reason = 'failed_terminal', category = category,
+    outcome = 'f', reason = 'failed_terminal', category = category ~= '' and category or nil,
     stream_reason = 'attempt_failure',
-    source = request and 'operator_override' or nil,
-    fields = { 'failure_reason', reason, 'failure_category', category, 'ended_by', 'fail' },
+    source = request and 'operator_override' or nil, fields = fields,
   })
   if request then operator.remember(c, id, rec, request, 'terminal_failed') end
   return reply.ok('terminal_failed')

@@ -18,9 +18,10 @@ reply.register_function('ff_revoke', function(keys, args)
     return reply.err('stale_lease', 'expected ' .. expected .. ', current ' .. held)
   end
   rec.state = S.REVOKED
+  local fields = { 'blocking_detail', reason == '' and 'lease revoked' or 'lease revoked: ' .. reason }
+  record.tell(c, id, rec, fields, 'lease_revoke_reason', reason)
   server.call('HSET', K.core(c.tag, id), 'state', S.REVOKED, 'lease_revoked_at', c.now,
-    'lease_revoke_reason', reason, 'blocking_detail', 'lease revoked: ' .. reason,
-    'last_transition_at', c.now)
+    'last_transition_at', c.now, unpack(fields))
   server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
   events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])
   streams.close(c, id, rec, 'lease_revoked')

@@ -1,9 +1,16 @@
 -- ff_set_lane: copy lane settings to one partition, so that creates and claims see them.
--- Keys: lane config. Arguments: lane, then name, value pairs.
+-- Keys: lane config. Arguments: lane, then name, value pairs; an empty value removes the setting.
 -- Replies: nothing. Errors: none. Events: none; an active lane with work rings its doorbell.
 register('ff_set_lane', function(keys, args)
   local c = Context.open(keys[1])
-  server.call('HSET', K.lane(c.tag, args[1], 'config'), unpack(args, 2))
+  local key = K.lane(c.tag, args[1], 'config')
+  for i = 2, #args, 2 do
+    if args[i + 1] == '' then
+      server.call('HDEL', key, args[i])
+    else
+      server.call('HSET', key, args[i], args[i + 1])
+    end
+  end
   if c:lane(args[1]).state == 'active' and c:holds_work(args[1]) then c:ring(args[1]) end
   return reply.ok()
 end)

@@ -16,8 +16,16 @@ register('ff_worker_register', function(keys, args)
     return reply.err('invalid_input', 'worker_instance_id: instance_id in use')
   end
   server.call('SET', alive, now, 'PX', ttl)
-  server.call('HSET', rec, 'worker_id', worker_id, 'lanes_csv', args[3], 'caps_csv', args[4],
-    'ttl_ms', ttl, 'registered_at_ms', now, 'last_heartbeat_ms', now, 'nonce', args[7])
+  local fields = { 'worker_id', worker_id, 'ttl_ms', ttl, 'registered_at_ms', now,
+    'last_heartbeat_ms', now, 'nonce', args[7] }
+  for name, csv in pairs({ lanes_csv = args[3], caps_csv = args[4] }) do
+    if csv ~= '' then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = csv
+    end
+  end
+  server.call('DEL', rec)
+  server.call('HSET', rec, unpack(fields))
   server.call('PEXPIRE', rec, ttl)
   server.call('SADD', K.workers(tag), instance)
   if was_alive then return reply.ok('refreshed') end
