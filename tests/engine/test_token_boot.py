@@ -12,27 +12,31 @@ import pytest
 
 from flowfabric.app.place import Place
 from flowfabric.app.secret_file import folder_secret
+from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.suspension import Suspended
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.boot import SECRET_VARIABLE, prepare
 from flowfabric.engine.scheduling import Want
+from flowfabric.valkey.address import parse_url
+from flowfabric.valkey.connect import connect
 from tests.engine.probes import untouched
 from tests.support.engine import Engine
+from tests.support.server import TestServer
 
 SECRET = "0f" * 32
 OTHER = "1e" * 32
-
-
-def store(partition: int) -> str:
-    return f"ff:sec:{{fp:{partition}}}:waitpoint_hmac"
+NEWER = """#!lua name=flowfabric
+server.register_function('ff_version', function() return { 9999, 'other', 9999 } end)
+"""
 
 
 async def secret_of(engine: Engine, partition: int = 0) -> str | None:
-    raw: Any = await engine.backend.transport.call("HGET", store(partition), "secret:k1")
+    store = keys.secrets(f"{{fp:{partition}}}")
+    raw: Any = await engine.backend.transport.call("HGET", store, "secret:k1")
     return None if raw is None else raw.decode()
 
 
@@ -93,8 +97,45 @@ async def test_minting_is_asked_for_once(engine: Engine) -> None:
     assert await secret_of(engine, 200) == SECRET
     before = await calls(engine, "cmdstat_fcall:")
     await prepare(transport, PartitionCounts(), testing=True, mint_secret=mint)
-    # The library's version and one look at the key store.
-    assert await calls(engine, "cmdstat_fcall:") - before <= 2
+    # The library's version; the key store is looked at without it.
+    assert await calls(engine, "cmdstat_fcall:") - before <= 1
+
+
+@pytest.mark.parametrize("bad", ["ab", "x" * 64])
+async def test_a_minted_secret_is_checked_before_anything_is_written(
+    valkey: TestServer, bad: str
+) -> None:
+    client = await connect(parse_url(valkey.url))
+    try:
+        await client.call("FLUSHALL")
+        await client.call("FUNCTION", "FLUSH")
+        with pytest.raises(ValidationError, match="invalid_secret_hex"):
+            await prepare(client, PartitionCounts(), testing=True, mint_secret=lambda: bad)
+        assert await client.call("KEYS", "*") == []
+        assert await client.call("FUNCTION", "LIST") == []
+    finally:
+        await client.aclose()
+
+
+async def test_lanes_come_last(valkey: TestServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the library or the secret is refused for, no worker finds a lane to work on."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    client = await connect(parse_url(valkey.url))
+    try:
+        await client.call("FLUSHALL")
+        await client.call("FUNCTION", "LOAD", "REPLACE", NEWER)
+        with pytest.raises(EngineError) as caught:
+            await prepare(client, PartitionCounts(), testing=True)
+        assert caught.value.code == "library_version_conflict"
+        assert await client.call("KEYS", "*") == [keys.CONFIG_PARTITIONS.encode()]
+        await client.call("FUNCTION", "FLUSH")
+        await client.call("SET", keys.secrets("{fp:0}"), "no hash")
+        with pytest.raises(EngineError):
+            await prepare(client, PartitionCounts(), testing=True)
+        assert await client.call("EXISTS", keys.LANES) == 0
+    finally:
+        await client.call("FUNCTION", "FLUSH")
+        await client.aclose()
 
 
 async def test_the_environment_comes_before_minting(

@@ -139,7 +139,7 @@ class Backend(
         )
 
     async def prepare(self) -> bool:
-        """Version gate, counts, library, lanes, secret; True when the library was loaded."""
+        """Version gate, counts, library, secret, lanes; True when the library was loaded."""
         loaded = await prepare(self.transport, self.counts, testing=self._testing)
         await report_collisions(self.transport, self.counts)
         return loaded

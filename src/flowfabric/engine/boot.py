@@ -11,7 +11,6 @@ from typing import Any
 from flowfabric.core import keys
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
-from flowfabric.core.ids import validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.calls import Limits
 from flowfabric.engine.health import log_findings
@@ -79,21 +78,25 @@ async def prepare(
     transport: Transport,
     counts: PartitionCounts,
     *,
-    lanes: Sequence[str] = ("default",),
     testing: bool = False,
     owned: bool = False,
     mint_secret: MintSecret | None = None,
 ) -> bool:
-    """Version gate, counts, function library, lanes, waitpoint secret.
+    """Version gate, counts, function library, waitpoint secret, lanes.
 
-    True when the library was loaded. `mint_secret` is asked once, when no secret is configured
-    and none is stored. `owned`: only processes of this project use the server. Its folder keeps
-    the library, and nobody can be asked to upgrade the other side: a package of the same version
-    with other content is loaded over it. The same version means the same calls and replies, so
-    a process that still runs is not disturbed.
+    True when the library was loaded. A secret that cannot be used is refused before anything is
+    written; it is installed by a function of the library, and before there are lanes to work on.
+    `mint_secret` is asked once, when no secret is configured and none is stored.
+
+    `owned`: only processes of this project use the server. Its folder keeps the library, and
+    nobody can be asked to upgrade the other side: a package of the same version with other content
+    is loaded over it. The same version means the same calls and replies, so a process that still
+    runs is not disturbed.
     """
     secret = configured_secret()
     await check_server(transport)
+    if secret is None and mint_secret is not None and not await _has_secret(transport):
+        secret = check_secret(mint_secret())
     wanted = (counts.flow, counts.budget, counts.quota)
     values: Any = await transport.call(
         "EVAL",
@@ -111,19 +114,19 @@ async def prepare(
                 "partition_mismatch", f"{field}: stored={stored}, config={configured}"
             )
     loaded = await ensure_library(transport, testing=testing, owned=owned)
-    await add_names(transport, keys.LANES, map(validate_lane, lanes))
-    await _seed(Secrets(transport, counts, Limits(), testing=testing), secret, mint_secret)
+    if secret is not None:
+        # Compared at every boot: a stored one wins, and what differs is logged.
+        await Secrets(transport, counts, Limits(), testing=testing).seed_at_boot(secret)
+    await add_names(transport, keys.LANES, ["default"])
     await log_findings(transport)
     return loaded
 
 
-async def _seed(store: Secrets, secret: str | None, mint_secret: MintSecret | None) -> None:
-    """A configured secret is compared at every boot; a minted one is installed once."""
-    if secret is None:
-        if mint_secret is None or (await store.list_waitpoint_hmac_kids(0)).current_kid:
-            return
-        secret = mint_secret()
-    await store.seed_at_boot(secret)
+async def _has_secret(transport: Transport) -> bool:
+    """Whether tokens are signed already; the library may not be loaded yet."""
+    store = keys.secrets("{fp:0}")
+    kid = await transport.call("HGET", store, "current_kid", key=store, replay_safe=True)
+    return kid is not None
 
 
 async def join(
