@@ -139,14 +139,13 @@ async def test_while_the_map_is_read(cluster: TestCluster) -> None:
     await until(lambda: nobody(cluster))
 
 
-async def test_while_a_refresh_is_waited_for(client: ClusterClient) -> None:
+async def test_while_the_map_is_read_again(client: ClusterClient) -> None:
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
-        return client.refresh
+        return client.primaries
 
     async def check() -> None:
         assert all(client._routes)
-        await client.refresh()
-        assert len(client.nodes()) == 3
+        assert len(await client.primaries()) == 3
 
     await at_every_await(begin, check)
 

@@ -97,7 +97,7 @@ async def take_over(cluster: TestCluster, replica: int) -> None:
     done = asyncio.Event()
 
     async def all_known() -> bool:
-        await client.refresh()
+        await client.primaries()  # reads the map again
         return [node.primary for node in client.nodes()] == [True, True, True, False]
 
     async def promoted() -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.conditions import Single
-from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.executions import Impossible, NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
@@ -288,6 +288,18 @@ async def test_an_odd_suspension(garbled: Engine) -> None:
             "ff_suspend",
             handle.execution_id,
         )
+
+
+async def test_dependencies_that_can_never_be_met(garbled: Engine) -> None:
+    """The third answer of waiting on children (02 §7); a library with groups of edges gives it."""
+    handle, upstream = await running(garbled), garbled.new_id()
+    ready = ("functions/ff_wait_children.lua", "return reply.ok('ready')")
+    await load(garbled, mutated(*ready, f"return reply.ok('impossible', {{ '{upstream}' }})"))
+    assert await garbled.backend.wait_children(handle) == Impossible((upstream,))
+    for odd in ("'impossible'", "'impossible', 5", f"'unlikely', {{ '{upstream}' }}"):
+        await load(garbled, mutated(*ready, f"return reply.ok({odd})"))
+        with pytest.raises(ReplyError, match="ff_wait_children"):
+            await garbled.backend.wait_children(handle)
 
 
 def _new(engine: Engine) -> NewExecution:

@@ -21,8 +21,6 @@ DEFAULT_MAX_RECLAIMS = 100
 #: Default `max_reclaim_count` of an execution without one.
 MAX_RECLAIMS_WITHOUT_POLICY = 1000
 DEFAULT_DEDUP_WINDOW_MS = 86_400_000
-#: Longest delay the engine computes: the largest integer a double holds exactly.
-MAX_DELAY_MS = 2**53 - 1
 
 _U32 = 2**32 - 1
 _U64 = 2**64 - 1
@@ -195,32 +193,6 @@ def _plain(value: object) -> object:
     if isinstance(value, tuple):
         return [_plain(item) for item in cast("tuple[object, ...]", value)]
     return value
-
-
-def backoff_ms(policy: RetryPolicy, n: int) -> int:
-    """The delay before retry number `n` (from 0), before jitter.
-
-    >>> [backoff_ms(RetryPolicy(), n) for n in (0, 1, 2, 10)]
-    [1000, 2000, 4000, 60000]
-    """
-    backoff = policy.backoff
-    if isinstance(backoff, FixedBackoff):
-        return min(backoff.delay_ms, MAX_DELAY_MS)
-    limit = min(backoff.max_delay_ms, MAX_DELAY_MS)
-    if backoff.initial_delay_ms == 0:
-        return 0
-    try:
-        delay = backoff.initial_delay_ms * math.pow(backoff.multiplier, n)
-    except OverflowError:
-        return limit
-    return int(delay) if delay < limit else limit
-
-
-def backoff_range(policy: RetryPolicy, n: int) -> tuple[int, int]:
-    """The least and greatest delay before retry number `n`; they differ only with jitter."""
-    delay = backoff_ms(policy, n)
-    jitter = isinstance(policy.backoff, ExponentialBackoff) and policy.backoff.jitter
-    return (-(-delay // 2) if jitter else delay), delay
 
 
 # --- parsing ---------------------------------------------------------------------------------

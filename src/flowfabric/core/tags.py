@@ -13,8 +13,6 @@ MAX_TAGS = 128
 MAX_KEY_BYTES = 256
 #: Longest tag value, in bytes.
 MAX_VALUE_BYTES = 4096
-#: Tags under this prefix are set by the product itself.
-RESERVED_PREFIX = "ff."
 
 _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 

@@ -15,6 +15,7 @@ from flowfabric.core.contracts.executions import (
     CreateOutcome,
     Delayed,
     FailOutcome,
+    Impossible,
     Moved,
     NewExecution,
     PriorityChanged,
@@ -47,7 +48,7 @@ from flowfabric.engine.arguments import (
     timestamp,
     whole,
 )
-from flowfabric.engine.calls import decoding, proof, refusal, unreadable
+from flowfabric.engine.calls import decoding, proof, refusal, text, unreadable
 from flowfabric.engine.creation import PUBLIC, creation_options, creation_outcome, policy_json
 from flowfabric.engine.registration import Registration
 
@@ -334,7 +335,10 @@ class Executions(Registration):
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
     ) -> WaitChildrenOutcome:
-        """Park until the open dependencies are resolved; `Ready` when there are none."""
+        """Park until the open dependencies are resolved; `Ready` when there are none.
+
+        `Impossible` names those that can never be resolved; like `Ready` it keeps the lease.
+        """
         execution_id = self.checked(execution_id)
         args = (execution_id, proof(fence), checked_source(source))
         reply = await self.fcall("ff_wait_children", execution_id.tag, args, op="wait_children")
@@ -342,6 +346,10 @@ class Executions(Registration):
             return Moved(execution_id)
         if reply[2:] == [b"ready"]:
             return Ready()
+        with decoding(reply, "ff_wait_children", "wait_children", execution_id):
+            word, upstreams = reply[2:]
+            if word == b"impossible":
+                return Impossible(tuple(ExecutionId.trusted(text(each)) for each in upstreams))
         raise unreadable(reply, "ff_wait_children", "wait_children", execution_id)
 
     async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:

@@ -159,10 +159,6 @@ class Connection(asyncio.Protocol):
         """Why no call can be sent."""
         return faults.lost(self.peer, self._why, sent=False, kind=self._kind)
 
-    async def wait_closed(self) -> None:
-        """Return when the connection has ended, for whatever reason."""
-        await asyncio.wait([self._gone])
-
     # -- called by the event loop ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

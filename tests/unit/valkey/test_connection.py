@@ -229,8 +229,7 @@ async def test_losing_the_connection_tells_sent_from_unsent(
     errors = [await failure(call) for call in calls]
     assert [error.ambiguous for error in errors] == [True, True, False, False, False]
     assert {error.kind for error in errors} == {"transport"}
-    await conn.wait_closed()
-    assert not conn.is_open
+    await until(lambda: not conn.is_open)
     late = await failure(conn.call("PING"))
     assert (late.kind, late.ambiguous) == ("transport", False)
 
@@ -331,5 +330,5 @@ async def test_a_connection_reports_that_it_ended(keep: Keeper, proxy: FaultProx
     lost: list[Connection] = []
     conn = keep(await dial(parse_url(proxy.url), on_lost=lost.append))
     proxy.cut()
-    await conn.wait_closed()
+    await until(lambda: not conn.is_open)
     assert lost == [conn]

@@ -15,7 +15,6 @@ __all__ = [
     "AlreadySatisfied",
     "Claim",
     "ClaimGrant",
-    "ClaimPolicy",
     "ClaimedMany",
     "Fence",
     "GrantNotFound",
@@ -242,15 +241,6 @@ class ClaimedMany(msgspec.Struct, frozen=True):
 
     claims: list[Claim]
     remaining: int
-
-
-class ClaimPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Who claims, and for how long."""
-
-    worker_id: str
-    worker_instance_id: str
-    lease_ttl_ms: int = 30_000
-    max_wait: float | None = None
 
 
 class ClaimGrant(msgspec.Struct, frozen=True, kw_only=True):
