@@ -1,23 +1,37 @@
-"""Arguments of the wrong type or form: `invalid_input` naming the field, nothing written."""
+"""Arguments of the wrong type or form: `invalid_input` naming the field, nothing written.
+
+The second half is mechanical: every parameter of every public operation, and every field of what
+is passed as one, gets values of types that it does not take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from flowfabric.core.conditions import Single
+from flowfabric.core.conditions import AllOf, Count, Single
 from flowfabric.core.contracts.executions import Completed, Created, NewExecution
+from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.errors import EngineError, ValidationError
+from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
 from flowfabric.engine.executions import Completion
+from flowfabric.valkey.address import parse_url
+from tests.engine.argument_calls import CALLS, SCANNERS, methods
 from tests.engine.exec_support import unchanged
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant
 from tests.support.engine import TTL, Engine
+from tests.support.leaks import find_leaks
+from tests.support.server import TestServer
+from tests.support.suspension import SECRET
 
 SURROGATE = "\ud800"
 OVERRIDE = "operator_override"
@@ -242,3 +256,174 @@ async def test_a_suspension_by_triple(engine: Engine, field: str, fence: Any) ->
         lambda: engine.backend.suspend_by_triple(handle.execution_id, fence, condition=Single("k")),
         field,
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("namespace", 5), ("lane", b"x"), ("kind", SURROGATE), ("flow_id", []), ("outcome", 1.5)),
+        *(("execution_id", True), ("types", "expired"), ("types", [5]), ("tags", None)),
+    ],
+)
+async def test_the_filter_of_a_subscription(engine: Engine, field: str, value: Any) -> None:
+    where = EventFilter(**{field: value})
+    await refuse(engine, lambda: engine.backend.subscribe_lease_history(where=where), field)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *(None, "k", Single(5), Single("k", ["go"]), Single(SURROGATE), AllOf(5), AllOf(("k",))),  # pyright: ignore[reportArgumentType]
+        *(Count(n="1", waitpoints=("k",)), Count(n=1, waitpoints="k"), Count(n=1, waitpoints=(5,))),  # pyright: ignore[reportArgumentType]
+        Count(n=1, waitpoints=("k",), count_kind="DistinctSignals"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+async def test_the_condition_of_a_suspension(engine: Engine, condition: Any) -> None:
+    handle = await engine.running()
+    await refuse(engine, lambda: engine.backend.suspend(handle, condition=condition), "condition")
+
+
+# --- the mechanical part ------------------------------------------------------------------------
+
+WRONG: list[Any] = [
+    *(None, 50_000, -1, 2**70, 1.5, math.nan, True, b"x", "x", SURROGATE),
+    *([], [None], {}, (), object()),
+]
+STARRED = "wanted"
+NOTED = {"invalid_token"}
+"""Refusals that are meant to leave a trace: when a wrong token was last shown."""
+OTHER_NAMES = {
+    "from_": "cursor",
+    "to": "cursor",
+    "after": "cursor",
+    "new_kid": "invalid_kid",
+    "new_secret_hex": "invalid_secret_hex",
+    "secret_hex": "invalid_secret_hex",
+    "worker_capabilities": "invalid_capabilities",
+    "required": "invalid_capabilities",
+    "lanes": "lane_id",
+    "key": "invalid_tag_key",
+    "waitpoint_key": "invalid_waitpoint_key",
+    "waitpoint_token": "invalid_token",
+    "presented": "invalid_token",
+}
+"""How a refusal names a parameter otherwise than by its name: most have codes of their own."""
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[TestServer]:
+    server = TestServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def small(small_server: TestServer) -> AsyncIterator[Engine]:
+    """An engine of few partitions: its whole keyspace is quickly compared."""
+    client = await Backend.connect(
+        parse_url(small_server.url),
+        prepare_with=PartitionCounts(flow=2, budget=1, quota=1),
+        limits=Limits(),
+        testing=True,
+    )
+    await client.transport.call("FLUSHALL")
+    await client.prepare()
+    await client.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
+    await client.seed_at_boot(SECRET)
+    yield Engine(client)
+    assert await find_leaks(client) == []
+    await client.aclose()
+
+
+async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:
+    """The operation with these arguments, by name; `*` and `**` are given whole."""
+    given = dict(given)
+    method = getattr(engine.backend, name)
+    parameters = inspect.signature(method).parameters.values()
+    first: list[Any] = []
+    if starred := [one.name for one in parameters if one.kind is one.VAR_POSITIONAL]:
+        first = [given.pop(one.name) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        first += given.pop(starred[0])
+    for one in parameters:
+        if one.kind is one.VAR_KEYWORD:
+            given |= given.pop(one.name)
+    answer = await method(*first, **given)
+    if hasattr(answer, "aclose"):
+        await answer.aclose()
+
+
+def spoiled(value: Any, field: str, wrong: Any) -> Any:
+    """A struct, or the one struct of a list, with one field of the wrong type."""
+    if isinstance(value, list):
+        return [spoiled(value[0], field, wrong)]
+    return msgspec.structs.replace(value, **{field: wrong})
+
+
+def fields_of(value: Any) -> tuple[str, ...]:
+    """What can be spoiled inside an argument."""
+    if isinstance(value, list) and value:
+        value = cast("list[Any]", value)[0]
+    return value.__struct_fields__ if isinstance(value, msgspec.Struct) else ()
+
+
+class Sweep:
+    """Calls of one operation, each with one thing wrong.
+
+    A call that is refused has changed nothing, so what was made for it serves the next one, too.
+    """
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self.given: dict[str, Any] = {}
+        self._before: dict[bytes, bytes] = {}
+
+    async def begin(self) -> None:
+        self.given = await CALLS[self._name](self._engine)
+        self._before = await self._engine.digest()
+
+    async def spoil(self, parameter: str, field: str, wrong: Any) -> None:
+        """Whatever becomes of the call, it is an answer, or an error of ours and no change."""
+        about = f"{self._name}({parameter}{'.' if field else ''}{field}={wrong!r})"
+        error = await self._error(parameter, field, wrong)
+        if error is None:
+            await self.begin()
+            return
+        assert isinstance(error, FlowFabricError), f"{about}: {error!r}"
+        if isinstance(error, ValidationError) and error.code in NOTED:
+            await self.begin()
+            return
+        assert await self._engine.digest() == self._before, about
+        if not field and isinstance(error, ValidationError):
+            known = (parameter, OTHER_NAMES.get(parameter, parameter))
+            assert any(name in str(error) for name in known), f"{about}: {error}"
+
+    async def _error(self, parameter: str, field: str, wrong: Any) -> Exception | None:
+        given = dict(self.given)
+        try:
+            if field:
+                given[parameter] = spoiled(given[parameter], field, wrong)
+            else:
+                given[parameter] = (wrong,) if parameter == STARRED else wrong
+            await call(self._engine, self._name, given)
+        except Exception as error:  # noqa: BLE001 - which one it is, is the question
+            return error
+        return None
+
+
+def test_every_operation_is_swept() -> None:
+    assert set(CALLS) | SCANNERS == set(methods())
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+async def test_wrong_types(small: Engine, name: str) -> None:
+    sweep = Sweep(small, name)
+    await sweep.begin()
+    await call(small, name, sweep.given)
+    await sweep.begin()
+    for parameter in inspect.signature(getattr(Backend, name)).parameters.values():
+        if parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        for field in ("", *fields_of(sweep.given.get(parameter.name))):
+            for wrong in WRONG:
+                await sweep.spoil(parameter.name, field, wrong)

@@ -23,6 +23,7 @@ __all__ = [
     "accepts",
     "all_of_waitpoints",
     "check_tree",
+    "check_types",
     "condition_json",
     "contributors",
     "named",
@@ -227,6 +228,50 @@ def _name(matcher: Any) -> SignalName:
 
 def _refuse(detail: str) -> ValidationError:
     return ValidationError("invalid_input", detail)
+
+
+def check_types(condition: Any, depth: int = 1) -> None:
+    """Refuse what no condition is made of; whether it makes sense is judged afterwards."""
+    if depth > MAX_DEPTH + 1:
+        return  # `check_tree` refuses it for its depth.
+    match condition:
+        case Single():
+            _check_kind(condition.waitpoint_key, str, "waitpoint_key")
+            _check_names(condition.signal_name)
+        case Count():
+            if type(condition.n) is not int or condition.n < 0:
+                raise invalid_input("condition", "n must be a whole number")
+            _check_kind(condition.count_kind, CountKind, "count_kind")
+            for key in _check_kind(condition.waitpoints, (tuple, list), "waitpoints"):
+                _check_kind(key, str, "waitpoints")
+            _check_names(condition.signal_name)
+        case AllOf():
+            for member in _check_kind(condition.members, (tuple, list), "members"):
+                check_types(member, depth + 1)
+        case OperatorOnly() | TimeoutOnly():
+            pass
+        case _:
+            problem = f"must be a condition such as Single(...), got {type(condition).__name__}"
+            raise invalid_input("condition", problem, undecodable=True)
+
+
+def _check_kind(value: Any, kind: type | tuple[type, ...], part: str) -> Any:
+    if not isinstance(value, kind) or (isinstance(value, str) and not _encodable(value)):
+        raise invalid_input("condition", f"{part} has the wrong type", undecodable=True)
+    return value
+
+
+def _check_names(wanted: Any) -> None:
+    for name in named(wanted):
+        _check_kind(name, str, "signal_name")
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def has_empty_name(condition: Condition) -> bool:

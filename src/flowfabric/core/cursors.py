@@ -35,6 +35,8 @@ class StreamCursor(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, text: str) -> StreamCursor:
         """The cursor, or `invalid_input` that names what is wrong with it."""
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _refuse(f"Malformed: {type(text).__name__}: {_FORMS}")
         if text == "":
             raise _refuse(f"Empty: {_FORMS}")
         if text in {"-", "+"}:
@@ -87,7 +89,7 @@ def behind(entry: str) -> str:
 
 def check_count(count_limit: int) -> int:
     """A page size in range; never clamped."""
-    if isinstance(count_limit, bool) or count_limit < 1:
+    if type(count_limit) is not int or count_limit < 1:
         raise ValidationError("invalid_input", "count_limit must be >= 1")
     if count_limit > READ_HARD_CAP:
         raise ValidationError("invalid_input", "count_limit_exceeds_hard_cap")

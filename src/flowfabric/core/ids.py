@@ -381,6 +381,14 @@ def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
     return tuple(validate_lane(cast("str", name)) for name in cast("Iterable[object]", names))
 
 
+def stored_id(text: str, context: str) -> ExecutionId:
+    """An execution id read back from an index; anything else there is corruption."""
+    try:
+        return ExecutionId(text)
+    except IdParseError as error:
+        raise CorruptionError("corruption", f"{context}: member: {text!r}") from error
+
+
 def stored_lane(text: str, context: str) -> str:
     """Check a lane name read back from storage; a violation there is corruption."""
     problem = _lane_problem(text)

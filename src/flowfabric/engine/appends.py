@@ -21,13 +21,14 @@ from flowfabric.core.contracts.streams import (
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
+from flowfabric.engine.arguments import checked_text, instance, listed, whole
 from flowfabric.engine.calls import Calls
 from flowfabric.engine.frames import (
     MAX_FRAME_BYTES,
+    U32,
     append_args,
     append_outcome,
     check_frames,
-    check_number,
     knobs,
     summary_of,
 )
@@ -118,12 +119,18 @@ class Appends(Calls):
         `retention_maxlen` keeps exactly that many newest frames; 0 keeps about 10 000, and
         without one the execution's policy decides.
         """
-        check_number("max_payload_bytes", max_payload_bytes)
+        whole(max_payload_bytes, "max_payload_bytes", 0, U32)
+        whole(summary_max_bytes, "summary_max_bytes", 0, U32)
+        checked_text(patch_kind, "patch_kind")
+        effort = BestEffort()
+        if best_effort is not None:
+            effort = instance(best_effort, BestEffort, "best_effort")
+        frames = listed(frames, "frames")
         check_frames(frames, mode, max_payload_bytes)
         if mode == "summary":
             args = append_args(handle, frames, mode, retention_maxlen, b"", seq)
             return await self._append_patches(handle, frames, args, patch_kind, summary_max_bytes)
-        settings = b"" if mode == "durable" else _pack(knobs(best_effort or BestEffort()))
+        settings = b"" if mode == "durable" else _pack(knobs(effort))
         args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
         return await self._append(handle, args, append_outcome)
 
@@ -180,7 +187,7 @@ class Appends(Calls):
     ) -> SummaryDocument | None:
         """The rolling summary document, or None when no patch was ever appended."""
         execution_id = self.checked(execution_id)
-        check_number("attempt_index", attempt_index)
+        whole(attempt_index, "attempt_index", 0, U32)
         key = keys.summary(execution_id.tag, execution_id, attempt_index)
         return summary_of(await self.transport.call("HGETALL", key, key=key, replay_safe=True))
 

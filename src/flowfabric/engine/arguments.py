@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
-from flowfabric.core.contracts.leases import Fence
+from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import ValidationError, invalid_input
-from flowfabric.core.ids import new_uuid
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
 __all__ = [
     "MAX_EXACT",
     "checked_bytes",
     "checked_source",
+    "checked_tag",
     "checked_text",
     "clamped",
     "count",
+    "each_text",
     "fence_text",
+    "flag",
+    "held",
+    "instance",
+    "listed",
+    "one_of",
+    "partition_number",
     "positive_ms",
     "reason_text",
+    "seconds",
     "timestamp",
     "whole",
 ]
@@ -30,10 +43,38 @@ _I64_MAX = 2**63 - 1
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
 _OVERRIDE = "operator_override"
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
+_is_tag = re.compile(r"\{fp:(0|[1-9][0-9]{0,4})\}").fullmatch
+_is_pair = re.compile(r"[0-9a-f-]{36}/[0-9]{1,20}").fullmatch
+T = TypeVar("T")
 
 
 def _wrong_type(field: str, wanted: str, value: object) -> ValidationError:
     return invalid_input(field, f"must be {wanted}, got {type(value).__name__}", undecodable=True)
+
+
+def instance(value: Any, kind: type[T], field: str) -> T:
+    """A value of one of the types that calls are made with."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise _wrong_type(field, f"{article} {kind.__name__}", value)
+    return value
+
+
+def flag(value: Any, field: str) -> bool:
+    """True or False; nothing else is taken for either."""
+    if not isinstance(value, bool):
+        raise _wrong_type(field, "True or False", value)
+    return value
+
+
+def listed(value: Any, field: str) -> list[Any]:
+    """Any collection as a list; a text is not taken for its letters."""
+    if isinstance(value, list):
+        return cast("list[Any]", value)
+    if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
+        raise _wrong_type(field, "a list", cast("object", value))
+    return list(cast("Iterable[Any]", value))
 
 
 def checked_text(value: Any, field: str) -> str:
@@ -45,6 +86,18 @@ def checked_text(value: Any, field: str) -> str:
             value.encode()
         except UnicodeEncodeError:
             raise invalid_input(field, "is not valid Unicode", undecodable=True) from None
+    return value
+
+
+def each_text(values: Any, field: str) -> list[str]:
+    """A list of texts."""
+    return [checked_text(value, field) for value in listed(values, field)]
+
+
+def one_of(value: Any, field: str, allowed: Collection[str]) -> str:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise invalid_input(field, f"must be one of {', '.join(allowed)}")
     return value
 
 
@@ -72,20 +125,18 @@ def checked_source(value: Any) -> str:
     return source
 
 
-def whole(value: Any, field: str) -> int:
-    """A whole number."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_input(field, "must be a whole number")
+def whole(value: Any, field: str, low: int | None = None, high: int = MAX_EXACT) -> int:
+    """A whole number; with `low`, one from there to `high`."""
+    if type(value) is not int:
+        raise _wrong_type(field, "a whole number", value)
+    if low is not None and not low <= value <= high:
+        raise invalid_input(field, f"must be a whole number from {low} to {high}")
     return value
 
 
 def count(value: Any, field: str) -> int | str:
     """A whole number of 32 bits from 0; empty text for None."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _U32_MAX:
-        raise invalid_input(field, "must be a whole number from 0 to 2^32 - 1")
-    return value
+    return "" if value is None else whole(value, field, 0, _U32_MAX)
 
 
 def clamped(value: int) -> int:
@@ -95,18 +146,46 @@ def clamped(value: int) -> int:
 
 def timestamp(value: Any, field: str, *, low: int = -_I64_MAX) -> int:
     """A time in ms; one beyond what is exact is as good as never."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise invalid_input(field, "must be a whole number of milliseconds since 1970")
-    if not low <= value <= _I64_MAX:
-        raise invalid_input(field, f"must be between {low} and {_I64_MAX}")
-    return clamped(value)
+    return clamped(whole(value, field, low, _I64_MAX))
 
 
 def positive_ms(value: Any, field: str) -> int:
     """A duration that is a whole, positive number of milliseconds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_EXACT:
+    if type(value) is not int or not 0 < value <= MAX_EXACT:
         raise invalid_input(field, "must be a positive whole number of milliseconds")
     return value
+
+
+def seconds(value: Any, field: str) -> float:
+    """A duration in seconds; one that is over counts as none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise invalid_input(field, "must be a number of seconds", undecodable=True)
+    return max(0.0, value)
+
+
+def partition_number(value: Any, counts: PartitionCounts, field: str = "partition") -> int:
+    """The number of a partition that the deployment has."""
+    return whole(value, field, 0, counts.flow - 1)
+
+
+def checked_tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
+    """The hash tag of a partition that the deployment has."""
+    match = _is_tag(value) if isinstance(value, str) else None
+    if match is None or int(match[1]) >= counts.flow:
+        raise invalid_input(field, f"must be a partition from {{fp:0}} to {{fp:{counts.flow - 1}}}")
+    return value
+
+
+def held(value: Any, field: str = "handle") -> Handle:
+    """A handle as a claim gave it out."""
+    handle = instance(value, Handle, field)
+    if (
+        type(handle.execution_id) is not ExecutionId
+        or _is_pair(checked_text(handle.lease, field)) is None
+        or _is_pair(checked_text(handle.attempt, field)) is None
+    ):
+        raise invalid_input(field, "is not one that a claim gave out")
+    return handle
 
 
 def fence_text(fence: Any) -> str:
@@ -118,6 +197,6 @@ def fence_text(fence: Any) -> str:
             raise invalid_input(field, "must not contain '/'")
     for field in ("lease_epoch", "attempt_index"):
         value: Any = getattr(fence, field)
-        if value is not None and not 0 <= whole(value, field) <= _U64_MAX:
-            raise invalid_input(field, "must be a whole number from 0 to 2^64 - 1")
+        if value is not None:
+            whole(value, field, 0, _U64_MAX)
     return fence.wire

@@ -17,10 +17,11 @@ from flowfabric.core.errors import (
     TransportError,
     ValidationError,
     engine_error,
+    invalid_input,
 )
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.arguments import fence_text
+from flowfabric.engine.arguments import checked_tag, fence_text
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Arg, Transport
 
@@ -106,7 +107,10 @@ def proof(holder: Handle | Fence) -> str:
         raise ValidationError(
             "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
         )
-    return holder.wire
+    wire = holder.wire
+    if not wire.isascii():
+        raise invalid_input("handle", "is not one that a claim gave out")
+    return wire
 
 
 class Calls:
@@ -183,6 +187,10 @@ class Calls:
             else ExecutionId.parse(execution_id)
         )
         return known.check_partition(self.counts)
+
+    def checked_tag(self, tag: Any, field: str = "tag") -> str:
+        """The tag of one of this deployment's partitions, or `invalid_input`."""
+        return checked_tag(tag, self.counts, field)
 
 
 def _words(reply: list[Any]) -> list[str]:

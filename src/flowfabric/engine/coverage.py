@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from flowfabric.core import capabilities as caps
+from flowfabric.core.ids import validate_lane
 from flowfabric.core.state import LifecyclePhase, OwnershipState, StateVector
 from flowfabric.engine.registry import Registry, WorkerEntry
 
@@ -49,6 +50,8 @@ class Gaps(Registry):
 
     async def coverage(self, namespace: str, lane_id: str, required: Iterable[str]) -> Coverage:
         """What the live workers of a lane and namespace offer towards a requirement."""
+        validate_lane(lane_id)
+        required = caps.normalise(required)
         serving: list[WorkerEntry] = []
         after = ""
         while True:

@@ -37,13 +37,17 @@ from flowfabric.core.ids import (
     validate_namespace,
 )
 from flowfabric.core.policy import parse_policy
-from flowfabric.core.tags import validate_creation_tags, validate_tags
+from flowfabric.core.tags import validate_creation_tags, validate_tag_key, validate_tags
 from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.arguments import (
     checked_bytes,
     checked_source,
     checked_text,
     count,
+    flag,
+    held,
+    instance,
+    listed,
     reason_text,
     timestamp,
     whole,
@@ -77,6 +81,7 @@ class Executions(Registration):
 
     async def create_execution(self, new: NewExecution) -> CreateOutcome:
         """Accept one unit of work, at most once per id and per idempotency key."""
+        instance(new, NewExecution, "new")
         (outcome,) = await self.create_many([new])
         if isinstance(outcome, EngineError):
             raise outcome
@@ -84,15 +89,16 @@ class Executions(Registration):
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
         """Create many; answers stand in input order and one item's error affects no other."""
+        items = listed(items, "items")
         outcomes: list[CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
         for position, item in enumerate(items):
             try:
-                self._check_new(item)
+                tag = self._check_new(item).tag
             except EngineError as error:
                 outcomes[position] = error
             else:
-                batches.setdefault(item.execution_id.tag, []).append(position)
+                batches.setdefault(tag, []).append(position)
         for tag, positions in batches.items():
             await self._register(tag, {items[i].lane_id for i in positions})
             await self._create_parts(tag, items, positions, outcomes)
@@ -140,8 +146,11 @@ class Executions(Registration):
             for position, item, answer in zip(positions, items, reply[2], strict=True):
                 outcomes[position] = creation_outcome(item.execution_id, answer)
 
-    def _check_new(self, item: NewExecution) -> None:
-        self.checked(item.execution_id)
+    def _check_new(self, item: NewExecution) -> ExecutionId:
+        """The id of an execution that can be created as it is described."""
+        if type(item) is not NewExecution:
+            instance(item, NewExecution, "items")
+        execution_id = self.checked(item.execution_id)
         validate_execution_kind(item.execution_kind)
         validate_lane(item.lane_id)
         validate_namespace(item.namespace)
@@ -150,7 +159,7 @@ class Executions(Registration):
             checked_text(item.payload_encoding, "payload_encoding")
         if item.priority is not None:
             whole(item.priority, "priority")
-        if item.partition_id is not None and item.partition_id != item.execution_id.partition:
+        if item.partition_id is not None and item.partition_id != execution_id.partition:
             raise invalid_input("partition_id", "differs from the partition inside execution_id")
         if item.idempotency_key:
             validate_idempotency_key(item.idempotency_key)
@@ -166,6 +175,7 @@ class Executions(Registration):
             timestamp(item.execution_deadline_at, "execution_deadline_at")
         if item.policy is not None:
             policy_json(item.policy)
+        return execution_id
 
     def _check_size(self, payload: Any, field: str) -> None:
         size = len(checked_bytes(payload, field))
@@ -204,6 +214,7 @@ class Executions(Registration):
         self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
     ) -> Completed:
         """`complete_execution` with everything taken from the handle."""
+        held(handle)
         return await self.complete_execution(
             handle.execution_id,
             handle,
@@ -220,20 +231,29 @@ class Executions(Registration):
         label = f"1{checked_text(encoding, 'result_encoding')}" if encoding != "" else "1"
         return (execution_id, proof(fence), "lease_holder", label, result)
 
+    def _item_args(self, item: Completion) -> tuple[Any, ...]:
+        """What one item of a batch is sent as; the first part is its execution."""
+        if not isinstance(item, Completion) or not isinstance(item.handle, Handle):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid_input("items", "must be Completions, each with its handle")
+        execution_id = item.handle.execution_id
+        if type(execution_id) is not ExecutionId:
+            held(item.handle)
+        return self._completion_args(
+            execution_id, item.handle, item.result_payload, item.result_encoding
+        )
+
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
         """Complete many; answers stand in input order and one item's error affects no other."""
+        items = listed(items, "items")
         outcomes: list[Completed | EngineError | None] = [None] * len(items)
         batches: dict[str, tuple[list[int], list[Any]]] = {}
         for position, item in enumerate(items):
-            execution_id = item.handle.execution_id
             try:
-                args = self._completion_args(
-                    execution_id, item.handle, item.result_payload, item.result_encoding
-                )
+                args = self._item_args(item)
             except ValidationError as error:
                 outcomes[position] = error
                 continue
-            positions, flat = batches.setdefault(execution_id.tag, ([], []))
+            positions, flat = batches.setdefault(args[0].tag, ([], []))
             positions.append(position)
             flat += args
         for tag, (positions, flat) in batches.items():
@@ -260,7 +280,7 @@ class Executions(Registration):
     ) -> FailOutcome:
         """End the attempt unsuccessfully; the stored policy decides on a retry."""
         execution_id = self.checked(execution_id)
-        if source != "operator_override":
+        if checked_text(retry_policy_json, "retry_policy_json") and source != "operator_override":
             retry_policy_json = ""
         elif retry_policy_json:
             _check_retry_policy(retry_policy_json)
@@ -282,6 +302,7 @@ class Executions(Registration):
 
     async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
         """`fail_execution` with everything taken from the handle."""
+        held(handle)
         return await self.fail_execution(
             handle.execution_id, handle, failure_reason=reason, failure_category=category
         )
@@ -306,6 +327,7 @@ class Executions(Registration):
 
     async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
         """The lease holder cancels its own execution."""
+        held(handle)
         return await self.cancel_execution(
             handle.execution_id, reason, source="worker", fence=handle
         )
@@ -330,6 +352,7 @@ class Executions(Registration):
 
     async def delay(self, handle: Handle, delay_until: int) -> Delayed:
         """`delay_execution` with everything taken from the handle."""
+        held(handle)
         return await self.delay_execution(handle.execution_id, handle, delay_until=delay_until)
 
     async def move_to_waiting_children(
@@ -354,6 +377,7 @@ class Executions(Registration):
 
     async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
         """`move_to_waiting_children` with everything taken from the handle."""
+        held(handle)
         return await self.move_to_waiting_children(handle.execution_id, handle)
 
     # --- changing -------------------------------------------------------------
@@ -368,8 +392,8 @@ class Executions(Registration):
     ) -> None:
         """Note how far the attempt is; only what is given is written, the last write wins."""
         execution_id = self.checked(execution_id)
-        if progress_pct is not None and not 0 <= whole(progress_pct, "progress_pct") <= 100:
-            raise invalid_input("progress_pct", "must be between 0 and 100")
+        if progress_pct is not None:
+            whole(progress_pct, "progress_pct", 0, 100)
         given = "" if progress_message is None else progress_message
         message = reason_text(given, "progress_message")
         args = (
@@ -385,6 +409,7 @@ class Executions(Registration):
         self, handle: Handle, pct: int | None = None, message: str | None = None
     ) -> None:
         """`update_progress` with everything taken from the handle."""
+        held(handle)
         await self.update_progress(
             handle.execution_id, handle, progress_pct=pct, progress_message=message
         )
@@ -416,7 +441,7 @@ class Executions(Registration):
             reason_text(reason, "reason"),
             reason_text(requested_by, "requested_by"),
             count(expected_replay_count, "expected_replay_count"),
-            "1" if keep_steps else "0",
+            "1" if flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
         )
         reply = await self.fcall("ff_replay", execution_id.tag, args, op="replay_execution")
@@ -436,7 +461,7 @@ class Executions(Registration):
 
     async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
         """`set_execution_tags` with one pair."""
-        return await self.set_execution_tags(execution_id, {key: value})
+        return await self.set_execution_tags(execution_id, {validate_tag_key(key): value})
 
 
 def _check_retry_policy(given: Any) -> None:

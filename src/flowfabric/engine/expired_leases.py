@@ -8,8 +8,9 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
-from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.errors import EngineError, ValidationError
+from flowfabric.core.ids import ExecutionId, stored_id, validate_namespace
+from flowfabric.engine.arguments import whole
 from flowfabric.engine.calls import text
 from flowfabric.engine.record import Record
 from flowfabric.engine.upkeep import Upkeep
@@ -18,7 +19,6 @@ __all__ = ["LeaseReads"]
 
 _MAX_PAGE = 10_000
 _CHUNK = 500
-_LAST_TIME = 2**53 - 1
 
 Due = tuple[int, str]
 """When a lease expires, and whose it is: the order of the listing."""
@@ -42,9 +42,9 @@ class LeaseReads(Upkeep):
         `after` is the cursor of the page before. All partitions are covered;
         `max_partitions_per_call` is how many of them are asked at a time.
         """
-        moment = await self.server_time_ms() if as_of is None else _whole(as_of, "as_of")
-        limit = min(_whole(limit, "limit"), _MAX_PAGE)
-        at_once = max(1, _whole(max_partitions_per_call, "max_partitions_per_call"))
+        moment = await self.server_time_ms() if as_of is None else whole(as_of, "as_of", 0)
+        limit = min(whole(limit, "limit", 0), _MAX_PAGE)
+        at_once = max(1, whole(max_partitions_per_call, "max_partitions_per_call", 0))
         behind = None if after is None else _cursor(after)
         if namespace is not None:
             validate_namespace(namespace)
@@ -114,7 +114,7 @@ class LeaseReads(Upkeep):
     async def _leases(
         self, due: list[Due], moment: int, namespace: str | None
     ) -> list[ExpiredLease]:
-        ids = [_stored_id(member) for _, member in due]
+        ids = [stored_id(member, "list_expired_leases") for _, member in due]
         names = [keys.core(each.tag, each) for each in ids]
         raws: list[Any] = await asyncio.gather(
             *(self.transport.call("HGETALL", name, key=name, replay_safe=True) for name in names)
@@ -140,23 +140,10 @@ class LeaseReads(Upkeep):
         return found
 
 
-def _whole(value: Any, field: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LAST_TIME:
-        raise invalid_input(field, "must be a whole number, not negative")
-    return value
-
-
 def _cursor(after: Any) -> Due:
     try:
         expiry, execution_id = after
-        return _whole(expiry, "after"), ExecutionId.parse(execution_id)
+        return whole(expiry, "after", 0), ExecutionId.parse(execution_id)
     except (TypeError, ValueError, EngineError) as error:
         problem = "after: must be the cursor of an earlier page"
         raise ValidationError("invalid_cursor", problem) from error
-
-
-def _stored_id(member: str) -> ExecutionId:
-    try:
-        return ExecutionId.parse(member)
-    except EngineError as error:
-        raise CorruptionError("corruption", f"list_expired_leases: member: {member!r}") from error

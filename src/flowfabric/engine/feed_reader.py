@@ -25,6 +25,7 @@ from flowfabric.core.feed_cursor import (
 )
 from flowfabric.core.ids import PartitionKey
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.arguments import listed, partition_number
 from flowfabric.engine.upkeep import Upkeep
 from flowfabric.valkey.library import read_primaries
 from flowfabric.valkey.transport import Connection
@@ -348,9 +349,7 @@ def _before(position: Position) -> Position:
 def _checked(partitions: Sequence[int] | None, counts: PartitionCounts) -> list[int] | None:
     if partitions is None:
         return None
-    for partition in partitions:
-        if type(partition) is not int or not 0 <= partition < counts.flow:
-            raise invalid_input("partitions", f"must be numbers from 0 to {counts.flow - 1}")
-    if not partitions:
+    given = listed(partitions, "partitions")
+    if not given:
         raise invalid_input("partitions", "must not be empty: leave it out to read all")
-    return sorted(set(partitions))
+    return sorted({partition_number(each, counts, "partitions") for each in given})

@@ -17,17 +17,18 @@ from flowfabric.core.contracts.streams import (
     SummaryDocument,
 )
 from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
+from flowfabric.engine.arguments import checked_bytes, checked_text, held, instance, one_of, whole
 from flowfabric.engine.calls import proof, text
 
 __all__ = [
     "MAX_BATCH_BYTES",
     "MAX_BATCH_FRAMES",
     "MAX_FRAME_BYTES",
+    "U32",
     "Page",
     "append_args",
     "append_outcome",
     "check_frames",
-    "check_number",
     "knobs",
     "page_of",
     "size_of",
@@ -78,8 +79,10 @@ def _order(entry: str) -> tuple[int, int]:
 def knobs(given: BestEffort) -> dict[str, Any]:
     """Best-effort settings with their defaults filled in."""
     for name in ("ttl_ms", "maxlen_floor", "maxlen_ceiling"):
-        if getattr(given, name) > U32:
+        if whole(getattr(given, name), name) > U32:
             raise invalid_input(name, f"must be at most {U32}")
+    if not isinstance(given.ema_alpha, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_input("ema_alpha", "must be a number")
     floor = given.maxlen_floor if given.maxlen_floor > 0 else 64
     ceiling = given.maxlen_ceiling if given.maxlen_ceiling > 0 else 16_384
     alpha = given.ema_alpha if 0 < given.ema_alpha <= 1 else 0.2
@@ -96,24 +99,14 @@ def size_of(frame: Frame) -> int:
     return len(frame.payload) + len(frame.metadata_json.encode())
 
 
-def check_number(name: str, value: int | None, largest: int = U32) -> None:
-    """A whole number from 0 on, or None."""
-    if value is not None and (
-        isinstance(value, bool)
-        or not isinstance(value, int)  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
-        or not 0 <= value <= largest
-    ):
-        raise invalid_input(name, f"must be a whole number from 0 to {largest}")
-
-
 def check_frames(frames: Sequence[Frame], mode: FrameMode, max_payload_bytes: int) -> None:
     """Refuse what is too large or badly named, before anything is sent."""
-    if mode not in _MODES:
-        raise invalid_input("mode", f"must be one of {', '.join(_MODES)}")
+    one_of(mode, "mode", _MODES)
     if not 1 <= len(frames) <= MAX_BATCH_FRAMES:
         raise invalid_input("frames", f"must be 1 to {MAX_BATCH_FRAMES}")
     total = 0
     for frame in frames:
+        checked_bytes(instance(frame, Frame, "frames").payload, "payload")
         _check_text("metadata_json", frame.metadata_json, U32)
         size = size_of(frame)
         total += size
@@ -129,6 +122,8 @@ def check_frames(frames: Sequence[Frame], mode: FrameMode, max_payload_bytes: in
 
 
 def _check_names(frame: Frame) -> None:
+    checked_text(frame.kind, "kind")
+    instance(frame.frame_type, str, "frame_type")
     name = frame.name
     if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or not name.isprintable():
         raise ValidationError(
@@ -136,17 +131,14 @@ def _check_names(frame: Frame) -> None:
         )
     for field, longest in _LONGEST.items():
         _check_text(field, getattr(frame, field), longest)
-    check_number("ts", frame.ts, U64)
+    if frame.ts is not None:
+        whole(frame.ts, "ts", 0, U64)
 
 
 def _check_text(field: str, value: str, longest: int) -> None:
-    if value.isascii():
-        size = len(value)
-    else:
-        try:
-            size = len(value.encode())
-        except UnicodeEncodeError as error:
-            raise invalid_input(field, f"is not valid text: {error.reason}") from error
+    size = len(checked_text(value, field))
+    if not value.isascii():
+        size = len(value.encode())
     if size > longest:
         raise invalid_input(field, f"at most {longest} bytes")
 
@@ -160,9 +152,11 @@ def append_args(
     seq: int | None,
 ) -> list[Any]:
     """The arguments of one append."""
-    check_number("retention_maxlen", retention_maxlen)
-    check_number("seq", seq, U64)
-    proof(handle)
+    if retention_maxlen is not None:
+        whole(retention_maxlen, "retention_maxlen", 0, U32)
+    if seq is not None:
+        whole(seq, "seq", 0, U64)
+    proof(held(handle))
     args: list[Any] = [
         handle.execution_id,
         handle.lease,

@@ -11,9 +11,11 @@ from flowfabric.core import keys
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent, lease_event
-from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
+from flowfabric.core.errors import CorruptionError, TransportError, engine_error
 from flowfabric.core.feed_cursor import cursor_text
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.tags import validate_creation_tags
+from flowfabric.engine.arguments import checked_text, each_text, instance
 from flowfabric.engine.feed_reader import Entry, FeedReader, Start
 from flowfabric.engine.upkeep import Upkeep
 
@@ -106,6 +108,16 @@ class LeaseHistory(AsyncClosing):
         self._reader.close()
 
 
+def _check_filter(where: EventFilter) -> None:
+    instance(where, EventFilter, "where")
+    for name in ("namespace", "lane", "kind", "flow_id", "execution_id", "outcome"):
+        if getattr(where, name) is not None:
+            checked_text(getattr(where, name), name)
+    if where.types is not None:
+        each_text(where.types, "types")
+    validate_creation_tags(where.tags)
+
+
 def _decoded(entry: Entry) -> Event | CorruptionError:
     try:
         return decode_entry(entry.partition, entry.entry_id, entry.flat)
@@ -139,8 +151,8 @@ class Subscriptions(Upkeep):
         ...     async for event in history:
         ...         print(event.kind, event.execution_id)
         """
-        if where is not None and not isinstance(where, EventFilter):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid_input("where", "must be an EventFilter")
+        if where is not None:
+            _check_filter(where)
         reader = FeedReader(self, partitions)
         await reader.begin(cursor)
         history = LeaseHistory(self, reader, where or _NOTHING)

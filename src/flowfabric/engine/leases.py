@@ -27,7 +27,7 @@ from flowfabric.core.contracts.leases import (
     Revoked,
     RevokeOutcome,
 )
-from flowfabric.core.errors import ConfigError, EngineError, ValidationError, invalid_input
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
     PartitionKey,
@@ -37,7 +37,16 @@ from flowfabric.core.ids import (
     validate_worker_id,
 )
 from flowfabric.core.keys import grant as grant_name
-from flowfabric.engine.arguments import checked_text, count, positive_ms, reason_text, whole
+from flowfabric.engine.arguments import (
+    checked_text,
+    count,
+    held,
+    instance,
+    listed,
+    positive_ms,
+    reason_text,
+    whole,
+)
 from flowfabric.engine.calls import Calls, decoding, proof, refused, text, unreadable
 
 __all__ = ["Leases", "claim_from_row"]
@@ -261,6 +270,7 @@ class Leases(Calls):
         self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
     ) -> Claim:
         """`claim_resumed_execution` on the grant's own lane."""
+        instance(grant, ResumeGrant, "grant")
         return await self.claim_resumed_execution(
             grant,
             worker_id=worker_id,
@@ -288,8 +298,7 @@ class Leases(Calls):
             return _claim_of(reply[2], text(reply[3]), ttl, worker[1])
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
-        if not isinstance(grant, ClaimGrant):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid_input("grant", "must be a grant", undecodable=True)
+        instance(grant, ClaimGrant, "grant")
         try:
             key = PartitionKey.parse(grant.partition_key)
         except EngineError as error:
@@ -341,7 +350,7 @@ class Leases(Calls):
 
         A grant that is over by this process's clock is refused as a `ConfigError`, unsent.
         """
-        execution_id = self._granted(grant)
+        execution_id = self._granted(instance(grant, ReclaimGrant, "grant"))
         if whole(grant.expires_at_ms, "expires_at_ms") <= time.time() * 1000:
             raise ConfigError("grant", "has expired: ask for a new grant", "expires_at_ms")
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
@@ -375,6 +384,8 @@ class Leases(Calls):
         """Extend a lease that the caller still owns."""
         execution_id = self.checked(execution_id)
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        if isinstance(fence, Handle):
+            held(fence, "fence")
         args = (execution_id, proof(fence), ttl)
         reply = await self.fcall("ff_renew", execution_id.tag, args, op="renew")
         with decoding(reply, "ff_renew", "renew", execution_id):
@@ -386,15 +397,17 @@ class Leases(Calls):
 
     async def renew(self, handle: Handle) -> Renewed:
         """`renew_lease` with everything taken from the handle."""
+        held(handle)
         return await self.renew_lease(handle.execution_id, handle, handle.lease_ttl_ms)
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Renew many; answers stand in input order and one failing handle affects no other."""
+        handles = listed(handles, "handles")
         outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
         batches: dict[str, list[int]] = {}
         for position, handle in enumerate(handles):
             try:
-                proof(handle)
+                proof(held(handle, "handles"))
                 positive_ms(handle.lease_ttl_ms, "lease_ttl_ms")
             except EngineError as error:
                 outcomes[position] = error
@@ -410,8 +423,10 @@ class Leases(Calls):
                 reply = await self.fcall("ff_renew", tag, args, op="renew_many")
                 with decoding(reply, "ff_renew", "renew_many"):
                     for position, answer in zip(part, reply[2], strict=True):
-                        held = handles[position]
-                        outcomes[position] = _renewal(answer, held.execution_id, held.lease_epoch)
+                        handle = handles[position]
+                        outcomes[position] = _renewal(
+                            answer, handle.execution_id, handle.lease_epoch
+                        )
         return outcomes  # pyright: ignore[reportReturnType]
 
     async def revoke_lease(

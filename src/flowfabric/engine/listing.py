@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +11,24 @@ import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
-from flowfabric.core.errors import CorruptionError, EngineError, ValidationError, invalid_input
+from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
+    stored_id,
     validate_execution_kind,
     validate_lane,
     validate_namespace,
 )
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
+from flowfabric.engine.arguments import (
+    instance,
+    one_of,
+    partition_number,
+    whole,
+)
 from flowfabric.engine.calls import Calls, text
+from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.record import Record
 
 __all__ = ["Filter", "Listing"]
@@ -83,8 +90,9 @@ class Listing(Calls):
         With a partition the cursor is the last id looked at; without, it is opaque.
         """
         if partition is not None:
-            self._check_partition(partition)
+            partition_number(partition, self.counts)
         limit = _page(limit)
+        given_cursor(cursor)
         if where is not None:
             _check_filter(where)
         if limit <= 0:
@@ -98,7 +106,7 @@ class Listing(Calls):
                 members = await self._ids(index, after, chunk)
                 for member, row in zip(members, await self._rows(members, where), strict=True):
                     if len(rows) == limit or examined == _MAX_EXAMINED:
-                        more = after if partition is not None else _cursor(index, after)
+                        more = after if partition is not None else sealed(index, after)
                         return ExecutionPage(tuple(rows), more)
                     examined += 1
                     after = member
@@ -109,31 +117,20 @@ class Listing(Calls):
             after = ""
         return ExecutionPage(tuple(rows))
 
-    def _check_partition(self, partition: Any) -> None:
-        last = self.counts.flow - 1
-        if type(partition) is not int:
-            kind = type(partition).__name__
-            problem = f"must be a whole number from 0 to {last}, got {kind}"
-            raise invalid_input("partition", problem, undecodable=True)
-        if not 0 <= partition <= last:
-            raise invalid_input("partition", f"must be between 0 and {last}")
-
     def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
         if not cursor:
             return (partition or 0), ""
-        try:
+        with reading_cursor():
             if partition is not None:
                 position, after = partition, cursor
             else:
-                index, _, after = _opened(cursor).partition("|")
+                index, after = opened(cursor, 2)
                 position = int(index)
             known = (not after and partition is None) or (
                 ExecutionId.parse(after).partition == position
             )
-        except (ValueError, TypeError, EngineError) as error:
-            raise _bad_cursor("is not a cursor of this listing") from error
         if not known:
-            raise _bad_cursor("belongs to another partition")
+            raise ValidationError("invalid_cursor", "belongs to another partition")
         return position, after
 
     async def _used(self, partition: int | None, first: int) -> list[int]:
@@ -154,7 +151,7 @@ class Listing(Calls):
         self, members: Sequence[str], where: Filter | None
     ) -> list[ExecutionSummary | None]:
         """One row per member; None where there is no record or the filter says no."""
-        ids = [_stored_id(member) for member in members]
+        ids = [stored_id(member, "list_executions") for member in members]
         rows = [record and record.summary() for record in await self._records(ids)]
         if where is None:
             return rows
@@ -186,11 +183,9 @@ class Listing(Calls):
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
         """Executions of one lane index in its own order: who is next, due, or oldest."""
-        suffix = _LANE_INDEXES.get(state) if isinstance(state, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-        if suffix is None:
-            raise invalid_input("state", f"must be one of {', '.join(_LANE_INDEXES)}")
-        self._check_partition(partition)
-        tag = f"{{fp:{partition}}}"
+        suffix = _LANE_INDEXES[one_of(state, "state", _LANE_INDEXES)]
+        tag = f"{{fp:{partition_number(partition, self.counts)}}}"
+        given_cursor(cursor)
         names = [keys.lane(tag, validate_lane(lane_id), suffix)]
         apart = _BY_SIGNATURE.get(suffix)
         if apart is not None:
@@ -202,7 +197,7 @@ class Listing(Calls):
         found = await asyncio.gather(*(self._scored(name, after, limit + 1) for name in names))
         entries = sorted(entry for entries in found for entry in entries)
         rows = await self._rows([member for _, member in entries[:limit]], None)
-        more = _lane_cursor(entries[limit - 1]) if len(entries) > limit else None
+        more = sealed(*entries[limit - 1]) if len(entries) > limit else None
         return ExecutionPage(tuple(row for row in rows if row is not None), more)
 
     async def _scored(
@@ -226,18 +221,14 @@ class Listing(Calls):
 
 
 def _page(limit: Any) -> int:
-    if type(limit) is not int:
-        problem = f"must be a whole number, got {type(limit).__name__}"
-        raise invalid_input("limit", problem, undecodable=True)
-    return min(limit, _MAX_PAGE)
+    return min(whole(limit, "limit"), _MAX_PAGE)
 
 
 def _check_filter(where: Any) -> None:
     """A misspelt filter would otherwise look like an empty deployment."""
-    if not isinstance(where, Filter):
-        raise invalid_input("where", f"must be a Filter, got {type(where).__name__}")
-    if where.state is not None and where.state not in _PUBLIC_STATES:
-        raise invalid_input("state", f"must be one of {', '.join(_PUBLIC_STATES)}")
+    instance(where, Filter, "where")
+    if where.state is not None:
+        one_of(where.state, "state", _PUBLIC_STATES)
     if where.lane is not None:
         validate_lane(where.lane, "lane")
     if where.namespace is not None:
@@ -248,40 +239,11 @@ def _check_filter(where: Any) -> None:
         validate_creation_tags(where.tags)
 
 
-def _stored_id(member: str) -> ExecutionId:
-    try:
-        return ExecutionId.parse(member)
-    except EngineError as error:
-        raise CorruptionError("corruption", f"list_executions: member: {member!r}") from error
-
-
-def _bad_cursor(problem: str) -> ValidationError:
-    return ValidationError("invalid_cursor", problem)
-
-
-def _opened(cursor: str) -> str:
-    return base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
-
-
-def _sealed(content: str) -> str:
-    return base64.urlsafe_b64encode(content.encode()).decode().rstrip("=")
-
-
-def _cursor(partition: int, after: str) -> str:
-    return _sealed(f"{partition}|{after}")
-
-
-def _lane_cursor(entry: tuple[float, str]) -> str:
-    return _sealed(f"{entry[0]!r}|{entry[1]}")
-
-
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
-    try:
-        score, _, member = _opened(cursor).partition("|")
+    with reading_cursor():
+        score, member = opened(cursor, 2)
         known = ExecutionId.parse(member).tag == tag
         position = (float(score), member)
-    except (ValueError, TypeError, EngineError) as error:
-        raise _bad_cursor("is not a cursor of this listing") from error
     if not known or not math.isfinite(position[0]):
-        raise _bad_cursor("belongs to another partition")
+        raise ValidationError("invalid_cursor", "belongs to another partition")
     return position

@@ -27,10 +27,13 @@ from flowfabric.core.errors import (
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
+from flowfabric.engine.arguments import checked_text, each_text, whole
 from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
+
+_MAX_FOUND = 1000
 
 
 def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
@@ -127,6 +130,10 @@ class Reads(Gaps):
 
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
         """Executions of any partition whose UUID begins so: how people abbreviate an id."""
+        checked_text(uuid_prefix, "uuid_prefix")
+        limit = min(whole(limit, "limit"), _MAX_FOUND)
+        if limit < 1:
+            return []
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
         tags = [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
         found: list[Any] = await asyncio.gather(
@@ -150,6 +157,7 @@ class Reads(Gaps):
     async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
         """One tag's value, or None."""
         execution_id = self.checked(execution_id)
+        checked_text(key, "key")
         name = keys.tags(execution_id.tag, execution_id)
         value: Any = await self.transport.call("HGET", name, key, key=name)
         return None if value is None else _tag_text(execution_id, value)
@@ -162,6 +170,7 @@ class Reads(Gaps):
         self, execution_id: ExecutionId, names: Sequence[str]
     ) -> dict[str, str | None]:
         """Record fields by their documented names, for tools; None where unset."""
+        names = each_text(names, "names")
         record = await self._record(self.checked(execution_id))
         known = {} if record is None else record.named_fields()
         return {name: known.get(name) for name in names}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from flowfabric.core.ids import PartitionKey
+from flowfabric.core.ids import PartitionKey, validate_lanes
 from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS
+from flowfabric.engine.arguments import listed
 from flowfabric.engine.calls import Calls
 from flowfabric.valkey.transport import Transport
 
@@ -42,7 +43,8 @@ class Registration(Calls):
 
     async def register_places(self, lanes: Iterable[str], tags: Iterable[str]) -> None:
         """Make sure that scanners visit these lanes and partitions."""
-        lanes, tags = set(lanes), set(tags)
+        lanes = set(validate_lanes(lanes))
+        tags = {self.checked_tag(tag, "tags") for tag in listed(tags, "tags")}
         if time.monotonic() >= self._repeat_at:
             self.known_lanes |= lanes
             self.known_partitions |= tags

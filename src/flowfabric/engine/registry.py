@@ -12,8 +12,8 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core import keys
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
+from flowfabric.engine.arguments import checked_text, flag, positive_ms, whole
 from flowfabric.engine.calls import Calls, text
-from flowfabric.engine.leases import positive_ms
 from flowfabric.engine.registration import add_names
 
 __all__ = ["Registry", "WorkerEntry"]
@@ -63,6 +63,7 @@ class Registry(Calls):
         validate_worker_id(worker_id)
         validate_worker_id(worker_instance_id, "worker_instance_id")
         positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
+        flag(only_if_absent, "only_if_absent")
         self.nonce = self.nonce or new_uuid()
         args = (
             worker_id,
@@ -89,7 +90,7 @@ class Registry(Calls):
     ) -> int | None:
         """Renew a registration; its next expiry in ms, or None when it is not registered."""
         tag = _tag(namespace)
-        args = (worker_instance_id,)
+        args = (validate_worker_id(worker_instance_id, "worker_instance_id"),)
         return await self.ask("ff_worker_heartbeat", tag, args, _expiry, op="heartbeat_worker")
 
     async def mark_worker_dead(
@@ -97,9 +98,9 @@ class Registry(Calls):
     ) -> Literal["marked", "not_registered"]:
         """Remove a worker process from the registry; its leases are judged by their expiry."""
         tag = _tag(namespace)
-        if len(reason.encode()) > _REASON_BYTES or not reason.isprintable():
+        if len(checked_text(reason, "reason").encode()) > _REASON_BYTES or not reason.isprintable():
             raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
-        args = (worker_instance_id, reason)
+        args = (validate_worker_id(worker_instance_id, "worker_instance_id"), reason)
         return await self.ask(
             "ff_worker_dead", tag, args, lambda reply: _MARKED[reply[2]], op="mark_worker_dead"
         )
@@ -112,6 +113,8 @@ class Registry(Calls):
         Instances whose record is gone are skipped; a page shorter than `limit` is the last one.
         """
         tag = _tag(namespace)
+        checked_text(after, "after")
+        whole(limit, "limit")
         index = keys.workers(tag)
         members: Any = await self.transport.call("SMEMBERS", index, key=index)
         instances = sorted(name for name in map(text, members) if name > after)

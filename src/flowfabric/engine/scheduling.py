@@ -17,7 +17,6 @@ from flowfabric.core.errors import (
     NotFoundError,
     ReplyError,
     ValidationError,
-    invalid_input,
 )
 from flowfabric.core.ids import (
     ExecutionId,
@@ -26,10 +25,21 @@ from flowfabric.core.ids import (
     validate_lane,
     validate_uuid,
 )
-from flowfabric.engine.arguments import reason_text, whole
+from flowfabric.engine.arguments import (
+    MAX_EXACT,
+    checked_text,
+    flag,
+    instance,
+    listed,
+    one_of,
+    positive_ms,
+    reason_text,
+    whole,
+)
 from flowfabric.engine.calls import decoding, refusal, text
 from flowfabric.engine.executions import BATCH, Completion, Executions
-from flowfabric.engine.leases import claim_from_row, positive_ms, worker_pair
+from flowfabric.engine.leases import claim_from_row, worker_pair
+from flowfabric.engine.page_cursor import given_cursor
 from flowfabric.engine.registration import add_names
 
 __all__ = ["LaneSettings", "Scheduling", "Want"]
@@ -55,6 +65,14 @@ def _request(request_id: str | None) -> str:
     return new_uuid() if request_id is None else validate_uuid(request_id, "request_id")
 
 
+def _claim_args(want: Want, max_n: int, request_id: str | None) -> tuple[Any, ...]:
+    """What to claim, or nothing when nothing is wanted."""
+    instance(want, Want, "want")
+    most = min(whole(max_n, "max_n"), BATCH)
+    request = _request(request_id)
+    return want.args(most, request) if most > 0 else ()
+
+
 class Want(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks for work, of which lane, and how much of it."""
 
@@ -64,6 +82,13 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: str = ""
     """Sorted CSV of the tokens the worker offers."""
     lease_ttl_ms: int = 30_000
+
+    def __post_init__(self) -> None:
+        # Here, once: a request is used for every claim of a worker.
+        validate_lane(self.lane_id)
+        worker_pair(*checked_text(self.worker, "worker").partition(" ")[::2])
+        checked_text(self.capabilities, "capabilities")
+        positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
 
     @classmethod
     def of(
@@ -75,12 +100,12 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
         capabilities: str = "",
         lease_ttl_ms: int = 30_000,
     ) -> Want:
-        """A validated request; build it once and use it for every claim."""
+        """A request of a worker process; build it once and use it for every claim."""
         return cls(
-            lane_id=validate_lane(lane_id),
+            lane_id=lane_id,
             worker=worker_pair(worker_id, worker_instance_id),
             capabilities=capabilities,
-            lease_ttl_ms=positive_ms(lease_ttl_ms, "lease_ttl_ms"),
+            lease_ttl_ms=lease_ttl_ms,
         )
 
     @property
@@ -148,9 +173,10 @@ class Scheduling(Executions):
         The engine picks fresh, resumed or reclaimed per candidate. Repeating a request id gives
         the first answer again.
         """
-        if max_n < 1:
+        args = _claim_args(want, max_n, request_id)
+        tag = self.checked_tag(tag)
+        if not args:
             return ClaimedMany([], 0)
-        args = want.args(min(max_n, BATCH), _request(request_id))
         reply = await self.fcall("ff_claim_many", tag, args, op="claim_many")
         with decoding(reply, "ff_claim_many", "claim_many"):
             return ClaimedMany(want.claims(reply[2]), int(reply[3]))
@@ -168,28 +194,28 @@ class Scheduling(Executions):
 
         The completions commit first and never depend on the claim. None stands for success.
         """
+        items = listed(items, "items")
+        wanted = _claim_args(want, max_n, request_id)
+        tag = self.checked_tag(tag)
         outcomes: list[EngineError | None] = [None] * len(items)
         sent: list[int] = []
         args: list[Any] = [0]
         for position, item in enumerate(items):
             try:
-                args += self._completion_args(
-                    item.handle.execution_id, item.handle, item.result_payload, item.result_encoding
-                )
+                args += self._item_args(item)
             except ValidationError as error:
                 outcomes[position] = error
             else:
                 sent.append(position)
         args[0] = len(sent)
-        if max_n > 0:
-            args += want.args(min(max_n, BATCH), _request(request_id))
+        args += wanted
         reply = await self.fcall("ff_complete", tag, args, op="complete_many")
         with decoding(reply, "ff_complete", "complete_many"):
             for position, answer in zip(sent, reply[2], strict=True):
                 outcomes[position] = refusal(
                     answer, "complete", items[position].handle.execution_id
                 )
-            if max_n > 0:
+            if wanted:
                 return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
         return outcomes, ClaimedMany([], 0)
 
@@ -197,9 +223,10 @@ class Scheduling(Executions):
         self, lane_id: str, tag: str, limit: int
     ) -> list[ExecutionId]:
         """Up to `limit` waiting executions in claim order, whatever they require. Reads only."""
-        if limit < 1:
+        lane, tag = validate_lane(lane_id), self.checked_tag(tag)
+        if whole(limit, "limit") < 1:
             return []
-        lane = validate_lane(lane_id)
+        limit = min(limit, MAX_EXACT)
         names = [keys.eligible(tag, lane, each) for each in ("", *await self.signatures(tag, lane))]
         pages: list[Any] = await asyncio.gather(
             *(
@@ -220,8 +247,10 @@ class Scheduling(Executions):
 
         A cluster cannot ask many slots at once, so there the answer is always to go and see.
         """
-        if self.transport.is_cluster:
-            return True
+        validate_lane(lane_id)
+        tags = [self.checked_tag(tag, "tags") for tag in listed(tags, "tags")]
+        if self.transport.is_cluster or not tags:
+            return bool(tags)
         names = [
             name
             for tag in tags
@@ -238,6 +267,8 @@ class Scheduling(Executions):
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
         """Registered lanes by name after `cursor`, and the next cursor when more follow."""
+        given_cursor(cursor)
+        whole(limit, "limit")
         members: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
         lanes = sorted(stored_lane(text(member), "list_lanes") for member in members)
         rest = [lane for lane in lanes if lane > cursor]
@@ -270,8 +301,7 @@ class Scheduling(Executions):
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
         """Pause, drain, disable or re-activate a lane; returns the state it had."""
-        if state not in _LANE_STATES:
-            raise invalid_input("state", f"must be one of {', '.join(_LANE_STATES)}")
+        one_of(state, "state", _LANE_STATES)
         told = reason_text(reason, "reason")
         return await self._store_lane(lane_id, ("state", state, "reason", told))
 
@@ -290,13 +320,9 @@ class Scheduling(Executions):
             ("reclaim_grace_ms", reclaim_grace_ms, 0),
         ):
             if value is not None:
-                if not low <= whole(value, name) <= 10**12:
-                    raise invalid_input(name, f"must be between {low} and {10**12}")
-                fields += (name, value)
+                fields += (name, whole(value, name, low, 10**12))
         if emit_renewals is not None:
-            if not isinstance(emit_renewals, bool):
-                raise invalid_input("emit_renewals", "must be True or False")
-            fields += ("emit_renewals", "1" if emit_renewals else "0")
+            fields += ("emit_renewals", "1" if flag(emit_renewals, "emit_renewals") else "0")
         if fields:
             await self._store_lane(lane_id, fields)
 

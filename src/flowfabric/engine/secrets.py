@@ -20,6 +20,7 @@ from flowfabric.core.contracts.suspension import (
     SeedResult,
 )
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.engine.arguments import MAX_EXACT, checked_text, partition_number
 from flowfabric.engine.calls import Calls, text
 
 __all__ = ["DEFAULT_GRACE_MS", "FIRST_KID", "Secrets", "check_secret"]
@@ -29,7 +30,6 @@ log = logging.getLogger(__name__)
 DEFAULT_GRACE_MS = 86_400_000
 FIRST_KID = "k1"
 _FAN_OUT = 16
-_MAX_GRACE_MS = 2**53 - 1
 _is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _is_secret = re.compile(r"(?:[0-9a-fA-F]{2}){16,}").fullmatch
 _is_seed_secret = re.compile(r"[0-9a-fA-F]{64}").fullmatch
@@ -40,7 +40,7 @@ Found = tuple[str, str]
 
 def check_secret(secret_hex: str) -> str:
     """A usable secret in lower case; under 16 bytes or not hex is `invalid_secret_hex`."""
-    if not _is_secret(secret_hex):
+    if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError(
             "invalid_secret_hex", "must be an even number of hex digits, at least 32 (advised: 64)"
         )
@@ -106,9 +106,9 @@ class Secrets(Calls):
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
         """For embedders, at every boot: install where empty; another current key is refused."""
-        if not _is_seed_secret(secret_hex):
+        if not _is_seed_secret(checked_text(secret_hex, "secret_hex")):
             raise invalid_input("secret_hex", "must be 64 hex digits")
-        if not _is_kid(kid):
+        if not _is_kid(checked_text(kid, "kid")):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
         found = await self._seed_everywhere(kid, secret_hex.lower())
         if any(current != kid for _, current in found):
@@ -167,9 +167,7 @@ class Secrets(Calls):
         return await self.ask("ff_list_kids", self._tag(partition), (), _kids, op="list_kids")
 
     def _tag(self, partition: int) -> str:
-        if not 0 <= partition < self.counts.flow:
-            raise invalid_input("partition", f"must be below {self.counts.flow}")
-        return f"{{fp:{partition}}}"
+        return f"{{fp:{partition_number(partition, self.counts)}}}"
 
 
 def _found(reply: list[Any]) -> list[Found]:
@@ -189,13 +187,9 @@ _OTHER_SECRET = frozenset({"mismatch", "torn"})
 
 
 def _check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
-    if not _is_kid(kid):
+    if not isinstance(kid, str) or not _is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
     secret = check_secret(secret_hex)
-    if (
-        isinstance(grace_ms, bool)
-        or not isinstance(grace_ms, int)
-        or not 0 <= grace_ms <= _MAX_GRACE_MS
-    ):
+    if type(grace_ms) is not int or not 0 <= grace_ms <= MAX_EXACT:
         raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
     return secret

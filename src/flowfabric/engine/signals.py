@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 
 from flowfabric.core.contracts.suspension import Accepted, Duplicate, SignalOutcome
-from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
+from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.ids import (
+    ExecutionId,
+    WaitpointToken,
+    new_uuid,
+    validate_lane,
+    validate_text,
+    validate_uuid,
+)
+from flowfabric.engine.arguments import checked_bytes, checked_text, instance, one_of, whole
 from flowfabric.engine.calls import Calls, text
 
 __all__ = ["Signals"]
@@ -17,7 +25,6 @@ __all__ = ["Signals"]
 _MAX_NAME_BYTES = 256
 _MAX_FIELD_BYTES = 512
 _MAX_SIGNAL_BYTES = 65_536
-_MAX_NUMBER = 2**53 - 1
 _DAY_MS = 86_400_000
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -64,19 +71,17 @@ class Signals(Calls):
         )
         validate_text(idempotency_key, "idempotency_key", limit=_MAX_FIELD_BYTES)
         options["idempotency_key"] = idempotency_key
-        options["resume_delay_ms"] = _whole(resume_delay_ms, "resume_delay_ms")
+        options["resume_delay_ms"] = whole(resume_delay_ms, "resume_delay_ms", 0)
         if created_at is not None:
-            options["created_at"] = _whole(created_at, "created_at")
-        options |= _bounds(dedup_ttl_ms, signal_maxlen, max_signals_per_execution)
+            options["created_at"] = whole(created_at, "created_at", 0)
+        options["dedup_ttl_ms"] = whole(dedup_ttl_ms, "dedup_ttl_ms", 0)
+        options["maxlen"] = whole(signal_maxlen, "signal_maxlen", 1)
+        options |= _most(max_signals_per_execution)
         execution_id = self.checked(execution_id)
         validate_uuid(waitpoint_id, "waitpoint_id")
         if signal_id is not None:
             validate_uuid(signal_id, "signal_id")
-        raw = (
-            waitpoint_token.reveal()
-            if isinstance(waitpoint_token, WaitpointToken)
-            else waitpoint_token
-        )
+        raw = _revealed(waitpoint_token, "waitpoint_token")
         if not raw:
             raise ValidationError("missing_token", op="deliver_signal")
         return await self._signal(execution_id, waitpoint_id, signal_id, raw, options, payload)
@@ -131,6 +136,7 @@ class Signals(Calls):
 
         Without a suffix, each `decided_by` may decide once for each signal name.
         """
+        validate_text(decided_by, "decided_by", limit=_MAX_FIELD_BYTES)
         options = _options(
             signal_name,
             payload,
@@ -143,9 +149,11 @@ class Signals(Calls):
         )
         validate_text(idempotency_suffix, "idempotency_suffix", limit=_MAX_FIELD_BYTES)
         options["idempotency_key"] = f"approval:{signal_name}:{idempotency_suffix or decided_by}"
-        options |= _bounds(signal_dedup_ttl_ms, maxlen, max_signals_per_execution)
-        if lane_id:
-            options["lane"] = lane_id
+        options["dedup_ttl_ms"] = whole(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0)
+        options["maxlen"] = whole(maxlen, "maxlen", 1)
+        options |= _most(max_signals_per_execution)
+        if checked_text(lane_id, "lane_id"):
+            options["lane"] = validate_lane(lane_id)
         execution_id = self.checked(execution_id)
         validate_uuid(waitpoint_id, "waitpoint_id")
         return await self._signal(
@@ -175,10 +183,10 @@ class Signals(Calls):
         No open waitpoint is `waitpoint_token_not_found`, another token `invalid_token`. A bridge
         that outsiders reach must answer the same to both. The engine checks the token again.
         """
+        raw = _revealed(presented, "presented")
         stored = await self.read_waitpoint_token(execution_id, waitpoint_id)
         if stored is None:
             raise NotFoundError("waitpoint_token_not_found", op="verify_and_deliver")
-        raw = presented.reveal() if isinstance(presented, WaitpointToken) else presented
         if not hmac.compare_digest(stored.reveal().encode(), raw.encode(errors="surrogatepass")):
             raise ValidationError("invalid_token", op="verify_and_deliver")
         return await self.deliver_signal(execution_id, waitpoint_id, raw, signal_name, **options)
@@ -188,20 +196,17 @@ def _token(reply: list[Any]) -> WaitpointToken | None:
     return None if reply[2] is None else WaitpointToken(text(reply[2]))
 
 
-def _whole(value: Any, field: str, low: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _MAX_NUMBER:
-        raise invalid_input(field, f"must be a whole number from {low}")
-    return value
+def _revealed(token: WaitpointToken | str, field: str) -> str:
+    """A token as it is sent; one of any form is for the engine to judge."""
+    if isinstance(token, WaitpointToken):
+        return token.reveal()
+    return instance(token, str, field)
 
 
-def _bounds(dedup_ttl_ms: int, maxlen: int, max_signals: int | None) -> dict[str, int]:
-    bounds = {
-        "dedup_ttl_ms": _whole(dedup_ttl_ms, "dedup_ttl_ms"),
-        "maxlen": _whole(maxlen, "signal_maxlen", 1),
-    }
-    if max_signals is not None:
-        bounds["max_signals"] = _whole(max_signals, "max_signals_per_execution")
-    return bounds
+def _most(max_signals: int | None) -> dict[str, int]:
+    if max_signals is None:
+        return {}
+    return {"max_signals": whole(max_signals, "max_signals_per_execution", 0)}
 
 
 def _options(
@@ -225,9 +230,8 @@ def _options(
         ("payload_encoding", payload_encoding),
     ):
         validate_text(value, field, limit=_MAX_FIELD_BYTES)
-    if target_scope not in ("waitpoint", "execution"):
-        raise invalid_input("target_scope", "must be waitpoint or execution")
-    if payload is not None and len(payload) > _MAX_SIGNAL_BYTES:
+    one_of(target_scope, "target_scope", ("waitpoint", "execution"))
+    if payload is not None and len(checked_bytes(payload, "payload")) > _MAX_SIGNAL_BYTES:
         raise ValidationError(
             "payload_too_large", f"a signal carries at most {_MAX_SIGNAL_BYTES} bytes"
         )

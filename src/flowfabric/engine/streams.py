@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 from flowfabric.core import keys
 from flowfabric.core.contracts.streams import StreamFrames, Visibility
 from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
-from flowfabric.core.errors import TimeoutError_, TransportError, invalid_input
+from flowfabric.core.errors import TimeoutError_, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.appends import Appends
+from flowfabric.engine.arguments import one_of, seconds, whole
 from flowfabric.engine.calls import decoding, refused
-from flowfabric.engine.frames import Page, check_number, page_of
+from flowfabric.engine.frames import U32, Page, page_of
 from flowfabric.engine.stream_follow import StreamFollower
 from flowfabric.engine.stream_pool import StreamPool
 from flowfabric.valkey.library import ensure_library
@@ -69,8 +70,7 @@ class Streams(Appends):
     ) -> StreamFrames:
         """Frames behind `after`; waits for some, or for the close, up to `block_ms`."""
         cursor = StreamCursor.parse(after)
-        if isinstance(block_ms, bool) or not 0 <= block_ms <= MAX_TAIL_BLOCK_MS:
-            raise invalid_input("block_ms", f"must be between 0 and {MAX_TAIL_BLOCK_MS}")
+        whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
         check_count(count_limit)
         position = asked = cursor.after()
         reader = self._reader(execution_id, attempt_index, visibility)
@@ -110,6 +110,7 @@ class Streams(Appends):
 
     async def shutdown_prepare(self, grace_s: float) -> None:
         """Refuse new stream calls and wait for those under way, up to the grace period."""
+        grace_s = seconds(grace_s, "grace_s")
         loop = asyncio.get_running_loop()
         started = loop.time()
         if not await self.stream_pool.drain(grace_s):
@@ -119,9 +120,8 @@ class Streams(Appends):
             )
 
     def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
-        check_number("attempt_index", index)
-        if visibility not in _VISIBILITIES:
-            raise invalid_input("visibility", f"must be one of {', '.join(_VISIBILITIES)}")
+        whole(index, "attempt_index", 0, U32)
+        one_of(visibility, "visibility", _VISIBILITIES)
         return _Reader(self, self.checked(execution_id), index, visibility)
 
     async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:

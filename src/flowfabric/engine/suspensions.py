@@ -12,6 +12,7 @@ from flowfabric.core.conditions import (
     Condition,
     check_bindings,
     check_tree,
+    check_types,
     condition_json,
     referenced_waitpoint_keys,
 )
@@ -31,7 +32,17 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
 from flowfabric.core.state import PublicState
-from flowfabric.engine.arguments import fence_text, positive_ms
+from flowfabric.engine.arguments import (
+    each_text,
+    fence_text,
+    flag,
+    held,
+    instance,
+    listed,
+    one_of,
+    positive_ms,
+    whole,
+)
 from flowfabric.engine.calls import Calls, decoding, proof, text, unreadable
 
 __all__ = ["Suspensions"]
@@ -41,18 +52,17 @@ log = logging.getLogger(__name__)
 _MAX_WAITPOINTS = 64
 _MAX_KEY_BYTES = 256
 _MAX_POINTER_BYTES = 65_536
-_MAX_TIME = 2**53 - 1
 _PAST_TOLERANCE_MS = 600_000
-_BEHAVIORS = {
-    "fail",
-    "cancel",
-    "expire",
-    "auto_resume",
-    "auto_resume_with_timeout_signal",
+_BEHAVIORS = (
+    *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
     "escalate",
-}
-_REQUESTERS = {"worker", "operator", "policy", "system_timeout_policy"}
-_TRIGGERS = {"signal", "operator", "auto_resume"}
+)
+_REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
+_FLAGS = (
+    *("consume_matched_signals", "retain_signal_buffer_until_closed"),
+    "close_waitpoint_on_resume",
+)
+_TRIGGERS = ("signal", "operator", "auto_resume")
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
 _pack = msgspec.msgpack.Encoder().encode
 _policy_json = msgspec.json.Encoder().encode
@@ -84,8 +94,10 @@ class Suspensions(Calls):
         the same idempotency key (default: the suspension id) gives the first answer; the empty
         key means none, and then a lost reply cannot be repaired.
         """
-        if handle.kind == "suspended":
+        if instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
+        execution_id = self.checked(handle.execution_id)
+        check_types(condition)
         bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
         await self._check_suspend(condition, bindings, timeout_at)
         options = _options(
@@ -104,7 +116,6 @@ class Suspensions(Calls):
         options["condition"] = condition_json(condition)
         if timeout_at is not None:
             options["timeout_at"] = timeout_at
-        execution_id = handle.execution_id
         reply = await self.fcall(
             "ff_suspend",
             execution_id.tag,
@@ -136,12 +147,8 @@ class Suspensions(Calls):
     ) -> None:
         keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
         check_bindings(condition, keys, timeout_given=timeout_at is not None)
-        if timeout_at is not None and (
-            isinstance(timeout_at, bool)
-            or not isinstance(timeout_at, int)
-            or not 0 < timeout_at <= _MAX_TIME
-        ):
-            raise invalid_input("timeout_at", "must be milliseconds since 1970")
+        if timeout_at is not None:
+            whole(timeout_at, "timeout_at", 1)
         try:
             check_tree(condition)
             _check_limits(bindings)
@@ -161,6 +168,7 @@ class Suspensions(Calls):
         self, handle: Handle, waitpoint_key: str, expires_in_ms: int
     ) -> PendingWaitpoint:
         """A waitpoint that buffers signals until a suspension uses it; the lease is kept."""
+        held(handle)
         try:
             validate_text(waitpoint_key, "waitpoint_key", limit=_MAX_KEY_BYTES, required=True)
         except ValidationError as error:
@@ -170,7 +178,7 @@ class Suspensions(Calls):
             proof(handle),
             new_uuid(),
             waitpoint_key,
-            positive_ms(expires_in_ms, "expires_in"),
+            positive_ms(expires_in_ms, "expires_in_ms"),
         )
         tag = handle.execution_id.tag
         reply = await self.fcall("ff_create_waitpoint", tag, args, op="create_waitpoint")
@@ -191,7 +199,7 @@ class Suspensions(Calls):
             execution_id,
             validate_uuid(waitpoint_id, "waitpoint_id"),
             validate_text(reason, "reason", required=True),
-            "" if handle is None else proof(handle),
+            "" if handle is None else proof(held(handle)),
         )
         reply = await self.fcall("ff_close_waitpoint", execution_id.tag, args, op="close_waitpoint")
         if reply[2:] not in _CLOSED:
@@ -211,9 +219,8 @@ class Suspensions(Calls):
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
     ) -> Resumed:
         """End a pause by hand, whatever its condition says."""
-        if trigger_type not in _TRIGGERS:
-            raise invalid_input("trigger_type", f"must be one of {', '.join(sorted(_TRIGGERS))}")
-        _check_delay(resume_delay_ms)
+        one_of(trigger_type, "trigger_type", _TRIGGERS)
+        whole(resume_delay_ms, "resume_delay_ms", 0)
         execution_id = self.checked(execution_id)
         args = (execution_id, trigger_type, resume_delay_ms)
         # Repeating it would find the execution resumed: the caller reads the state instead.
@@ -227,11 +234,13 @@ class Suspensions(Calls):
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Carry out what due suspensions want; each is checked again."""
-        return await self.ask_each("ff_expire_suspension", tag, *ids)
+        ids = each_text(ids, "ids")
+        return await self.ask_each("ff_expire_suspension", self.checked_tag(tag), *ids)
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Close pending waitpoints that nobody used in time; each is checked again."""
-        return await self.ask_each("ff_expire_waitpoint", tag, *ids)
+        ids = each_text(ids, "ids")
+        return await self.ask_each("ff_expire_waitpoint", self.checked_tag(tag), *ids)
 
 
 def _fresh(condition: Condition) -> list[Binding]:
@@ -244,7 +253,10 @@ def _fresh(condition: Condition) -> list[Binding]:
 
 def _named(bindings: Sequence[Binding]) -> list[Binding]:
     """The bindings; a primary one without a key is named after its id."""
-    named = list(bindings)
+    named: list[Binding] = listed(bindings, "waitpoints")[:]
+    for binding in named:
+        if not isinstance(binding, FreshWaitpoint | UsePending):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid_input("waitpoints", "must be FreshWaitpoint or UsePending")
     if named and isinstance(named[0], FreshWaitpoint) and not named[0].waitpoint_key:
         identity = named[0].waitpoint_id
         named[0] = FreshWaitpoint(identity, f"wpk:{identity}")
@@ -272,11 +284,6 @@ def _refuse_twice(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def _check_delay(delay_ms: Any) -> None:
-    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or not 0 <= delay_ms < _MAX_TIME:
-        raise invalid_input("resume_delay_ms", "must be a whole number of milliseconds from 0")
-
-
 def _options(
     reason_code: str,
     requested_by: str,
@@ -286,22 +293,25 @@ def _options(
 ) -> dict[str, Any]:
     """What needs no look at the condition."""
     behavior = "fail" if timeout_behavior is None else timeout_behavior
-    if behavior not in _BEHAVIORS:
-        raise invalid_input("timeout_behavior", f"must be one of {', '.join(sorted(_BEHAVIORS))}")
-    if requested_by not in _REQUESTERS:
-        raise invalid_input("requested_by", f"must be one of {', '.join(sorted(_REQUESTERS))}")
-    policy = resume_policy or ResumePolicy()
+    one_of(behavior, "timeout_behavior", _BEHAVIORS)
+    one_of(requested_by, "requested_by", _REQUESTERS)
+    if idempotency_key is not None:
+        validate_text(idempotency_key, "idempotency_key")
+    policy = ResumePolicy()
+    if resume_policy is not None:
+        policy = instance(resume_policy, ResumePolicy, "resume_policy")
+        for name in _FLAGS:
+            flag(getattr(policy, name), name)
     if policy.resume_target != "runnable":
         raise invalid_input("resume_policy", "resume_target must be runnable")
     if policy.resume_delay_ms is not None:
-        _check_delay(policy.resume_delay_ms)
+        whole(policy.resume_delay_ms, "resume_delay_ms", 0)
     return {
         "policy": _policy_json(policy).decode(),
         "reason_code": validate_text(reason_code, "reason_code"),
         "requested_by": requested_by,
         "timeout_behavior": behavior,
         "behavior_given": timeout_behavior is not None,
-        "idem": validate_text(idempotency_key or "", "idempotency_key"),
     }
 
 

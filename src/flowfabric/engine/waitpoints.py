@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,9 +27,19 @@ from flowfabric.core.contracts.suspension import (
     SuspendedEntry,
     SuspendedPage,
 )
-from flowfabric.core.errors import CorruptionError, NotFoundError, ValidationError, invalid_input
+from flowfabric.core.errors import CorruptionError, NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken, validate_uuid
+from flowfabric.engine.arguments import (
+    checked_text,
+    each_text,
+    held,
+    instance,
+    listed,
+    partition_number,
+    whole,
+)
 from flowfabric.engine.calls import Calls, proof, text
+from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 
 __all__ = ["Waitpoints"]
 
@@ -61,6 +69,8 @@ class Waitpoints(Calls):
     ) -> OpenWaitpoints:
         """Pending and active waitpoints by id, without their tokens."""
         execution_id = self.checked(execution_id)
+        checked_text(after, "after")
+        limit = max(1, min(whole(limit, "limit"), _MAX_PAGE))
         tag, core = execution_id.tag, keys.core(execution_id.tag, execution_id)
         if not await self.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
@@ -68,7 +78,6 @@ class Waitpoints(Calls):
         members: Any = await self.transport.call("SMEMBERS", name, key=name)
         ids = sorted(identity for identity in map(text, members) if identity > after)
         condition = await self._condition(execution_id)
-        limit = max(1, min(limit, _MAX_PAGE))
         found: list[OpenWaitpoint] = []
         for start in range(0, len(ids), _MAX_PAGE):
             part = ids[start : start + _MAX_PAGE]
@@ -89,7 +98,7 @@ class Waitpoints(Calls):
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
         """The signals that satisfied the suspension which led to this lease, oldest first."""
-        proof(handle)
+        proof(held(handle))
         execution_id, epoch = handle.execution_id, str(handle.lease_epoch)
         met, fields = await asyncio.gather(
             self._hash(keys.met(execution_id.tag, execution_id)),
@@ -115,6 +124,10 @@ class Waitpoints(Calls):
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
     ) -> ResumeSignal | None:
         """One accepted signal with its payload, or None when it is gone."""
+        execution_id = self.checked(execution_id)
+        checked_text(signal_id, "signal_id")
+        if waitpoint_key is not None:
+            checked_text(waitpoint_key, "waitpoint_key")
         key = keys.signal(execution_id, signal_id)
         body = keys.signal_payload(execution_id, signal_id)
         fields, payload = await asyncio.gather(
@@ -137,8 +150,9 @@ class Waitpoints(Calls):
         What came to the `wanted` keys is read along, unless it is much.
         """
         execution_id = self.checked(execution_id)
+        args = (execution_id, *each_text(wanted, "wanted"))
         return await self.ask(
-            *("ff_read_waits", execution_id.tag, (execution_id, *wanted)),
+            *("ff_read_waits", execution_id.tag, args),
             lambda reply: [_past_wait(row) for row in reply[2]],
             op="read_waits",
         )
@@ -147,9 +161,12 @@ class Waitpoints(Calls):
         self, execution_id: ExecutionId, wait: PastWait
     ) -> list[ResumeSignal]:
         """What a waitpoint received, oldest first."""
+        execution_id = self.checked(execution_id)
+        instance(wait, PastWait, "wait")
         if wait.signals is not None:
-            return list(wait.signals)
-        read = (self.read_signal(execution_id, i, wait.waitpoint_key) for i in wait.signal_ids)
+            return listed(wait.signals, "signals")[:]
+        ids = each_text(wait.signal_ids, "signal_ids")
+        read = (self.read_signal(execution_id, each, wait.waitpoint_key) for each in ids)
         return [signal for signal in await asyncio.gather(*read) if signal is not None]
 
     async def list_suspended(
@@ -157,12 +174,12 @@ class Waitpoints(Calls):
     ) -> SuspendedPage:
         """Suspended executions by partition, timeout and id; those without a timeout last."""
         begin, score, after = _parse_cursor(cursor)
+        limit = min(whole(limit, "limit"), _MAX_PAGE)
         partitions = await self._suspended_partitions(partition)
         if cursor and begin not in partitions:
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
             return SuspendedPage(())
-        limit = min(limit, _MAX_PAGE)
         lanes: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
         names = sorted(map(text, lanes))[:_MAX_LANES]
         entries: list[SuspendedEntry] = []
@@ -176,7 +193,7 @@ class Waitpoints(Calls):
                 # One more than fits tells whether anything follows.
                 rows = await self._suspended_rows(index, names, position, room + 1)
                 for position, entry in rows[:room]:
-                    last = _cursor(index, *position)
+                    last = sealed(index, *position)
                     if entry is not None:
                         entries.append(entry)
                 if len(rows) > room and len(entries) == limit:
@@ -197,9 +214,7 @@ class Waitpoints(Calls):
 
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
-            if not 0 <= partition < self.counts.flow:
-                raise invalid_input("partition", f"must be below {self.counts.flow}")
-            return [partition]
+            return [partition_number(partition, self.counts)]
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
         return sorted(int(member) for member in members)
 
@@ -328,17 +343,9 @@ def _names(condition: Condition, key: str) -> tuple[str, ...]:
             return tuple(dict.fromkeys(found))
 
 
-def _cursor(partition: int, score: int, execution_id: str) -> str:
-    raw = f"{partition}|{score}|{execution_id}".encode()
-    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
-
-
 def _parse_cursor(cursor: str) -> tuple[int, int, str]:
-    if not cursor:
+    if given_cursor(cursor) == "":
         return 0, 0, ""
-    try:
-        raw = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
-        partition, score, execution_id = raw.split("|", 2)
+    with reading_cursor():
+        partition, score, execution_id = opened(cursor, 3)
         return int(partition), int(score), ExecutionId.parse(execution_id)
-    except (ValueError, binascii.Error, ValidationError) as error:
-        raise ValidationError("invalid_cursor", "is not a cursor of this listing") from error
