@@ -60,10 +60,10 @@ async def test_a_reshard_target_that_left_is_dialled_no_more() -> None:
         assert await client.call("SET", "{asked}:new", 1) == b"OK"
         assert len(client._ask_links) == 1
         # A map that comes while the slot still moves does not stop it either.
-        await client.refresh()
+        await client.primaries()
         assert await client.call("GET", "{asked}:new") == b"1"
         cluster.nodes[target].kill()
-        await client.refresh()
+        await client.primaries()
         assert client._ask_links == {}
         await asyncio.gather(*client._retiring)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -322,6 +322,7 @@ CALLS: Mapping[str, Call] = {
     "set_lane_state": fixed(lane_id=LANE, state="active"),
     "shutdown_prepare": fixed(grace_s=0.0),
     "subscribe_lease_history": fixed(where=EventFilter(), partitions=[0]),
+    "signatures": in_lane,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),

@@ -19,7 +19,7 @@ from flowfabric.core.errors import (
     engine_error,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.arguments import checked_tag, fence_text
 from flowfabric.valkey.library import ensure_library
@@ -175,7 +175,7 @@ class Calls:
 
     async def signatures(self, tag: str, lane_id: str) -> list[str]:
         """The sets of required capabilities that executions of a lane have in a partition."""
-        key = keys.lane(tag, lane_id, "sigs")
+        key = keys.lane(self.checked_tag(tag), validate_lane(lane_id), "sigs")
         members: Any = await self.transport.call("SMEMBERS", key, key=key, replay_safe=True)
         return [text(member) for member in members]
 
