@@ -101,7 +101,8 @@ async def _skew(transport: Transport) -> Finding:
         "clock skew",
         Grade.WARNING,
         f"the server's clock is {duration(abs(skew_ms))} {side} this host's",
-        "synchronise both with NTP: a delay given here counts from this host's clock",
+        "synchronise both with NTP: durations count on the server, but a point in time that a "
+        "program works out here is this host's",
     )
 
 
