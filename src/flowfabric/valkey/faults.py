@@ -53,6 +53,9 @@ def from_reply(text: str) -> TransportError:
     """The typed error for one error reply, for example `NOAUTH Authentication required.`."""
     if text.startswith(("MOVED ", "ASK ")):
         return RedirectError(text)
+    if text.startswith("NOAUTH HELLO"):
+        # What the server says to a greeting is written for authors of clients.
+        text = "NOAUTH Authentication required."
     lowered = text.lower()
     if any(mark in lowered for mark in _MISSING_FUNCTION):
         return TransportError("script_not_loaded", text)

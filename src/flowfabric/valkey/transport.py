@@ -224,7 +224,7 @@ class Link:
 
     def _failure(self, error: TransportError | None) -> TransportError:
         if error is None:
-            return faults.from_connect(TimeoutError(), self.address.peer)
+            return faults.from_connect(TimeoutError(), self.address.peer, tls=self.address.tls)
         return TransportError(error.kind, error.message)
 
     def _start(self) -> asyncio.Future[TransportError | None]:

@@ -62,6 +62,13 @@ def test_redirects(reply: str, asking: bool, slot: int, host: str, port: int) ->
     assert (copy.slot, copy.port) == (slot, port)
 
 
+def test_a_greeting_without_a_password_is_answered_for_people() -> None:
+    raw = "NOAUTH HELLO must be called with the client already authenticated, otherwise the …"
+    error = from_reply(raw)
+    assert error.kind == "auth"
+    assert error.message.startswith("NOAUTH Authentication required. (it wants a password: set FF_")
+
+
 def test_connection_failures() -> None:
     assert from_connect(ConnectionRefusedError(111, "Connection refused"), "h:1").safe_to_repeat
     assert "did not answer" in from_connect(TimeoutError(), "h:1").message
