@@ -53,6 +53,7 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
         reply = await engine.backend.fcall("ff_test_key", lane, ("lane_part",), op="test")
         assert text(reply[2]) == keys.lane_part(lane)
+        assert keys.lane_of(keys.lane_part(lane)) == lane
 
 
 def test_every_tagged_name_is_compared() -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "index",
     "lane",
     "lane_config",
+    "lane_of",
     "lane_part",
     "last_claim",
     "payload",
@@ -39,6 +40,11 @@ PARTITIONS = "ff:idx:partitions"
 def lane_part(lane: str) -> str:
     """A lane name as one part of a key: `:` separates parts, so it is escaped."""
     return lane.replace("%", "%25").replace(":", "%3A") if ":" in lane or "%" in lane else lane
+
+
+def lane_of(part: str) -> str:
+    """The lane that `lane_part` made a part of a key."""
+    return part.replace("%3A", ":").replace("%25", "%")
 
 
 def _exec(tag: str, execution_id: str, part: str) -> str:

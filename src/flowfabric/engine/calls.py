@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import (
+    CorruptionError,
     EngineError,
     ReplyError,
     TransportError,
     ValidationError,
     engine_error,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import fence_text
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Arg, Transport
 
-__all__ = ["Calls", "Limits", "decoding", "proof", "refusal", "refused", "text"]
+__all__ = ["Calls", "Limits", "as_stored", "decoding", "proof", "refusal", "refused", "text"]
 
 log = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
 _SHOWN = 200
+_MAX_TOLD = 1000
+_U16_DIGITS = 5
 T = TypeVar("T")
 
 
@@ -47,6 +52,15 @@ def text(value: object) -> str:
     raise TypeError(f"no text: {value!r}")
 
 
+def as_stored(names: Iterable[Arg]) -> list[Arg]:
+    """Arguments that may name something malformed, as the bytes that are stored."""
+    return [raw(n) if isinstance(n, str) and not n.isascii() else n for n in names]
+
+
+def _readable(value: object) -> str:
+    return shown(lossless(value)) if isinstance(value, bytes) else text(value)
+
+
 def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
     """The error of a reply, or a part of one, that is not what the function promises."""
     return ReplyError(function, repr(answer)[:_SHOWN], execution_id, op=op)
@@ -58,7 +72,8 @@ def refused(
     """The typed error that an engine function answered with."""
     if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
         return unreadable(envelope, function, op, execution_id)
-    details = [text(part) for part in envelope[2:]]
+    # What is damaged may be quoted as it is stored.
+    details = [_readable(part) for part in envelope[2:]]
     code = envelope[1].decode(errors="replace")
     return engine_error(code, details, op, function=function, execution_id=execution_id)
 
@@ -118,6 +133,8 @@ class Calls:
         self.counts = counts
         self.limits = limits
         self._testing = testing
+        # Entries of registries that name nothing and were told of.
+        self._told: set[tuple[str, str]] = set()
 
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
@@ -159,13 +176,49 @@ class Calls:
             return decode(reply)
 
     async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
-        """One word per item, of the functions that scanners call."""
-        return await self.ask(function, tag, args, _words, op=function.removeprefix("ff_"))
+        """One word per item, of the functions that scanners call; an item may be malformed."""
+        named = as_stored(args)
+        return await self.ask(function, tag, named, _words, op=function.removeprefix("ff_"))
 
     async def server_time_ms(self) -> int:
         """The engine's clock."""
         return await self.ask(
             "ff_scan_due", "{fp:0}", (1, 0, 0), lambda reply: int(reply[2]), op="server_time_ms"
+        )
+
+    async def partitions_in_use(self) -> list[int]:
+        """Registered partitions, in order. An entry that is none is told of once and left out."""
+        found: list[int] = []
+        for stored in await self._registered(keys.PARTITIONS):
+            if _is_number(stored) and int(stored) < self.counts.flow:
+                found.append(int(stored))
+            else:
+                self._tell(keys.PARTITIONS, stored)
+        return sorted(found)
+
+    async def lanes_in_use(self) -> list[str]:
+        """Registered lanes, in order. An entry that is none is told of once and left out."""
+        found: list[str] = []
+        for stored in await self._registered(keys.LANES):
+            try:
+                found.append(stored_lane(stored, "lanes_in_use"))
+            except CorruptionError:
+                self._tell(keys.LANES, stored)
+        return sorted(found)
+
+    async def _registered(self, registry: str) -> list[str]:
+        members: Any = await self.transport.call("SMEMBERS", registry, key=registry)
+        return [lossless(member) for member in members]
+
+    def _tell(self, registry: str, entry: str) -> None:
+        if (registry, entry) in self._told or len(self._told) == _MAX_TOLD:
+            return
+        self._told.add((registry, entry))
+        log.warning(
+            "%s holds %r, which is none: left out",
+            registry,
+            shown(entry),
+            extra={"action": "registry_malformed", "registry": registry, "entry": shown(entry)},
         )
 
     def checked(self, execution_id: str) -> ExecutionId:
@@ -179,7 +232,12 @@ class Calls:
 
 
 def _words(reply: list[Any]) -> list[str]:
-    return [text(answer) for answer in reply[2]]
+    return [_readable(answer) for answer in reply[2]]
+
+
+def _is_number(entry: str) -> bool:
+    """Whether this is the one spelling of a partition's number."""
+    return len(entry) <= _U16_DIGITS and entry.isdecimal() and entry == str(int(entry))
 
 
 def _is_accepted(word: Any) -> bool:

@@ -21,7 +21,8 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
-from flowfabric.engine.calls import Calls, text
+from flowfabric.core.text import lossless
+from flowfabric.engine.calls import Calls
 from flowfabric.engine.record import Record
 
 __all__ = ["Filter", "Listing"]
@@ -137,8 +138,7 @@ class Listing(Calls):
     async def _used(self, partition: int | None, first: int) -> list[int]:
         if partition is not None:
             return [partition]
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return sorted(index for member in members if (index := int(member)) >= first)
+        return [index for index in await self.partitions_in_use() if index >= first]
 
     async def _ids(self, partition: int, after: str, count: int) -> list[str]:
         key = keys.index(f"{{fp:{partition}}}", "all_executions")
@@ -146,7 +146,7 @@ class Listing(Calls):
         members: Any = await self.transport.call(
             "ZRANGE", key, first, "+", "BYLEX", "LIMIT", 0, count, key=key
         )
-        return [member.decode() for member in members]
+        return [lossless(member) for member in members]
 
     async def _rows(
         self, members: Sequence[str], where: Filter | None
@@ -193,7 +193,7 @@ class Listing(Calls):
         if suffix == "eligible":
             signatures = keys.lane(tag, lane_id, "sigs")
             members: Any = await self.transport.call("SMEMBERS", signatures, key=signatures)
-            names += [keys.eligible(tag, lane_id, text(member)) for member in members]
+            names += [keys.eligible(tag, lane_id, _signature(member)) for member in members]
         limit = _page(limit)
         if limit <= 0:
             return ExecutionPage(())
@@ -216,7 +216,7 @@ class Listing(Calls):
                 *("ZRANGE", name, low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
                 key=name,
             )
-            scored = [(float(score), text(member)) for member, score in page]
+            scored = [(float(score), lossless(member)) for member, score in page]
             entries += [entry for entry in scored if after is None or entry > after]
             if len(page) < count:
                 break
@@ -252,6 +252,13 @@ def _stored_id(member: str) -> ExecutionId:
         return ExecutionId.parse(member)
     except EngineError as error:
         raise CorruptionError("corruption", f"list_executions: member: {member!r}") from error
+
+
+def _signature(member: bytes) -> str:
+    try:
+        return member.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptionError("corruption", f"list_lane: signature: {member!r}") from error
 
 
 def _bad_cursor(problem: str) -> ValidationError:

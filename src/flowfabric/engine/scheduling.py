@@ -211,8 +211,8 @@ class Scheduling(Executions):
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
         """Registered lanes by name after `cursor`, and the next cursor when more follow."""
-        members: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        lanes = sorted(stored_lane(text(member), "list_lanes") for member in members)
+        stored = await self._registered(keys.LANES)
+        lanes = sorted(stored_lane(name, "list_lanes") for name in stored)
         rest = [lane for lane in lanes if lane > cursor]
         page = rest[: max(0, limit)]
         return page, page[-1] if page and len(rest) > len(page) else None

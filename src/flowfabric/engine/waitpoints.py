@@ -163,8 +163,7 @@ class Waitpoints(Calls):
         if limit <= 0:
             return SuspendedPage(())
         limit = min(limit, _MAX_PAGE)
-        lanes: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        names = sorted(map(text, lanes))[:_MAX_LANES]
+        names = (await self.lanes_in_use())[:_MAX_LANES]
         entries: list[SuspendedEntry] = []
         last = ""
         for index in partitions:
@@ -200,8 +199,7 @@ class Waitpoints(Calls):
             if not 0 <= partition < self.counts.flow:
                 raise invalid_input("partition", f"must be below {self.counts.flow}")
             return [partition]
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return sorted(int(member) for member in members)
+        return await self.partitions_in_use()
 
 
 def _resume_signal(
