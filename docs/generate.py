@@ -111,7 +111,20 @@ def scanners() -> str:
     lines += [
         "",
         "Each variable also exists with `_S` for seconds. `FF_SCANNERS_DISABLED` names scanners to",
-        "leave out; a worker with `--no-scanners` runs none of them.",
+        "leave out; a worker with `--no-scanners` runs none of them. Processes with a filter, or",
+        "with scanners left out, have a lease of their own; `ff:leader:others` lists those.",
+        "",
+        "## Damaged data",
+        "",
+        "What is damaged hides nothing. A member of an index that is no id is removed, a name in",
+        "a registry that is none is left out, and both are logged. An index that cannot be read is",
+        "one error of the cycle; the others are read. A record that cannot be read stays as it is.",
+        "",
+        "`index_reconciler` rebuilds every index from the records: entries that are lost, wrong or",
+        "one too many, and executions, lanes and partitions that nobody lists any more. Drift is",
+        "repaired when two cycles in a row have seen it. A cycle reads up to 10,000 executions of",
+        "partitions that changed, and compares up to 64 others (32 in a cluster) with what they",
+        "looked like when they were last found in order; the next cycle goes on from there.",
     ]
     return "\n".join(lines) + "\n"
 

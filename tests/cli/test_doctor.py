@@ -10,10 +10,13 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.keys import LEADER
+from flowfabric.scanners import ScannerSettings
+from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.library import LIBRARY_VERSION, read_library
 from tests.cli.support import Cli, Done
+from tests.scanners.support import running, until
 from tests.support.engine import Engine
 from tests.support.server import TestServer, free_port
 from tests.support.suspension import SECRET
@@ -75,6 +78,48 @@ async def test_nobody_works(cli: Cli, engine: Engine) -> None:
     assert "work waits in mails, which nobody serves" in found["workers"]["detail"]
     _, found = await examined(cli, "--namespace", "elsewhere")
     assert "0 live workers" in found["workers"]["detail"]
+
+
+async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
+    """A filter, or scanners left out, is another lease than the usual one."""
+    settings = ScannerSettings(namespace="acme", disabled=frozenset({"doorbell"}))
+    async with running(engine.backend, settings) as supervisor:
+        process = supervisor.leadership.identity.rpartition(":")[0]
+
+        async def listed() -> bool:
+            return bool(await read_leaders(engine.backend))
+
+        await until(listed)
+        _, found = await examined(cli)
+        assert found["scanners"]["grade"] == "ok"
+        assert found["scanners"]["detail"] == f"run by {process} for its part (host:pid)"
+    _, found = await examined(cli)
+    assert found["scanners"]["grade"] == "warning"
+
+
+@pytest.mark.corrupts
+async def test_registries_with_malformed_names(cli: Cli, engine: Engine) -> None:
+    await engine.create()
+    call = engine.backend.transport.call
+    await call("SADD", keys.LANES, b"bad\x01lane", b"\xff")
+    await call("SADD", keys.PARTITIONS, "zz")
+    done, found = await examined(cli)
+    assert done.code == 1
+    assert found["lanes"]["grade"] == found["partitions"]["grade"] == "broken"
+    assert found["lanes"]["detail"] == "ff:idx:lanes holds 2 malformed names"
+    assert found["partitions"]["detail"] == "ff:idx:partitions holds 1 malformed name"
+    assert "SREM" in found["lanes"]["advice"]
+    assert found["indexes"]["grade"] == "ok", "the rest is examined all the same"
+
+
+@pytest.mark.corrupts
+async def test_a_malformed_member_is_shown_as_it_is(cli: Cli, engine: Engine) -> None:
+    execution_id = await engine.create()
+    key = keys.index(execution_id.tag, "all_executions")
+    await engine.backend.transport.call("ZADD", key, 0, b"\xff")
+    _, found = await examined(cli)
+    assert found["indexes"]["grade"] == "broken"
+    assert "1 are not where their record says, such as \\xff" in found["indexes"]["detail"]
 
 
 async def test_a_paused_lane(cli: Cli, engine: Engine) -> None:

@@ -48,6 +48,13 @@ async def unchanged(engine: Engine, call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def indexes(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
+    """Every index that holds the execution but the list of all, with its score (None in a set)."""
+    held = await placed(engine, execution_id)
+    held.pop("all_executions")
+    return held
+
+
+async def placed(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
     """Every index that holds the execution, with its score (None in a plain set)."""
     member = execution_id.encode()
     prefix = keys.index(execution_id.tag, "").encode()
@@ -64,7 +71,6 @@ async def indexes(engine: Engine, execution_id: ExecutionId) -> dict[str, float 
                 if scored[0] != member:
                     continue
                 held[name.removeprefix(prefix).decode()] = float(scored[1])
-    held.pop("all_executions")
     return held
 
 

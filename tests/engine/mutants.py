@@ -460,7 +460,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "due check of the trimmer",
         TRIM,
-        "if not due or tonumber(due) > c.now then return 'not_due' end",
+        "if due > c.now then return 'not_due' end",
         "",
         trims_nothing_early,
     ),

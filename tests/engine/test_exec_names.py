@@ -70,6 +70,7 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
     for lane in LANES:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
         assert await built_by_lua(engine, "lane_part", first=lane) == keys.lane_part(lane)
+        assert keys.lane_of(keys.lane_part(lane)) == lane
     assert keys.wake_tag(keys.wake_channel(TAG)) == TAG
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import (
@@ -70,6 +72,7 @@ async def test_entries_that_do_not_belong_are_cleaned(engine: Engine) -> None:
     assert await engine.backend.read_execution_state(waiting) is PublicState.WAITING
 
 
+@pytest.mark.corrupts
 async def test_due_in_the_index_but_not_by_its_record(engine: Engine) -> None:
     (delayed,) = await create_delayed(engine, 1, in_ms=60_000)
     await plant(engine, delayed.tag, "lane:default:delayed", delayed)

@@ -21,6 +21,7 @@ async def test_more_than_a_page_in_one_cycle(engine: Engine) -> None:
     assert await members(engine, ids[0].tag, DELAYED) == []
 
 
+@pytest.mark.corrupts
 async def test_what_stays_at_the_head_never_hides_what_stands_behind(engine: Engine) -> None:
     ids = await create_delayed(engine, 180)
     await engine.advance(1001)

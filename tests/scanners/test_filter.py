@@ -6,7 +6,7 @@ from flowfabric.core import keys
 from flowfabric.core.state import PublicState
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import break_record, create_delayed, idle, plant
+from tests.scanners.support import break_record, create_delayed, idle
 from tests.support.engine import Engine
 
 ACME = ScannerFilter(namespace="acme")
@@ -80,4 +80,4 @@ async def test_index_repair_and_retention_apply_it(engine: Engine) -> None:
     supervisor = idle(engine, accept=ACME)
     for name in ("index_reconciler", "index_reconciler", "retention_trimmer"):
         assert await supervisor.scan_once(name) == ScanResult()
-    await plant(engine, drifted.tag, "lane:default:eligible", drifted)
+    await engine.backend.reconcile_execution_index(drifted.tag, [drifted])

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.keys import LEADER
+from flowfabric.core.keys import LEADER, LEADERS
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
-from flowfabric.scanners.leader import Leadership
+from flowfabric.scanners.leader import Leader, Leadership, read_leaders
 from flowfabric.valkey.address import parse_url
 from tests.scanners.support import DEFAULTS, QUICK, create_delayed, running, until
 from tests.support.engine import Engine
@@ -157,3 +157,49 @@ async def test_processes_with_other_duties_have_another_leader(
 ) -> None:
     key = ScannerSupervisor(engine.backend, settings, accept).leadership.key
     assert key.startswith(LEADER + ":")
+
+
+def _process(supervisor: ScannerSupervisor) -> str:
+    return supervisor.leadership.identity.rpartition(":")[0]
+
+
+async def test_every_leader_is_found(engine: Engine, valkey: TestServer) -> None:
+    assert await read_leaders(engine.backend) == []
+    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    apart = ScannerSettings(disabled=frozenset({"doorbell"}))
+
+    async def found() -> bool:
+        return len(await read_leaders(engine.backend)) == 2
+
+    async with other, running(other, apart) as partial:
+        await partial.leadership.scanning.wait()
+        async with running(engine.backend) as whole:
+            await until(found)
+            assert await read_leaders(engine.backend) == [
+                Leader(_process(whole), partial=False),
+                Leader(_process(partial), partial=True),
+            ]
+    assert await read_leaders(engine.backend) == [], "the lease counts, not the list"
+    names: Any = await engine.backend.transport.call("SMEMBERS", LEADERS)
+    assert list(names) == [partial.leadership.key.encode()]
+
+
+async def test_a_lost_list_is_written_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowfabric.scanners.leader._LIST_AGAIN_S", 0.1)
+    settings = ScannerSettings(disabled=frozenset({"doorbell"}), leader_ttl_s=0.2)
+
+    async def found() -> bool:
+        return len(await read_leaders(engine.backend)) == 1
+
+    async with running(engine.backend, settings):
+        await until(found)
+        await engine.backend.transport.call("DEL", LEADERS)
+        await until(found)
+
+
+async def test_the_usual_lease_is_not_listed(engine: Engine) -> None:
+    async with running(engine.backend) as supervisor:
+        await supervisor.leadership.scanning.wait()
+    assert await engine.backend.transport.call("EXISTS", LEADERS) == 0

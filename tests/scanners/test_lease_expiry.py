@@ -42,6 +42,7 @@ async def test_a_live_lease_is_left_alone(engine: Engine) -> None:
     await engine.backend.complete(held)
 
 
+@pytest.mark.corrupts
 async def test_renewed_since_the_index_was_read(engine: Engine) -> None:
     held = await engine.running()
     await plant(engine, held.execution_id.tag, "lease_expiry", held.execution_id)

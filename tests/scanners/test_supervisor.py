@@ -8,17 +8,18 @@ import msgspec
 import pytest
 
 from flowfabric.core import keys
-from flowfabric.core.errors import ValidationError
+from flowfabric.core.errors import TransportError, ValidationError
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
-from tests.scanners.support import QUICK, create_delayed, idle, running, until
+from tests.scanners.support import QUICK, break_record, create_delayed, idle, running, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
+HOURLY = ScannerSettings(intervals_s=dict.fromkeys(INTERVALS_S, 3600.0), leader_ttl_s=3600)
 GATED = msgspec.structs.replace(QUICK, intervals_s={**QUICK.intervals_s, "index_reconciler": 0.1})
 
 
@@ -43,22 +44,35 @@ class _Gate:
         return ScanResult()
 
 
-@pytest.mark.corrupts
+class _Faulty:
+    """A scanner with a fault of its own, which ends after a while."""
+
+    name = "index_reconciler"
+
+    def __init__(self) -> None:
+        self.faults = 3
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("a fault of the scanner itself")
+        return ScanResult()
+
+
 async def test_a_crashed_scanner_is_started_again(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await engine.create()
-    call = engine.backend.transport.call
-    await call("SADD", keys.PARTITIONS, "not a number")
+    supervisor = ScannerSupervisor(engine.backend, GATED)
+    supervisor._runners["index_reconciler"].scanner = _Faulty()
     with caplog.at_level(logging.ERROR):
-        async with running(engine.backend) as supervisor:
-            await until(lambda: supervisor.status()["lease_expiry"].restarts >= 2)
-            await call("SREM", keys.PARTITIONS, "not a number")
-            await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
+        supervisor.start()
+        await until(lambda: supervisor.status()["index_reconciler"].cycles > 0)
+        await supervisor.stop()
     fields = [record.__dict__ for record in caplog.records]
-    counts = [f["restart_count"] for f in fields if f["scanner"] == "lease_expiry"]
-    assert counts == list(range(1, len(counts) + 1))
-    assert {f["action"] for f in fields} == {"scanner_crashed"}
+    assert [f["restart_count"] for f in fields] == [1, 2, 3]
+    assert {(f["action"], f["scanner"]) for f in fields} == {
+        ("scanner_crashed", "index_reconciler")
+    }
     assert all(f["exc_info"] for f in fields)
 
 
@@ -85,26 +99,39 @@ async def test_cycles_of_one_scanner_never_overlap(engine: Engine) -> None:
     assert gate.most == 1
 
 
-async def test_stop_ends_sleeps_at_once(engine: Engine) -> None:
-    supervisor = ScannerSupervisor(engine.backend, ScannerSettings())
+async def test_stop_ends_sleeps_at_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Everybody sleeps for an hour: a stop that waits for one of them never comes to its end."""
+    supervisor = ScannerSupervisor(engine.backend, HOURLY)
     supervisor.start()
     await until(lambda: all(s.cycles for s in supervisor.status().values()))
-    started = asyncio.get_running_loop().time()
-    await supervisor.stop()
-    assert asyncio.get_running_loop().time() - started < 1
+    with caplog.at_level(logging.WARNING):
+        await supervisor.stop(timeout=3600)
+    assert caplog.records == []
     assert [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("ff-")] == []
 
 
 async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServer) -> None:
+    """Who does not lead sleeps as long as the leader's lease lasts."""
     other = await Backend.connect(parse_url(valkey.url), testing=True)
-    async with other, running(engine.backend) as leader:
+    async with other, running(engine.backend, HOURLY) as leader:
         await leader.leadership.scanning.wait()
-        follower = ScannerSupervisor(other, QUICK)
+        follower = ScannerSupervisor(other, HOURLY)
+        asked = await _looks_at_the_lease(other)
         follower.start()
-        started = asyncio.get_running_loop().time()
-        await follower.stop()
-        assert asyncio.get_running_loop().time() - started < 1
+
+        async def asks() -> bool:
+            return await _looks_at_the_lease(other) > asked
+
+        await until(asks)
+        await follower.stop(timeout=3600)
+        assert not follower.leadership.scanning.is_set()
         assert leader.leadership.holds
+
+
+async def _looks_at_the_lease(backend: Backend) -> int:
+    info: Any = await backend.transport.call("INFO", "commandstats")
+    text = info.decode() if isinstance(info, bytes) else str(info)
+    return int(text.partition("cmdstat_pttl:calls=")[2].partition(",")[0] or 0)
 
 
 async def test_stop_abandons_what_does_not_end(
@@ -162,7 +189,7 @@ async def test_no_progress_is_reported(engine: Engine, monkeypatch: pytest.Monke
 async def test_an_outage_is_said_once_and_survived(
     engine: Engine, valkey: TestServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (delayed,) = await create_delayed(engine, 1, in_ms=50)
+    (delayed,) = await create_delayed(engine, 1, in_ms=3_600_000)
     with FaultProxy(valkey.socket_path) as proxy:
         backend = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.05)
         async with backend, running(backend) as supervisor:
@@ -174,6 +201,7 @@ async def test_an_outage_is_said_once_and_survived(
             await until(lambda: all(s.errors for s in supervisor.status().values() if _often(s)))
             assert [r.levelname for r in _said(caplog)] == ["WARNING"]
             assert "cannot reach the server" in _said(caplog)[0].message
+            await engine.advance(3_600_001)
             proxy.up()
             await until(lambda: supervisor.status()["delayed_promoter"].processed == 1)
             assert supervisor.status()["lease_expiry"].restarts == 0
@@ -185,14 +213,42 @@ async def test_an_outage_is_said_once_and_survived(
     assert claim.handle.execution_id == delayed
 
 
+class _CutOff:
+    """A scanner that an outage catches in the middle of a cycle, in every partition."""
+
+    name = "index_reconciler"
+    lost = True
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        if self.lost:
+            for number in range(3):
+                error = TransportError("transport", "the connection was lost", ambiguous=True)
+                scope.trouble("partition not readable", error, partition=f"{{fp:{number}}}")
+        return ScanResult(errors=3 * self.lost)
+
+
+async def test_an_outage_within_a_cycle_is_an_outage_too(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    supervisor = idle(engine)
+    scanner = supervisor._runners["index_reconciler"].scanner = _CutOff()
+    for _ in range(2):
+        await supervisor.scan_once("index_reconciler")
+    assert [r.__dict__["action"] for r in _said(caplog)] == ["scanners_cut_off"]
+    scanner.lost = False
+    await supervisor.scan_once("index_reconciler")
+    healed = _said(caplog)[-1].__dict__
+    assert (healed["action"], healed["failed_cycles"]) == ("scanners_reconnected", 2)
+
+
 def _said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What scanners said of their trouble; their own work is not in it."""
+    """What scanners said of their trouble; the counts of their cycles are not in it."""
     actions = {"scanner_failure", "scanners_cut_off", "scanner_recovered", "scanners_reconnected"}
     return [
         r
         for r in caplog.records
-        if r.levelno >= logging.INFO
-        and (r.__dict__.get("action") in actions or r.__dict__.get("errors"))
+        if r.levelno >= logging.INFO and r.__dict__.get("action") in actions
     ]
 
 
@@ -220,6 +276,21 @@ async def test_trouble_of_one_scanner_is_said_once_and_when_it_ends(
     first, healed = _said(caplog)
     assert (first.__dict__["scanner"], healed.__dict__["scanner"]) == ("lease_expiry",) * 2
     assert (healed.levelname, healed.__dict__["failed_cycles"]) == ("INFO", 3)
+
+
+@pytest.mark.corrupts
+async def test_errors_alone_are_told_at_info(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    (poison,) = await create_delayed(engine, 1)
+    supervisor = idle(engine)
+    caplog.set_level(logging.DEBUG, "flowfabric.scanners")
+    await supervisor.scan_once("delayed_promoter")
+    await break_record(engine, poison)
+    await engine.advance(1001)
+    await supervisor.scan_once("delayed_promoter")
+    told = [r for r in caplog.records if r.__dict__.get("action") == "scanner_cycle"]
+    assert [(r.levelname, r.__dict__["errors"]) for r in told] == [("DEBUG", 0), ("INFO", 1)]
 
 
 async def test_disabled_scanners_do_not_exist(engine: Engine) -> None:

@@ -67,6 +67,7 @@ async def test_a_signal_came_first(engine: Engine) -> None:
     assert state is PublicState.WAITING
 
 
+@pytest.mark.corrupts
 async def test_a_later_suspension_keeps_its_own_time(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)

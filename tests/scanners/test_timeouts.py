@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import idle, members, plant
@@ -69,6 +71,7 @@ async def test_terminal_and_unknown_executions_lose_both_timers(engine: Engine) 
         assert await members(engine, ghost.tag, index) == []
 
 
+@pytest.mark.corrupts
 async def test_a_timer_of_an_execution_that_does_not_run_changes_nothing(engine: Engine) -> None:
     waiting = await engine.create()
     await plant(engine, waiting.tag, "attempt_timeout", waiting)

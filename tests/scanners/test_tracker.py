@@ -62,3 +62,18 @@ def test_few_entries_are_kept() -> None:
         tracker.begin_cycle()
     tracker.failed("x")
     assert tracker.failed("x")
+
+
+def test_what_left_its_index_is_forgotten_when_its_rest_is_over() -> None:
+    tracker = FailureTracker()
+    tracker.begin_cycle()
+    for number in range(1000):
+        for _ in range(3):
+            tracker.failed(f"item-{number}")
+    for _ in range(10):
+        tracker.begin_cycle()
+    assert len(tracker) == 1000
+    assert tracker.skips("item-0")
+    tracker.begin_cycle()
+    assert len(tracker) == 0
+    assert not tracker.skips("item-0")

@@ -121,15 +121,11 @@ async def test_scanners_find_work_in_a_partition_nobody_registered(
     await lose(engine)
     async with await Backend.connect(parse_url(valkey.url), testing=True) as fresh:
         other = Engine(fresh)
-        assert (await idle(other).scan_once("index_reconciler")).processed == 1
+        assert (await idle(other).scan_once("index_reconciler")).processed == 2
         assert (await idle(other).scan_once("index_reconciler")).processed == 0
-    assert await fresh_tags(engine) == {"{fp:201}"}
+    assert await registered(engine) == ({"default"}, {"{fp:201}"})
     actions = [record.__dict__.get("action") for record in caplog.records]
-    assert actions.count("partition_registered") == 1
-
-
-async def fresh_tags(engine: Engine) -> set[str]:
-    return (await registered(engine))[1]
+    assert actions.count("partition_registered") == actions.count("lane_registered") == 1
 
 
 @pytest.mark.parametrize(

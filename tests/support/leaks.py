@@ -7,14 +7,17 @@ from typing import Any
 
 from flowfabric.engine.backend import Backend
 
+_ID = r"\{fp:\d+\}:[0-9a-f-]{36}"
 _EXECUTION = re.compile(
-    r"^ff:(?:exec|attempt|stream):(?P<tag>\{fp:\d+\}):(?P<id>\{fp:\d+\}:[0-9a-f-]{36}):(?P<part>.+)$"
+    rf"^ff:(?:exec|attempt|stream):(?P<tag>\{{fp:\d+\}}):(?P<id>{_ID}):(?P<part>.+)$"
 )
 _EXECUTION_PARTS = re.compile(
     r"^(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
     r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints(:pending)?|signals"
     r"|\d+(:summary|:meta|:closed)?)$"
 )
+_WAITPOINT = re.compile(r"^(?P<record>ff:wp:\{fp:\d+\}:[0-9a-f-]{36})(:signals)?$")
+_SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:payload)?$")
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
     r"|purge_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
@@ -23,11 +26,18 @@ _INDEX = re.compile(
 )
 _OTHER = re.compile(
     r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions)|ff:lane:.+:config"
-    r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:wp:.+|ff:signal:.+|ff:sigdedup:.+|ff:dedup:suspend:.+"
+    r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+|ff:dedup:suspend:.+"
     r"|ff:part:\{fp:\d+\}:events|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
 )
-_MUST_EXPIRE = re.compile(r"(:claim_grant$|:claimed:|^ff:idem:|:alive$|:caps$|^ff:leader:)")
+_MUST_EXPIRE = re.compile(
+    r"(:claim_grant$|:claimed:|^ff:idem:|^ff:sigdedup:|^ff:dedup:|:alive$|:caps$|^ff:leader:)"
+)
+_HOLDS_EXECUTIONS = re.compile(
+    r"^ff:idx:(?P<tag>\{fp:\d+\}):(all_executions|lease_expiry|attempt_timeout|execution_deadline"
+    r"|suspension_timeout|(?P<set>worker:\S+:leases)"
+    r"|lane:[^:]+:(eligible(:.+)?|delayed|active|reclaimable(:.+)?|terminal|suspended|blocked:\w+))$"
+)
 
 
 # Tags are the user's own: an empty one is a value.
@@ -52,12 +62,16 @@ async def find_leaks(backend: Backend) -> list[str]:
     known = {name.decode() for name in names}
     problems: list[str] = []
     for name in sorted(known):
-        owned = _EXECUTION.match(name)
-        if owned:
+        if owned := _EXECUTION.match(name):
             if not _EXECUTION_PARTS.match(owned["part"]):
                 problems.append(f"unknown kind of execution key: {name}")
-            if f"ff:exec:{owned['tag']}:{owned['id']}:core" not in known:
+            if not _has_record(known, owned["id"]):
                 problems.append(f"execution key without a record: {name}")
+        elif owned := _WAITPOINT.match(name):
+            problems += await _unowned_waitpoint(backend, known, name, owned["record"])
+        elif owned := _SIGNAL.match(name):
+            if owned["record"] not in known or not _has_record(known, owned["id"]):
+                problems.append(f"signal key without an owner: {name}")
         elif not _INDEX.match(name) and not _OTHER.match(name):
             problems.append(f"unknown key: {name}")
         if _MUST_EXPIRE.search(name):
@@ -69,15 +83,34 @@ async def find_leaks(backend: Backend) -> list[str]:
     return problems + await _drift(backend, known)
 
 
+def _has_record(known: set[str], execution_id: str) -> bool:
+    tag = execution_id.partition("}")[0] + "}"
+    return f"ff:exec:{tag}:{execution_id}:core" in known
+
+
+async def _unowned_waitpoint(
+    backend: Backend, known: set[str], name: str, record: str
+) -> list[str]:
+    if record not in known:
+        return [f"waitpoint key without its waitpoint: {name}"]
+    owner: Any = await backend.transport.call("HGET", record, "execution_id")
+    if owner is None or not _has_record(known, owner.decode()):
+        return [f"waitpoint key without an owner: {name}"]
+    return []
+
+
 async def _drift(backend: Backend, known: set[str]) -> list[str]:
+    """Executions of every index that are not where their records say."""
+    members: dict[str, set[bytes]] = {}
+    for name in known:
+        if match := _HOLDS_EXECUTIONS.match(name):
+            whole = ("SMEMBERS", name) if match["set"] else ("ZRANGE", name, 0, -1)
+            found: Any = await backend.transport.call(*whole)
+            members.setdefault(match["tag"], set()).update(found)
     problems: list[str] = []
-    for name in sorted(known):
-        match = re.match(r"^ff:idx:(\{fp:\d+\}):all_executions$", name)
-        if not match:
-            continue
-        members: Any = await backend.transport.call("ZRANGE", name, 0, -1)
-        ids = [member.decode() for member in members]
-        verdicts = await backend.reconcile_execution_index(match[1], ids, "check")
+    for tag, found in sorted(members.items()):
+        ids = sorted(member.decode() for member in found)
+        verdicts = await backend.reconcile_execution_index(tag, ids, "check")
         problems += [
             f"{execution_id}: {verdict}"
             for execution_id, verdict in zip(ids, verdicts, strict=True)

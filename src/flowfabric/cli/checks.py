@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable, Sized
 from typing import Any
 
 from flowfabric.cli.fleet import live_workers, server_now_ms
@@ -12,10 +13,12 @@ from flowfabric.cli.words import clean, duration, plural
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
+from flowfabric.core.text import lossless, shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import configured_counts
 from flowfabric.engine.health import Finding, Grade, health_findings
 from flowfabric.engine.registry import WorkerEntry
+from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
 from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
@@ -112,11 +115,11 @@ async def _skew(transport: Transport) -> Finding:
 async def check_deployment(backend: Backend, namespace: str | None) -> list[Finding]:
     """What can be said once the partition counts are known."""
     now = await server_now_ms(backend)
-    lanes, _ = await backend.list_lanes(limit=100_000)
+    lanes = await backend.lanes_in_use()
     workers = await live_workers(backend, now, namespace)
     leader = await _leader(backend)
     return [
-        _partitions(backend.counts),
+        await _partitions(backend),
         await _tokens(backend),
         await _lanes(backend, lanes),
         _collisions(lanes, backend.counts),
@@ -126,7 +129,25 @@ async def check_deployment(backend: Backend, namespace: str | None) -> list[Find
     ]
 
 
-def _partitions(counts: PartitionCounts) -> Finding:
+async def _malformed(
+    backend: Backend, registry: str, read: Callable[[], Awaitable[Sized]]
+) -> Finding | None:
+    """Names that nobody can have registered; scanners and listings leave them out."""
+    stored: Any = await backend.transport.call("SCARD", registry, key=registry)
+    # Read second: what is registered in between is not malformed.
+    odd = stored - len(await read())
+    if odd <= 0:
+        return None
+    return Finding(
+        registry.rpartition(":")[2],
+        Grade.BROKEN,
+        f"{registry} holds {plural(odd, 'malformed name')}",
+        f"find them with SMEMBERS {registry}, and take them out with SREM",
+    )
+
+
+async def _partitions(backend: Backend) -> Finding:
+    counts = backend.counts
     stored = f"{counts.flow} flow, {counts.budget} budget, {counts.quota} quota"
     if any(os.environ.get(name) for name in _COUNT_VARIABLES):
         configured = configured_counts()
@@ -138,7 +159,8 @@ def _partitions(counts: PartitionCounts) -> Finding:
                 f"{stored} are stored, the environment asks for {wanted}",
                 f"unset {', '.join(_COUNT_VARIABLES)}: the counts never change",
             )
-    return Finding("partitions", Grade.OK, stored)
+    odd = await _malformed(backend, keys.PARTITIONS, backend.partitions_in_use)
+    return odd or Finding("partitions", Grade.OK, stored)
 
 
 async def _tokens(backend: Backend) -> Finding:
@@ -162,6 +184,9 @@ async def _tokens(backend: Backend) -> Finding:
 
 
 async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
+    odd = await _malformed(backend, keys.LANES, backend.lanes_in_use)
+    if odd is not None:
+        return odd
     stopped: list[str] = []
     for lane in lanes:
         settings = await backend.get_lane(lane)
@@ -217,10 +242,13 @@ async def _holds_work(backend: Backend, lane: str) -> bool:
 
 
 async def _leader(backend: Backend) -> Finding:
-    owner: Any = await backend.transport.call("GET", keys.LEADER, key=keys.LEADER)
-    if owner is not None:
-        host, _, _ = owner.decode().rpartition(":")
-        return Finding("scanners", Grade.OK, f"run by {clean(host)} (host:pid)")
+    leaders = await read_leaders(backend)
+    if leaders:
+        who = ", ".join(
+            f"{clean(leader.process)}{' for its part' if leader.partial else ''}"
+            for leader in leaders
+        )
+        return Finding("scanners", Grade.OK, f"run by {who} (host:pid)")
     return Finding(
         "scanners",
         Grade.WARNING,
@@ -235,9 +263,9 @@ async def _indexes(backend: Backend) -> Finding:
     for tag in await backend.used_partitions():
         key = keys.index(tag, "all_executions")
         members: Any = await backend.transport.call("ZRANGE", key, 0, _SAMPLE - looked - 1, key=key)
-        ids = [member.decode(errors="replace") for member in members]
+        ids = [lossless(member) for member in members]
         looked += len(ids)
-        drifted += await _drifted(backend, tag, ids)
+        drifted += await _inconsistent(backend, tag, ids)
         if looked >= _SAMPLE:
             break
     detail = f"{plural(looked, 'execution')} examined"
@@ -246,20 +274,10 @@ async def _indexes(backend: Backend) -> Finding:
     return Finding(
         "indexes",
         Grade.BROKEN,
-        f"{detail}, {len(drifted)} are not where their record says, such as {clean(drifted[0])}",
+        f"{detail}, {len(drifted)} are not where their record says, such as "
+        f"{clean(shown(drifted[0]))}",
         "the scanners repair this within two minutes; run doctor again, and report it if it stays",
     )
-
-
-async def _drifted(backend: Backend, tag: str, ids: list[str]) -> list[str]:
-    suspects = await _inconsistent(backend, tag, ids)
-    if not suspects:
-        return []
-    # One that retention deleted between the listing and the check is no drift.
-    key = keys.index(tag, "all_executions")
-    scores: Any = await backend.transport.call("ZMSCORE", key, *suspects, key=key)
-    still = [each for each, score in zip(suspects, scores, strict=True) if score is not None]
-    return await _inconsistent(backend, tag, still)
 
 
 async def _inconsistent(backend: Backend, tag: str, ids: list[str]) -> list[str]:

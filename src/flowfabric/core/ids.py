@@ -210,6 +210,16 @@ def _execution_id_error(text: object) -> IdParseError:
     return IdParseError("execution_id", kind, text)
 
 
+def is_uuid(text: str) -> bool:
+    """Whether stored text is a UUID in its one spelling."""
+    return _is_uuid(text) is not None
+
+
+def is_execution_id(text: str, tag: str) -> bool:
+    """Whether a stored member is an id of this partition: what is damaged may be anything."""
+    return text.startswith(f"{tag}:") and _split_execution_id(text) is not None
+
+
 _FAMILIES = {"fp": "flow", "b": "budget", "q": "quota"}
 _PREFIXES = {"flow": "fp", "execution": "fp", "budget": "b", "quota": "q"}
 

@@ -6,6 +6,7 @@ __all__ = [
     "CONFIG_PARTITIONS",
     "LANES",
     "LEADER",
+    "LEADERS",
     "NAMESPACES",
     "PARTITIONS",
     "attempt",
@@ -19,6 +20,7 @@ __all__ = [
     "index",
     "lane",
     "lane_config",
+    "lane_of",
     "lane_part",
     "last_claim",
     "marks",
@@ -61,6 +63,7 @@ NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADER = "ff:leader:scanners"
+LEADERS = "ff:leader:others"
 """Which process scans for all."""
 
 _EVENTS = ("ff:part:", ":events")
@@ -70,6 +73,11 @@ _WAKE = "ff:wake:"
 def lane_part(lane: str) -> str:
     """A lane name as one part of a key: `:` separates parts, so it is escaped."""
     return lane.replace("%", "%25").replace(":", "%3A") if ":" in lane or "%" in lane else lane
+
+
+def lane_of(part: str) -> str:
+    """The lane that `lane_part` made a part of a key."""
+    return part.replace("%3A", ":").replace("%25", "%")
 
 
 def _exec(tag: str, execution_id: str, part: str) -> str:

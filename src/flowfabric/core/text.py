@@ -1,4 +1,4 @@
-"""Text limits that truncate instead of refusing."""
+"""Text limits that truncate instead of refusing, and text that was stored malformed."""
 
 from __future__ import annotations
 
@@ -22,3 +22,26 @@ def truncate_utf8(text: str, limit: int) -> str:
     if len(data) <= limit:
         return data.decode()
     return data[:limit].decode(errors="ignore")
+
+
+def lossless(stored: bytes) -> str:
+    """Stored bytes as text that `raw` turns into the very same bytes, well-formed or not.
+
+    >>> raw(lossless(b"\xff"))
+    b'\xff'
+    """
+    return stored.decode(errors="surrogateescape")
+
+
+def raw(text: str) -> bytes:
+    """The bytes that `lossless` was given: whoever names a stored thing must name that one."""
+    return text.encode(errors="surrogateescape")
+
+
+def shown(text: str) -> str:
+    """What `lossless` gave, for people and logs, which take no lone surrogates.
+
+    >>> shown(lossless(b"a\xff"))
+    'a\\xff'
+    """
+    return raw(text).decode(errors="backslashreplace")

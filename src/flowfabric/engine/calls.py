@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,7 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import (
+    CorruptionError,
     EngineError,
     ReplyError,
     TransportError,
@@ -19,18 +20,21 @@ from flowfabric.core.errors import (
     engine_error,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.ids import ExecutionId, stored_lane, validate_lane
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import checked_tag, fence_text
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Arg, Transport
 
-__all__ = ["Calls", "Limits", "decoding", "proof", "refusal", "refused", "text"]
+__all__ = ["Calls", "Limits", "as_stored", "decoding", "proof", "refusal", "refused", "text"]
 
 log = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
 _SHOWN = 200
+_MAX_TOLD = 1000
+_U16_DIGITS = 5
 T = TypeVar("T")
 
 
@@ -49,6 +53,15 @@ def text(value: object) -> str:
     raise TypeError(f"no text: {value!r}")
 
 
+def as_stored(names: Iterable[Arg]) -> list[Arg]:
+    """Arguments that may name something malformed, as the bytes that are stored."""
+    return [raw(n) if isinstance(n, str) and not n.isascii() else n for n in names]
+
+
+def _readable(value: object) -> str:
+    return shown(lossless(value)) if isinstance(value, bytes) else text(value)
+
+
 def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
     """The error of a reply, or a part of one, that is not what the function promises."""
     return ReplyError(function, repr(answer)[:_SHOWN], execution_id, op=op)
@@ -60,7 +73,8 @@ def refused(
     """The typed error that an engine function answered with."""
     if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
         return unreadable(envelope, function, op, execution_id)
-    details = [text(part) for part in envelope[2:]]
+    # What is damaged may be quoted as it is stored.
+    details = [_readable(part) for part in envelope[2:]]
     code = envelope[1].decode(errors="replace")
     return engine_error(code, details, op, function=function, execution_id=execution_id)
 
@@ -123,6 +137,8 @@ class Calls:
         self.counts = counts
         self.limits = limits
         self._testing = testing
+        # Entries of registries that name nothing and were told of.
+        self._told: set[tuple[str, str]] = set()
 
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
@@ -164,8 +180,9 @@ class Calls:
             return decode(reply)
 
     async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
-        """One word per item, of the functions that scanners call."""
-        return await self.ask(function, tag, args, _words, op=function.removeprefix("ff_"))
+        """One word per item, of the functions that scanners call; an item may be malformed."""
+        named = as_stored(args)
+        return await self.ask(function, tag, named, _words, op=function.removeprefix("ff_"))
 
     async def server_time_ms(self) -> int:
         """The engine's clock."""
@@ -177,7 +194,45 @@ class Calls:
         """The sets of required capabilities that executions of a lane have in a partition."""
         key = keys.lane(self.checked_tag(tag), validate_lane(lane_id), "sigs")
         members: Any = await self.transport.call("SMEMBERS", key, key=key, replay_safe=True)
-        return [text(member) for member in members]
+        try:
+            return [text(member) for member in members]
+        except UnicodeDecodeError as error:
+            raise CorruptionError("corruption", f"{key}: signature: {error.object!r}") from error
+
+    async def partitions_in_use(self) -> list[int]:
+        """Registered partitions, in order. An entry that is none is told of once and left out."""
+        found: list[int] = []
+        for stored in await self._registered(keys.PARTITIONS):
+            if _is_number(stored) and int(stored) < self.counts.flow:
+                found.append(int(stored))
+            else:
+                self._tell(keys.PARTITIONS, stored)
+        return sorted(found)
+
+    async def lanes_in_use(self) -> list[str]:
+        """Registered lanes, in order. An entry that is none is told of once and left out."""
+        found: list[str] = []
+        for stored in await self._registered(keys.LANES):
+            try:
+                found.append(stored_lane(stored, "lanes_in_use"))
+            except CorruptionError:
+                self._tell(keys.LANES, stored)
+        return sorted(found)
+
+    async def _registered(self, registry: str) -> list[str]:
+        members: Any = await self.transport.call("SMEMBERS", registry, key=registry)
+        return [lossless(member) for member in members]
+
+    def _tell(self, registry: str, entry: str) -> None:
+        if (registry, entry) in self._told or len(self._told) == _MAX_TOLD:
+            return
+        self._told.add((registry, entry))
+        log.warning(
+            "%s holds %r, which is none: left out",
+            registry,
+            shown(entry),
+            extra={"action": "registry_malformed", "registry": registry, "entry": shown(entry)},
+        )
 
     def checked(self, execution_id: str) -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""
@@ -194,7 +249,12 @@ class Calls:
 
 
 def _words(reply: list[Any]) -> list[str]:
-    return [text(answer) for answer in reply[2]]
+    return [_readable(answer) for answer in reply[2]]
+
+
+def _is_number(entry: str) -> bool:
+    """Whether this is the one spelling of a partition's number."""
+    return len(entry) <= _U16_DIGITS and entry.isdecimal() and entry == str(int(entry))
 
 
 def _is_accepted(word: Any) -> bool:

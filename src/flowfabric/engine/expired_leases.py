@@ -10,8 +10,8 @@ from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, stored_id, validate_namespace
+from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import whole
-from flowfabric.engine.calls import text
 from flowfabric.engine.record import Record
 from flowfabric.engine.upkeep import Upkeep
 
@@ -63,8 +63,7 @@ class LeaseReads(Upkeep):
     async def _due(self, moment: int, after: Due | None, at_once: int) -> list[Due]:
         """What may be on the page: the records themselves have the last word."""
         tags = await self.used_partitions()
-        members: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        lanes = [text(member) for member in members]
+        lanes = await self.lanes_in_use()
         parts: list[list[Due]] = []
         for start in range(0, len(tags), at_once):
             part = tags[start : start + at_once]
@@ -97,7 +96,11 @@ class LeaseReads(Upkeep):
         )
         pages: Any = (live, lost)
         # The reclaimable index is ordered by priority: when each expired is on its record.
-        ids = [text(member) for page in pages[1] for member in page]
+        ids = [
+            stored_id(lossless(member), "list_expired_leases")
+            for page in pages[1]
+            for member in page
+        ]
         names = [keys.core(tag, each) for each in ids]
         expiries: list[Any] = await asyncio.gather(
             *(
@@ -105,7 +108,7 @@ class LeaseReads(Upkeep):
                 for name in names
             )
         )
-        due = {(int(score), text(member)) for member, score in pages[0]}
+        due: set[Due] = {(int(max(score, 0)), lossless(member)) for member, score in pages[0]}
         due |= {
             (int(at), each) for each, at in zip(ids, expiries, strict=True) if at and at.isdigit()
         }

@@ -21,13 +21,14 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
+from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import (
     instance,
     one_of,
     partition_number,
     whole,
 )
-from flowfabric.engine.calls import Calls, text
+from flowfabric.engine.calls import Calls
 from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.record import Record
 
@@ -136,8 +137,7 @@ class Listing(Calls):
     async def _used(self, partition: int | None, first: int) -> list[int]:
         if partition is not None:
             return [partition]
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return sorted(index for member in members if (index := int(member)) >= first)
+        return [index for index in await self.partitions_in_use() if index >= first]
 
     async def _ids(self, partition: int, after: str, count: int) -> list[str]:
         key = keys.index(f"{{fp:{partition}}}", "all_executions")
@@ -145,7 +145,7 @@ class Listing(Calls):
         members: Any = await self.transport.call(
             "ZRANGE", key, first, "+", "BYLEX", "LIMIT", 0, count, key=key
         )
-        return [member.decode() for member in members]
+        return [lossless(member) for member in members]
 
     async def _rows(
         self, members: Sequence[str], where: Filter | None
@@ -212,7 +212,7 @@ class Listing(Calls):
                 *("ZRANGE", name, low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
                 key=name,
             )
-            scored = [(float(score), text(member)) for member, score in page]
+            scored = [(float(score), lossless(member)) for member, score in page]
             entries += [entry for entry in scored if after is None or entry > after]
             if len(page) < count:
                 break

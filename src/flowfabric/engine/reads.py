@@ -24,9 +24,10 @@ from flowfabric.core.errors import (
     ValidationError,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, is_execution_id
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
+from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import checked_text, each_text, whole
 from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
@@ -134,12 +135,16 @@ class Reads(Gaps):
         limit = min(whole(limit, "limit"), _MAX_FOUND)
         if limit < 1:
             return []
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        tags = [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+        tags = [f"{{fp:{index}}}" for index in await self.partitions_in_use()]
         found: list[Any] = await asyncio.gather(
             *(self._beginning_with(tag, uuid_prefix, limit) for tag in tags)
         )
-        return [ExecutionId.parse(member.decode()) for page in found for member in page][:limit]
+        return [
+            ExecutionId.trusted(member)
+            for tag, page in zip(tags, found, strict=True)
+            for member in map(lossless, page)
+            if is_execution_id(member, tag)
+        ][:limit]
 
     async def _beginning_with(self, tag: str, uuid_prefix: str, limit: int) -> Any:
         key = keys.index(tag, "all_executions")

@@ -269,8 +269,8 @@ class Scheduling(Executions):
         """Registered lanes by name after `cursor`, and the next cursor when more follow."""
         given_cursor(cursor)
         whole(limit, "limit")
-        members: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        lanes = sorted(stored_lane(text(member), "list_lanes") for member in members)
+        stored = await self._registered(keys.LANES)
+        lanes = sorted(stored_lane(name, "list_lanes") for name in stored)
         rest = [lane for lane in lanes if lane > cursor]
         page = rest[: max(0, limit)]
         return page, page[-1] if page and len(rest) > len(page) else None

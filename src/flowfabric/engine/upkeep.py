@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from flowfabric.core import keys
+from flowfabric.core.errors import CorruptionError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.calls import Calls, text
+from flowfabric.core.text import lossless, shown
+from flowfabric.engine.calls import Calls, as_stored, text
 
-__all__ = ["DuePage", "DueScan", "Upkeep"]
+__all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "Upkeep"]
+
+Mode = Literal["check", "repair"]
+
+_LANES_SEARCHED = 500
 
 
 class DuePage(msgspec.Struct, frozen=True):
-    """Due members of one index."""
+    """Due members of one index; a malformed one is as `core.text.lossless` gives it."""
 
     tag: str
     index: str
@@ -24,12 +30,32 @@ class DuePage(msgspec.Struct, frozen=True):
 
 
 class DueScan(msgspec.Struct, frozen=True):
-    """What a look at time-ordered indexes found. An index in neither part is empty."""
+    """What a look at time-ordered indexes found. An index in none of the parts is empty."""
 
     now_ms: int
     pages: list[DuePage]
     armed: dict[tuple[str, str], int]
     """The earliest time in each (tag, index) where nothing is due yet."""
+    unreadable: dict[tuple[str, str], str]
+    """Why a (tag, index) could not be read."""
+
+
+class Audit(msgspec.Struct, frozen=True):
+    """One verdict per execution, and the lanes that their records name."""
+
+    verdicts: list[str]
+    lanes: list[str]
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What the indexes of a partition look like."""
+
+    tag: str
+    looks: str
+    """The same as before when nothing was added to an index, lost from it or scored anew."""
+    executions: int
+    names: tuple[str, ...]
+    """The indexes that exist, after `ff:idx:T:`."""
 
 
 class Upkeep(Calls):
@@ -46,6 +72,7 @@ class Upkeep(Calls):
         now = 0
         pages: list[DuePage] = []
         armed: dict[tuple[str, str], int] = {}
+        unreadable: dict[tuple[str, str], str] = {}
         for group in groups:
             if not group:
                 continue
@@ -54,7 +81,8 @@ class Upkeep(Calls):
             now = found.now_ms
             pages += found.pages
             armed |= found.armed
-        return DueScan(now, pages, armed)
+            unreadable |= found.unreadable
+        return DueScan(now, pages, armed, unreadable)
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
         """Move lapsed leases to where the next claim finds them."""
@@ -96,31 +124,58 @@ class Upkeep(Calls):
         return int(deleted) + int(trimmed)
 
     async def reconcile_execution_index(
-        self, tag: str, ids: Iterable[str], mode: Literal["check", "repair"] = "repair"
+        self, tag: str, ids: Iterable[str], mode: Mode = "repair"
     ) -> list[str]:
-        """Compare executions with the indexes their records demand; repair where asked."""
-        return await self.ask_each("ff_reconcile", tag, mode, *ids)
+        """Compare executions with the indexes their records demand; repair where asked.
+
+        Entries under another lane than that of the record are found in so many lanes.
+        """
+        lanes = (await self.lanes_in_use())[:_LANES_SEARCHED]
+        return (await self.audit_indexes(tag, ids, lanes, mode)).verdicts
+
+    async def audit_indexes(
+        self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: Mode
+    ) -> Audit:
+        """The same for who knows the lanes whose indexes exist in the partition."""
+        args = as_stored((mode, len(lanes), *lanes, *ids))
+        return await self.ask("ff_reconcile", tag, args, _audit, op="reconcile")
+
+    async def survey_indexes(
+        self, lanes: Sequence[str], known: Mapping[str, Sequence[str]]
+    ) -> list[Survey]:
+        """What the indexes of these partitions look like; `known` ones are found more cheaply."""
+        cluster = self.transport.is_cluster
+        groups = [[tag] for tag in known] if cluster else [list(known)]
+        surveys: list[Survey] = []
+        for group in filter(None, groups):
+            places = [part for tag in group for part in (tag, len(known[tag]), *known[tag])]
+            args = as_stored((len(lanes), *lanes, *places))
+            surveys += await self.ask("ff_survey", group[0], args, _surveys, op="survey")
+        return surveys
 
     async def ring_waiting(self, tags: Sequence[str], lanes: Sequence[str]) -> int:
         """Ring the doorbells of lanes that hold claimable work, in case a ring was lost."""
         groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
         rings = 0
+        damage: CorruptionError | None = None
         for group in groups:
-            if group and lanes:
-                args = (len(lanes), *lanes, *group)
+            if not group or not lanes:
+                continue
+            args = (len(lanes), *lanes, *group)
+            try:
                 rings += await self.ask(
-                    "ff_ring_waiting",
-                    group[0],
-                    args,
-                    lambda reply: int(reply[2]),
-                    op="ring_waiting",
+                    *("ff_ring_waiting", group[0], args), _count, op="ring_waiting"
                 )
+            except CorruptionError as error:
+                # All others were rung, and those of the next partitions are to be.
+                damage = error
+        if damage is not None:
+            raise damage
         return rings
 
     async def used_partitions(self) -> list[str]:
         """The tags of partitions that hold or held work."""
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return [f"{{fp:{index}}}" for index in sorted(int(member) for member in members)]
+        return [f"{{fp:{index}}}" for index in await self.partitions_in_use()]
 
     async def occupied_partitions(self, tags: Sequence[str]) -> list[str]:
         """Those of the partitions that hold executions, registered or not.
@@ -138,10 +193,27 @@ class Upkeep(Calls):
         return [tag for tag, exists in zip(tags, found, strict=True) if exists]
 
 
+def _count(reply: list[Any]) -> int:
+    return int(reply[2])
+
+
 def _due(reply: list[Any]) -> DueScan:
     pages = [
-        DuePage(text(tag), text(index), [text(member) for member in ids])
+        DuePage(text(tag), text(index), [lossless(member) for member in ids])
         for tag, index, ids in reply[3]
     ]
     armed = {(text(tag), text(index)): int(score) for tag, index, score in reply[4]}
-    return DueScan(int(reply[2]), pages, armed)
+    unreadable = {(text(tag), text(index)): shown(lossless(why)) for tag, index, why in reply[5]}
+    return DueScan(int(reply[2]), pages, armed, unreadable)
+
+
+def _audit(reply: list[Any]) -> Audit:
+    verdicts = [shown(lossless(verdict)) for verdict in reply[2]]
+    return Audit(verdicts, [lossless(lane) for lane in reply[3]])
+
+
+def _surveys(reply: list[Any]) -> list[Survey]:
+    return [
+        Survey(text(tag), text(looks), int(executions), tuple(lossless(name) for name in names))
+        for tag, looks, executions, names in reply[2]
+    ]

@@ -180,8 +180,7 @@ class Waitpoints(Calls):
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
             return SuspendedPage(())
-        lanes: Any = await self.transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
-        names = sorted(map(text, lanes))[:_MAX_LANES]
+        names = (await self.lanes_in_use())[:_MAX_LANES]
         entries: list[SuspendedEntry] = []
         last = ""
         for index in partitions:
@@ -215,8 +214,7 @@ class Waitpoints(Calls):
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
             return [partition_number(partition, self.counts)]
-        members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
-        return sorted(int(member) for member in members)
+        return await self.partitions_in_use()
 
 
 def _resume_signal(

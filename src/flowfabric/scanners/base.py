@@ -70,7 +70,7 @@ class Scope:
         budget_s: float = 10.0,
         stopped: Callable[[], bool] = _never,
         on_progress: Callable[[], None] = _ignore,
-        on_trouble: Callable[[str, Mapping[str, str]], None] = _ignore,
+        on_trouble: Callable[[str, EngineError, Mapping[str, str]], None] = _ignore,
         watch: DueWatch | None = None,
         thorough: bool = False,
     ) -> None:
@@ -94,7 +94,7 @@ class Scope:
 
     def trouble(self, what: str, error: EngineError, **fields: str) -> None:
         """Say that the engine failed the scanner, which goes on with the rest."""
-        self._on_trouble(what, {"error": str(error), **fields})
+        self._on_trouble(what, error, fields)
 
 
 class Scanner(Protocol):

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from flowfabric.core import keys
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.ids import is_execution_id
+from flowfabric.core.text import shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.upkeep import DuePage, DueScan
 from flowfabric.scanners.base import ScanResult, Scope, Tally
@@ -61,6 +63,10 @@ class DueScanner(ABC):
         """Those of the members that this process may touch, in order."""
         return await scope.filter.accepted(backend, ids)
 
+    def is_member(self, tag: str, member: str) -> bool:
+        """Whether this can be a member at all; what cannot is removed like one without a record."""
+        return is_execution_id(member, tag)
+
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """One cycle over every index of the territory."""
         self.tracker.begin_cycle()
@@ -93,6 +99,7 @@ class DueScanner(ABC):
             if isinstance(scan, DueScan):
                 scope.progress()
                 pages += scan.pages
+                _unreadable(scope, scan, tally)
                 if scope.watch is not None:
                     scope.watch.learn(indexes, group, scan)
             elif isinstance(scan, EngineError):
@@ -125,6 +132,7 @@ class DueScanner(ABC):
                 scope.trouble("index not readable", error, partition=tag)
                 return
             scope.progress()
+            _unreadable(scope, scan, tally)
             ids = scan.pages[0].ids if scan.pages else []
 
     async def _handle(
@@ -141,6 +149,8 @@ class DueScanner(ABC):
                 gone += 1
                 tally.processed += 1
                 self.tracker.succeeded(member)
+                if not self.is_member(tag, member):
+                    self._tell_malformed(member, tag)
             elif answer in self.left:
                 self.tracker.succeeded(member)
             else:
@@ -166,23 +176,36 @@ class DueScanner(ABC):
             answers += await self._answers(backend, scope, tag, lane, [member], tally)
         return answers
 
+    def _tell_malformed(self, member: str, tag: str) -> None:
+        log.warning(
+            "%s: malformed member removed: %s",
+            self.name,
+            shown(member),
+            extra={
+                "action": "member_malformed",
+                "scanner": self.name,
+                "item": shown(member),
+                "partition": tag,
+            },
+        )
+
     def _failed(self, member: str, tag: str, answer: str) -> None:
         if self.tracker.failed(member):
             log.error(
                 "persistent %s failure: %s rests for %d cycles",
                 self.name,
-                member,
+                shown(member),
                 self.tracker.BACKOFF_CYCLES,
                 extra={
                     "action": "scanner_poison",
                     "scanner": self.name,
-                    "item": member,
+                    "item": shown(member),
                     "failures": self.tracker.STRIKES,
                     "backoff_cycles": self.tracker.BACKOFF_CYCLES,
                 },
             )
         else:
-            self._warn("item failed", execution_id=member, partition=tag, error=answer)
+            self._warn("item failed", execution_id=shown(member), partition=tag, error=answer)
 
     def _warn(self, what: str, **fields: str) -> None:
         log.warning(
@@ -192,3 +215,11 @@ class DueScanner(ABC):
             fields.get("error", ""),
             extra={"action": "scanner_failure", "scanner": self.name, **fields},
         )
+
+
+def _unreadable(scope: Scope, scan: DueScan, tally: Tally) -> None:
+    """An index that cannot be read is one error, and the scan goes on."""
+    for (tag, index), why in scan.unreadable.items():
+        tally.errors += 1
+        error = CorruptionError("corruption", f"{keys.index(tag, index)}: {why}")
+        scope.trouble("index not readable", error, partition=tag, index=index)

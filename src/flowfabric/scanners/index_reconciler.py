@@ -4,75 +4,76 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from flowfabric.core import keys
-from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.ids import ExecutionId, stored_lane
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import as_stored
 from flowfabric.scanners.base import ScanResult, Scope, Tally
+from flowfabric.scanners.places import Place, Places
 
 __all__ = ["IndexReconciler"]
 
 log = logging.getLogger(__name__)
 
 _PAGE = 100
+_STRAYS_PAGE = 500
+# Reading an entry costs about a tenth of reading a record.
+_ENTRIES_PER_EXECUTION = 10
 _MAX_PER_CYCLE = 10_000
-_QUIET_PER_CYCLE = 50
+_AT_REST_PER_CYCLE = 64
+_AT_REST_PER_CYCLE_CLUSTER = 32
+_READ_AT_REST_PER_CYCLE = 20
 _SOUGHT_PER_CYCLE = 512
 _SOUGHT_PER_CYCLE_CLUSTER = 32
 _FIELDS = ("lifecycle_phase", "eligibility_state", "ownership_state")
 
 
 class IndexReconciler:
-    """Audits a rotating part of all executions and repairs drift seen in two cycles running.
+    """Compares executions with their indexes, and repairs drift seen in two cycles running.
 
-    A partition that nothing happened in since an audit found it clean is audited again slowly:
-    reading every finished execution over and over would cost more than an idle worker may.
+    A cheap survey tells whether the indexes of a partition changed since a walk of all of it found
+    nothing. Those that did are walked again: reading every finished execution over and over would
+    cost more than an idle worker may. Of the others, what workers hold is read in every cycle, and
+    the rest slowly, in case a record changed and no index did.
 
-    It also finds partitions that hold work but are not registered, which no scanner would visit.
+    A walk that does not fit into a cycle goes on in the next, and so does the round.
+
+    It also registers partitions and lanes that hold work and were forgotten, because no scanner
+    would visit them.
     """
 
     name = "index_reconciler"
 
     def __init__(self) -> None:
         self.repaired = 0
-        # execution id → tag and verdict of the last cycle
-        self._suspects: dict[str, tuple[str, str]] = {}
-        # tag → the member after which the walk goes on; only while it is under way
-        self._cursors: dict[str, str] = {}
-        # tag → what the partition looked like before a clean walk of all of it
-        self._clean: dict[str, object] = {}
-        self._walked: dict[str, object] = {}
-        # the partition the next cycle begins with, and whose turn it is among those at rest
-        self._resume = ""
+        # tag and execution id → the verdict of the last cycle
+        self._suspects: dict[tuple[str, str], str] = {}
+        self._places = Places()
+        # whose turn it is among the partitions at rest
         self._turn = 0
         # the first partition of the next part that is searched for unregistered work
         self._sought = 0
+        # the lanes that records named
+        self._lanes: set[str] = set()
 
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
-        """Repair what drifted before and still does, then audit the next part."""
+        """Repair what drifted before and still does, then look at the next part."""
         tally = Tally()
         before, self._suspects = self._suspects, {}
         await self._settle(backend, scope, before, tally)
-        await self._seek(backend, scope, tally)
-        changed, quiet = await self._sort(backend, scope, tally)
-        budget = _MAX_PER_CYCLE
-        self._resume = ""
-        for tag, looks in changed:
-            if scope.spent() or budget <= 0:
-                tally.more = budget > 0
-                self._resume = self._resume or tag
-                break
-            budget -= await self._walk(backend, scope, tag, looks, budget, tally)
-            self._resume = tag if tag in self._cursors else ""
-        if quiet and not scope.spent():
-            tag, looks = quiet[self._turn % len(quiet)]
-            self._turn += 1
-            await self._walk(backend, scope, tag, looks, _QUIET_PER_CYCLE, tally)
+        found = await self._seek(backend, scope, tally)
+        await self._round(backend, scope, (*scope.territory.tags, *found), tally)
+        await self._register_lanes(backend, scope, tally)
         return tally.result()
 
-    async def _seek(self, backend: Backend, scope: Scope, tally: Tally) -> None:
+    # --- forgotten places -----------------------------------------------------------
+
+    async def _seek(self, backend: Backend, scope: Scope, tally: Tally) -> list[str]:
         """Register what a failover forgot, in the next part of all partitions."""
         cluster = backend.transport.is_cluster
         first, count = self._sought, backend.counts.flow
@@ -89,7 +90,7 @@ class IndexReconciler:
         except EngineError as error:
             tally.errors += 1
             scope.trouble("partitions not searched", error)
-            return
+            return []
         self._sought = end % count
         for tag in lost:
             tally.processed += 1
@@ -98,150 +99,285 @@ class IndexReconciler:
                 tag,
                 extra={"action": "partition_registered", "scanner": self.name, "partition": tag},
             )
+        return lost
 
-    async def _sort(
-        self, backend: Backend, scope: Scope, tally: Tally
-    ) -> tuple[list[tuple[str, object]], list[tuple[str, object]]]:
-        """Partitions to audit now, beginning where the last cycle ended, and those at rest."""
-        tags = scope.territory.tags
-        first = tags.index(self._resume) if self._resume in tags else 0
-        changed: list[tuple[str, object]] = []
-        quiet: list[tuple[str, object]] = []
-        for tag in tags[first:] + tags[:first]:
+    async def _register_lanes(self, backend: Backend, scope: Scope, tally: Tally) -> None:
+        """Register lanes that records name and no registry does."""
+        lost = self._lanes.difference(scope.territory.lanes)
+        if not lost:
+            return
+        try:
+            lost.difference_update(await backend.lanes_in_use())
+            await backend.register_places(lost, ())
+        except EngineError as error:
+            tally.errors += 1
+            scope.trouble("lanes not registered", error)
+            return
+        for lane in sorted(lost):
+            tally.processed += 1
+            log.warning(
+                "lane %s holds work but was not registered: registered again",
+                lane,
+                extra={"action": "lane_registered", "scanner": self.name, "lane": lane},
+            )
+
+    def _note_lanes(self, place: Place, lanes: Iterable[str]) -> None:
+        for lane in lanes:
             try:
-                looks = await self._looks(backend, tag)
-            except EngineError as error:
-                tally.errors += 1
-                scope.trouble("partition not readable", error, partition=tag)
-                continue
-            rested = not scope.thorough and self._clean.get(tag) == looks
-            (quiet if rested else changed).append((tag, looks))
-        return changed, quiet
+                self._lanes.add(stored_lane(lane, self.name))
+            except CorruptionError:
+                log.debug("%s is no lane", shown(lane))
+            else:
+                place.note(lane)
 
-    async def _looks(self, backend: Backend, tag: str) -> object:
-        """Changes with every creation and every event of the partition."""
-        index, feed = keys.index(tag, "all_executions"), keys.events(tag)
-        return await asyncio.gather(
-            backend.transport.call("ZCARD", index, key=index),
-            backend.transport.call("XREVRANGE", feed, "+", "-", "COUNT", 1, key=feed),
-        )
+    # --- the round ------------------------------------------------------------------
+
+    async def _round(
+        self, backend: Backend, scope: Scope, tags: Sequence[str], tally: Tally
+    ) -> None:
+        """Look at partitions until all had their turn, or the cycle has done enough."""
+        cluster = backend.transport.is_cluster
+        lanes = self._places.lanes({*scope.territory.lanes, *self._lanes})
+        budget = _MAX_PER_CYCLE
+        resting: list[Place] = []
+        most = _AT_REST_PER_CYCLE_CLUSTER if cluster else _AT_REST_PER_CYCLE
+        for group in self._places.round(tags, len(lanes), apart=cluster):
+            if scope.spent() or len(resting) >= most:
+                tally.more = len(resting) < most
+                self._places.begin_with(group[0].tag)
+                break
+            surveyed = await self._survey(backend, scope, lanes, group, tally)
+            for place in surveyed:
+                if scope.spent() or budget <= 0:
+                    tally.more = budget > 0
+                    self._places.begin_with(place.tag)
+                    return
+                if scope.thorough or not place.at_rest:
+                    budget -= await self._walk(backend, scope, place, budget, tally)
+                else:
+                    resting.append(place)
+                    budget -= await self._audit_live(backend, scope, place, budget, tally)
+        if resting and not scope.spent():
+            place = resting[self._turn % len(resting)]
+            self._turn += 1
+            await self._walk(backend, scope, place, _READ_AT_REST_PER_CYCLE, tally)
+
+    async def _survey(
+        self,
+        backend: Backend,
+        scope: Scope,
+        lanes: Sequence[str],
+        group: list[Place],
+        tally: Tally,
+    ) -> list[Place]:
+        try:
+            known = {place.tag: place.names for place in group}
+            wanted = {*lanes, *(lane for place in group for lane in place.named)}
+            surveys = await backend.survey_indexes(sorted(wanted), known)
+        except EngineError as error:
+            tally.errors += 1
+            tags = ",".join(place.tag for place in group)
+            scope.trouble("partition not readable", error, partition=tags)
+            return []
+        scope.progress()
+        for survey in surveys:
+            self._places[survey.tag].take(survey)
+        return group
 
     async def _walk(
-        self, backend: Backend, scope: Scope, tag: str, looks: object, budget: int, tally: Tally
+        self, backend: Backend, scope: Scope, place: Place, budget: int, tally: Tally
     ) -> int:
-        """Audit up to `budget` executions of one partition from its cursor on."""
-        if tag not in self._cursors:
-            self._walked[tag] = looks
+        """Go on with a partition for up to `budget` executions; how many it came to."""
+        place.begin()
         done = 0
-        while done < budget and not scope.spent():
-            size = min(_PAGE, budget - done)
+        while place.under_way and done < budget and not scope.spent():
             try:
-                ids = await self._page(backend, tag, self._cursors.get(tag), size)
-                await self._audit(backend, scope, tag, ids, tally)
+                if place.index is None:
+                    done += await self._walk_page(backend, scope, place, budget - done, tally)
+                else:
+                    done += await self._search_page(backend, scope, place, tally)
             except EngineError as error:
                 tally.errors += 1
-                scope.trouble("partition not audited", error, partition=tag)
-                break
+                scope.trouble("partition not audited", error, partition=place.tag)
+                if error.retryable:
+                    break
+                # What is damaged must not hide the rest.
+                place.advance()
             scope.progress()
-            done += len(ids)
-            if len(ids) < size:
-                self._cursors.pop(tag, None)
-                clean = all(tag != suspect for suspect, _ in self._suspects.values())
-                if clean:
-                    self._clean[tag] = self._walked[tag]
-                else:
-                    self._clean.pop(tag, None)
-                break
-            self._cursors[tag] = ids[-1]
         return max(done, 1)
 
-    async def _page(self, backend: Backend, tag: str, after: str | None, size: int) -> list[str]:
-        key = keys.index(tag, "all_executions")
-        first = "-" if after is None else f"({after}"
-        members: Any = await backend.transport.call(
-            "ZRANGE", key, first, "+", "BYLEX", "LIMIT", 0, size, key=key
-        )
-        return [member.decode(errors="replace") for member in members]
+    async def _walk_page(
+        self, backend: Backend, scope: Scope, place: Place, room: int, tally: Tally
+    ) -> int:
+        """Audit the next executions of a partition."""
+        size = min(_PAGE, room)
+        first = "-" if place.cursor is None else f"({place.cursor}"
+        key = keys.index(place.tag, "all_executions")
+        ids = await _members(backend, key, first, "+", "BYLEX", "LIMIT", 0, size)
+        await self._audit(backend, scope, place, ids, tally)
+        if len(ids) < size:
+            place.advance()
+        else:
+            place.cursor = ids[-1]
+        return len(ids)
+
+    async def _search_page(self, backend: Backend, scope: Scope, place: Place, tally: Tally) -> int:
+        """Audit the next entries of an index that the list of all executions lacks."""
+        key = keys.index(place.tag, place.index or "")
+        ids = await _members(backend, key, place.rank, place.rank + _STRAYS_PAGE - 1)
+        if ids:
+            listed = keys.index(place.tag, "all_executions")
+            scores: Any = await backend.transport.call(
+                "ZMSCORE", listed, *as_stored(ids), key=listed, replay_safe=True
+            )
+            strays = [each for each, score in zip(ids, scores, strict=True) if score != 0]
+            for start in range(0, len(strays), _PAGE):
+                await self._audit(backend, scope, place, strays[start : start + _PAGE], tally)
+        if len(ids) < _STRAYS_PAGE:
+            place.advance()
+        else:
+            place.rank += _STRAYS_PAGE
+        return -(-len(ids) // _ENTRIES_PER_EXECUTION)
+
+    async def _audit_live(
+        self, backend: Backend, scope: Scope, place: Place, budget: int, tally: Tally
+    ) -> int:
+        """Audit what workers hold: renewals change their entries, and no survey tells."""
+        done = 0
+        try:
+            for name in place.live:
+                rank, ids = 0, [""]
+                while ids and done < budget and not scope.spent():
+                    ids = await _members(
+                        backend, keys.index(place.tag, name), rank, rank + _PAGE - 1
+                    )
+                    await self._audit(backend, scope, place, ids, tally)
+                    rank += _PAGE
+                    done += len(ids)
+                    if len(ids) < _PAGE:
+                        break
+        except EngineError as error:
+            tally.errors += 1
+            scope.trouble("partition not audited", error, partition=place.tag)
+        return done
+
+    # --- verdicts -------------------------------------------------------------------
 
     async def _audit(
-        self, backend: Backend, scope: Scope, tag: str, ids: list[str], tally: Tally
+        self, backend: Backend, scope: Scope, place: Place, ids: list[str], tally: Tally
     ) -> None:
         accepted = await scope.filter.accepted(backend, ids)
-        for member, verdict in await self._reconcile(backend, tag, accepted, "check"):
-            if verdict == "consistent":
-                continue
+        if not accepted:
+            return
+        audit = await backend.audit_indexes(place.tag, accepted, place.lanes, "check")
+        self._note_lanes(place, audit.lanes)
+        for member, verdict in zip(accepted, audit.verdicts, strict=True):
             if verdict == "orphan" or verdict.startswith("drifted:"):
-                self._suspects[member] = (tag, verdict)
-            else:
+                self._suspects[place.tag, member] = verdict
+                place.doubt()
+            elif verdict != "consistent":
                 tally.errors += 1
-                self._warn("audit failed", execution_id=member, partition=tag, error=verdict)
-
-    async def _reconcile(
-        self, backend: Backend, tag: str, ids: list[str], mode: Literal["check", "repair"]
-    ) -> list[tuple[str, str]]:
-        if not ids:
-            return []
-        return list(zip(ids, await backend.reconcile_execution_index(tag, ids, mode), strict=True))
+                self._warn("audit failed", member, place.tag, verdict)
 
     async def _settle(
         self,
         backend: Backend,
         scope: Scope,
-        suspects: dict[str, tuple[str, str]],
+        suspects: dict[tuple[str, str], str],
         tally: Tally,
     ) -> None:
-        for member, (tag, verdict) in suspects.items():
-            if tag not in scope.territory.tags or scope.spent():
-                self._suspects[member] = (tag, verdict)
-                continue
-            try:
-                ((_, now),) = await self._reconcile(backend, tag, [member], "check")
-                if now == verdict:
-                    await self._repair(backend, tag, member, verdict, tally)
-                elif now != "consistent":
-                    self._suspects[member] = (tag, now)
-            except EngineError as error:
-                tally.errors += 1
-                self._warn("repair failed", execution_id=member, partition=tag, error=str(error))
+        """Repair what the last cycle saw too."""
+        by_tag: dict[str, list[str]] = {}
+        for tag, member in suspects:
+            by_tag.setdefault(tag, []).append(member)
+        for tag, members in by_tag.items():
+            for start in range(0, len(members), _PAGE):
+                part = {each: suspects[tag, each] for each in members[start : start + _PAGE]}
+                if tag in scope.territory.tags and not scope.spent():
+                    await self._settle_some(backend, scope, tag, part, tally)
+                else:
+                    self._suspects.update({(tag, each): part[each] for each in part})
 
-    async def _repair(
-        self, backend: Backend, tag: str, member: str, verdict: str, tally: Tally
+    async def _settle_some(
+        self, backend: Backend, scope: Scope, tag: str, part: dict[str, str], tally: Tally
     ) -> None:
-        fields = await _state(backend, member)
-        ((_, answer),) = await self._reconcile(backend, tag, [member], "repair")
+        lanes = self._places[tag].lanes
+        try:
+            audit = await backend.audit_indexes(tag, part, lanes, "check")
+            drifted: list[str] = []
+            for (member, before), now in zip(part.items(), audit.verdicts, strict=True):
+                if now == before:
+                    drifted.append(member)
+                elif now == "orphan" or now.startswith("drifted:"):
+                    self._suspects[tag, member] = now
+            if not drifted:
+                return
+            states = await asyncio.gather(*(_state(backend, member) for member in drifted))
+            repair = await backend.audit_indexes(tag, drifted, lanes, "repair")
+        except EngineError as error:
+            tally.errors += 1
+            scope.trouble("repair failed", error, partition=tag)
+            return
+        for member, state, answer in zip(drifted, states, repair.verdicts, strict=True):
+            self._repaired(tag, member, part[member], answer, state, tally)
+
+    def _repaired(
+        self,
+        tag: str,
+        member: str,
+        verdict: str,
+        answer: str,
+        state: dict[str, str | None],
+        tally: Tally,
+    ) -> None:
         if answer == "consistent":
             return
         if answer != "orphan_removed" and not answer.startswith("repaired:"):
             tally.errors += 1
-            self._warn("repair failed", execution_id=member, partition=tag, error=answer)
+            self._warn("repair failed", member, tag, answer)
             return
         self.repaired += 1
         tally.processed += 1
         log.warning(
             "index of %s repaired: %s",
-            member,
+            shown(member),
             answer,
             extra={
                 "action": "index_repaired",
                 "scanner": self.name,
                 "partition": tag,
-                "execution_id": member,
-                "expected_index": verdict.removeprefix("drifted:"),
+                "execution_id": shown(member),
+                "expected_index": verdict.removeprefix("drifted:").partition(" ")[0],
                 "repair": answer,
-                "lifecycle": fields["lifecycle_phase"],
-                "eligibility": fields["eligibility_state"],
-                "ownership": fields["ownership_state"],
+                "lifecycle": state["lifecycle_phase"],
+                "eligibility": state["eligibility_state"],
+                "ownership": state["ownership_state"],
             },
         )
 
-    def _warn(self, what: str, **fields: str) -> None:
+    def _warn(self, what: str, member: str, tag: str, error: str) -> None:
         log.warning(
             "%s: %s: %s",
             self.name,
             what,
-            fields.get("error", ""),
-            extra={"action": "scanner_failure", "scanner": self.name, **fields},
+            error,
+            extra={
+                "action": "scanner_failure",
+                "scanner": self.name,
+                "execution_id": shown(member),
+                "partition": tag,
+                "error": error,
+            },
         )
+
+
+async def _members(backend: Backend, key: str, *span: str | int) -> list[str]:
+    """Part of an index, malformed members as they are."""
+    name = raw(key)
+    found: Any = await backend.transport.call(
+        "ZRANGE", name, *as_stored(span), key=name, replay_safe=True
+    )
+    return [lossless(member) for member in found]
 
 
 async def _state(backend: Backend, member: str) -> dict[str, str | None]:

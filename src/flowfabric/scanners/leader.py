@@ -9,21 +9,55 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.text import lossless, shown
 from flowfabric.engine.backend import Backend
 
-__all__ = ["Leadership"]
+__all__ = ["Leader", "Leadership", "read_leaders"]
 
 log = logging.getLogger(__name__)
 
+_LISTED_S = 300.0
+_LIST_AGAIN_S = 60.0
 _POLL_S = 3.0
 _RETRY_S = 1.0
 _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
+# At the memory limit, too: only scanning frees memory again, and a doctor may ask who does.
+_LIST = """#!lua flags=allow-oom
+redis.call('SADD', KEYS[1], ARGV[1])
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+
+
+class Leader(msgspec.Struct, frozen=True):
+    """A process that runs scanners."""
+
+    process: str
+    """`<host>:<pid>`"""
+    partial: bool
+    """It has a filter, or leaves scanners out."""
+
+
+async def read_leaders(backend: Backend) -> list[Leader]:
+    """Who runs scanners now, those for everything first."""
+    call = backend.transport.call
+    listed: Any = await call("SMEMBERS", keys.LEADERS, key=keys.LEADERS, replay_safe=True)
+    names = [keys.LEADER, *sorted(lossless(name) for name in listed if name.isascii())]
+    owners: list[Any] = await asyncio.gather(
+        *(call("GET", name, key=name, replay_safe=True) for name in names)
+    )
+    return [
+        Leader(shown(lossless(owner)).rpartition(":")[0], name != keys.LEADER)
+        for name, owner in zip(names, owners, strict=True)
+        if owner is not None
+    ]
 
 
 class Leadership:
@@ -55,6 +89,8 @@ class Leadership:
         self._renew_s = ttl_s * 2 / 3
         self._poll_s = min(_POLL_S, ttl_s * 2 / 3)
         self._healthy = healthy
+        # When, on the loop's clock, the lease was last listed among those of a part.
+        self._listed_at = float("-inf")
 
     async def run(self, stop: asyncio.Event) -> None:
         """Acquire, renew and watch the lease until told to stop."""
@@ -85,6 +121,7 @@ class Leadership:
             # GETEX renews and reads in one command; on a foreign lease it is harmless.
             owner = await self._call("GETEX", self.key, "PX", self._ttl_ms)
             if owner == self.identity.encode():
+                await self._list()
                 return self._renew_s
             self.holds = False
         left = await self._call("PTTL", self.key)
@@ -112,7 +149,20 @@ class Leadership:
             return self._poll_s
         self.holds = True
         self._scan()
+        await self._list()
         return self._renew_s
+
+    async def _list(self) -> None:
+        """Let others know of a lease that is not the usual one, again and again: it may be lost."""
+        now = asyncio.get_running_loop().time()
+        if self.key == keys.LEADER or now - self._listed_at < _LIST_AGAIN_S:
+            return
+        await self._backend.transport.call(
+            *("EVAL", _LIST, 1, keys.LEADERS, self.key, round(1000 * _LISTED_S)),
+            key=keys.LEADERS,
+            replay_safe=True,
+        )
+        self._listed_at = now
 
     def _scan(self) -> None:
         if not self.scanning.is_set():

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import is_uuid
+from flowfabric.core.text import lossless
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.due import DueScanner
@@ -26,6 +29,10 @@ class PendingWpExpiry(DueScanner):
         """One index for all lanes."""
         return {"pending_waitpoint_expiry": ""}
 
+    def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
+        """Members are UUIDs."""
+        return is_uuid(member)
+
     async def accepted(
         self, backend: Backend, scope: Scope, tag: str, ids: Sequence[str]
     ) -> list[str]:
@@ -42,6 +49,12 @@ class PendingWpExpiry(DueScanner):
 
 
 async def _owner(backend: Backend, tag: str, waitpoint_id: str) -> str:
+    if not is_uuid(waitpoint_id):
+        return ""
     key = keys.waitpoint(tag, waitpoint_id)
-    stored: Any = await backend.transport.call("HGET", key, "execution_id", key=key)
-    return "" if stored is None else stored.decode()
+    try:
+        stored: Any = await backend.transport.call("HGET", key, "execution_id", key=key)
+    except EngineError:
+        # What cannot be read is not ours; the next cycle looks again.
+        return ""
+    return "" if stored is None else lossless(stored)

@@ -73,6 +73,8 @@ class Runner:
         self._last_covered = 0.0
         self._more = False
         self._troubles = self._failed_cycles = 0
+        self._begun_at = 0.0
+        self._cut_off = False
         self._progress_at = 0.0
         self._cycles = self._processed = self._errors = self._restarts = 0
         self._last_duration_s = 0.0
@@ -191,16 +193,14 @@ class Runner:
                 self._last_start = started
                 self._pause_s = self._draw_pause()
                 self._more = False
+            self._begun_at, self._cut_off = started, False
             try:
                 result = await self._scan(partition, thorough=thorough)
-                if not self._troubles:
-                    self._shared.outage.over()
             except EngineError as error:
                 result = ScanResult(errors=1)
-                if isinstance(error, TransportError) and error.kind in UNREACHABLE:
-                    self._shared.outage.noticed(error, started)
-                else:
-                    self._trouble("could not scan", {"error": str(error)})
+                self._trouble("could not scan", error, {})
+            if not self._troubles and not self._cut_off:
+                self._shared.outage.over()
             self._settle()
             self._last_duration_s = loop.time() - started
             self._cycles += 1
@@ -230,8 +230,14 @@ class Runner:
         )
         return await self.scanner.scan(shared.backend, scope)
 
-    def _trouble(self, what: str, fields: Mapping[str, str]) -> None:
+    def _trouble(self, what: str, error: EngineError, fields: Mapping[str, str]) -> None:
         """The engine failed the scanner. Told once: it says the same at every cycle."""
+        if isinstance(error, TransportError) and error.kind in UNREACHABLE:
+            # An outage is everybody's, wherever in its cycle it catches a scanner.
+            if not self._cut_off:
+                self._cut_off = True
+                self._shared.outage.noticed(error, self._begun_at)
+            return
         first = not self._troubles and not self._failed_cycles
         self._troubles += 1
         log.log(
@@ -239,8 +245,13 @@ class Runner:
             "scanner %s: %s: %s",
             self.name,
             what,
-            fields.get("error", ""),
-            extra={"action": "scanner_failure", "scanner": self.name, **fields},
+            error,
+            extra={
+                "action": "scanner_failure",
+                "scanner": self.name,
+                "error": str(error),
+                **fields,
+            },
         )
 
     def _settle(self) -> None:
@@ -261,7 +272,7 @@ class Runner:
             )
 
     def _log(self, result: ScanResult) -> None:
-        level = logging.INFO if result.processed else logging.DEBUG
+        level = logging.INFO if result.processed or result.errors else logging.DEBUG
         if log.isEnabledFor(level):
             log.log(
                 level,

@@ -25,18 +25,16 @@ class FailureTracker:
     def begin_cycle(self) -> None:
         """Count one more cycle; now and then forget what has stopped failing."""
         self._cycle += 1
+        # What left its index meanwhile is never asked about again.
+        over = [item for item, until in self._resting.items() if until <= self._cycle]
+        for item in over:
+            del self._resting[item]
         if self._cycle % _TIDY_EVERY == 0 and len(self) > _TIDY_ABOVE:
             self._strikes.clear()
 
     def skips(self, item: str) -> bool:
         """Whether the item rests in this cycle."""
-        until = self._resting.get(item)
-        if until is None:
-            return False
-        if self._cycle < until:
-            return True
-        del self._resting[item]
-        return False
+        return item in self._resting
 
     def failed(self, item: str) -> bool:
         """Note a failure; True when the item rests from now on."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
+from flowfabric.core.errors import EngineError
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.upkeep import DueScan
 from flowfabric.scanners.clock import ServerClock
@@ -19,6 +20,7 @@ Key = tuple[str, str]
 Indexes = Callable[[Sequence[str]], Iterable[str]]
 """The index names a scanner reads, given the lanes."""
 
+_LAST_TIME = 2**53 - 1
 _MAX_PEEKS = 16
 _EXISTS_KEYS = 1000
 
@@ -59,10 +61,10 @@ class DueWatch:
     def learn(self, indexes: Sequence[str], tags: Sequence[str], scan: DueScan) -> None:
         """Take over what a scan of these indexes found."""
         self.clock.observe(scan.now_ms)
-        due = {(page.tag, page.index) for page in scan.pages}
+        again = {(page.tag, page.index) for page in scan.pages} | scan.unreadable.keys()
         for tag in tags:
             for index in indexes:
-                if (tag, index) in due:
+                if (tag, index) in again:
                     self._heads.pop((tag, index), None)
                 else:
                     self._heads[tag, index] = scan.armed.get((tag, index))
@@ -129,11 +131,18 @@ class DueWatch:
         return any(counts)
 
     async def _head(self, key: Key) -> int | None:
+        """The earliest time. What cannot be read counts as due: the scan says why."""
         name = keys.index(*key)
-        found: Any = await self._backend.transport.call(
-            "ZRANGE", name, 0, 0, "WITHSCORES", key=name, replay_safe=True
-        )
-        return int(found[0][1]) if found else None
+        try:
+            found: Any = await self._backend.transport.call(
+                "ZRANGE", name, 0, 0, "WITHSCORES", key=name, replay_safe=True
+            )
+        except EngineError as error:
+            if error.retryable:
+                raise
+            return 0
+        # A damaged score may be infinite.
+        return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
 
 
 def _parts(names: list[str]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from flowfabric.core.capabilities import Side, from_csv, missing, normalise, to_
 from flowfabric.core.durations import to_ms
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.tags import is_tag_key, validate_creation_tags, validate_tag_key, validate_tags
-from flowfabric.core.text import truncate_utf8
+from flowfabric.core.text import lossless, raw, shown, truncate_utf8
 
 
 def refused(call: Any, *args: Any, code: str = "invalid_input") -> str:
@@ -217,6 +217,20 @@ def test_truncation_keeps_whole_characters(text: str, limit: int) -> None:
     assert text.startswith(cut)
     if len(cut) < len(text):
         assert len((cut + text[len(cut)]).encode()) > limit
+
+
+@given(st.binary(max_size=40))
+def test_what_is_stored_keeps_its_bytes(stored: bytes) -> None:
+    text = lossless(stored)
+    assert raw(text) == stored
+    assert shown(text).encode().decode() == shown(text), "no lone surrogates"
+    if stored.isascii():
+        assert text == shown(text)
+
+
+def test_malformed_text_is_shown_escaped() -> None:
+    assert shown(lossless(b"a\xff")) == "a\\xff"
+    assert shown(lossless("ä".encode())) == "ä"
 
 
 def test_truncation_vectors() -> None:

@@ -9,6 +9,16 @@ local function drop_timers(c, id)
   c:zrem(K.index(c.tag, 'execution_deadline'), id)
 end
 
+-- When the time is over. The record decides: a damaged timer must not end anything early. What a
+-- resumed attempt had left is in its timer alone.
+local function due_at(c, id, rec, reason)
+  if reason == 'execution_deadline' then return rec.execution_deadline_at end
+  if rec.resumed_at then return server.call('ZSCORE', K.index(c.tag, reason), id) end
+  local started = rec.attempt_started_at or rec.started_at
+  return started and rec.attempt_timeout_ms
+    and clock.after(tonumber(started), tonumber(rec.attempt_timeout_ms))
+end
+
 local function expire(c, id, reason)
   local rec = record.checked_lease(c, id)
   if not rec then
@@ -19,7 +29,7 @@ local function expire(c, id, reason)
     drop_timers(c, id)
     return 'already_terminal'
   end
-  local due = server.call('ZSCORE', K.index(c.tag, reason), id)
+  local due = due_at(c, id, rec, reason)
   local active = S.phase(rec.state) == 'a'
   if not due or tonumber(due) > c.now or (reason == 'attempt_timeout' and not active) then
     return 'not_yet_due'

@@ -1,63 +1,16 @@
 -- ff_reconcile: compare executions with the indexes their records demand; repair on request.
--- Keys: core, suspension, every lane index, lease_expiry, suspension_timeout, all_executions.
--- Arguments: check | repair, then execution ids.
--- Replies per id: consistent | drifted:<expected> | repaired:<from>><to> | orphan | orphan_removed |
---   error:<why>.
--- Errors: none. Events: none.
-local LANE_INDEXES = {
-  'delayed', 'active', 'suspended', 'terminal', 'blocked:dependencies',
-  'blocked:budget', 'blocked:quota', 'blocked:route', 'blocked:operator', 'blocked:lane',
-}
+-- Keys: core, suspension, every lane index, timers, worker leases, all_executions, events.
+-- Arguments: check | repair, number of lanes, lanes whose indexes are searched for entries that
+--   do not belong there (those of the records always are), then execution ids.
+-- Replies: per id consistent | drifted:<its lane index> <wrong>><missing> |
+--   repaired:<wrong>><missing> | orphan | orphan_removed | error:<why>; then the lanes that the
+--   records name.
+-- Errors: none. Events: none; rings the doorbell.
 
--- These are kept apart by what the executions require.
-local BY_SIGNATURE = { eligible = K.eligible, reclaimable = K.reclaimable }
-
-local function key_of(c, rec, suffix)
-  local by_signature = BY_SIGNATURE[suffix]
-  if by_signature then return by_signature(c.tag, rec.lane_id, rec.required_capabilities) end
-  if suffix == 'lease_expiry' or suffix == 'suspension_timeout' then return K.index(c.tag, suffix) end
-  return K.lane(c.tag, rec.lane_id, suffix)
-end
-
-local function group(groups, name, id)
-  groups[name] = groups[name] or {}
-  table.insert(groups[name], id)
-end
-
-local function note(found, key, suffix, ids)
-  local scores = server.call('ZMSCORE', key, unpack(ids))
-  for i, id in ipairs(ids) do
-    if scores[i] then found[id][suffix] = true end
-  end
-end
-
--- Which indexes hold each record, by suffix; one command per index, not per record.
-local function held_by(c, ids, records)
-  local found, known, lanes = {}, {}, {}
-  local apart = { eligible = {}, reclaimable = {} }
-  for _, id in ipairs(ids) do
-    local rec = records[id]
-    if rec and not found[id] then
-      found[id] = {}
-      known[#known + 1] = id
-      group(lanes, rec.lane_id, id)
-      for suffix, groups in pairs(apart) do group(groups, key_of(c, rec, suffix), id) end
-    end
-  end
-  if #known == 0 then return found end
-  for _, timer in ipairs({ 'lease_expiry', 'suspension_timeout' }) do
-    note(found, K.index(c.tag, timer), timer, known)
-  end
-  for suffix, groups in pairs(apart) do
-    for key, members in pairs(groups) do note(found, key, suffix, members) end
-  end
-  for lane, members in pairs(lanes) do
-    for _, suffix in ipairs(LANE_INDEXES) do
-      note(found, K.lane(c.tag, lane, suffix), suffix, members)
-    end
-  end
-  return found
-end
+-- For an index whose score is not on the record.
+local ANY = 'any'
+-- How far back the feed is searched for workers that may have held what has no record.
+local FEED = 1000
 
 -- When the open suspension of a suspended record times out, or nil.
 local function suspension_timeout(c, id)
@@ -65,81 +18,256 @@ local function suspension_timeout(c, id)
   return not found[2] and tonumber(found[1]) or nil
 end
 
+-- The attempt's timer: the score, or the times between which it lies.
+local function attempt_timer(id, rec)
+  local timeout = tonumber(rec.attempt_timeout_ms or 0)
+  if timeout <= 0 then return nil end
+  local from = tonumber(rec.resumed_at or rec.attempt_started_at or rec.started_at)
+  if not from then error(id .. ': started_at: is missing', 0) end
+  local due = clock.after(from, timeout)
+  -- A resumed attempt has what it had left; the record tells only that it was not more.
+  return rec.resumed_at and { after = from, due = due } or due
+end
+
+-- What an active record demands beyond its lane's active index.
+local function demand_lease(c, id, rec, want)
+  local ownership, expires = S.ownership(rec.state), tonumber(rec.lease_expires_at) or ANY
+  want[K.lane(c.tag, rec.lane_id, 'active')] = expires
+  if ownership == 'l' then
+    want[K.index(c.tag, 'lease_expiry')] = expires
+  else
+    want[K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities)] = c:score(rec)
+  end
+  if ownership == 'l' or ownership == 'x' then
+    want[K.worker_leases(c.tag, record.worker_instance(rec))] = true
+  end
+  want[K.index(c.tag, 'attempt_timeout')] = attempt_timer(id, rec)
+end
+
+-- The keys that must hold the execution, each with its score (true: a plain set), and the
+-- suffix of its one lane index.
 local function demanded(c, id, rec)
   local suffix = S.index_suffix(rec.state)
-  local want = { [suffix] = true }
+  local key, want = K.lane(c.tag, rec.lane_id, suffix), { [K.index(c.tag, 'all_executions')] = 0 }
   if suffix == 'active' then
-    want[S.ownership(rec.state) == 'l' and 'lease_expiry' or 'reclaimable'] = true
-  elseif suffix == 'suspended' and suspension_timeout(c, id) then
-    want.suspension_timeout = true
+    demand_lease(c, id, rec, want)
+  elseif suffix == 'eligible' then
+    want[K.eligible(c.tag, rec.lane_id, rec.required_capabilities)] = c:score(rec)
+  elseif suffix == 'delayed' then
+    want[key] = tonumber(rec.delay_until) or ANY
+  elseif suffix == 'suspended' then
+    local timeout = suspension_timeout(c, id)
+    want[key] = suspension.score(timeout)
+    want[K.index(c.tag, 'suspension_timeout')] = timeout
+  elseif suffix == 'terminal' then
+    if not rec.completed_at then error(id .. ': completed_at: is missing', 0) end
+    want[key] = ending.purge_due(rec, tonumber(rec.completed_at))
+  else
+    want[key] = suffix == 'blocked:dependencies' and tonumber(rec.created_at) or ANY
+  end
+  if suffix ~= 'terminal' and rec.execution_deadline_at then
+    want[K.index(c.tag, 'execution_deadline')] = tonumber(rec.execution_deadline_at)
   end
   return want, suffix
 end
 
-local function add(c, id, rec, suffix)
-  if suffix == 'eligible' or suffix == 'delayed' or string.find(suffix, '^blocked') then
-    waiting.enter(c, id, rec)
-  elseif suffix == 'reclaimable' then
-    lease.enter_reclaimable(c, id, rec)
-  elseif suffix == 'lease_expiry' or suffix == 'active' then
-    c:zadd(key_of(c, rec, suffix), tonumber(rec.lease_expires_at), id)
-  elseif suffix == 'suspended' then
-    waiting.enter(c, id, rec, suspension.score(suspension_timeout(c, id)))
-  elseif suffix == 'suspension_timeout' then
-    c:zadd(key_of(c, rec, suffix), suspension_timeout(c, id), id)
-  elseif suffix == 'terminal' then
-    c:zadd(key_of(c, rec, suffix), ending.purge_due(rec, tonumber(rec.completed_at)), id)
+local function fits(held, wanted)
+  if not held or wanted == ANY then return held ~= nil end
+  if type(wanted) == 'table' then return held > wanted.after and held <= wanted.due end
+  return held == wanted
+end
+
+-- Notes for every id of the piece whether a key holds it, and with which score. A key that cannot
+-- be read fails those that must stand there, nobody else.
+local function look_into(piece, key, command)
+  if piece.looked[key] then return end
+  piece.looked[key] = true
+  local ok, answers = pcall(server.call, command, key, unpack(piece.ids))
+  if not ok then
+    piece.unreadable[key] = batch.why(answers)
+    return
+  end
+  for i, id in ipairs(piece.ids) do
+    if command == 'ZMSCORE' then
+      if answers[i] then piece.held[id][key] = tonumber(answers[i]) end
+    elseif answers[i] == 1 then
+      piece.held[id][key] = true
+    end
   end
 end
 
-local function names(set)
+-- The indexes of the lanes that exist, and the signatures of each lane.
+local function look_into_lanes(c, piece, lanes)
+  local names, signatures = {}, {}
+  for lane in pairs(lanes) do
+    indexes.add_lane(names, c.tag, lane)
+    signatures[K.lane(c.tag, lane, 'sigs')] = lane
+  end
+  for _, key in ipairs(indexes.existing(names)) do
+    local lane = signatures[key]
+    if not lane then
+      look_into(piece, key, 'ZMSCORE')
+    else
+      local ok, stored = pcall(server.call, 'SMEMBERS', key)
+      if not ok then piece.unreadable[key] = batch.why(stored) end
+      for _, signature in ipairs(ok and stored or {}) do
+        piece.signatures[K.eligible(c.tag, lane, signature)] = true
+        look_into(piece, K.eligible(c.tag, lane, signature), 'ZMSCORE')
+        look_into(piece, K.reclaimable(c.tag, lane, signature), 'ZMSCORE')
+      end
+    end
+  end
+end
+
+-- Workers that took something lately: whose record is gone may still be in their sets.
+local function add_recent_workers(c, workers)
+  local ok, entries = pcall(server.call, 'XREVRANGE', K.events(c.tag), '+', '-', 'COUNT', FEED)
+  for _, entry in ipairs(ok and entries or {}) do
+    for i = 1, #entry[2], 2 do
+      if entry[2][i] == 'w' then workers[record.instance_of(entry[2][i + 1])] = true end
+    end
+  end
+end
+
+local function look_into_workers(c, piece, orphans)
+  local workers, names = {}, {}
+  for _, rec in pairs(piece.records) do
+    if rec.worker then workers[record.worker_instance(rec)] = true end
+  end
+  if piece.repair and orphans then add_recent_workers(c, workers) end
+  for instance in pairs(workers) do names[#names + 1] = K.worker_leases(c.tag, instance) end
+  for _, key in ipairs(indexes.existing(names)) do
+    piece.sets[key] = true
+    look_into(piece, key, 'SMISMEMBER')
+  end
+end
+
+-- Reads the records, then every key that could hold them: a command per key, not per record.
+local function read(c, piece, lanes, seen)
+  local here, orphans = {}, false
+  for lane in pairs(lanes) do here[lane] = true end
+  local problems = batch.each(piece.ids, 1, function(id)
+    piece.held[id] = {}
+    local rec = record.checked_lease(c, id)
+    piece.records[id] = rec
+    if rec then
+      here[rec.lane_id], seen[rec.lane_id] = true, true
+    else
+      orphans = true
+    end
+    return false
+  end)
+  for i, id in ipairs(piece.ids) do piece.broken[id] = problems[i] end
+  look_into(piece, K.index(c.tag, 'all_executions'), 'ZMSCORE')
+  for _, timer in ipairs(indexes.TIMERS) do look_into(piece, K.index(c.tag, timer), 'ZMSCORE') end
+  look_into_lanes(c, piece, here)
+  -- Also where the lane does not know their signature.
+  for _, rec in pairs(piece.records) do
+    local signature = rec.required_capabilities
+    if signature then
+      look_into(piece, K.eligible(c.tag, rec.lane_id, signature), 'ZMSCORE')
+      look_into(piece, K.reclaimable(c.tag, rec.lane_id, signature), 'ZMSCORE')
+    end
+  end
+  look_into_workers(c, piece, orphans)
+end
+
+-- What people call a key: names of the execution's own lane are short.
+local function label(c, rec, key)
+  local name = string.sub(key, #K.index(c.tag, '') + 1)
+  local own = 'lane:' .. K.lane_part(rec.lane_id) .. ':'
+  return string.sub(name, 1, #own) == own and string.sub(name, #own + 1) or name
+end
+
+local function labels(c, rec, keys)
   local list = {}
-  for name in pairs(set) do list[#list + 1] = name end
+  for i, key in ipairs(keys) do list[i] = label(c, rec, key) end
   table.sort(list)
   return #list > 0 and table.concat(list, '+') or 'none'
 end
 
-local function reconcile(c, id, rec, found, repair)
-  if not rec then
-    if not repair then return 'orphan' end
-    c:zrem(K.index(c.tag, 'all_executions'), id)
-    return 'orphan_removed'
-  end
-  local want = demanded(c, id, rec)
-  if names(found) == names(want) then return 'consistent' end
-  if not repair then return 'drifted:' .. names(want) end
-  for suffix in pairs(found) do
-    if not want[suffix] then c:zrem(key_of(c, rec, suffix), id) end
-  end
-  for suffix in pairs(want) do
-    if not found[suffix] then add(c, id, rec, suffix) end
-  end
-  if want.eligible or want.reclaimable then c:ring(rec.lane_id) end
-  return 'repaired:' .. names(found) .. '>' .. names(want)
+local function leave(c, piece, id, key)
+  if piece.sets[key] then c:srem(key, id) else c:zrem(key, id) end
 end
 
-local function reconcile_some(c, ids, repair)
-  local records, broken = {}, {}
-  local problems = batch.each(ids, 1, function(id)
-    records[id] = record.read(c, id)
-    return false
-  end)
-  for i, id in ipairs(ids) do broken[id] = problems[i] end
-  local found = held_by(c, ids, records)
-  local answers = batch.each(ids, 1, function(id)
-    return broken[id] or reconcile(c, id, records[id], found[id], repair)
-  end)
-  return answers
+local function enter(c, id, rec, key, wanted)
+  if key == K.lane(c.tag, rec.lane_id, 'sigs') then
+    c:sadd(key, rec.required_capabilities)
+  elseif wanted == true then
+    c:sadd(key, id)
+  else
+    local score = wanted == ANY and c.now or type(wanted) == 'table' and wanted.due or wanted
+    c:zadd(key, score, id)
+  end
+end
+
+local function must_be_readable(piece, id, key)
+  local why = piece.unreadable[key]
+  if why then error(id .. ': ' .. key .. ': ' .. why, 0) end
+end
+
+-- Whether it stands where workers look: new, or lost by one of them.
+local function is_claimable(rec, suffix)
+  return suffix == 'eligible' or (suffix == 'active' and S.ownership(rec.state) ~= 'l')
+end
+
+-- The keys that hold the record wrongly, and those that lack it.
+local function compare(c, piece, id, rec, want, suffix)
+  local held, wrong, missing = piece.held[id], {}, {}
+  for key, wanted in pairs(want) do
+    must_be_readable(piece, id, key)
+    if not fits(held[key], wanted) then missing[#missing + 1] = key end
+  end
+  for key in pairs(held) do
+    if want[key] == nil or not fits(held[key], want[key]) then wrong[#wrong + 1] = key end
+  end
+  local signature = is_claimable(rec, suffix) and rec.required_capabilities
+  if signature and not piece.signatures[K.eligible(c.tag, rec.lane_id, signature)] then
+    must_be_readable(piece, id, K.lane(c.tag, rec.lane_id, 'sigs'))
+    missing[#missing + 1] = K.lane(c.tag, rec.lane_id, 'sigs')
+  end
+  return wrong, missing
+end
+
+local function drop(c, piece, id)
+  if not next(piece.held[id]) then return 'consistent' end
+  if not piece.repair then return 'orphan' end
+  for key in pairs(piece.held[id]) do leave(c, piece, id, key) end
+  return 'orphan_removed'
+end
+
+local function reconcile(c, piece, id)
+  if piece.broken[id] then return piece.broken[id] end
+  local rec = piece.records[id]
+  if not rec then return drop(c, piece, id) end
+  local want, suffix = demanded(c, id, rec)
+  local wrong, missing = compare(c, piece, id, rec, want, suffix)
+  if #wrong + #missing == 0 then return 'consistent' end
+  local told = labels(c, rec, wrong) .. '>' .. labels(c, rec, missing)
+  if not piece.repair then return 'drifted:' .. suffix .. ' ' .. told end
+  for _, key in ipairs(wrong) do
+    if want[key] == nil then leave(c, piece, id, key) end
+  end
+  for _, key in ipairs(missing) do enter(c, id, rec, key, want[key]) end
+  if is_claimable(rec, suffix) then c:ring(rec.lane_id) end
+  return 'repaired:' .. told
 end
 
 register('ff_reconcile', function(keys, args)
   local c = Context.open(keys[1])
-  local replies = {}
-  for first = 2, #args, MAX_ARGS do
-    local ids = { unpack(args, first, math.min(first + MAX_ARGS - 1, #args)) }
-    for _, answer in ipairs(reconcile_some(c, ids, args[1] == 'repair')) do
-      replies[#replies + 1] = answer
-    end
+  local lanes, seen, replies, count = {}, {}, {}, tonumber(args[2])
+  for i = 3, 2 + count do lanes[args[i]] = true end
+  for first = 3 + count, #args, MAX_ARGS do
+    local piece = {
+      ids = { unpack(args, first, math.min(first + MAX_ARGS - 1, #args)) },
+      repair = args[1] == 'repair', records = {}, broken = {}, held = {}, sets = {},
+      signatures = {}, looked = {}, unreadable = {},
+    }
+    read(c, piece, lanes, seen)
+    local answers = batch.each(piece.ids, 1, function(id) return reconcile(c, piece, id) end)
+    for _, answer in ipairs(answers) do replies[#replies + 1] = answer end
   end
-  return reply.ok(replies)
+  local names = {}
+  for lane in pairs(seen) do names[#names + 1] = lane end
+  return reply.ok(replies, names)
 end)

@@ -1,16 +1,26 @@
 -- ff_ring_waiting: ring the doorbell of lanes that hold claimable work, in case a ring was lost.
--- Keys: lane eligible, sigs, reclaimable. Arguments: number of lanes, lanes, partition tags.
--- Replies: number of rings. Errors: none. Events: none.
+-- Keys: lane eligible, sigs, reclaimable, config. Arguments: number of lanes, lanes, partition tags.
+-- Replies: number of rings. Errors: corruption, where keys of a lane cannot be read; the others are
+--   rung all the same. Events: none.
+local function ring(c, lane)
+  if not c:holds_work(lane) then return 0 end
+  c:ring(lane)
+  return 1
+end
+
 register('ff_ring_waiting', function(_, args)
-  local count, rings = tonumber(args[1]), 0
+  local count, rings, problem = tonumber(args[1]), 0, nil
   for t = 2 + count, #args do
     local c = Context.open(args[t])
     for i = 2, 1 + count do
-      if c:holds_work(args[i]) then
-        c:ring(args[i])
-        rings = rings + 1
+      local ok, answer = pcall(ring, c, args[i])
+      if ok then
+        rings = rings + answer
+      else
+        problem = args[t] .. ': lane ' .. args[i] .. ': ' .. batch.why(answer)
       end
     end
   end
+  if problem then return reply.err('corruption', problem) end
   return reply.ok(rings)
 end)

@@ -1,8 +1,9 @@
 -- ff_trim: delete terminal executions whose retention is over, each with all its keys.
 -- Keys: every key of the execution, lane terminal, all_executions, purge_backlog.
 -- Arguments: lane, then execution ids.
--- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal |
---   orphan_removed | error:<why>. Errors: none. Events: none.
+-- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal (nor
+--   does it belong into this index when its lane is another) | orphan_removed | error:<why>.
+-- Errors: none. Events: none.
 local function trim(c, lane, id)
   local index = K.lane(c.tag, lane, 'terminal')
   local rec = record.read(c, id)
@@ -14,8 +15,14 @@ local function trim(c, lane, id)
     server.call('ZREM', index, id)
     return 'not_terminal'
   end
-  local due = server.call('ZSCORE', index, id)
-  if not due or tonumber(due) > c.now then return 'not_due' end
+  if rec.lane_id ~= lane then
+    server.call('ZREM', index, id)
+    return 'not_terminal'
+  end
+  -- The record decides: a damaged index must not delete anything early.
+  if not rec.completed_at then error(id .. ': completed_at: is missing', 0) end
+  local due = ending.purge_due(rec, tonumber(rec.completed_at))
+  if due > c.now then return 'not_due' end
   local attempts = record.attempt_count(rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),

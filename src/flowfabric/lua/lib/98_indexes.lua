@@ -1,0 +1,40 @@
+-- Which indexes a partition may have, and which of them it has.
+local indexes = {}
+
+-- Those of a partition that hold execution ids by time.
+indexes.TIMERS = { 'lease_expiry', 'attempt_timeout', 'execution_deadline', 'suspension_timeout' }
+
+-- Those of a lane that hold execution ids; of the claimable there may be more, by signature.
+indexes.OF_LANE = {
+  'eligible', 'delayed', 'active', 'reclaimable', 'suspended', 'terminal', 'blocked:dependencies',
+  'blocked:budget', 'blocked:quota', 'blocked:route', 'blocked:operator', 'blocked:lane',
+}
+
+local function find(names, first, last, found)
+  local count = server.call('EXISTS', unpack(names, first, last))
+  if count == 0 then return end
+  if count == last - first + 1 then
+    for i = first, last do found[#found + 1] = names[i] end
+    return
+  end
+  local middle = math.floor((first + last) / 2)
+  find(names, first, middle, found)
+  find(names, middle + 1, last, found)
+end
+
+-- Those of the keys that exist, in order. Few do, so halves that do not are told by one command.
+function indexes.existing(names)
+  local found = {}
+  for first = 1, #names, MAX_ARGS do
+    find(names, first, math.min(first + MAX_ARGS - 1, #names), found)
+  end
+  return found
+end
+
+-- Adds the names of a lane's indexes. They are built here, because looking into every lane of
+-- every partition would push out the names that are kept.
+function indexes.add_lane(names, tag, lane)
+  local part = K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':'
+  for _, suffix in ipairs(indexes.OF_LANE) do names[#names + 1] = part .. suffix end
+  names[#names + 1] = part .. 'sigs'
+end

@@ -1,0 +1,88 @@
+"""Listings over damaged indexes and registries: typed errors, and no victim that is not damaged."""
+
+from __future__ import annotations
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.core.errors import CorruptionError
+from tests.engine.exec_support import refused
+from tests.support.engine import LANE, TTL, Engine
+from tests.support.suspension import Waits
+
+pytestmark = pytest.mark.corrupts
+
+MALFORMED = [b"\xff\xfe", b"not-an-id", b"{fp:86}:\xff", b""]
+
+
+@pytest.mark.parametrize("bad", MALFORMED)
+async def test_a_malformed_member_is_corruption(engine: Engine, bad: bytes) -> None:
+    execution_id = await engine.create()
+    call, backend = engine.backend.transport.call, engine.backend
+    listed = keys.index(execution_id.tag, "all_executions")
+    await call("ZADD", listed, 0, bad)
+    for partition in (None, execution_id.partition):
+        error = await refused(backend.list_executions(partition=partition), "corruption")
+        assert "list_executions: member: " in error.detail
+        assert str(error).isprintable()
+    await call("ZREM", listed, bad)
+    await call("ZADD", keys.eligible(execution_id.tag, LANE), 1, bad)
+    call_ = backend.list_lane(LANE, "eligible", partition=execution_id.partition)
+    await refused(call_, "corruption")
+
+
+@pytest.mark.parametrize("bad", MALFORMED)
+async def test_a_malformed_lease_is_corruption(engine: Engine, bad: bytes) -> None:
+    held = (await engine.running()).execution_id
+    await engine.advance(TTL)
+    call = engine.backend.transport.call
+    for name in (
+        keys.index(held.tag, "lease_expiry"),
+        keys.lane(held.tag, LANE, "reclaimable"),
+    ):
+        await call("ZADD", name, "-inf", bad)
+        await refused(engine.backend.list_expired_leases(), "corruption")
+        await call("ZREM", name, bad)
+    assert len((await engine.backend.list_expired_leases()).entries) == 1
+
+
+async def test_a_malformed_signature_is_corruption(engine: Engine) -> None:
+    execution_id = await engine.create()
+    sigs = keys.lane(execution_id.tag, LANE, "sigs")
+    await engine.backend.transport.call("SADD", sigs, b"\xff")
+    call = engine.backend.list_lane(LANE, "eligible", partition=execution_id.partition)
+    await refused(call, "corruption")
+
+
+async def test_what_is_malformed_has_no_short_form(engine: Engine) -> None:
+    execution_id = await engine.create()
+    short = execution_id.uuid[:8]
+    listed = keys.index(execution_id.tag, "all_executions")
+    bad = f"{execution_id.tag}:{short}".encode()
+    await engine.backend.transport.call("ZADD", listed, 0, bad + b"0\xff", 0, bad)
+    assert await engine.backend.find_executions(short) == [execution_id]
+
+
+async def test_malformed_registries_hide_nothing(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = (await waits.park()).handle.execution_id
+    held = (await engine.running()).execution_id
+    await engine.advance(TTL)
+    backend, call = engine.backend, engine.backend.transport.call
+    await call("SADD", keys.LANES, b"bad\x01lane", b"\xff")
+    await call("SADD", keys.PARTITIONS, b"zz", b"\xff", b"-3")
+    assert [row.execution_id for row in (await backend.list_suspended()).entries] == [parked]
+    assert len((await backend.list_executions()).executions) == 2
+    leases = await backend.list_expired_leases()
+    assert [lease.execution_id for lease in leases.entries] == [held]
+    assert await backend.find_executions(held.uuid[:8]) == [held]
+    await refused(backend.list_lanes(), "corruption")
+
+
+async def test_what_is_damaged_is_quoted_printably(engine: Engine) -> None:
+    execution_id = await engine.create()
+    core = keys.core(execution_id.tag, execution_id)
+    await engine.backend.transport.call("HSET", core, "state", b"\xff")
+    with pytest.raises(CorruptionError) as caught:
+        await engine.backend.cancel_execution(execution_id)
+    assert "state: '\\xff' is not a state code" in caught.value.detail
