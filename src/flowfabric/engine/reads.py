@@ -27,13 +27,11 @@ from flowfabric.core.errors import (
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
-from flowfabric.engine.arguments import checked_text, each_text, whole
+from flowfabric.engine.arguments import MAX_EXACT, checked_text, each_text, whole
 from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
-
-_MAX_FOUND = 1000
 
 
 def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
@@ -131,7 +129,7 @@ class Reads(Gaps):
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
         """Executions of any partition whose UUID begins so: how people abbreviate an id."""
         checked_text(uuid_prefix, "uuid_prefix")
-        limit = min(whole(limit, "limit"), _MAX_FOUND)
+        limit = min(whole(limit, "limit"), MAX_EXACT)
         if limit < 1:
             return []
         members: Any = await self.transport.call("SMEMBERS", keys.PARTITIONS, key=keys.PARTITIONS)
