@@ -21,6 +21,7 @@ __all__ = [
     "checked_text",
     "clamped",
     "count",
+    "each_stored",
     "each_text",
     "fence_text",
     "flag",
@@ -92,6 +93,15 @@ def checked_text(value: Any, field: str) -> str:
 def each_text(values: Any, field: str) -> list[str]:
     """A list of texts."""
     return [checked_text(value, field) for value in listed(values, field)]
+
+
+def each_stored(values: Any, field: str) -> list[str]:
+    """A list of names as they are stored: whatever bytes they stand for."""
+    found = listed(values, field)
+    for value in found:
+        if not isinstance(value, str):
+            raise _wrong_type(field, "texts", value)
+    return found
 
 
 def one_of(value: Any, field: str, allowed: Collection[str]) -> str:

@@ -233,13 +233,14 @@ class Executions(Registration):
 
     def _item_args(self, item: Completion) -> tuple[Any, ...]:
         """What one item of a batch is sent as; the first part is its execution."""
-        if not isinstance(item, Completion) or not isinstance(item.handle, Handle):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid_input("items", "must be Completions, each with its handle")
-        execution_id = item.handle.execution_id
-        if type(execution_id) is not ExecutionId:
-            held(item.handle)
+        if type(item) is not Completion:
+            instance(item, Completion, "items")
+        handle = item.handle
+        # What a claim gave out need not be looked at part by part.
+        if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
+            held(handle)
         return self._completion_args(
-            execution_id, item.handle, item.result_payload, item.result_encoding
+            handle.execution_id, handle, item.result_payload, item.result_encoding
         )
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:

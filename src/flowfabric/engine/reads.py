@@ -28,13 +28,11 @@ from flowfabric.core.ids import ExecutionId, is_execution_id
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.core.text import lossless
-from flowfabric.engine.arguments import checked_text, each_text, whole
+from flowfabric.engine.arguments import MAX_EXACT, checked_text, each_text, whole
 from flowfabric.engine.coverage import Gaps, waits_for_worker
 from flowfabric.engine.record import Record
 
 __all__ = ["Reads"]
-
-_MAX_FOUND = 1000
 
 
 def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
@@ -132,7 +130,7 @@ class Reads(Gaps):
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
         """Executions of any partition whose UUID begins so: how people abbreviate an id."""
         checked_text(uuid_prefix, "uuid_prefix")
-        limit = min(whole(limit, "limit"), _MAX_FOUND)
+        limit = min(whole(limit, "limit"), MAX_EXACT)
         if limit < 1:
             return []
         tags = [f"{{fp:{index}}}" for index in await self.partitions_in_use()]

@@ -33,6 +33,7 @@ from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine.arguments import (
+    each_stored,
     fence_text,
     flag,
     held,
@@ -233,11 +234,13 @@ class Suspensions(Calls):
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Carry out what due suspensions want; each is checked again."""
-        return await self.ask_each("ff_expire_suspension", self.checked_tag(tag), *ids)
+        names = each_stored(ids, "ids")
+        return await self.ask_each("ff_expire_suspension", self.checked_tag(tag), *names)
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Close pending waitpoints that nobody used in time; each is checked again."""
-        return await self.ask_each("ff_expire_waitpoint", self.checked_tag(tag), *ids)
+        names = each_stored(ids, "ids")
+        return await self.ask_each("ff_expire_waitpoint", self.checked_tag(tag), *names)
 
 
 def _fresh(condition: Condition) -> list[Binding]:
