@@ -79,6 +79,16 @@ async def test_malformed_registries_hide_nothing(engine: Engine) -> None:
     await refused(backend.list_lanes(), "corruption")
 
 
+async def test_an_answer_about_damage_spoils_no_other(engine: Engine) -> None:
+    due = await engine.now() + 60_000
+    healthy, broken = [await engine.create(delay_until=due) for _ in range(2)]
+    core = keys.core(broken.tag, broken)
+    await engine.backend.transport.call("HSET", core, "state", b"\xff")
+    await engine.advance(60_010)
+    verdicts = await engine.backend.promote_delayed(healthy.tag, LANE, [broken, healthy])
+    assert verdicts == [f"error:{broken}: state: '\\xff' is not a state code", "promoted"]
+
+
 async def test_what_is_damaged_is_quoted_printably(engine: Engine) -> None:
     execution_id = await engine.create()
     core = keys.core(execution_id.tag, execution_id)

@@ -61,8 +61,8 @@ async def test_a_malformed_member_is_removed_and_told(
 
 @pytest.mark.corrupts
 async def test_a_filter_leaves_what_it_cannot_read(engine: Engine) -> None:
-    mine = await engine.create(namespace="acme", delay_until=await engine.now() + 10)
-    await engine.advance(11)
+    mine = await engine.create(namespace="acme", delay_until=await engine.now() + 60_000)
+    await engine.advance(60_010)
     supervisor = idle(engine, accept=ScannerFilter(namespace="acme"))
     for scanner, name in INDEXES.items():
         key = keys.index(mine.tag, name)

@@ -43,20 +43,20 @@ async def test_a_retry_keeps_its_attempt_state(engine: Engine) -> None:
 
 
 async def test_every_registered_lane_also_with_a_colon_in_its_name(engine: Engine) -> None:
-    due = await engine.now() + 10
+    due = await engine.now() + 60_000
     ids = [await engine.create(lane=lane, delay_until=due) for lane in ("a:b", "50%", "other lane")]
-    await engine.advance(20)
+    await engine.advance(60_010)
     assert (await idle(engine).scan_once("delayed_promoter")).processed == 3
     states = [await engine.backend.read_execution_state(one) for one in ids]
     assert states == [PublicState.WAITING] * 3
 
 
 async def test_one_partition_only(engine: Engine) -> None:
-    due = await engine.now() + 10
+    due = await engine.now() + 60_000
     here = await engine.create(lane="default", delay_until=due)
     there = await engine.create(lane="another", delay_until=due)
     assert here.partition != there.partition
-    await engine.advance(20)
+    await engine.advance(60_010)
     found = await idle(engine).scan_once("delayed_promoter", there.partition)
     assert found == ScanResult(processed=1)
     assert await engine.backend.read_execution_state(here) is PublicState.DELAYED

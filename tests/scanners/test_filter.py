@@ -14,10 +14,10 @@ CELL = ScannerFilter(instance_tag=("cell", "eu"))
 
 
 async def test_only_the_namespace(engine: Engine) -> None:
-    due = await engine.now() + 10
+    due = await engine.now() + 60_000
     ours = await engine.create(namespace="acme", delay_until=due)
     theirs = await engine.create(delay_until=due)
-    await engine.advance(20)
+    await engine.advance(60_010)
     found = await idle(engine, accept=ACME).scan_once("delayed_promoter")
     assert found == ScanResult(processed=1)
     assert await engine.backend.read_execution_state(ours) is PublicState.WAITING

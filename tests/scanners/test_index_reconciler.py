@@ -286,6 +286,9 @@ async def test_only_so_many_at_rest_in_a_cycle_but_all_in_turn(
     ids = await _spread(engine.backend, 9, 30)
     monkeypatch.setattr("flowfabric.scanners.places._AT_ONCE_PARTITIONS", 2)
     reconciler = await _at_rest(engine.backend)
+    before = await _commands(engine.backend)
+    await _cycle(reconciler, engine.backend)
+    assert await _commands(engine.backend) - before < 45, "60 for all"
     for victim in (ids[-1], ids[0], ids[130]):
         await engine.backend.transport.call("ZREM", keys.eligible(victim.tag, "default"), victim)
         assert 2 <= await _repaired_after(reconciler, engine.backend) <= 6

@@ -165,7 +165,7 @@ async def test_a_long_cycle_stops_between_pages(engine: Engine) -> None:
 
 async def test_status_counts(engine: Engine) -> None:
     async with running(engine.backend) as supervisor:
-        await create_delayed(engine, 7, in_ms=10)
+        await create_delayed(engine, 7, in_ms=300)
         await until(lambda: supervisor.status()["delayed_promoter"].processed == 7)
         status = supervisor.status()
         assert status.keys() == INTERVALS_S.keys()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from flowfabric.core import keys
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.delayed_promoter import DelayedPromoter
@@ -120,3 +121,13 @@ async def test_a_clock_not_heard_of_for_long_is_not_trusted(engine: Engine) -> N
     watch._trust_s = 0
     assert not await watch.quiet("delayed_promoter", territory)
     assert await watch.quiet("lease_expiry", territory), "nothing armed needs no clock"
+
+
+async def test_an_unreadable_index_concerns_its_own_scanner_only(engine: Engine) -> None:
+    key = keys.index(engine.new_id().tag, "lease_expiry")
+    await engine.backend.transport.call("SET", key, "garbage")
+    watch, territory = await _watch(engine)
+    for _ in range(2):
+        assert not await watch.quiet("lease_expiry", territory), "the scan counts the error"
+        assert await watch.quiet("delayed_promoter", territory)
+    await engine.backend.transport.call("DEL", key)

@@ -36,10 +36,10 @@ _FIELDS = ("lifecycle_phase", "eligibility_state", "ownership_state")
 class IndexReconciler:
     """Compares executions with their indexes, and repairs drift seen in two cycles running.
 
-    A cheap survey tells whether the indexes of a partition changed since a walk of all of it found
-    nothing. Those that did are walked again: reading every finished execution over and over would
-    cost more than an idle worker may. Of the others, what workers hold is read in every cycle, and
-    the rest slowly, in case a record changed and no index did.
+    A cheap survey tells whether the indexes of a partition changed since a walk of all of it. Those
+    that did are walked again: reading every finished execution over and over would cost more than
+    an idle worker may. Of the others, what workers hold is read in every cycle, and the rest
+    slowly, in case a record changed and no index did.
 
     A walk that does not fit into a cycle goes on in the next, and so does the round.
 
@@ -274,7 +274,6 @@ class IndexReconciler:
         for member, verdict in zip(accepted, audit.verdicts, strict=True):
             if verdict == "orphan" or verdict.startswith("drifted:"):
                 self._suspects[place.tag, member] = verdict
-                place.doubt()
             elif verdict != "consistent":
                 tally.errors += 1
                 self._warn("audit failed", member, place.tag, verdict)
@@ -317,6 +316,7 @@ class IndexReconciler:
         except EngineError as error:
             tally.errors += 1
             scope.trouble("repair failed", error, partition=tag)
+            self._suspects.update({(tag, each): part[each] for each in part})
             return
         for member, state, answer in zip(drifted, states, repair.verdicts, strict=True):
             self._repaired(tag, member, part[member], answer, state, tally)

@@ -41,11 +41,9 @@ class Place:
         """Lanes that records named here, not too many."""
         # The indexes still to be searched; None while the executions are walked.
         self._left: list[str] | None = None
-        # How it looked when the walk under way began, and before the last that found nothing.
+        # How it looked when the walk under way began, and before the last that came to its end.
         self._begun: str | None = None
         self._clean: str | None = None
-        # Whether the walk under way found something.
-        self._doubted = False
 
     def take(self, survey: Survey) -> None:
         """Take over what a survey found."""
@@ -55,7 +53,7 @@ class Place:
 
     @property
     def at_rest(self) -> bool:
-        """Whether it looks as before a walk that found nothing."""
+        """Whether it looks as before its last walk: what that found is known."""
         return self._clean == self.looks
 
     @property
@@ -85,7 +83,6 @@ class Place:
         """
         if self._begun is None or (self._begun == self._clean and not self.at_rest):
             self._begun, self._left, self.cursor, self.rank = self.looks, None, None, 0
-            self._doubted = False
 
     def advance(self) -> None:
         """The executions, or the present index, are done."""
@@ -96,11 +93,7 @@ class Place:
             self._left.pop(0)
         if not self._left:
             self._left = None
-            self._clean, self._begun = None if self._doubted else self._begun, None
-
-    def doubt(self) -> None:
-        """Something is wrong here: walk again, whatever it looks like."""
-        self._clean, self._doubted = None, True
+            self._clean, self._begun = self._begun, None
 
 
 class Places:
