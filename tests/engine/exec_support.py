@@ -49,12 +49,12 @@ async def unchanged(engine: Engine, call: Callable[[], Awaitable[Any]]) -> Any:
 
 async def indexes(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
     """Every index that holds the execution but the list of all, with its score (None in a set)."""
-    held = await placed(engine, execution_id)
+    held = await everywhere(engine, execution_id)
     held.pop("all_executions")
     return held
 
 
-async def placed(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
+async def everywhere(engine: Engine, execution_id: ExecutionId) -> dict[str, float | None]:
     """Every index that holds the execution, with its score (None in a plain set)."""
     member = execution_id.encode()
     prefix = keys.index(execution_id.tag, "").encode()

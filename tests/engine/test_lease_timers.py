@@ -60,11 +60,9 @@ async def test_a_pause_keeps_the_rest_and_the_resumed_claim_arms_it(
     assert claim.handle.kind == "resumed"
     due = start + 500_000 + max(1, LIMIT - spent)
     assert await timer(engine, execution_id) == due
-    expire = engine.backend.expire_execution
     for now, answer in ((start + 500_000, "not_yet_due"), (due, "expired")):
         await freeze(engine, now)
-        reason = ExpireReason.ATTEMPT_TIMEOUT
-        assert await expire(execution_id.tag, reason, [execution_id]) == [answer]
+        assert await expire(engine, execution_id, ExpireReason.ATTEMPT_TIMEOUT) == answer
 
 
 async def test_two_pauses_share_one_allowance(engine: Engine) -> None:

@@ -8,16 +8,16 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId
-from tests.engine.exec_support import ATTEMPT_TIMEOUT, CODES, POLICY, Case, placed
+from tests.engine.exec_support import ATTEMPT_TIMEOUT, CODES, POLICY, Case, everywhere
 from tests.scanners.support import rings
 from tests.support.engine import TTL, Engine
 from tests.support.suspension import Waits
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 LANE_INDEXES = (
-    *("eligible", "eligible:gpu", "delayed", "active", "reclaimable", "suspended", "terminal"),
-    *("blocked:dependencies", "blocked:budget", "blocked:quota", "blocked:route"),
-    *("blocked:operator", "blocked:lane"),
+    *("eligible", "eligible:gpu", "delayed", "active", "reclaimable", "reclaimable:gpu"),
+    *("suspended", "terminal", "blocked:dependencies", "blocked:budget", "blocked:quota"),
+    *("blocked:route", "blocked:operator", "blocked:lane"),
 )
 TIMERS = ("lease_expiry", "attempt_timeout", "execution_deadline", "suspension_timeout")
 WRONG = 9e15
@@ -42,13 +42,13 @@ async def mended(
 ) -> None:
     """The drift is reported, a check changes nothing, and the repair brings back what was."""
     reconcile, tag = engine.backend.reconcile_execution_index, execution_id.tag
-    damaged = await placed(engine, execution_id)
+    damaged = await everywhere(engine, execution_id)
     (seen,) = await reconcile(tag, [execution_id], "check")
     assert seen.startswith("drifted:"), what
-    assert await placed(engine, execution_id) == damaged
+    assert await everywhere(engine, execution_id) == damaged
     (answer,) = await reconcile(tag, [execution_id], "repair")
     assert answer == f"repaired:{seen.partition(' ')[2]}", what
-    assert await placed(engine, execution_id) == right, what
+    assert await everywhere(engine, execution_id) == right, what
     assert await reconcile(tag, [execution_id], "check") == ["consistent"], what
 
 
@@ -63,7 +63,7 @@ async def neighbours(engine: Engine) -> None:
 async def test_what_is_lost_is_found_again(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
     await neighbours(engine)
-    right = await placed(engine, case.execution_id)
+    right = await everywhere(engine, case.execution_id)
     for name in right:
         await take(engine, case.execution_id, name)
         await mended(engine, case.execution_id, right, name)
@@ -75,7 +75,7 @@ async def test_what_is_lost_is_found_again(engine: Engine, state: str) -> None:
 @pytest.mark.parametrize("state", CODES)
 async def test_wrong_scores_are_put_right(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    right = await placed(engine, case.execution_id)
+    right = await everywhere(engine, case.execution_id)
     for name, score in right.items():
         if score is not None:
             for wrong in (score + 1, WRONG, float("-inf")):
@@ -87,14 +87,14 @@ async def test_wrong_scores_are_put_right(engine: Engine, state: str) -> None:
 async def test_what_is_too_many_is_removed(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
     await neighbours(engine)
-    right = await placed(engine, case.execution_id)
+    right = await everywhere(engine, case.execution_id)
     record: Any = await engine.backend.transport.call(
         "HGET", keys.core(case.execution_id.tag, case.execution_id), "worker"
     )
     lanes = [f"lane:{lane}:{name}" for lane in ("default", "third") for name in LANE_INDEXES]
     workers = ["worker:w-1:leases"] if record else []
     # An index under a signature that the lane does not know is seen by nobody.
-    known = [name for name in lanes if name != "lane:third:eligible:gpu"]
+    known = [name for name in lanes if not name.startswith("lane:third:") or "gpu" not in name]
     for name in (*known, *TIMERS, *workers):
         if name in right:
             continue
@@ -111,7 +111,7 @@ async def test_without_its_record_nothing_is_left(engine: Engine, state: str) ->
     reconcile = engine.backend.reconcile_execution_index
     assert await reconcile(tag, [execution_id], "check") == ["orphan"]
     assert await reconcile(tag, [execution_id], "repair") == ["orphan_removed"]
-    assert await placed(engine, execution_id) == {}
+    assert await everywhere(engine, execution_id) == {}
     for mode in ("check", "repair"):
         assert await reconcile(tag, [execution_id], mode) == ["consistent"], "nobody holds it"
 
@@ -127,6 +127,29 @@ async def test_a_signature_that_its_lane_forgot(engine: Engine) -> None:
     assert verdicts == ["drifted:eligible none>sigs"]
     await reconcile(execution_id.tag, [execution_id], "repair")
     assert await rings(engine) == [str(execution_id.partition).encode()]
+    assert len(await engine.claim_all(capabilities=["gpu"])) == 1
+
+
+@pytest.mark.parametrize("lost", [True, False])
+async def test_where_requirements_keep_executions_apart(engine: Engine, lost: bool) -> None:
+    """Every index under a signature, for what waits and for what a worker lost."""
+    execution_id = await engine.create(policy=GPU)
+    if lost:
+        await engine.claim(capabilities=["gpu"])
+        await engine.backend.revoke_lease(execution_id)
+    right = await everywhere(engine, execution_id)
+    assert f"lane:default:{'reclaimable' if lost else 'eligible'}:gpu" in right
+    for name, score in right.items():
+        await take(engine, execution_id, name)
+        await mended(engine, execution_id, right, name)
+        await put(engine, execution_id, name, WRONG)
+        await mended(engine, execution_id, right, f"{name} {score}")
+    for name in ("eligible", "eligible:gpu", "reclaimable", "reclaimable:gpu"):
+        if f"lane:default:{name}" not in right:
+            await put(engine, execution_id, f"lane:default:{name}", WRONG)
+            await mended(engine, execution_id, right, name)
+    await engine.backend.transport.call("DEL", keys.lane(execution_id.tag, "default", "sigs"))
+    await mended(engine, execution_id, right, "sigs")
     assert len(await engine.claim_all(capabilities=["gpu"])) == 1
 
 
@@ -159,7 +182,7 @@ async def test_the_score_of_a_suspension(engine: Engine, timed: bool) -> None:
     waits = await Waits.open(engine)
     timeout = await engine.now() + 60_000 if timed else None
     execution_id = (await waits.park(timeout_at=timeout)).handle.execution_id
-    right = await placed(engine, execution_id)
+    right = await everywhere(engine, execution_id)
     for name in right:
         await put(engine, execution_id, name, WRONG)
         await mended(engine, execution_id, right, name)
@@ -173,7 +196,7 @@ async def test_another_weight_of_priorities_scores_the_lane_anew(engine: Engine)
     reconcile = engine.backend.reconcile_execution_index
     verdicts = await reconcile(execution_id.tag, [execution_id], "repair")
     assert verdicts == ["repaired:eligible>eligible"]
-    assert (await placed(engine, execution_id))["lane:default:eligible"] == created - 5000
+    assert (await everywhere(engine, execution_id))["lane:default:eligible"] == created - 5000
 
 
 async def test_one_call_for_many(engine: Engine) -> None:
@@ -210,7 +233,7 @@ async def test_an_index_that_cannot_be_read_fails_only_who_belongs_there(engine:
 async def test_a_record_that_cannot_be_read_is_left_alone(engine: Engine) -> None:
     held = await engine.running()
     core = keys.core(held.execution_id.tag, held.execution_id)
-    before = await placed(engine, held.execution_id)
+    before = await everywhere(engine, held.execution_id)
     reconcile = engine.backend.reconcile_execution_index
     for field, value in (("lease_expires_at", "soon"), ("state", b"\xff"), ("worker", None)):
         if value is None:
@@ -219,7 +242,7 @@ async def test_a_record_that_cannot_be_read_is_left_alone(engine: Engine) -> Non
             await engine.backend.transport.call("HSET", core, field, value)
         (verdict,) = await reconcile(held.execution_id.tag, [held.execution_id], "repair")
         assert verdict.startswith(f"error:{held.execution_id}: ")
-    assert await placed(engine, held.execution_id) == before
+    assert await everywhere(engine, held.execution_id) == before
 
 
 async def test_a_lease_that_ends_leaves_nothing_to_repair(engine: Engine) -> None:
