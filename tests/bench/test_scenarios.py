@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import tempfile
 import uuid
@@ -14,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flowfabric.bench.arena import arena
 from flowfabric.bench.command import register
 from flowfabric.bench.figures import as_table
 from flowfabric.bench.options import Options
@@ -22,6 +24,8 @@ from flowfabric.bench.run import measure
 from flowfabric.bench.scenarios import forgery
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.worker import Worker
 
 ABOUT = {"scenario", "n", "aof", "repeat"}
 RATES = {"submit_per_s", "process_per_s", "lifecycle_per_s", "server_us"}
@@ -185,3 +189,12 @@ def test_forgeries_are_never_the_real_token():
     assert len(made) == 2000
     assert real.isdisjoint(made)
     assert len({token for _, _, token in made}) > 800
+
+
+async def test_what_is_so_on_purpose_is_nothing_to_warn_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The server of a run keeps no log; the worker's look at its health must not say so."""
+    async with arena("no") as place, await Worker.connect(WorkerConfig(scanners=False), place.url):
+        pass
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

@@ -67,8 +67,8 @@ async def arena(aof: Aof) -> AsyncGenerator[Arena]:
                 backend = await Backend.connect(
                     parse_url(server.url), prepare_with=PartitionCounts(), name="ff-bench"
                 )
-            async with backend:
-                yield Arena(server.url, backend)
+                async with backend:
+                    yield Arena(server.url, backend)
         finally:
             server.release()
             # The folder may go only when nobody writes into it.
@@ -88,7 +88,7 @@ async def _until_gone(pid: int | None) -> None:
 @contextlib.contextmanager
 def _without_known_warnings() -> Generator[None]:
     """A server that keeps no log on purpose is nothing to warn of."""
-    log = logging.getLogger("flowfabric.engine.boot")
+    log = logging.getLogger("flowfabric.engine.health")
 
     def other(record: logging.LogRecord) -> bool:
         return not (isinstance(record.args, tuple) and record.args[:1] == ("persistence",))
