@@ -7,7 +7,7 @@ local LOOK_AHEAD = 16
 local MAX_LOOKED = 256
 local DEFAULT_RECLAIM_CAP = 1000
 -- A memo has room for so many requests of one process, as many as may be under way at a time.
-local REMEMBERED = 256
+local REMEMBERED = 128
 -- So much of a request's id stands there. Who finds it by chance finds no leases of the request.
 local TRACE = 8
 
