@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, overload
+from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
 from flowfabric.app.submission import SubmitManyError
 from flowfabric.app.tasks import Task
+from flowfabric.core.closing import Closing
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome
@@ -81,7 +81,7 @@ class SyncRun(Generic[R]):
         self._run.__reduce__()
 
 
-class SyncFabric:
+class SyncFabric(Closing):
     """Submits an application's tasks from code without an event loop; safe from several threads.
 
     >>> with SyncFabric(app) as sync:
@@ -173,14 +173,3 @@ class SyncFabric:
                 await twin.disconnect()
 
         self._portal.close(last)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

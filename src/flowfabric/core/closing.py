@@ -1,11 +1,11 @@
-"""`async with` for whatever has an `aclose`."""
+"""`async with` for whatever has an `aclose`, `with` for whatever has a `close`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Self
 
-__all__ = ["AsyncClosing"]
+__all__ = ["AsyncClosing", "Closing"]
 
 
 class AsyncClosing(ABC):
@@ -20,3 +20,17 @@ class AsyncClosing(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+class Closing(ABC):
+    """The same for ordinary code."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close it; a second call does no harm."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
+from flowfabric.core.closing import Closing
 from flowfabric.core.contracts.executions import (
     Cancelled,
     CreateOutcome,
@@ -42,7 +42,7 @@ __all__ = ["SyncClient"]
 T = TypeVar("T")
 
 
-class SyncClient:
+class SyncClient(Closing):
     """`Client` without `await`: the same methods, usable from several threads and after a fork.
 
     >>> with SyncClient.connect("valkey://127.0.0.1:6379") as client:
@@ -366,14 +366,3 @@ class SyncClient:
         current = self._generation == self._portal.generation
         client = self._client if current else None
         self._portal.close(None if client is None else client.aclose)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
 from typing import Self
 
+from flowfabric.core.closing import Closing
 from flowfabric.core.contracts.lease_events import LeaseEvent
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.sdk.lease_feed import LeaseFeed
@@ -14,7 +14,7 @@ from flowfabric.sdk.portal import Portal, PortalClosed, take
 __all__ = ["SyncLeaseFeed"]
 
 
-class SyncLeaseFeed:
+class SyncLeaseFeed(Closing):
     """`LeaseFeed` without `await`: iterate over it, keep its `cursor`, leave the block to close it.
 
     Any thread may close it: the iteration ends, also where it waits.
@@ -50,14 +50,3 @@ class SyncLeaseFeed:
         self._closed = True
         with contextlib.suppress(PortalClosed):
             self._portal.call(self._feed.aclose)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
