@@ -13,6 +13,7 @@ from flowfabric.core.contracts.leases import Handle, ResumeGrant
 from flowfabric.core.contracts.streams import BestEffort, Frame
 from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, ResumePolicy, Suspended
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.executions import Completion
 from flowfabric.engine.listing import Filter
@@ -29,7 +30,12 @@ Call = Callable[[Engine], Awaitable[Given]]
 # How calls get to the server, and how a backend comes to be.
 _PLUMBING = {"connect", "connect_and_prepare", "fcall", "ask", "ask_each"}
 
-SCANNERS = {name for name in vars(Upkeep) if not name.startswith("_")} - {"used_partitions"} | {
+# Upkeep that the contract names: a person may call it, too.
+_OFFERED = {
+    *("mark_lease_expired_if_due", "promote_delayed", "expire_execution", "trim_retention"),
+    *("reconcile_execution_index", "used_partitions"),
+}
+SCANNERS = {name for name in vars(Upkeep) if not name.startswith("_")} - _OFFERED | {
     "warn_of_reclaims"
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
@@ -274,6 +280,11 @@ CALLS: Mapping[str, Call] = {
     "deliver_signal": waiting(token="waitpoint_token", signal_name="go"),
     "expire_suspension": scanned(),
     "expire_waitpoints": scanned(),
+    "expire_execution": scanned(reason=ExpireReason.ATTEMPT_TIMEOUT),
+    "mark_lease_expired_if_due": scanned(),
+    "promote_delayed": scanned(lane_id=LANE),
+    "reconcile_execution_index": scanned(mode="check"),
+    "trim_retention": scanned(lane_id=LANE),
     "fail": held(reason="boom", category="transient"),
     "fail_execution": fenced(failure_reason="boom", failure_category="transient"),
     "find_executions": fixed(uuid_prefix="0"),

@@ -12,6 +12,7 @@ from flowfabric.core.contracts.executions import Completed
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle, ReclaimOutcome
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.arguments import each_stored
 from flowfabric.engine.audit import (
     Method,
     audited,
@@ -122,7 +123,7 @@ class AuditTrail(Scheduling, Leases, Suspensions, Signals, Upkeep):
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
     ) -> list[str]:
         """End executions whose attempt ran too long or whose lifetime is over."""
-        ids = list(ids)
+        ids = each_stored(ids, "ids")
         answers = await super().expire_execution(tag, reason, ids)
         timed_out(reason.value, ids, answers)
         return answers

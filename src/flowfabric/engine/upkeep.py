@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
+from flowfabric.core.ids import validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, shown
+from flowfabric.engine.arguments import each_stored, instance, one_of
 from flowfabric.engine.calls import Calls, as_stored, text
 
 __all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "Upkeep"]
@@ -86,21 +88,28 @@ class Upkeep(Calls):
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
         """Move lapsed leases to where the next claim finds them."""
-        return await self.ask_each("ff_mark_expired", tag, *ids)
+        names = each_stored(ids, "ids")
+        return await self.ask_each("ff_mark_expired", self.checked_tag(tag), *names)
 
     async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
         """Make due delayed executions eligible."""
-        return await self.ask_each("ff_promote_delayed", tag, lane_id, *ids)
+        names = each_stored(ids, "ids")
+        place = self.checked_tag(tag), validate_lane(lane_id)
+        return await self.ask_each("ff_promote_delayed", *place, *names)
 
     async def expire_execution(
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
     ) -> list[str]:
         """End executions whose attempt ran too long or whose lifetime is over."""
-        return await self.ask_each("ff_expire", tag, reason.value, *ids)
+        names = each_stored(ids, "ids")
+        why = instance(reason, ExpireReason, "reason").value
+        return await self.ask_each("ff_expire", self.checked_tag(tag), why, *names)
 
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
         """Delete terminal executions whose retention is over."""
-        return await self.ask_each("ff_trim", tag, lane_id, *ids)
+        names = each_stored(ids, "ids")
+        place = self.checked_tag(tag), validate_lane(lane_id)
+        return await self.ask_each("ff_trim", *place, *names)
 
     async def purge(self, tag: str) -> int:
         """Go on deleting what trimmed executions left; how many executions are still to do."""
@@ -130,8 +139,11 @@ class Upkeep(Calls):
 
         Entries under another lane than that of the record are found in so many lanes.
         """
+        names = each_stored(ids, "ids")
+        one_of(mode, "mode", get_args(Mode))
+        self.checked_tag(tag)
         lanes = (await self.lanes_in_use())[:_LANES_SEARCHED]
-        return (await self.audit_indexes(tag, ids, lanes, mode)).verdicts
+        return (await self.audit_indexes(tag, names, lanes, mode)).verdicts
 
     async def audit_indexes(
         self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: Mode
