@@ -97,6 +97,31 @@ async def test_order_holds_across_requirement_signatures(engine: Engine) -> None
     assert ids(claims) == made
 
 
+@pytest.mark.parametrize(
+    "first",
+    ["granted", "at the cap", pytest.param("without a record", marks=pytest.mark.corrupts)],
+)
+async def test_what_is_passed_over_does_not_hide_the_next_best_of_its_index(
+    engine: Engine, first: str
+) -> None:
+    """Two lost ones before a fresh one, of which the first cannot be taken."""
+    passed = await engine.running(
+        priority=9, policy={"max_reclaim_count": 0} if first == "at the cap" else None
+    )
+    lost = await engine.running(priority=5)
+    await engine.advance(TTL + 1)
+    await mark(engine, [passed.execution_id, lost.execution_id])
+    fresh = await engine.create()
+    if first == "granted":
+        await engine.backend.issue_reclaim_grant(passed.execution_id, **OTHER)
+    elif first == "without a record":
+        await engine.backend.transport.call(
+            "DEL", keys.core(passed.execution_id.tag, passed.execution_id)
+        )
+    one_by_one = [ids((await claim_many(engine, 1)).claims) for _ in range(2)]
+    assert one_by_one == [[lost.execution_id], [fresh]]
+
+
 async def test_no_more_than_asked_and_the_rest_is_counted(engine: Engine) -> None:
     for _ in range(5):
         await engine.create()

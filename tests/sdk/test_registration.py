@@ -30,6 +30,10 @@ async def lose(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", LANES, PARTITIONS, NAMESPACES)
 
 
+async def knows_namespace(engine: Engine) -> bool:
+    return await engine.backend.transport.call("SISMEMBER", NAMESPACES, "default") == 1
+
+
 async def registered(engine: Engine) -> tuple[set[str], set[str]]:
     lanes, tags = await engine.backend.list_lanes(), await engine.backend.used_partitions()
     return set(lanes[0]), set(tags)
@@ -58,7 +62,8 @@ async def test_live_worker_and_submitter_survive_the_loss(
         home = worker.lanes["mail"].home
         await until(are_registered(engine, "mail", home), "the registration")
         await until(lambda: runtime.summary.completed == 2, "the delayed one")
-        assert await engine.backend.transport.call("SISMEMBER", NAMESPACES, "default") == 1
+        # Whoever claims registers lanes and partitions; the worker's heartbeat the namespace, too.
+        await until(lambda: knows_namespace(engine), "the namespace")
 
 
 async def test_worker_registers_its_places_when_it_connects(

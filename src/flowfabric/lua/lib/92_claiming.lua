@@ -58,13 +58,13 @@ local function is_plain(c, lane)
 end
 
 -- Ids of eligible and reclaimable executions this worker could take, best first; the index of
--- each in the same order, or none when all are eligible without requirements; and the indexes that may hold
--- more than these.
+-- each in the same order, or none when all are eligible without requirements; and the indexes that
+-- may hold more than these, with the place of their last one here.
 local function candidates(c, want, offered, limit)
   local eligible = K.eligible(c.tag, want.lane)
   if want.plain then
     local ids = server.call('ZRANGE', eligible, 0, limit - 1)
-    return ids, NONE, #ids == limit and { [eligible] = true } or NONE
+    return ids, NONE, #ids == limit and { [eligible] = limit } or NONE
   end
   local found, crowded, sources = {}, {}, 0
   local function add(key)
@@ -89,6 +89,7 @@ local function candidates(c, want, offered, limit)
   for i, candidate in ipairs(found) do
     ids[i] = candidate.id
     stand_in[i] = candidate.key
+    if crowded[candidate.key] then crowded[candidate.key] = i end
   end
   return ids, stand_in, crowded
 end
@@ -284,8 +285,10 @@ local function look(c, want, offered, limit, rows)
     local key = stand_in[i] or eligible
     if #rows == want.max then
       if not crowded[key] then left = left + 1 end
-    elseif stays(c, want, offered, best[i], key, rows) then
-      stuck[key] = (stuck[key] or 0) + 1
+    else
+      if stays(c, want, offered, best[i], key, rows) then stuck[key] = (stuck[key] or 0) + 1 end
+      -- Unseen ones of this index may be better than what follows: look further first.
+      if crowded[key] == i and #rows < want.max and limit < MAX_LOOKED then break end
     end
   end
   return left, crowded, stuck
