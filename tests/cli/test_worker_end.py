@@ -14,7 +14,7 @@ from tests.support.engine import Engine
 from tests.support.server import TestServer
 
 APP = """
-import asyncio, time
+import asyncio, ctypes, multiprocessing, time
 import flowfabric as ff
 
 app = ff.Fabric()
@@ -40,6 +40,24 @@ async def threaded() -> None:
 async def blocks() -> None:
     print("handler started", flush=True)
     time.sleep(3600)
+
+
+@app.task()
+async def blocks_in_c() -> None:
+    # No signal handler of Python runs in the meantime.
+    print("handler started", flush=True)
+    library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+@app.task()
+def has_children() -> int:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,))
+    child.start()
+    child.terminate()
+    child.join()
+    return child.exitcode
 """
 
 
@@ -72,8 +90,11 @@ async def test_what_cannot_be_stopped_does_not_keep_the_process(
     assert state is PublicState.WAITING
 
 
-async def test_a_blocked_event_loop_does_not_keep_the_process(shop: Cli, client: Client) -> None:
-    submitted = await client.submit("blocks")
+@pytest.mark.parametrize("kind", ["blocks", "blocks_in_c"])
+async def test_a_blocked_event_loop_does_not_keep_the_process(
+    shop: Cli, client: Client, kind: str
+) -> None:
+    submitted = await client.submit(kind)
     async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
         await running.line("handler started")
         running.send(signal.SIGTERM)
@@ -83,6 +104,34 @@ async def test_a_blocked_event_loop_does_not_keep_the_process(shop: Cli, client:
     assert done.code == 128 + signal.SIGTERM
     state = await client.backend.read_execution_state(submitted.execution_id)
     assert state is PublicState.WAITING
+
+
+@pytest.mark.parametrize("kind", ["blocks", "blocks_in_c"])
+async def test_a_second_signal_ends_a_blocked_process_at_once(
+    shop: Cli, client: Client, kind: str
+) -> None:
+    await client.submit(kind)
+    async with shop.start("worker", "shop:app") as running:
+        await running.line("handler started")
+        running.send(signal.SIGTERM)
+        await running.line("stopping: waiting for running tasks")
+        running.send(signal.SIGINT)
+        assert (await running.end()).code == 128 + signal.SIGINT
+
+
+async def test_a_forked_child_is_ended_by_signals_and_its_worker_goes_on(
+    shop: Cli, client: Client
+) -> None:
+    async with shop.start("worker", "shop:app") as running:
+        await running.line("Ready.")
+        for _ in range(2):
+            submitted = await client.submit("has_children")
+            outcome = await client.wait(submitted.execution_id, timeout=30)
+            assert outcome.result == str(-signal.SIGTERM).encode()
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    assert "2 completed" in done.lines[-1]
 
 
 async def test_an_idle_worker_does_not_wait_for_a_server_that_is_gone(shop: Cli) -> None:
