@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowfabric.sdk.client import Client
 from tests.cli.support import Cli
 from tests.support.engine import Engine
 from tests.support.server import TestServer
@@ -16,6 +17,11 @@ from tests.support.server import TestServer
 def cli(valkey: TestServer, tmp_path: Path, engine: Engine) -> Cli:
     """The command in an empty folder, with FF_URL naming a prepared and empty deployment."""
     return Cli(tmp_path, FF_URL=valkey.url)
+
+
+@pytest.fixture
+def client(engine: Engine) -> Client:
+    return Client(engine.backend)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
 from tests.cli.support import Cli
-from tests.support.engine import Engine
 from tests.support.server import TestServer, free_port
 
 APP = """
@@ -57,11 +56,6 @@ def shop(cli: Cli) -> Cli:
     """A project folder with an application in `shop.py`."""
     (cli.folder / "shop.py").write_text(APP)
     return cli
-
-
-@pytest.fixture
-def client(engine: Engine) -> Client:
-    return Client(engine.backend)
 
 
 async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> None:

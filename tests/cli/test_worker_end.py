@@ -10,7 +10,6 @@ import pytest
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
 from tests.cli.support import Cli
-from tests.support.engine import Engine
 from tests.support.server import TestServer
 
 APP = """
@@ -65,11 +64,6 @@ def has_children() -> int:
 def shop(cli: Cli) -> Cli:
     (cli.folder / "shop.py").write_text(APP)
     return cli
-
-
-@pytest.fixture
-def client(engine: Engine) -> Client:
-    return Client(engine.backend)
 
 
 @pytest.mark.parametrize("kind", ["stubborn", "threaded"])

@@ -60,6 +60,7 @@ FENCE = "lib/80_fence.lua"
 LEASE = "lib/70_lease.lua"
 CLAIMING = "lib/92_claiming.lua"
 GRANTING = "lib/94_granting.lua"
+CONTEXT = "lib/40_context.lua"
 CLAIM = "functions/ff_claim_execution.lua"
 RESUME = "functions/ff_claim_resumed.lua"
 FUSED = "functions/ff_grant_and_claim.lua"
@@ -267,7 +268,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "closed lane",
-        GRANTING,
+        CONTEXT,
         "return state == 'paused' or state == 'disabled'",
         "return false",
         lambda e: test_lease_grants.test_a_lane_that_hands_out_nothing_gives_no_grant(e, "paused"),
@@ -339,7 +340,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "claims on a closed lane",
         CLAIMING,
-        "if state == 'paused' or state == 'disabled' then",
+        "if c:is_closed(want.lane) then",
         "if false then",
         lambda e: test_claim_offers.test_a_closed_lane_hands_out_nothing(e, "disabled"),
     ),

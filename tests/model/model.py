@@ -43,12 +43,21 @@ class Model:
     def __init__(self, now: int) -> None:
         self.now = now
         self.executions: dict[ExecutionId, Execution] = {}
+        self.lane_state = "active"
+        self.reclaim_grace = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether the lane hands out nothing."""
+        return self.lane_state in ("paused", "disabled")
 
     # --- creating ---------------------------------------------------------------------
 
     def create(
         self, execution_id: ExecutionId, policy: Policy, priority: int, delay_until: int | None
     ) -> str:
+        if self.lane_state in ("draining", "disabled"):
+            return "lane_not_accepting"
         made = Execution(execution_id, self.now, priority, policy)
         if delay_until is not None and delay_until > self.now:
             made.code, made.delay_until = NEW_DELAYED, delay_until
@@ -95,6 +104,8 @@ class Model:
             return None
         if held.grant_until is not None and held.grant_until >= self.now:
             return None
+        if held.code == EXPIRED and held.expires_at + self.reclaim_grace > self.now:
+            return None
         if held.code in (EXPIRED, REVOKED):
             return "reclaimed"
         if held.phase == "runnable" and held.code[2] == "e":
@@ -106,6 +117,8 @@ class Model:
     ) -> list[tuple[ExecutionId, str, str, int, int]]:
         """Id, mode, attempt type, index and epoch of each claim, in order."""
         found: list[tuple[ExecutionId, str, str, int, int]] = []
+        if self.closed:
+            return found
         for held in sorted(self.executions.values(), key=lambda e: (e.score, e.execution_id)):
             mode = self._claimable(held, capable)
             if mode is None:
@@ -118,11 +131,18 @@ class Model:
             found.append((held.execution_id, mode, *self._open(held, mode, worker, ttl)))
         return found
 
+    def takeable(self, *, capable: bool) -> int:
+        """How many a claim would find now."""
+        held = self.executions.values()
+        return (
+            0 if self.closed else sum(self._claimable(each, capable) is not None for each in held)
+        )
+
     def issue_grant(self, execution_id: ExecutionId, ttl: int, *, capable: bool) -> str:
         held = self.executions.get(execution_id)
         if held is None:
             return "execution_not_found"
-        if held.phase != "runnable" or held.code[2] != "e":
+        if held.phase != "runnable" or held.code[2] != "e" or self.closed:
             return "execution_not_eligible"
         if held.grant_until is not None and held.grant_until >= self.now:
             return "grant_already_exists"
@@ -136,7 +156,7 @@ class Model:
         held = self.executions.get(execution_id)
         if held is None:
             return "execution_not_found"
-        if held.phase != "runnable" or held.code[2] != "e":
+        if held.phase != "runnable" or held.code[2] != "e" or self.closed:
             return "execution_not_leaseable"
         resumed = held.code == PAUSED
         if held.grant_until is None:
@@ -154,7 +174,7 @@ class Model:
             return "execution_not_found"
         if held.code == "tunnfz" and held.attempts[-1].ended_by == "reclaim_cap":
             return "reclaim_cap_exceeded"
-        if held.code not in (EXPIRED, REVOKED):
+        if held.code not in (EXPIRED, REVOKED) or self.closed:
             return "not_reclaimable"
         if held.policy.needs_gpu and not capable:
             return "not_reclaimable"

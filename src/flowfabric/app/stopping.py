@@ -75,7 +75,7 @@ class _Signals:
         self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         self._former = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         # An event loop that must wake for other signals; a copy, since it closes its own.
-        self._loop = None if self._former == -1 else socket.socket(fileno=os.dup(self._former))
+        self._next = None if self._former == -1 else socket.socket(fileno=os.dup(self._former))
         forget_on_fork(self)
 
     def remove(self) -> None:
@@ -101,7 +101,7 @@ class _Signals:
     def arrivals(self) -> Generator[int]:
         """Each signal once, and 0 for a time without any, until removed."""
         noted = handled = told = 0
-        with self._ear, self._loop or contextlib.nullcontext():
+        with self._ear, self._next or contextlib.nullcontext():
             while True:
                 try:
                     heard = self._ear.recv(1)
@@ -121,10 +121,10 @@ class _Signals:
                     yield number
 
     def _pass_on(self, heard: bytes) -> None:
-        if self._loop is not None:
+        if self._next is not None:
             # Its buffer may be full: then it wakes anyway.
             with contextlib.suppress(OSError):
-                self._loop.send(heard)
+                self._next.send(heard)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):

@@ -15,7 +15,7 @@ local function refusal(c, id, rec, lane)
   if S.outcome(rec.state) ~= 'n' then return reply.err('execution_not_leaseable') end
   if S.attempt(rec.state) == 'r' then return reply.err('active_attempt_exists') end
   if S.attempt(rec.state) == 'i' then return reply.err('use_claim_resumed_execution') end
-  if granting.lane_closed(c, rec) then return reply.err('execution_not_leaseable') end
+  if c:is_closed(rec.lane_id) then return reply.err('execution_not_leaseable') end
 end
 
 reply.register_function('ff_claim_execution', function(keys, args)

@@ -17,7 +17,7 @@ reply.register_function('ff_claim_resumed', function(keys, args)
   if problem then return problem end
   if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_leaseable') end
   if S.attempt(rec.state) ~= 'i' then return reply.err('not_a_resumed_execution') end
-  if S.eligibility(rec.state) ~= 'e' or granting.lane_closed(c, rec) then
+  if S.eligibility(rec.state) ~= 'e' or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_leaseable')
   end
   problem = granting.refusal(c, id, rec, worker, token)

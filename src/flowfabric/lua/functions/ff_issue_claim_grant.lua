@@ -14,7 +14,7 @@ reply.register_function('ff_issue_claim_grant', function(keys, args)
   local problem = granting.lane_problem(rec, args[2])
   if problem then return problem end
   if S.phase(rec.state) ~= 'r' or S.eligibility(rec.state) ~= 'e'
-      or granting.lane_closed(c, rec) then
+      or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_eligible')
   end
   if granting.live(c, rec) then return granting.repeated(c, id, rec, args[6]) end

@@ -130,13 +130,16 @@ function Context:score(rec)
   return tonumber(rec.created_at) - priority * self:lane(rec.lane_id).weight
 end
 
--- A paused lane gives nothing out: waking workers for it would only cost.
-local YIELDS_NOTHING = { paused = true, disabled = true }
+-- A paused or disabled lane hands out nothing; only an operator's fused claim passes by.
+function Context:is_closed(lane)
+  local state = self:lane(lane).state
+  return state == 'paused' or state == 'disabled'
+end
 
 -- Whether a worker could find claimable work of this lane here.
 function Context:holds_work(lane)
   return server.call('EXISTS', K.eligible(self.tag, lane), K.lane(self.tag, lane, 'reclaimable'),
-    K.lane(self.tag, lane, 'sigs')) > 0 and not YIELDS_NOTHING[self:lane(lane).state]
+    K.lane(self.tag, lane, 'sigs')) > 0 and not self:is_closed(lane)
 end
 
 -- Tells idle workers that a lane of this partition has claimable work. One ring

@@ -304,8 +304,7 @@ function claiming.many(c, want)
     return replayed(c, want), claiming.remaining(c, want.lane, offered)
   end
   want.plain = is_plain(c, want.lane)
-  local state = c:lane(want.lane).state
-  if state == 'paused' or state == 'disabled' then return {}, 0 end
+  if c:is_closed(want.lane) then return {}, 0 end
   local rows, limit = {}, want.max
   local left, crowded, stuck = look(c, want, offered, limit, rows)
   while #rows < want.max and next(crowded) and limit < MAX_LOOKED do

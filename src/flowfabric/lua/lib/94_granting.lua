@@ -28,12 +28,6 @@ end
 
 function granting.live(c, rec) return tonumber(rec.grant_expires_at or 0) >= c.now end
 
--- A paused or disabled lane hands out nothing; only an operator's fused claim passes by.
-function granting.lane_closed(c, rec)
-  local state = c:lane(rec.lane_id).state
-  return state == 'paused' or state == 'disabled'
-end
-
 -- A live grant is refused, unless this very call wrote it and its reply was lost.
 function granting.repeated(c, id, rec, token)
   local stored = server.call('HMGET', K.grant(c.tag, id), 'grant_token', 'grant_expires_at')
