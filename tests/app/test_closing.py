@@ -13,6 +13,7 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.valkey.embedded import EmbeddedServer
+from tests.support.listening import listening
 
 
 class Mute:
@@ -22,12 +23,11 @@ class Mute:
         self.called = asyncio.Event()
         self.left = asyncio.Event()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         self.called.set()
         while await reader.read(4096):
             pass
         self.left.set()
-        writer.close()
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def socket(tmp_path: Path) -> Path:
 @pytest.fixture
 async def mute(socket: Path) -> AsyncIterator[Mute]:
     server = Mute()
-    async with await asyncio.start_unix_server(server.serve, socket):
+    async with listening(server.serve, path=socket):
         yield server
 
 

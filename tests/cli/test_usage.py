@@ -15,6 +15,7 @@ import pytest
 
 from flowfabric import __version__
 from tests.cli.support import COMMAND, Cli
+from tests.support.listening import listening
 from tests.support.server import free_port
 
 COMMANDS = (
@@ -208,14 +209,14 @@ async def test_ctrl_c_while_waiting_is_quiet(bare: Cli) -> None:
     """A server that accepts and then says nothing."""
     connected = asyncio.Event()
 
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         connected.set()
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, bare.start("ps", "--url", f"valkey://127.0.0.1:{port}") as running:
+    async with (
+        listening(silent) as port,
+        bare.start("ps", "--url", f"valkey://127.0.0.1:{port}") as running,
+    ):
         async with asyncio.timeout(20):
             await connected.wait()
         running.send(signal.SIGINT)

@@ -10,6 +10,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from tests.support.listening import stop_listening
+
 T = TypeVar("T")
 
 
@@ -135,8 +137,8 @@ class FaultProxy:
 
     async def _down(self) -> None:
         if self._server is not None:
-            self._server.close()
-            self._server = None
+            server, self._server = self._server, None
+            await stop_listening(server)
             self.socket_path.unlink(missing_ok=True)
         await self._cut()
 

@@ -13,6 +13,7 @@ import pytest
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connect import check_server, connect
+from tests.support.listening import listening
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
 
@@ -110,17 +111,14 @@ async def test_another_service_is_named_as_such_and_nothing_is_unknown() -> None
 async def test_a_peer_that_hangs_up_on_the_greeting_leaves_nothing_unknown() -> None:
     hung_up = 0
 
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def hang_up(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         nonlocal hung_up
         await reader.read(1)
         hung_up += 1
-        writer.close()
 
-    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    with pytest.raises(TransportError) as caught:
-        await connect(parse_url(f"valkey://127.0.0.1:{port}"), connect_timeout=0.2)
-    server.close()
+    async with listening(hang_up) as port:
+        with pytest.raises(TransportError) as caught:
+            await connect(parse_url(f"valkey://127.0.0.1:{port}"), connect_timeout=0.2)
     assert hung_up
     assert caught.value.safe_to_repeat
     assert "unknown" not in str(caught.value)

@@ -13,6 +13,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Client
+from tests.support.listening import listening
 from tests.unit.valkey.conftest import Keeper
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
 from tests.unit.valkey.test_connection import failure
@@ -90,13 +91,11 @@ async def test_a_missing_ca_file_is_named(keep: Keeper) -> None:
 async def test_a_port_without_tls_is_told_as_such() -> None:
     """It takes the greeting of TLS for the beginning of a command, and waits for the rest."""
 
-    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    address = Address(port=server.sockets[0].getsockname()[1], tls=True)
-    async with server:
+    async with listening(silent) as port:
+        address = Address(port=port, tls=True)
         for patient in (True, False):
             with pytest.raises(TransportError, match=r"is this its port for TLS\?"):
                 await connect(address, connect_timeout=0.3, patient=patient)
