@@ -135,9 +135,11 @@ async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -
 
 async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -> None:
     other = await Backend.connect(parse_url(valkey.url), testing=True)
-    async with other, running(engine.backend) as one:
+    # Both live in this process: when it stalls, the lease must not go over.
+    alike = ScannerSettings(intervals_s=QUICK.intervals_s, leader_ttl_s=60)
+    async with other, running(engine.backend, alike) as one:
         await one.leadership.scanning.wait()
-        async with running(other) as two:
+        async with running(other, alike) as two:
             await create_delayed(engine, 5, in_ms=20)
             await until(lambda: one.status()["delayed_promoter"].processed == 5)
             assert two.status()["delayed_promoter"].cycles == 0
