@@ -21,7 +21,7 @@ EXAMPLES = int(os.environ.get("FF_MODEL_EXAMPLES", "100"))
 STEPS = int(os.environ.get("FF_MODEL_STEPS", "50"))
 SHRINK = os.environ.get("FF_MODEL_SHRINK") == "1"
 PHASES = [Phase.generate, Phase.shrink] if SHRINK else [Phase.generate]
-SUITE_SECONDS = 60
+SUITE_SECONDS = 180
 
 
 @pytest.mark.timeout(SUITE_SECONDS if EXAMPLES <= 100 and not SHRINK else 0)

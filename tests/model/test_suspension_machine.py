@@ -449,7 +449,7 @@ class Pauses(RuleBasedStateMachine):
         assert int(count or 0) == len(waitpoint.signals)
 
 
-@pytest.mark.timeout(60 if EXAMPLES <= 100 else 0)
+@pytest.mark.timeout(180 if EXAMPLES <= 100 else 0)
 def test_suspensions_live_like_the_model(
     valkey: TestServer, request: pytest.FixtureRequest
 ) -> None:
