@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -81,9 +82,14 @@ UNFIT: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("a, b=2", [1], {"a": 3}, "multiple values for argument 'a'"),
     ("a, b=2", [], {"b": 3}, "missing a required argument: 'a'"),
     ("a, b=2", [1], {"z": 3}, "got an unexpected keyword argument 'z'"),
-    ("a, *, b", [1], {}, "missing a required argument: 'b'"),
+    ("a, *, b", [1], {}, "missing a required (keyword-only )?argument: 'b'"),
     ("a, *, b", [1, 2], {}, "too many positional arguments"),
-    ("a, /, b=2", [], {"a": 3}, "'a' parameter is positional only"),
+    (
+        "a, /, b=2",
+        [],
+        {"a": 3},
+        "'a' parameter is positional only|positional-only arguments .*: 'a'",
+    ),
     ("a, /, b=2, *, c=3", [1], {"c": 5}, "c goes by name only, and others by position only"),
 ]
 
@@ -123,7 +129,8 @@ def test_calls_that_do_not_fit_are_refused(
         app.call(task, tuple(args), kwargs)
     (detail,) = caught.value.details
     assert detail.startswith("arguments: ship: ")
-    assert problem in detail
+    # Python's own words, which change from one version to the next.
+    assert re.search(problem, detail)
 
 
 def test_a_call_by_name_of_the_task_cannot_be_fitted(app: ff.Fabric) -> None:

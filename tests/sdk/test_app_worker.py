@@ -272,11 +272,12 @@ def test_worker_without_tasks_is_refused(valkey: TestServer) -> None:
 
 async def test_interrupt_before_the_start_and_only_once() -> None:
     threads = HandlerThreads()
-    stop = threading.Event()
+    inside, stop = threading.Event(), threading.Event()
     cleaned: list[int] = []
 
     def careful() -> None:
         try:
+            inside.set()
             while not stop.is_set():
                 pass
         except Interrupted:
@@ -288,7 +289,7 @@ async def test_interrupt_before_the_start_and_only_once() -> None:
             raise
 
     call = threads.start(careful)
-    await until(lambda: call._thread is not None, "the start")
+    await until(inside.is_set, "the start")
     for number in range(20):
         call.interrupt(ValueError(f"stop {number}"))
     with pytest.raises(Interrupted, match="stop 0"):

@@ -30,9 +30,12 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     for name in ("ca", "other"):
         names = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-        openssl("req", "-x509", *key, *names, "-days", "2")
+        usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        openssl("req", "-x509", *key, *names, *usage, "-days", "2")
     openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    (folder / "names").write_text(
+        "subjectAltName=IP:127.0.0.1\nkeyUsage=digitalSignature\nauthorityKeyIdentifier=keyid\n"
+    )
     signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
     openssl("x509", "-req", "-in", "server.csr", *signing, "-out", "server.pem", "-days", "2")
     return folder
