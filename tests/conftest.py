@@ -7,11 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
-from flowfabric.valkey.address import parse_url
-from tests.support.engine import Engine
+from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
 from tests.support.server import TestServer
 
@@ -31,14 +28,8 @@ def valkey() -> Iterator[TestServer]:
 @pytest.fixture
 async def backend(valkey: TestServer) -> AsyncIterator[Backend]:
     """A prepared engine on an empty keyspace, with the test clock at the server's time."""
-    connected = await Backend.connect(
-        parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
-    )
-    await connected.transport.call("FLUSHALL")
-    await connected.prepare()
-    await connected.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
-    yield connected
-    await connected.aclose()
+    async with prepared_backend(valkey.url) as prepared:
+        yield prepared
 
 
 @pytest.fixture

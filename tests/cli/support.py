@@ -14,6 +14,9 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.core.ids import ExecutionId
+from flowfabric.sdk.client import Client
+
 COMMAND = Path(sys.executable).with_name("flowfabric")
 PATIENCE_S = 40
 
@@ -118,3 +121,14 @@ class Cli:
             if process.returncode is None:
                 process.kill()
             await process.communicate()
+
+
+@asynccontextmanager
+async def busy_worker(
+    cli: Cli, client: Client, kind: str, *options: str
+) -> AsyncGenerator[tuple[Running, ExecutionId]]:
+    """A worker of `shop:app` whose handler of this kind has begun, and what it works on."""
+    submitted = await client.submit(kind)
+    async with cli.start("worker", "shop:app", *options) as running:
+        await running.line("handler started")
+        yield running, submitted.execution_id

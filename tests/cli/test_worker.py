@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
-from tests.cli.support import Cli
+from tests.cli.support import Cli, busy_worker
 from tests.support.server import TestServer, free_port
 
 APP = """
@@ -77,35 +77,32 @@ async def test_it_serves_every_lane_of_its_tasks(shop: Cli, client: Client) -> N
 
 
 async def test_sigterm_lets_a_running_handler_finish(shop: Cli, client: Client) -> None:
-    submitted = await client.submit("until_stopped")
-    async with shop.start("worker", "shop:app", "--no-scanners") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, "until_stopped", "--no-scanners") as (
+        running,
+        execution_id,
+    ):
         running.send(signal.SIGTERM)
         await running.line("handler sees the end")
         done = await running.end()
     assert done.code == 0
     assert any("stopping: waiting for running tasks" in line for line in done.lines)
     assert "1 completed." in done.lines[-1]
-    assert await client.result_now(submitted.execution_id) == b'"finished"'
+    assert await client.result_now(execution_id) == b'"finished"'
     assert await client.backend.list_workers() == []
 
 
 async def test_what_outlasts_the_grace_is_given_back(shop: Cli, client: Client) -> None:
-    submitted = await client.submit("forever")
-    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, "forever", "--grace", "10ms") as (running, execution_id):
         running.send(signal.SIGTERM)
         done = await running.end()
     assert done.code == 0
     assert "1 released." in done.lines[-1]
-    state = await client.backend.read_execution_state(submitted.execution_id)
+    state = await client.backend.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
 async def test_the_second_signal_ends_at_once(shop: Cli, client: Client) -> None:
-    await client.submit("forever")
-    async with shop.start("worker", "shop:app", "--grace", "1h") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, "forever", "--grace", "1h") as (running, _):
         running.send(signal.SIGINT)
         await running.line("stopping: waiting for running tasks")
         running.send(signal.SIGINT)

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
-from tests.cli.support import Cli
+from tests.cli.support import Cli, busy_worker
 from tests.support.server import TestServer
 
 APP = """
@@ -71,16 +71,14 @@ async def test_what_cannot_be_stopped_does_not_keep_the_process(
     shop: Cli, client: Client, kind: str
 ) -> None:
     """Its work is given back first."""
-    submitted = await client.submit(kind)
-    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, kind, "--grace", "10ms") as (running, execution_id):
         running.send(signal.SIGTERM)
         done = await running.end()
     assert done.code == 0
     assert "1 released." in done.lines[-1]
-    named = f"stubborn of {submitted.execution_id} ignores that it was cancelled" in done.out
+    named = f"stubborn of {execution_id} ignores that it was cancelled" in done.out
     assert named == (kind == "stubborn")
-    state = await client.backend.read_execution_state(submitted.execution_id)
+    state = await client.backend.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
@@ -88,15 +86,13 @@ async def test_what_cannot_be_stopped_does_not_keep_the_process(
 async def test_a_blocked_event_loop_does_not_keep_the_process(
     shop: Cli, client: Client, kind: str
 ) -> None:
-    submitted = await client.submit(kind)
-    async with shop.start("worker", "shop:app", "--grace", "10ms") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, kind, "--grace", "10ms") as (running, execution_id):
         running.send(signal.SIGTERM)
         await running.line("stopping: waiting for running tasks")
         await running.line("a task blocks the event loop and the grace is over")
         done = await running.end()
     assert done.code == 128 + signal.SIGTERM
-    state = await client.backend.read_execution_state(submitted.execution_id)
+    state = await client.backend.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
@@ -104,9 +100,7 @@ async def test_a_blocked_event_loop_does_not_keep_the_process(
 async def test_a_second_signal_ends_a_blocked_process_at_once(
     shop: Cli, client: Client, kind: str
 ) -> None:
-    await client.submit(kind)
-    async with shop.start("worker", "shop:app") as running:
-        await running.line("handler started")
+    async with busy_worker(shop, client, kind) as (running, _):
         running.send(signal.SIGTERM)
         await running.line("stopping: waiting for running tasks")
         running.send(signal.SIGINT)

@@ -345,6 +345,15 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         lambda e: test_claim_offers.test_a_closed_lane_hands_out_nothing(e, "disabled"),
     ),
     (
+        "better work of an index that was not seen whole",
+        CLAIMING,
+        "if crowded[key] == i and",
+        "if false and",
+        lambda e: test_claim_many.test_what_is_passed_over_does_not_hide_the_next_best_of_its_index(
+            e, "granted"
+        ),
+    ),
+    (
         "no more than asked for",
         CLAIMING,
         "    if #rows == want.max then\n      if not",

@@ -7,13 +7,9 @@ from importlib.resources import files
 
 import pytest
 
-from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
 from flowfabric.valkey import library
-from flowfabric.valkey.address import parse_url
 from tests.engine.mutants import Scenario
-from tests.support.engine import Engine
+from tests.support.engine import Engine, prepared_backend
 from tests.support.server import TestServer
 
 __all__ = ["crashed", "failure_of", "mutated", "private_engine", "private_server"]
@@ -29,16 +25,8 @@ def private_server() -> Iterator[TestServer]:
 
 @pytest.fixture
 async def private_engine(private_server: TestServer) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(
-        parse_url(private_server.url),
-        prepare_with=PartitionCounts(),
-        limits=Limits(),
-        testing=True,
-    )
-    await backend.transport.call("FLUSHALL")
-    await backend.prepare()
-    yield Engine(backend)
-    await backend.aclose()
+    async with prepared_backend(private_server.url) as backend:
+        yield Engine(backend)
 
 
 def mutated(path: str, guard: str, replacement: str) -> str:

@@ -22,13 +22,11 @@ from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
 from flowfabric.engine.executions import Completion
-from flowfabric.valkey.address import parse_url
 from tests.engine.argument_calls import CALLS, SCANNERS, methods
 from tests.engine.exec_support import unchanged
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant
-from tests.support.engine import TTL, Engine
+from tests.support.engine import TTL, Engine, prepared_backend
 from tests.support.leaks import find_leaks
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
@@ -320,19 +318,11 @@ def small_server() -> Iterator[TestServer]:
 @pytest.fixture
 async def small(small_server: TestServer) -> AsyncIterator[Engine]:
     """An engine of few partitions: its whole keyspace is quickly compared."""
-    client = await Backend.connect(
-        parse_url(small_server.url),
-        prepare_with=PartitionCounts(flow=2, budget=1, quota=1),
-        limits=Limits(),
-        testing=True,
-    )
-    await client.transport.call("FLUSHALL")
-    await client.prepare()
-    await client.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
-    await client.seed_at_boot(SECRET)
-    yield Engine(client)
-    assert await find_leaks(client) == []
-    await client.aclose()
+    counts = PartitionCounts(flow=2, budget=1, quota=1)
+    async with prepared_backend(small_server.url, counts) as client:
+        await client.seed_at_boot(SECRET)
+        yield Engine(client)
+        assert await find_leaks(client) == []
 
 
 async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:

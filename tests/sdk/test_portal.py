@@ -109,8 +109,8 @@ async def endless() -> None:
     await asyncio.Event().wait()
 
 
-def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
-    portal = Portal("ff-failing")
+def waiting(portal: Portal) -> Caller:
+    """A call under way that does not end by itself."""
     begun = threading.Event()
 
     async def wait() -> None:
@@ -119,6 +119,12 @@ def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
 
     caller = Caller(portal, wait)
     assert begun.wait(10)
+    return caller
+
+
+def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
+    portal = Portal("ff-failing")
+    caller = waiting(portal)
 
     async def broken() -> None:
         raise ValueError("mine")
@@ -134,14 +140,7 @@ def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
 def test_a_last_step_without_end_does_not_keep_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowfabric.sdk.portal._LAST_S", 0.01)
     portal = Portal("ff-endless")
-    begun = threading.Event()
-
-    async def wait() -> None:
-        begun.set()
-        await endless()
-
-    caller = Caller(portal, wait)
-    assert begun.wait(10)
+    caller = waiting(portal)
     portal.close(endless)
     assert caller.ended_by() is CancelledError
     assert threads("ff-endless") == []

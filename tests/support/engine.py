@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from flowfabric.core import capabilities as caps
@@ -11,10 +12,13 @@ from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Claim, Handle
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.keys import events
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import StateVector
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.calls import Limits
 from flowfabric.engine.scheduling import Want
+from flowfabric.valkey.address import parse_url
 
 LANE = "default"
 TTL = 30_000
@@ -29,6 +33,20 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
 end
 return found
 """
+
+
+@asynccontextmanager
+async def prepared_backend(
+    url: str, counts: PartitionCounts | None = None
+) -> AsyncGenerator[Backend]:
+    """On an emptied keyspace, with the test clock at the server's time."""
+    async with await Backend.connect(
+        parse_url(url), prepare_with=counts or PartitionCounts(), limits=Limits(), testing=True
+    ) as backend:
+        await backend.transport.call("FLUSHALL")
+        await backend.prepare()
+        await backend.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
+        yield backend
 
 
 class Engine:
