@@ -38,9 +38,15 @@ def test_header(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
 def test_one_function_a_file_named_like_it(path: Path) -> None:
-    pattern = r"function_name = '(\w+)'|\bregister(?:_function)?\('(\w+)'"
-    registered = re.findall(pattern, path.read_text())
-    assert [first or second for first, second in registered] == [path.stem]
+    registered = re.findall(r"\bregister(?:_function)?\('(\w+)'", path.read_text())
+    assert registered == [path.stem]
+
+
+@pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
+def test_flags_are_passed_at_registration(path: Path) -> None:
+    flags = re.search(r"\nend, (\{.*\})\)\n$", path.read_text())
+    assert flags is not None, "end the file with `end, { flags })`: see lib/05_register.lua"
+    assert set(re.findall(r"'([\w-]+)'", flags[1])) <= {"no-writes", "allow-oom", "allow-stale"}
 
 
 def test_the_guard_itself() -> None:

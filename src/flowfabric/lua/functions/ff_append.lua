@@ -171,4 +171,4 @@ reply.register_function('ff_append', function(keys, args)
     end
   end
   return reply.ok(count, last, before + count, version and tostring(version) or '', 0)
-end)
+end, {})

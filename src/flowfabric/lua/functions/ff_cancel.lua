@@ -32,4 +32,4 @@ reply.register_function('ff_cancel', function(keys, args)
     stream_reason = 'attempt_cancelled', fields = fields,
   })
   return reply.ok('cancelled')
-end)
+end, { 'allow-oom' })

@@ -25,4 +25,4 @@ reply.register_function('ff_change_priority', function(keys, args)
   end
   events.emit(c, 'priority_changed', id, rec, 'op', old, 'np', rec.priority)
   return reply.ok(old, rec.priority)
-end)
+end, { 'allow-oom' })

@@ -31,4 +31,4 @@ reply.register_function('ff_claim_execution', function(keys, args)
   claiming.take(c, id, rec, 'fresh',
     { lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl })
   return reply.ok(claiming.row(c, id, rec, 'fresh'), rec.lane_id)
-end)
+end, { 'allow-oom' })

@@ -24,4 +24,4 @@ reply.register_function('ff_claim_resumed', function(keys, args)
   if problem then return problem end
   claiming.take(c, id, rec, 'resumed', { lease_prefix = lease_id, suffix = '', worker = worker, ttl = ttl })
   return reply.ok(claiming.row(c, id, rec, 'resumed'), rec.lane_id)
-end)
+end, { 'allow-oom' })

@@ -45,4 +45,4 @@ register('ff_complete', function(keys, args)
   want.awake = true
   local rows, left = claiming.many(c, want)
   return reply.ok(replies, rows, left)
-end)
+end, { 'allow-oom' })

@@ -205,4 +205,4 @@ register('ff_create', function(keys, args)
   end
   c:flush()
   return reply.ok(replies)
-end)
+end, {})

@@ -26,4 +26,4 @@ reply.register_function('ff_delay', function(keys, args)
   end
   if request then operator.remember(c, id, rec, request, answer) end
   return reply.ok(answer)
-end)
+end, { 'allow-oom' })

@@ -72,4 +72,4 @@ end
 register('ff_expire_suspension', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
-end)
+end, { 'allow-oom' })

@@ -22,4 +22,4 @@ end
 register('ff_expire_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
-end)
+end, { 'allow-oom' })

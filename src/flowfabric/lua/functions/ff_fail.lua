@@ -44,4 +44,4 @@ reply.register_function('ff_fail', function(keys, args)
   })
   if request then operator.remember(c, id, rec, request, 'terminal_failed') end
   return reply.ok('terminal_failed')
-end)
+end, { 'allow-oom' })

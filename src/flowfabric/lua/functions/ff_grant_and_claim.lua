@@ -37,4 +37,4 @@ reply.register_function('ff_grant_and_claim', function(keys, args)
     reason = mode == 'resumed' and 'issue_grant_and_claim_resumed' or 'issue_grant_and_claim',
   })
   return reply.ok(claiming.row(c, id, rec, mode), rec.lane_id)
-end)
+end, { 'allow-oom' })

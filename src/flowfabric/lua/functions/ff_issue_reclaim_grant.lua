@@ -33,4 +33,4 @@ reply.register_function('ff_issue_reclaim_grant', function(keys, args)
     route_snapshot_json = args[8], admission_summary = args[9],
   })
   return reply.ok(expires, rec.lane_id)
-end)
+end, { 'allow-oom' })

@@ -27,23 +27,19 @@ local function details(c, row)
     tonumber(found[4]), tonumber(found[5]) or false }
 end
 
-server.register_function({
-  function_name = 'ff_list_suspended',
-  flags = { 'no-writes' },
-  callback = function(keys, args)
-    local c = Context.open(keys[1])
-    local limit, rows = tonumber(args[1]), {}
-    for i = 4, #args do
-      local key = K.lane(c.tag, args[i], 'suspended')
-      local first = first_behind(key, tonumber(args[2]), args[3])
-      local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
-      for j = 1, #page, 2 do
-        rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
-      end
+register('ff_list_suspended', function(keys, args)
+  local c = Context.open(keys[1])
+  local limit, rows = tonumber(args[1]), {}
+  for i = 4, #args do
+    local key = K.lane(c.tag, args[i], 'suspended')
+    local first = first_behind(key, tonumber(args[2]), args[3])
+    local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+    for j = 1, #page, 2 do
+      rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
     end
-    table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
-    local listed = {}
-    for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
-    return reply.ok(listed)
-  end,
-})
+  end
+  table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
+  local listed = {}
+  for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
+  return reply.ok(listed)
+end, { 'no-writes' })

@@ -26,4 +26,4 @@ end
 register('ff_mark_expired', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 1, function(id) return mark(c, id) end))
-end)
+end, { 'allow-oom' })

@@ -30,4 +30,4 @@ reply.register_function('ff_progress', function(keys, args)
   end
   server.call(unpack(update))
   return reply.ok()
-end)
+end, { 'allow-oom' })

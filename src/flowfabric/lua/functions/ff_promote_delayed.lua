@@ -30,4 +30,4 @@ register('ff_promote_delayed', function(keys, args)
   c:flush()
   if promoted then c:ring(args[1]) end
   return reply.ok(replies)
-end)
+end, { 'allow-oom' })

@@ -15,4 +15,4 @@ register('ff_purge', function(keys)
     server.call('HDEL', backlog, id)
   end
   return reply.ok(1, server.call('HLEN', backlog))
-end)
+end, { 'allow-oom' })

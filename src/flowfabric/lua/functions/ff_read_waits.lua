@@ -15,32 +15,28 @@ local function contents(id, signal_ids)
   return found
 end
 
-server.register_function{
-  function_name = 'ff_read_waits',
-  flags = { 'no-writes' },
-  callback = function(keys, args)
-    local c = Context.open(keys[1])
-    local id = args[1]
-    local core = server.call('HMGET', K.core(c.tag, id), 'state', 'run_from')
-    if not core[1] then return reply.err('execution_not_found') end
-    local first, rows, wanted = tonumber(core[2] or 0), {}, {}
-    for i = 2, #args do wanted[args[i]] = true end
-    for _, waitpoint_id in ipairs(server.call('SMEMBERS', K.waitpoints(c.tag, id))) do
-      local key = K.waitpoint(c.tag, waitpoint_id)
-      local point = suspension.read_hash(key)
-      if point and point.state ~= 'active' and tonumber(point.attempt_index or 0) >= first then
-        -- One that was never waited on is closed without either.
-        local ended = point.state == 'closed' and (point.suspension_id or point.satisfied_at)
-        local signal_ids = server.call('LRANGE', K.waitpoint_signals(c.tag, waitpoint_id), 0, -1)
-        rows[#rows + 1] = {
-          waitpoint_id, point.waitpoint_key, point.waitpoint_token or '', point.state,
-          tonumber(point.attempt_index or 0), point.close_reason or '',
-          tonumber(point.closed_at or 0), ended and 1 or 0,
-          signal_ids,
-          wanted[point.waitpoint_key] and #signal_ids <= FEW and contents(id, signal_ids) or false,
-        }
-      end
+register('ff_read_waits', function(keys, args)
+  local c = Context.open(keys[1])
+  local id = args[1]
+  local core = server.call('HMGET', K.core(c.tag, id), 'state', 'run_from')
+  if not core[1] then return reply.err('execution_not_found') end
+  local first, rows, wanted = tonumber(core[2] or 0), {}, {}
+  for i = 2, #args do wanted[args[i]] = true end
+  for _, waitpoint_id in ipairs(server.call('SMEMBERS', K.waitpoints(c.tag, id))) do
+    local key = K.waitpoint(c.tag, waitpoint_id)
+    local point = suspension.read_hash(key)
+    if point and point.state ~= 'active' and tonumber(point.attempt_index or 0) >= first then
+      -- One that was never waited on is closed without either.
+      local ended = point.state == 'closed' and (point.suspension_id or point.satisfied_at)
+      local signal_ids = server.call('LRANGE', K.waitpoint_signals(c.tag, waitpoint_id), 0, -1)
+      rows[#rows + 1] = {
+        waitpoint_id, point.waitpoint_key, point.waitpoint_token or '', point.state,
+        tonumber(point.attempt_index or 0), point.close_reason or '',
+        tonumber(point.closed_at or 0), ended and 1 or 0,
+        signal_ids,
+        wanted[point.waitpoint_key] and #signal_ids <= FEW and contents(id, signal_ids) or false,
+      }
     end
-    return reply.ok(rows)
-  end,
-}
+  end
+  return reply.ok(rows)
+end, { 'no-writes' })

@@ -34,4 +34,4 @@ reply.register_function('ff_reclaim', function(keys, args)
   claiming.take(c, id, rec, 'reclaimed',
     { lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl })
   return reply.ok(claiming.row(c, id, rec, 'reclaimed'))
-end)
+end, { 'allow-oom' })

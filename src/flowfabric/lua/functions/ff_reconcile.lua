@@ -270,4 +270,4 @@ register('ff_reconcile', function(keys, args)
   local names = {}
   for lane in pairs(seen) do names[#names + 1] = lane end
   return reply.ok(replies, names)
-end)
+end, { 'allow-oom' })

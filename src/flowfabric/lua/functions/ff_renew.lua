@@ -26,4 +26,4 @@ register('ff_renew', function(keys, args)
   end
   c:flush()
   return reply.ok(replies)
-end)
+end, { 'allow-oom' })

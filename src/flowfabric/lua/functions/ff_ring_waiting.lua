@@ -23,4 +23,4 @@ register('ff_ring_waiting', function(_, args)
   end
   if problem then return reply.err('corruption', problem) end
   return reply.ok(rings)
-end)
+end, { 'allow-oom' })

@@ -25,4 +25,4 @@ register('ff_rotate_secret', function(keys, args)
     server.call('HSET', store, 'previous_kid', current, 'previous_expires_at', expires)
   end
   return reply.ok('rotated', current or '', tokens.collect(tag, now))
-end)
+end, { 'allow-oom' })

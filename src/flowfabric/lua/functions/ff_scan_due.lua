@@ -16,25 +16,21 @@ local function look(key, now, offset, limit)
   return server.call('ZRANGE', key, '-inf', now, 'BYSCORE', 'LIMIT', offset, limit)
 end
 
-server.register_function({
-  function_name = 'ff_scan_due',
-  flags = { 'no-writes' },
-  callback = function(_, args)
-    local now = clock.now()
-    local limit, offset, count = args[1], args[2], tonumber(args[3])
-    local pages, armed, unreadable = {}, {}, {}
-    for t = 4 + count, #args do
-      for i = 4, 3 + count do
-        local ok, ids, earliest = pcall(look, K.index(args[t], args[i]), now, offset, limit)
-        if not ok then
-          unreadable[#unreadable + 1] = { args[t], args[i], batch.why(ids) }
-        elseif earliest then
-          armed[#armed + 1] = { args[t], args[i], earliest }
-        elseif ids and #ids > 0 then
-          pages[#pages + 1] = { args[t], args[i], ids }
-        end
+register('ff_scan_due', function(_, args)
+  local now = clock.now()
+  local limit, offset, count = args[1], args[2], tonumber(args[3])
+  local pages, armed, unreadable = {}, {}, {}
+  for t = 4 + count, #args do
+    for i = 4, 3 + count do
+      local ok, ids, earliest = pcall(look, K.index(args[t], args[i]), now, offset, limit)
+      if not ok then
+        unreadable[#unreadable + 1] = { args[t], args[i], batch.why(ids) }
+      elseif earliest then
+        armed[#armed + 1] = { args[t], args[i], earliest }
+      elseif ids and #ids > 0 then
+        pages[#pages + 1] = { args[t], args[i], ids }
       end
     end
-    return reply.ok(now, pages, armed, unreadable)
-  end,
-})
+  end
+  return reply.ok(now, pages, armed, unreadable)
+end, { 'no-writes' })

@@ -27,4 +27,4 @@ register('ff_seed_secret', function(_, args)
   local replies = {}
   for i = 4, #args do replies[i - 3] = seed(args[i], args[1], args[2], args[3] == '1') end
   return reply.ok(replies)
-end)
+end, { 'allow-oom' })

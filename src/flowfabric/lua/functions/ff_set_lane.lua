@@ -13,4 +13,4 @@ register('ff_set_lane', function(keys, args)
   end
   if c:lane(args[1]).state == 'active' and c:holds_work(args[1]) then c:ring(args[1]) end
   return reply.ok()
-end)
+end, { 'allow-oom' })

@@ -134,4 +134,4 @@ reply.register_function('ff_signal', function(keys, args)
   if dedup then server.call('SET', dedup, signal_id, 'PX', want.dedup_ttl_ms) end
   signals.record(c, id, rec, signal, verdict.effect, not buffering and want.maxlen)
   return reply.ok('accepted', signal_id, verdict.effect)
-end)
+end, {})

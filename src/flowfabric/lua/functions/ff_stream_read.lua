@@ -90,4 +90,4 @@ reply.register_function('ff_stream_read', function(keys, args)
   local oldest = trimmed and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   return reply.ok(entries, examined, more, closed_at or false, reason or false, trimmed and 1 or 0,
     oldest and oldest[1] or false, meta[4] or false, followed and 1 or 0)
-end)
+end, { 'allow-oom' })

@@ -115,26 +115,22 @@ local function add_candidates(names, owners, tag, lanes, known)
   end
 end
 
-server.register_function({
-  function_name = 'ff_survey',
-  flags = { 'no-writes' },
-  callback = function(_, args)
-    local lanes, places, names, owners, at = {}, {}, {}, {}, 2 + tonumber(args[1])
-    for i = 2, at - 1 do lanes[#lanes + 1] = args[i] end
-    while at <= #args do
-      local tag, known, last = args[at], {}, at + 1 + tonumber(args[at + 1])
-      for i = at + 2, last do known[#known + 1] = args[i] end
-      places[#places + 1] = { tag = tag, known = known }
-      places[tag] = known
-      add_candidates(names, owners, tag, lanes, known)
-      at = last + 1
-    end
-    for _, key in ipairs(indexes.existing(names)) do
-      local tag = owners[key]
-      table.insert(places[tag], string.sub(key, #K.index(tag, '') + 1))
-    end
-    local surveys = {}
-    for i, place in ipairs(places) do surveys[i] = survey(place.tag, place.known) end
-    return reply.ok(surveys)
-  end,
-})
+register('ff_survey', function(_, args)
+  local lanes, places, names, owners, at = {}, {}, {}, {}, 2 + tonumber(args[1])
+  for i = 2, at - 1 do lanes[#lanes + 1] = args[i] end
+  while at <= #args do
+    local tag, known, last = args[at], {}, at + 1 + tonumber(args[at + 1])
+    for i = at + 2, last do known[#known + 1] = args[i] end
+    places[#places + 1] = { tag = tag, known = known }
+    places[tag] = known
+    add_candidates(names, owners, tag, lanes, known)
+    at = last + 1
+  end
+  for _, key in ipairs(indexes.existing(names)) do
+    local tag = owners[key]
+    table.insert(places[tag], string.sub(key, #K.index(tag, '') + 1))
+  end
+  local surveys = {}
+  for i, place in ipairs(places) do surveys[i] = survey(place.tag, place.known) end
+  return reply.ok(surveys)
+end, { 'no-writes' })

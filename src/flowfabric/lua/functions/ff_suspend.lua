@@ -253,4 +253,4 @@ reply.register_function('ff_suspend', function(keys, args)
   for _, binding in ipairs(bound) do write_waitpoint(c, id, rec, want, binding) end
   keep_progress(c, id, progress, satisfiers)
   return remember(c, id, want, rec, details('suspended', rec, want, bound))
-end)
+end, { 'allow-oom' })

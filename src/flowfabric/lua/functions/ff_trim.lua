@@ -42,4 +42,4 @@ end
 register('ff_trim', function(keys, args)
   local c = Context.open(keys[1])
   return reply.ok(batch.each(args, 2, function(id) return trim(c, args[1], id) end))
-end)
+end, { 'allow-oom' })

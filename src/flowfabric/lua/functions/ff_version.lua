@@ -2,11 +2,7 @@
 -- Arguments: none. Replies: version, content hash, oldest library version whose callers it serves,
 --   about how many entries it keeps in each event feed.
 -- Errors: none. Events: none.
-server.register_function({
-  function_name = 'ff_version',
-  flags = { 'no-writes', 'allow-stale' },
-  callback = function()
-    return { SETTINGS.version, SETTINGS.content_hash, SETTINGS.min_client,
-      tonumber(SETTINGS.events_maxlen) }
-  end,
-})
+register('ff_version', function()
+  return { SETTINGS.version, SETTINGS.content_hash, SETTINGS.min_client,
+    tonumber(SETTINGS.events_maxlen) }
+end, { 'no-writes', 'allow-stale' })

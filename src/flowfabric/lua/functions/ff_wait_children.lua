@@ -20,4 +20,4 @@ reply.register_function('ff_wait_children', function(keys, args)
   pausing.release(c, id, rec, S.waiting_children('i'), 'waiting_children:moved', {})
   if request then operator.remember(c, id, rec, request, 'moved') end
   return reply.ok('moved')
-end)
+end, { 'allow-oom' })

@@ -17,4 +17,4 @@ reply.register_function('ff_waitpoint_token', function(keys, args)
   if problem then return problem end
   server.call('HSET', key, 'waitpoint_token', token)
   return reply.ok(token)
-end)
+end, { 'allow-oom' })

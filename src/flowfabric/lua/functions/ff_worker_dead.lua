@@ -10,4 +10,4 @@ register('ff_worker_dead', function(keys, args)
   if removed == 0 then return reply.ok('not_registered') end
   workers.event(tag, clock.now(), 'worker_dead', worker_id or '', instance, args[2])
   return reply.ok('marked')
-end)
+end, { 'allow-oom' })

@@ -31,4 +31,4 @@ register('ff_worker_register', function(keys, args)
   if was_alive then return reply.ok('refreshed') end
   workers.event(tag, now, 'worker_registered', worker_id, instance)
   return reply.ok('registered')
-end)
+end, { 'allow-oom' })

@@ -36,10 +36,10 @@ function reply.guarded(handle, c, id, ...)
 end
 
 -- Registers a function for one execution, which its first argument names.
-function reply.register_function(name, handle)
+function reply.register_function(name, handle, flags)
   register(name, function(keys, args)
     local ok, answer = pcall(handle, keys, args)
     if ok then return answer end
     return unreadable(keys[1], args[1], answer)
-  end)
+  end, flags)
 end
