@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -182,10 +183,19 @@ async def test_a_malformed_reply(garbled: Engine, answer: str) -> None:
         assert (error.function, error.execution_id) == (function, subject(given[name])), name
         assert function in str(error)
         assert str(subject(given[name])) in str(error)
+        assert_nothing_quoted(error)
     for name, (function, ask) in {**OTHERS, **({} if "odd" in answer else SCANNED)}.items():
         with pytest.raises(ReplyError) as caught:
             await ask(garbled.backend)
         assert (caught.value.function, caught.value.ambiguous) == (function, True), name
+        assert_nothing_quoted(caught.value)
+
+
+def assert_nothing_quoted(error: ReplyError) -> None:
+    """A reply may carry a token or a payload."""
+    shown = "".join(traceback.format_exception(error))
+    assert "odd one" not in shown
+    assert "FINE" not in shown
 
 
 @pytest.mark.parametrize("answer", MALFORMED)

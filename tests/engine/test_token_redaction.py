@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Any
 
 import msgspec
 import pytest
 
+from flowfabric.core import keys
 from flowfabric.core.conditions import Single
-from flowfabric.core.contracts.suspension import AlreadySatisfiedSuspension, UsePending
+from flowfabric.core.contracts.suspension import Accepted, AlreadySatisfiedSuspension, UsePending
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import WaitpointToken, new_uuid
 from flowfabric.engine.backend import Backend
@@ -71,6 +73,23 @@ async def test_every_object_that_carries_a_token(engine: Engine) -> None:
         with pytest.raises(TypeError):
             msgspec.json.encode(carrier)
     assert not hasattr(read, "__dict__")
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("field", ["accepted_at", "signal_name"])
+async def test_a_damaged_signal_does_not_show_the_token(engine: Engine, field: str) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    outcome = await waits.signal(handle.execution_id, pending, payload=b'"private"')
+    assert isinstance(outcome, Accepted)
+    key = keys.signal(handle.execution_id, outcome.signal_id)
+    await waits.backend.transport.call("HDEL", key, field)
+    with pytest.raises(EngineError) as caught:
+        await waits.backend.read_waits(handle.execution_id, "k")
+    shown = "".join([*renderings(caught.value), *traceback.format_exception(caught.value)])
+    assert pending.waitpoint_token.reveal().partition(":")[2] not in shown
+    assert "private" not in shown
 
 
 def test_malformed_tokens_are_hidden_too() -> None:

@@ -32,7 +32,7 @@ __all__ = ["Calls", "Limits", "as_stored", "decoding", "proof", "refusal", "refu
 log = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
-_SHOWN = 200
+_SHOWN = 12
 _MAX_TOLD = 1000
 _U16_DIGITS = 5
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def text(value: object) -> str:
         return value.decode()
     if isinstance(value, str | int | float):
         return str(value)
-    raise TypeError(f"no text: {value!r}")
+    raise TypeError(f"no text: {type(value).__name__}")
 
 
 def as_stored(names: Iterable[Arg]) -> list[Arg]:
@@ -63,8 +63,22 @@ def _readable(value: object) -> str:
 
 
 def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
-    """The error of a reply, or a part of one, that is not what the function promises."""
-    return ReplyError(function, repr(answer)[:_SHOWN], execution_id, op=op)
+    """The error for a reply, or part of one, of the wrong shape.
+
+    It shows the shape only: a reply may carry tokens and payloads.
+    """
+    return ReplyError(function, _shape(answer), execution_id, op=op)
+
+
+def _shape(answer: object) -> str:
+    """Types and sizes: `[1, 2 bytes, [36 bytes, nothing]]`."""
+    if isinstance(answer, list | tuple):
+        parts = cast("Sequence[object]", answer)
+        shapes = [_shape(part) if i < _SHOWN else "…" for i, part in enumerate(parts[: _SHOWN + 1])]
+        return f"[{', '.join(shapes)}]"
+    if isinstance(answer, bytes | str):
+        return f"{len(answer)} bytes"
+    return "nothing" if answer is None else type(answer).__name__
 
 
 def refused(
@@ -110,7 +124,8 @@ class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, self._MISFITS):
-            raise unreadable(*self._about) from error
+            # The cause may quote a part of the reply.
+            raise unreadable(*self._about) from None
 
 
 def proof(holder: Handle | Fence) -> str:

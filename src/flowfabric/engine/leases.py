@@ -70,9 +70,9 @@ def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Cl
     """One claim of many from its positional form; another shape is a `ReplyError`."""
     try:
         return _claim_of(row, lane, ttl, instance)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError):
         subject = row[0] if isinstance(row, list) and row else ""  # pyright: ignore[reportUnknownVariableType]
-        raise unreadable(row, "ff_claim_many", "claim_many", text(subject)) from error  # pyright: ignore[reportUnknownArgumentType]
+        raise unreadable(row, "ff_claim_many", "claim_many", text(subject)) from None  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
