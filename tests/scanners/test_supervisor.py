@@ -172,6 +172,7 @@ async def test_status_counts(engine: Engine) -> None:
         promoter = status["delayed_promoter"]
         assert promoter.cycles > 0
         assert promoter.last_duration_s > 0
+        assert promoter.last_progress_at is not None
         assert 0 <= asyncio.get_running_loop().time() - promoter.last_progress_at < 5
         assert (promoter.errors, promoter.restarts, promoter.stuck) == (0, 0, False)
 

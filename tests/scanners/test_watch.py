@@ -86,7 +86,7 @@ async def test_one_look_covers_every_scanner(engine: Engine) -> None:
     before = await _commands(engine.backend)
     assert await watch.quiet("delayed_promoter", territory)
     assert await _commands(engine.backend) - before == 2, "one EXISTS, and INFO itself"
-    assert watch.covered_at("lease_expiry") > 0
+    assert watch.covered_at("lease_expiry") is not None
 
 
 async def test_an_index_that_appears_is_scanned(engine: Engine) -> None:

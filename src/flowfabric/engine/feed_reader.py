@@ -94,8 +94,9 @@ class FeedReader:
         self._base = 0
         self._at: dict[int, Position] = {}
         self._conn: Connection | None = None
-        self._sure_at = -_UNSURE_AFTER_S
-        self._based_at = -_BASE_EVERY_S
+        # Times on the monotonic clock; None before the first.
+        self._sure_at: float | None = None
+        self._based_at: float | None = None
         self._used: list[int] = []
         self._closed = False
 
@@ -174,7 +175,7 @@ class FeedReader:
         """
         now = await self._moment()
         feeds = await self._feeds()
-        if time.monotonic() - self._sure_at > _UNSURE_AFTER_S:
+        if self._sure_at is None or time.monotonic() - self._sure_at > _UNSURE_AFTER_S:
             await self._check(feeds)
         try:
             found = await self._read(feeds)
@@ -195,9 +196,10 @@ class FeedReader:
 
     async def _moment(self) -> int | None:
         """The server's time, now and then: idle feeds need no place in a cursor behind it."""
-        if time.monotonic() - self._based_at < _BASE_EVERY_S:
+        if self._based_at is not None and time.monotonic() - self._based_at < _BASE_EVERY_S:
             return None
         self._based_at = time.monotonic()
+        self._used = []
         return await self._server_ms()
 
     async def _server_ms(self) -> int:
@@ -211,7 +213,7 @@ class FeedReader:
         count = self._calls.counts.flow
         if count <= _ALL_AT_ONCE and not self._calls.transport.is_cluster:
             return list(range(count))
-        if not self._used or self._based_at > self._sure_at:
+        if not self._used:
             tags = await self._calls.used_partitions()
             self._used = [int(tag[4:-1]) for tag in tags]
         return self._used

@@ -39,13 +39,14 @@ class Registration(Calls):
     known_partitions: set[str]
     known_namespaces: set[str]
 
-    _repeat_at: float = 0.0
+    _repeat_at: float | None = None
+    """When, on the monotonic clock, to register everything again; None: at the next call."""
 
     async def register_places(self, lanes: Iterable[str], tags: Iterable[str]) -> None:
         """Make sure that scanners visit these lanes and partitions."""
         lanes = set(validate_lanes(lanes))
         tags = {self.checked_tag(tag, "tags") for tag in listed(tags, "tags")}
-        if time.monotonic() >= self._repeat_at:
+        if self._repeat_is_due():
             self.known_lanes |= lanes
             self.known_partitions |= tags
             await self.register_again()
@@ -67,15 +68,18 @@ class Registration(Calls):
             await add_names(self.transport, PARTITIONS, _numbers(self.known_partitions.copy()))
             await add_names(self.transport, NAMESPACES, self.known_namespaces.copy())
         except BaseException:
-            self._repeat_at = 0.0
+            self._repeat_at = None
             raise
+
+    def _repeat_is_due(self) -> bool:
+        return self._repeat_at is None or time.monotonic() >= self._repeat_at
 
     async def _register(self, tag: str, lanes: set[str]) -> None:
         """What every creation asks for, as cheaply as it can be answered."""
         if (
             tag not in self.known_partitions
             or not lanes <= self.known_lanes
-            or time.monotonic() >= self._repeat_at
+            or self._repeat_is_due()
         ):
             await self.register_places(lanes, (tag,))
 

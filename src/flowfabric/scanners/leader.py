@@ -81,7 +81,7 @@ class Leadership:
         """Set while this process should scan."""
         self.holds = False
         """Whether the lease is ours."""
-        self.since = 0.0
+        self.since: float | None = None
         """When, on the loop's clock, scanning last began."""
         self._backend = backend
         self._ttl_ms = max(1, round(ttl_s * 1000))
@@ -90,7 +90,7 @@ class Leadership:
         self._poll_s = min(_POLL_S, ttl_s * 2 / 3)
         self._healthy = healthy
         # When, on the loop's clock, the lease was last listed among those of a part.
-        self._listed_at = float("-inf")
+        self._listed_at: float | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Acquire, renew and watch the lease until told to stop."""
@@ -155,7 +155,9 @@ class Leadership:
     async def _list(self) -> None:
         """Let others know of a lease that is not the usual one, again and again: it may be lost."""
         now = asyncio.get_running_loop().time()
-        if self.key == keys.LEADER or now - self._listed_at < _LIST_AGAIN_S:
+        if self.key == keys.LEADER:
+            return
+        if self._listed_at is not None and now - self._listed_at < _LIST_AGAIN_S:
             return
         await self._backend.transport.call(
             *("EVAL", _LIST, 1, keys.LEADERS, self.key, round(1000 * _LISTED_S)),

@@ -38,8 +38,8 @@ class ScannerStatus(msgspec.Struct, frozen=True, kw_only=True):
     errors: int
     restarts: int
     last_duration_s: float
-    last_progress_at: float
-    """When the server last answered it, on the loop's clock."""
+    last_progress_at: float | None
+    """When the server last answered it, on the loop's clock; None before the first answer."""
     scanning: bool
     stuck: bool
     """No progress for several intervals, although it should scan."""
@@ -69,13 +69,14 @@ class Runner:
         self._watched = shared.watch.watches(scanner.name)
         self._one_cycle = asyncio.Lock()
         self._pause_s = self._draw_pause()
-        self._last_start = float("-inf")
-        self._last_covered = 0.0
+        # Times on the loop's clock; None before the first, because any number may be a time.
+        self._last_start: float | None = None
+        self._last_covered: float | None = None
+        self._progress_at: float | None = None
         self._more = False
         self._troubles = self._failed_cycles = 0
         self._begun_at = 0.0
         self._cut_off = False
-        self._progress_at = 0.0
         self._cycles = self._processed = self._errors = self._restarts = 0
         self._last_duration_s = 0.0
 
@@ -83,7 +84,7 @@ class Runner:
 
     def status(self) -> ScannerStatus:
         """A picture of now."""
-        progress = max(self._progress_at, self._shared.watch.covered_at(self.name))
+        progress = _latest(self._progress_at, self._shared.watch.covered_at(self.name))
         return ScannerStatus(
             name=self.name,
             interval_s=self.interval_s,
@@ -97,11 +98,12 @@ class Runner:
             stuck=self._stuck(progress),
         )
 
-    def _stuck(self, progress: float) -> bool:
+    def _stuck(self, progress: float | None) -> bool:
         leadership = self._shared.leadership
-        if not leadership.scanning.is_set() or self._shared.stop.is_set():
+        since = _latest(progress, leadership.since)
+        if not leadership.scanning.is_set() or self._shared.stop.is_set() or since is None:
             return False
-        silent = asyncio.get_running_loop().time() - max(progress, leadership.since)
+        silent = asyncio.get_running_loop().time() - since
         return silent > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
 
     def _progress(self) -> None:
@@ -146,28 +148,30 @@ class Runner:
             if not scanning.is_set():
                 await _either(stop, scanning)
                 continue
-            pause = self._due_at() - loop.time()
-            if pause > 0:
+            due = self._due_at()
+            if due is not None and (pause := due - loop.time()) > 0:
                 await self._sleep(pause)
                 continue
             await self.cycle()
             # A cycle that had to stop early goes on at once, but lets others in between.
             await asyncio.sleep(0)
 
-    def _due_at(self) -> float:
-        """When the next cycle should start. A look by another scanner may count as one of ours."""
-        if self._more:
-            return self._last_start
-        start = self._last_start
+    def _due_at(self) -> float | None:
+        """When the next cycle should start; None: now."""
         covered = self._shared.watch.covered_at(self.name)
-        if covered > max(start, self._last_covered):
+        last = _latest(self._last_start, covered)
+        if self._more or last is None:
+            return None
+        # A look by another scanner counts as a cycle of ours.
+        if covered == last and covered not in (self._last_start, self._last_covered):
             self._last_covered = covered
             self._cycles += 1
-        due = max(start, covered) + self._pause_s
+        due = last + self._pause_s
         exact = self._shared.watch.next_due(self.name) if self._watched else None
         if exact is not None:
             # One more millisecond: the server rounds its time down.
-            due = min(due, max(exact + 0.001, start + _MIN_PAUSE_S))
+            soonest = last if self._last_start is None else self._last_start + _MIN_PAUSE_S
+            due = min(due, max(exact + 0.001, soonest))
         return due
 
     def _draw_pause(self) -> float:
@@ -288,6 +292,10 @@ class Runner:
                     "elapsed_ms": round(self._last_duration_s * 1000),
                 },
             )
+
+
+def _latest(*times: float | None) -> float | None:
+    return max((time for time in times if time is not None), default=None)
 
 
 async def _either(*events: asyncio.Event) -> None:

@@ -23,12 +23,12 @@ class Outage:
 
     def __init__(self) -> None:
         self.failed_cycles = 0
-        self._ended_at = float("-inf")
+        self._ended_at: float | None = None
 
     def noticed(self, error: TransportError, started: float) -> None:
         """A cycle that began at `started`, on the loop's clock, did not reach the server."""
-        if not self.failed_cycles and started < self._ended_at:
-            # A straggler of the last outage.
+        if not self.failed_cycles and self._ended_at is not None and started < self._ended_at:
+            # This cycle began before the last outage ended.
             return
         self.failed_cycles += 1
         if self.failed_cycles == 1:

@@ -48,9 +48,9 @@ class DueWatch:
         """Whether a scanner's indexes are among those looked at."""
         return scanner in self._indexes
 
-    def covered_at(self, scanner: str) -> float:
+    def covered_at(self, scanner: str) -> float | None:
         """When, on the loop's clock, a look last showed that the scanner has nothing to do."""
-        return self._covered.get(scanner, 0.0)
+        return self._covered.get(scanner)
 
     def next_due(self, scanner: str) -> float | None:
         """When, on the loop's clock, the scanner's earliest known entry is due."""

@@ -26,8 +26,8 @@ class LaneHints:
         self._count = counts.flow
         self._cursor = seed % counts.flow
         self._hinted: dict[str, None] = {}
-        self.swept_at = float("-inf")
-        """When, on the monotonic clock, the last sweep began."""
+        self.swept_at: float | None = None
+        """When, on the monotonic clock, the last sweep began; None before the first."""
 
     def add(self, tag: str) -> None:
         """Work was seen or announced there."""

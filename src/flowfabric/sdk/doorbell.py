@@ -110,7 +110,8 @@ class Doorbell:
             return
         self._rung.discard(place)
         now = time.monotonic()
-        if now - self._passed.get(place, float("-inf")) < self._poll_s:
+        passed = self._passed.get(place)
+        if passed is not None and now - passed < self._poll_s:
             return
         if await self.ring_back(lane_id, tag):
             self._passed[place] = now

@@ -277,9 +277,9 @@ class Worker(ClosedOnce):
     def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
         """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
         now = time.monotonic()
-        request_id, since = self._unanswered.pop((lane_id, tag), ("", 0.0))
-        if request_id and now - since < self.config.lease_ttl_ms / 1000:
-            return request_id, since, True
+        lost = self._unanswered.pop((lane_id, tag), None)
+        if lost is not None and now - lost[1] < self.config.lease_ttl_ms / 1000:
+            return *lost, True
         return new_uuid(), now, False
 
     def unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
@@ -303,7 +303,8 @@ class Worker(ClosedOnce):
 
     async def _claim_in(self, lane: LaneHints, wanted: int) -> list[ClaimedTask]:
         poll_s = self.config.claim_poll_interval_ms / 1000
-        if not len(lane) or time.monotonic() - lane.swept_at >= poll_s:
+        swept_at = lane.swept_at
+        if not len(lane) or swept_at is None or time.monotonic() - swept_at >= poll_s:
             for tag in await find_work(self.backend, lane):
                 lane.add(tag)
         tasks: list[ClaimedTask] = []

@@ -154,7 +154,7 @@ class Link:
         self._error: TransportError | None = None
         self._closed = False
         self._pause = 0.0
-        self._up_at = 0.0
+        self._up_at: float | None = None
         self._wrong_server = False
         # Whether this outage was logged.
         self._told = False
@@ -251,7 +251,7 @@ class Link:
         if self._attempt is not None or self._closed or conn.loop.is_closed():
             return
         # A peer that drops every new connection must not be dialled in a tight loop.
-        if conn.loop.time() - self._up_at > LAST_BACKOFF:
+        if self._up_at is None or conn.loop.time() - self._up_at > LAST_BACKOFF:
             self._pause = 0.0
         self._start()
 
