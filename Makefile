@@ -13,7 +13,7 @@ PEERS := $(wildcard benchmarks/peers/*.in)
 OFFLINE := $(if $(wildcard $(WHEELS)/*.whl),--no-index --find-links $(WHEELS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit chaos bench peers lock wheels pages clean
+.PHONY: help setup demo test lint types unit chaos bench peers lock wheels pages library clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  \1\t\2/' | expand -t 12
@@ -74,6 +74,9 @@ wheels: setup ## keep every package in .wheels, so that `make setup` works offli
 
 pages: setup ## write the generated pages of docs/reference again
 	$(BIN)/python docs/generate.py
+
+library: setup ## note a changed Lua interface: raises the library version
+	$(BIN)/python -m tests.project.interface
 
 clean: ## remove the environment, caches and the embedded engine's data; .wheels stays
 	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .hypothesis .flowfabric

@@ -31,10 +31,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LIBRARY_VERSION = 1
+LIBRARY_VERSION = 2
 """Rises whenever a function's arguments, reply or the set of names change."""
 
-MIN_CLIENT = 1
+MIN_CLIENT = 2
 """The oldest library version whose callers this library still serves."""
 
 _EVENTS_MAXLEN = 10_000

@@ -2,7 +2,7 @@
 -- Keys: core, waitpoint, pending_waitpoint_expiry.
 -- Arguments: execution_id, waitpoint_id, reason, fence or empty.
 -- Replies: closed, its state before | already_closed. Errors: waitpoint_not_found,
---   waitpoint_not_open, and those of the fence for lease holders. Events: none.
+--   waitpoint_not_open; for lease holders execution_not_found and those of the fence. Events: none.
 reply.register_function('ff_close_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
   local id, waitpoint_id, reason, text = args[1], args[2], args[3], args[4]

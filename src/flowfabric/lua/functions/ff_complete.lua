@@ -4,7 +4,8 @@
 --   `operator_override <request id>`), result (`0` none, or
 --   `1` followed by the encoding label), result bytes; then optionally the claim arguments.
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
--- Errors: execution_not_found and those of the fence. Events: completion.
+-- Errors: execution_not_found and those of the fence. Events: completion, expired (a lapsed lease),
+--   acquired and reclaimed (the claims).
 local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_success' }
 
 local function complete(c, id, text, source, label, result)

@@ -1,7 +1,7 @@
 -- ff_create_waitpoint: the lease holder makes a pending waitpoint that buffers signals.
 -- Keys: core, waitpoint, waitpoints (all, pending), pending_waitpoint_expiry, key store.
 -- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
--- Replies: waitpoint_id, waitpoint_key, token. Errors: those of the fence,
+-- Replies: waitpoint_id, waitpoint_key, token. Errors: execution_not_found, those of the fence,
 --   waitpoint_already_exists, hmac_secret_not_initialized, invalid_secret. Events: none.
 
 reply.register_function('ff_create_waitpoint', function(keys, args)

@@ -2,7 +2,8 @@
 -- Keys: core, lane active / delayed / eligible, lease_expiry, worker leases, attempt_timeout.
 -- Arguments: execution_id, fence, source (an override: `operator_override <request id>`),
 --   delay_until.
--- Replies: public_state. Errors: execution_not_found and those of the fence. Events: released.
+-- Replies: public_state. Errors: execution_not_found and those of the fence.
+-- Events: released, expired (a lapsed lease).
 reply.register_function('ff_delay', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, source, until_ms = args[1], args[2], args[3], tonumber(args[4])

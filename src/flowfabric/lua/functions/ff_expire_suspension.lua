@@ -1,6 +1,6 @@
 -- ff_expire_suspension: carry out what suspensions want when their time is over.
 -- Keys: core, suspension, its waitpoints, suspension_timeout, lane suspended / eligible / terminal.
--- Arguments: execution ids.
+-- Arguments: any number of execution ids.
 -- Replies per id: behaviour applied (fail | cancel | expire | auto_resume | escalate) |
 --   not_found_cleaned | not_suspended_cleaned | no_active_suspension_cleaned | not_yet_due |
 --   error:<why>.

@@ -1,6 +1,6 @@
 -- ff_expire_waitpoint: close pending waitpoints that no suspension used in time.
 -- Keys: waitpoint, pending_waitpoint_expiry.
--- Arguments: waitpoint ids.
+-- Arguments: any number of waitpoint ids.
 -- Replies per id: closed | not_yet_due | not_pending_cleaned | not_found_cleaned | error:<why>.
 -- Errors: none. Events: none.
 local REASON = 'never_committed'

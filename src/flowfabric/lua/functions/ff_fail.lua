@@ -3,7 +3,8 @@
 -- Arguments: execution_id, fence, source (an override: `operator_override <request id>`),
 --   reason, category, retry policy JSON (operator only).
 -- Replies: `retry_scheduled`, delay_until, next index | `terminal_failed`.
--- Errors: execution_not_found and those of the fence. Events: released | completion.
+-- Errors: execution_not_found and those of the fence. Events: released, completion,
+--   expired (a lapsed lease).
 reply.register_function('ff_fail', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, source, reason, category = args[1], args[2], args[3], args[4], args[5]

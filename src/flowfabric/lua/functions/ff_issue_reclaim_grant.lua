@@ -5,7 +5,7 @@
 --   capabilities or empty.
 -- Replies: grant_expires_at, lane. Errors: execution_not_found, execution_not_reclaimable,
 --   grant_already_exists, invalid_capabilities, capability_mismatch, max_retries_exhausted (the
---   execution has failed, now or before), invalid_input (lane_mismatch). Events: completion at the cap.
+--   execution has failed, now or before), invalid_input (lane_mismatch). Events: completion (at the cap).
 reply.register_function('ff_issue_reclaim_grant', function(keys, args)
   local c = Context.open(keys[1])
   local id = args[1]

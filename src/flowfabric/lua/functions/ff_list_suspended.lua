@@ -1,6 +1,6 @@
 -- ff_list_suspended: suspended executions of a partition by (index score, id), after a position.
--- Keys: lane suspended indexes, suspensions. Arguments: limit, score and id to begin after (id
---   empty: from the start), then lanes.
+-- Keys: lane suspended indexes, suspensions. Arguments: limit, score to begin after, id to
+--   begin after (empty: from the start), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
 --   timeout_at]; the details are missing when its record is. Errors: none.
 local function before(a_score, a_id, b_score, b_id)

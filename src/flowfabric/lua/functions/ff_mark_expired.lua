@@ -1,5 +1,5 @@
 -- ff_mark_expired: move lapsed leases to where the next claim finds them.
--- Keys: core, lease_expiry, lane reclaimable. Arguments: execution ids.
+-- Keys: core, lease_expiry, lane reclaimable. Arguments: any number of execution ids.
 -- Replies per id: marked_expired | execution_not_found | not_active | already_expired |
 --   already_revoked | unowned | not_yet_expired | error:<why>. Errors: none. Events: expired.
 local function mark(c, id)

@@ -1,6 +1,7 @@
 -- ff_read_waits: the waitpoints of the present run of an execution that nobody waits on now, so
 -- that a handler that starts again finds what was answered. A replay begins a new run.
--- Keys: core, waitpoints, their signals. Arguments: execution_id, keys whose signals are wanted.
+-- Keys: core, waitpoints, their signals. Arguments: execution_id, then keys whose
+--   signals are wanted.
 -- Replies: rows of id, key, token, state, attempt index, close reason, closed_at (0 while open),
 --   whether a wait on it has ended (0 | 1), ids of its signals, and when they are wanted and few,
 --   fields and payload of each. Errors: execution_not_found.

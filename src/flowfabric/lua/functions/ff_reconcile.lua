@@ -1,7 +1,7 @@
 -- ff_reconcile: compare executions with the indexes their records demand; repair on request.
 -- Keys: core, suspension, every lane index, timers, worker leases, all_executions, events.
--- Arguments: check | repair, number of lanes, lanes whose indexes are searched for entries that
---   do not belong there (those of the records always are), then execution ids.
+-- Arguments: check | repair, number of lanes, then the lanes whose indexes are searched for
+--   entries that do not belong there (those of the records always are), then execution ids.
 -- Replies: per id consistent | drifted:<its lane index> <wrong>><missing> |
 --   repaired:<wrong>><missing> | orphan | orphan_removed | error:<why>; then the lanes that the
 --   records name.

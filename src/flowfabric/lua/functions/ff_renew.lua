@@ -2,7 +2,8 @@
 -- Keys: core, lease_expiry, lane active.
 -- Arguments: per lease: execution_id, fence, ttl ms.
 -- Replies per lease: expires_at | [0, code, detail...].
--- Errors: execution_not_found and those of the fence. Events: renewed, where the lane asks for it.
+-- Errors: execution_not_found and those of the fence. Events: renewed (where the lane asks
+--   for it), expired (a lapsed lease).
 local function renew(c, id, text, ttl)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end

@@ -1,5 +1,6 @@
 -- ff_ring_waiting: ring the doorbell of lanes that hold claimable work, in case a ring was lost.
--- Keys: lane eligible, sigs, reclaimable, config. Arguments: number of lanes, lanes, partition tags.
+-- Keys: lane eligible, sigs, reclaimable, config. Arguments: number of lanes, then the
+--   lanes, then partition tags.
 -- Replies: number of rings. Errors: corruption, where keys of a lane cannot be read; the others are
 --   rung all the same. Events: none.
 local function ring(c, lane)

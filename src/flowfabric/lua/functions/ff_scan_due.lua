@@ -1,7 +1,7 @@
 -- ff_scan_due: members of time-ordered indexes that are due now. Reads only.
 -- On a single server one call may name many partitions; in a cluster each gets its own.
--- Keys: the indexes. Arguments: limit, offset, number of indexes, index names (after `ff:idx:T:`),
---   then partition tags.
+-- Keys: the indexes. Arguments: limit, offset, number of indexes, then their names (after
+--   `ff:idx:T:`), then partition tags.
 -- Replies: now, then for each index with due members [tag, index name, ids], then for each index
 --   where nothing is due yet [tag, index name, earliest score], then for each that cannot be read
 --   [tag, index name, why]: it hides nothing of the others. Errors: none.

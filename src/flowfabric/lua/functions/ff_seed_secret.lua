@@ -1,7 +1,7 @@
 -- ff_seed_secret: install the first signing secret; a stored one always wins.
 -- On a single server one call may name many partitions; in a cluster each gets its own.
 -- Keys: key store of each partition. Arguments: kid, secret (lowercase hex) or empty, repair
---   (1: give the current kid, which must be this one, its lost secret), partition tags.
+--   (1: give the current kid, which must be this one, its lost secret), then partition tags.
 -- Replies per tag: [installed | match | mismatch | repaired | torn | empty, current kid or empty].
 -- Errors: none. Events: none.
 local function seed(tag, kid, secret, repair)

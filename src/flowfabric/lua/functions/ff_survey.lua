@@ -1,6 +1,6 @@
 -- ff_survey: what the indexes of partitions look like, so that unchanged records need not be read
 -- again. On a single server one call may name many partitions; in a cluster each gets its own.
--- Keys: every index, core. Arguments: number of lanes, lanes, then per partition: tag, number of
+-- Keys: every index, core. Arguments: number of lanes, then the lanes, then per partition: tag, number of
 --   indexes that existed before, their names (after `ff:idx:T:`).
 -- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist].
 --   The fingerprint tells whatever is added to an index, lost from it or scored anew; of an index

@@ -5,11 +5,12 @@
 -- Arguments: execution_id, fence, options (msgpack map: suspension_id, waitpoints [[kind, id, key]],
 --   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem).
 -- Replies: `suspended` | `already_satisfied`, attempt, lane, worker, suspension_id, then waitpoint
---   id, key and token of each binding. Errors: those of the fence, invalid_lease_for_suspend, already_suspended,
+--   id, key and token of each binding. Errors: execution_not_found, those of the fence,
+--   invalid_lease_for_suspend, already_suspended,
 --   use_pending_with_extras_unsupported, waitpoint_not_found, waitpoint_not_pending,
 --   invalid_waitpoint_for_execution, pending_waitpoint_expired, waitpoint_not_token_bound,
 --   waitpoint_already_exists, additional_waitpoint_binding_malformed, invalid_input, corruption,
---   hmac_secret_not_initialized, invalid_secret. Events: released.
+--   hmac_secret_not_initialized, invalid_secret. Events: released, expired (a lapsed lease).
 local PAST_TOLERANCE_MS = 600000
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000

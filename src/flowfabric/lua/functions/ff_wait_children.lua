@@ -2,7 +2,7 @@
 -- Keys: core, deps:unresolved, lane active / blocked:dependencies, lease_expiry, worker leases.
 -- Arguments: execution_id, fence, source (an override: `operator_override <request id>`).
 -- Replies: `moved` | `ready` (nothing to wait for: the lease is kept).
--- Errors: execution_not_found and those of the fence. Events: released.
+-- Errors: execution_not_found and those of the fence. Events: released, expired (a lapsed lease).
 reply.register_function('ff_wait_children', function(keys, args)
   local c = Context.open(keys[1])
   local id, text, source = args[1], args[2], args[3]
