@@ -69,9 +69,10 @@ def _sources(folder: Traversable) -> list[str]:
 def _body() -> tuple[str, str]:
     """The assembled code without its settings, and the hash that identifies it."""
     root = files("flowfabric") / "lua"
-    # Each function file gets a scope of its own: Lua allows 200 locals in one.
-    functions = [f"do\n{text}\nend\n" for text in _sources(root / "functions")]
-    body = "\n".join(_sources(root / "lib") + functions)
+    modules, *helpers = _sources(root / "lib")
+    # Every other file gets a scope of its own: Lua allows 200 locals in one.
+    scoped = [f"do\n{text}\nend\n" for text in helpers + _sources(root / "functions")]
+    body = "\n".join([modules, *scoped])
     return body, hashlib.sha256(body.encode()).hexdigest()[:16]
 
 

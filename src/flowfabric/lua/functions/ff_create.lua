@@ -120,7 +120,7 @@ local function existing(c, id, lane, namespace, idem)
   end
   -- Mostly none of these is there: one command tells.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
-  if lane == c.lane_id then
+  if c:knows_lane(lane) then
     if server.call('EXISTS', core, backlog) == 0 then return nil end
   elseif server.call('EXISTS', core, backlog, K.lane(c.tag, lane, 'config')) == 0 then
     c:is_ordinary(lane)

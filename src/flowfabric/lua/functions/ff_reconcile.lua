@@ -257,9 +257,9 @@ register('ff_reconcile', function(keys, args)
   local c = Context.open(keys[1])
   local lanes, seen, replies, count = {}, {}, {}, tonumber(args[2])
   for i = 3, 2 + count do lanes[args[i]] = true end
-  for first = 3 + count, #args, MAX_ARGS do
+  for first, last in values.pieces(args, 3 + count) do
     local piece = {
-      ids = { unpack(args, first, math.min(first + MAX_ARGS - 1, #args)) },
+      ids = { unpack(args, first, last) },
       repair = args[1] == 'repair', records = {}, broken = {}, held = {}, sets = {},
       signatures = {}, looked = {}, unreadable = {},
     }

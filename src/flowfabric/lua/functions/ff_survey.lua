@@ -74,8 +74,8 @@ local function note_executions(seen, tag)
   end
   local count, names = 0, {}
   for i, id in ipairs(ids) do names[i] = K.core(tag, id) end
-  for first = 1, #names, MAX_ARGS do
-    count = count + server.call('EXISTS', unpack(names, first, math.min(first + MAX_ARGS - 1, #names)))
+  for first, last in values.pieces(names) do
+    count = count + server.call('EXISTS', unpack(names, first, last))
   end
   seen.lines[#seen.lines + 1] = string.format('%d', count)
   return #ids

@@ -181,9 +181,8 @@ end
 -- What a pending waitpoint has brought along already.
 local function keep_progress(c, id, fields, satisfiers)
   conditions.keep(K.marks(c.tag, id), fields)
-  for first = 1, #satisfiers, MAX_ARGS do
-    server.call('RPUSH', K.satisfiers(c.tag, id),
-      unpack(satisfiers, first, math.min(first + MAX_ARGS - 1, #satisfiers)))
+  for first, last in values.pieces(satisfiers) do
+    server.call('RPUSH', K.satisfiers(c.tag, id), unpack(satisfiers, first, last))
   end
 end
 

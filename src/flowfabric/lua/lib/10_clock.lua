@@ -1,6 +1,6 @@
 -- The only clock of the engine: the server's own time in whole milliseconds.
 -- `shifted` tells that it differs from the time the server itself would write.
-local clock = { offset = 0, last = 0, shifted = false }
+clock.offset, clock.last, clock.shifted = 0, 0, false
 
 -- The last time there is: beyond it a double is no longer exact. Durations may be any u64.
 clock.END = 9007199254740991

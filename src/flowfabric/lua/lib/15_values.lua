@@ -1,5 +1,4 @@
 -- Questions about plain values that several parts ask.
-local values = {}
 
 -- Compares without telling by its duration where the two differ.
 function values.equal(a, b)
@@ -16,6 +15,19 @@ function values.lists(list, wanted)
     if value == wanted then return true end
   end
   return false
+end
+
+-- Lua puts all arguments of a command on its stack: a longer list goes in pieces. Gives the first
+-- and the last place of each. The size is even, so name, value pairs stay together.
+local PIECE = 400
+function values.pieces(list, first)
+  local last = (first or 1) - 1
+  return function()
+    if last >= #list then return nil end
+    local start = last + 1
+    last = math.min(last + PIECE, #list)
+    return start, last
+  end
 end
 
 -- The fields of a hash, which the server answers as a flat list; `into` has their defaults.

@@ -1,14 +1,10 @@
 -- The state vector is one six-letter code on the record: phase, ownership,
 -- eligibility, blocking reason, outcome, attempt (letters: core/state.py).
 -- Every transition of the engine writes one of the codes below.
-local S = {
-  NEW = 'ruewnf',
-  ACTIVE = 'alnnnr',
-  EXPIRED = 'axnwni',
-  REVOKED = 'avnwni',
-  COMPLETED = 'tunnsz',
-  FAILED = 'tunnfz',
-}
+S.NEW = 'ruewnf'
+S.ACTIVE = 'alnnnr'
+S.EXPIRED = 'axnwni'
+S.REVOKED = 'avnwni'
 
 local PHASES = { s = 'submitted', r = 'runnable', a = 'active', p = 'suspended', t = 'terminal' }
 local OUTCOMES = {

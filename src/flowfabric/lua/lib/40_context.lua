@@ -1,10 +1,6 @@
 -- One call's context: partition, time, lane settings, and index changes. A call for many
 -- executions joins these into one command per index and writes them after the records.
-local Context = {}
 Context.__index = Context
-
--- Lua's unpack puts every argument on its stack; larger batches go in pieces.
-local MAX_ARGS = 400
 
 -- `joined` is for calls that may handle several executions.
 function Context.open(tag, joined)
@@ -29,19 +25,19 @@ function Context:text(ms)
   return known
 end
 
--- The arguments queued for one command and key.
+-- The command that collects writes to an index. Writes to one key keep their order: a different
+-- command starts after the one before it, so the last write to a member counts.
 local function queue(self, command, key)
-  local by_key = self[command]
-  if not by_key then
-    by_key = {}
-    self[command] = by_key
-    self.order = self.order or {}
+  local open = self.open_commands
+  if not open then
+    open = {}
+    self.open_commands, self.queued = open, {}
   end
-  local args = by_key[key]
-  if not args then
+  local args = open[key]
+  if not args or args[1] ~= command then
     args = { command, key }
-    by_key[key] = args
-    self.order[#self.order + 1] = args
+    open[key] = args
+    self.queued[#self.queued + 1] = args
   end
   return args
 end
@@ -85,18 +81,13 @@ end
 
 function Context:flush()
   if not self.joined then return end
-  for _, args in ipairs(self.order or {}) do
-    if #args <= MAX_ARGS then
-      server.call(unpack(args))
-    else
-      for first = 3, #args, MAX_ARGS do
-        server.call(args[1], args[2], unpack(args, first, math.min(first + MAX_ARGS - 1, #args)))
-      end
+  for _, args in ipairs(self.queued or {}) do
+    for first, last in values.pieces(args, 3) do
+      server.call(args[1], args[2], unpack(args, first, last))
     end
   end
   for lane in pairs(self.rings or {}) do self:ring(lane) end
-  self.rings = nil
-  self.order, self.ZADD, self.ZREM, self.SADD, self.SREM = nil, nil, nil, nil, nil
+  self.rings, self.queued, self.open_commands = nil, nil, nil
 end
 
 local DEFAULT_WEIGHT_MS = 1e12
@@ -105,22 +96,28 @@ local DEFAULTS = { state = 'active', weight = DEFAULT_WEIGHT_MS, reclaim_grace =
 
 -- Tells that a lane has no settings of its own; for callers that found it out by the way.
 function Context:is_ordinary(lane)
-  self.lane_id, self.lane_settings = lane, DEFAULTS
+  self.lanes = self.lanes or {}
+  self.lanes[lane] = DEFAULTS
 end
+
+function Context:knows_lane(lane) return self.lanes and self.lanes[lane] ~= nil end
 
 -- The partition's copy of the lane settings; no copy means the defaults.
 function Context:lane(lane)
-  if lane ~= self.lane_id then
+  self.lanes = self.lanes or {}
+  local known = self.lanes[lane]
+  if not known then
     local stored = server.call('HMGET', K.lane(self.tag, lane, 'config'),
       'state', 'priority_weight_ms', 'reclaim_grace_ms', 'emit_renewals')
-    self.lane_id, self.lane_settings = lane, {
+    known = {
       state = stored[1] or 'active',
       weight = tonumber(stored[2] or DEFAULT_WEIGHT_MS),
       reclaim_grace = tonumber(stored[3] or 0),
       emit_renewals = stored[4] == '1',
     }
+    self.lanes[lane] = known
   end
-  return self.lane_settings
+  return known
 end
 
 -- Lowest score first: higher priority, then older.

@@ -3,7 +3,6 @@
 -- `lease` is `<lease_id>/<epoch>`, `attempt` is `<attempt_id>/<index>`,
 -- `worker` is `<worker_id> <worker_instance_id>`: the last ones issued. Whether
 -- they are current follows from the state alone, so ending a lease clears nothing.
-local record = {}
 
 -- The record, or nil when there is none. One without a readable state is nobody's to act on.
 function record.read(c, id)

@@ -1,5 +1,4 @@
 -- The reply envelope of every function.
-local reply = {}
 
 function reply.ok(...) return { 1, 'OK', ... } end
 function reply.duplicate(id) return { 1, 'DUPLICATE', id } end

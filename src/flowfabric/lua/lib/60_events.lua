@@ -2,7 +2,6 @@
 -- Stored names are short (decoded by core/contracts/events.py): t type, id execution,
 -- k kind, L lease, A attempt, w worker, ns namespace, l lane, at time; left out when
 -- they have their default, `at` when the entry's own id tells it.
-local events = {}
 
 local HISTORY_MAX = 32
 -- Two a lifecycle: these are written without building a list first.

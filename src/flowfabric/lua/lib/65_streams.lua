@@ -1,7 +1,6 @@
 -- Output streams of attempts: their followers and how they end. A record carries
 -- `streamed`, the last attempt that wrote a frame, and `tailed`, the attempts somebody follows
 -- (`,0,1,`); others cost nothing.
-local streams = {}
 
 local WAKE_TTL_MS = 60000
 local MAX_TAILED = 8

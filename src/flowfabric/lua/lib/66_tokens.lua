@@ -1,6 +1,5 @@
 -- Waitpoint tokens: `<kid>:<HMAC-SHA1 as 40 hex digits>` over id, key and creation time,
 -- with the partition's own copy of the signing secrets.
-local tokens = {}
 
 local BLOCK = 64
 local pads, pad_count = {}, 0

@@ -1,9 +1,6 @@
 -- Resume conditions. A signal makes a mark at every leaf that accepts it: one for a Single, one
 -- per distinct satisfier for a Count. Progress is the number of different marks at each leaf, so
 -- a condition is judged from its leaves alone and every node counts for itself.
-local conditions = {}
-
-local MAX_FIELDS = 400
 
 local function matches(matcher, name)
   if matcher == nil or matcher == 'Wildcard' then return true end
@@ -68,8 +65,7 @@ function conditions.progress(key, condition, made)
   each_leaf(condition, 'r', function(_, path) names[#names + 1] = path end)
   local leaves = #names
   for _, mark in ipairs(made) do names[#names + 1] = mark.name end
-  for first = 1, #names, MAX_FIELDS do
-    local last = math.min(first + MAX_FIELDS - 1, #names)
+  for first, last in values.pieces(names) do
     for i, value in ipairs(server.call('HMGET', key, unpack(names, first, last))) do
       local at = first + i - 1
       if at <= leaves then
@@ -98,8 +94,8 @@ end
 
 -- Stores what contributions gave.
 function conditions.keep(key, fields)
-  for first = 1, #fields, MAX_FIELDS do
-    server.call('HSET', key, unpack(fields, first, math.min(first + MAX_FIELDS - 1, #fields)))
+  for first, last in values.pieces(fields) do
+    server.call('HSET', key, unpack(fields, first, last))
   end
 end
 

@@ -1,5 +1,4 @@
 -- Opening, marking and ending leases.
-local lease = {}
 
 -- Removes an active execution from every index its lease put it in.
 function lease.leave_indexes(c, id, rec)

@@ -1,5 +1,4 @@
 -- Entering and leaving the one index that holds an execution without a lease.
-local waiting = {}
 
 -- Puts a record without a lease where its state says it belongs; `score` is for those
 -- whose place the record alone does not tell.

@@ -1,5 +1,4 @@
 -- Suspensions and their waitpoints: closing, and the way back to runnable.
-local suspension = {}
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999

@@ -1,6 +1,5 @@
 -- Proof of ownership. A fence is `<lease_id>/<epoch>/<attempt_id>/<attempt_index>`;
 -- missing parts are empty.
-local fence = {}
 
 function fence.parse(text)
   local lease_id, epoch, attempt_id, index =

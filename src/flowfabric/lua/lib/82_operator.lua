@@ -1,7 +1,6 @@
 -- Calls on an operator's word alone: no lease makes them recognisable, so each carries a request
 -- id. The record remembers the last ones with their answers; a repeat after a lost reply gets
 -- its answer again, whatever happened since, and has no second effect.
-local operator = {}
 
 local REMEMBERED = 4
 

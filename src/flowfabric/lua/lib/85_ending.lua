@@ -1,5 +1,4 @@
 -- The one way into a terminal state.
-local ending = {}
 
 local DEFAULT_RETENTION_MS = 86400000
 local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }

@@ -1,5 +1,4 @@
 -- Recording signals and judging what they do.
-local signals = {}
 
 -- What a signal does to the open suspension, without writing anything: effect, whether it
 -- satisfies the condition, and the progress to be stored.

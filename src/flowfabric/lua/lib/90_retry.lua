@@ -1,5 +1,4 @@
 -- Whether a failed attempt is retried, when, and the transition itself.
-local retry = {}
 
 local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
 

@@ -1,5 +1,4 @@
 -- Finding claimable executions of a lane and turning them into leases.
-local claiming = {}
 
 -- What nobody can take now (a live grant, a grace, a record that cannot be read) must not hide
 -- what stands behind it: a claim looks this much further, and at most this far into an index.
@@ -144,7 +143,6 @@ function claiming.take(c, id, rec, mode, grant)
     })
     streams.close(c, id, rec, 'reclaimed')
     lease.leave_indexes(c, id, rec)
-    c:flush()
   else
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)

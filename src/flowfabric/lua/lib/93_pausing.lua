@@ -1,5 +1,4 @@
 -- Giving a lease back while the same attempt stays open.
-local pausing = {}
 
 -- Releases the lease and parks the record in `state`; the attempt resumes later.
 -- `score` places a suspended one in its lane's index.

@@ -1,5 +1,4 @@
 -- Short-lived permission for one worker to turn one execution into a lease.
-local granting = {}
 
 local MAX_CAPABILITIES = 256
 local MAX_CAPABILITY_BYTES = 4096

@@ -1,5 +1,4 @@
 -- The worker registry of one namespace; its hash tag is the namespace.
-local workers = {}
 
 local EVENTS_MAXLEN = 10000
 

@@ -1,5 +1,4 @@
 -- Deleting all that belongs to an execution, a bounded number of keys a call.
-local purging = {}
 
 local CHUNK = 500
 
@@ -14,9 +13,7 @@ local function add_attempt(c, id, index, doomed, output)
 end
 
 local function delete(keys)
-  for first = 1, #keys, CHUNK do
-    server.call('DEL', unpack(keys, first, math.min(first + CHUNK - 1, #keys)))
-  end
+  for first, last in values.pieces(keys) do server.call('DEL', unpack(keys, first, last)) end
 end
 
 -- Deletes up to `room` keys that hang on the execution's own listings; the listings go

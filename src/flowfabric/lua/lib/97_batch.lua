@@ -1,5 +1,4 @@
 -- Scanner calls that take many executions at once.
-local batch = {}
 
 -- What a failed `pcall` says, as text.
 function batch.why(failure)

@@ -1,5 +1,4 @@
 -- Which indexes a partition may have, and which of them it has.
-local indexes = {}
 
 -- Those of a partition that hold execution ids by time.
 indexes.TIMERS = { 'lease_expiry', 'attempt_timeout', 'execution_deadline', 'suspension_timeout' }
@@ -25,9 +24,7 @@ end
 -- Those of the keys that exist, in order. Few do, so halves that do not are told by one command.
 function indexes.existing(names)
   local found = {}
-  for first = 1, #names, MAX_ARGS do
-    find(names, first, math.min(first + MAX_ARGS - 1, #names), found)
-  end
+  for first, last in values.pieces(names) do find(names, first, last, found) end
   return found
 end
 

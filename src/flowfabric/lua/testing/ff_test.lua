@@ -32,3 +32,15 @@ server.register_function('ff_test_state', function(_, args)
   if type(member) == 'function' then member = member(unpack(args, 2)) end
   return reply.ok(member)
 end)
+
+-- Writes to one index as a call for many executions does: `zadd score member`, `zrem member`, …
+server.register_function('ff_test_joined', function(keys, args)
+  local c = Context.open(keys[1], true)
+  for _, write in ipairs(args) do
+    local words = {}
+    for word in string.gmatch(write, '%S+') do words[#words + 1] = word end
+    c[words[1]](c, K.index(c.tag, 'joined'), unpack(words, 2))
+  end
+  c:flush()
+  return reply.ok()
+end)
