@@ -48,6 +48,25 @@ def shapes(x: float) -> dict[str, object]:
     }
 
 
+def nested(depth: int, value: object) -> object:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [400, 5_000, 100_000])
+@pytest.mark.parametrize("inside", [[math.nan], [math.nan, 2**70], [None, 2**70, object()]])
+def test_deep_values_are_refused(depth: int, inside: list[object]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        codec.encode(nested(depth, inside))
+    assert caught.value.code == "invalid_input"
+
+
+def test_a_deep_value_that_json_can_represent() -> None:
+    deep = nested(400, [None, 2**70])
+    assert codec.encode(deep) == (b"[" * 401 + b"null,%d" % 2**70 + b"]" * 401, "json")
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", list(shapes(0)))
 def test_numbers_that_json_cannot_say_are_refused_by_their_place(where: str, number: float) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.core import keys
 from flowfabric.core.conditions import TimeoutOnly
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ValidationError
@@ -111,14 +112,15 @@ async def test_only_the_wanted_names_count(
     [
         (None, "json", "None"),
         (b'{"n": 1}', "json", "{'n': 1}"),
-        (b"{not json", "json", "b'{not json'"),
-        (b"\xff\x00", "json", r"b'\xff\x00'"),
+        (b'{"n": 1}', None, "{'n': 1}"),
+        (b"{not json", None, "b'{not json'"),
+        (b"\xff\x00", None, r"b'\xff\x00'"),
         (b'{"n": 1}', "binary", """b'{"n": 1}'"""),
         (b"", "", "b''"),
     ],
 )
 async def test_payloads_are_decoded_when_they_can_be(
-    app: ff.Fabric, engine: Engine, payload: bytes | None, encoding: str, seen: str
+    app: ff.Fabric, engine: Engine, payload: bytes | None, encoding: str | None, seen: str
 ) -> None:
     @app.task()
     async def ask(ctx: ff.Context) -> str:
@@ -130,6 +132,31 @@ async def test_payloads_are_decoded_when_they_can_be(
         client = await app.client()
         await client.signal(run.id, "it", "go", payload=payload, payload_encoding=encoding)
         assert await run.result(10) == seen
+
+
+UNREADABLE = [b"{not json", b'"\xff"', b"[" * 60_000, b"[" * 30_000 + b"]" * 30_000, b"1e999"]
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("payload", UNREADABLE)
+async def test_a_payload_that_cannot_be_decoded_reaches_the_handler_as_bytes(
+    app: ff.Fabric, engine: Engine, payload: bytes
+) -> None:
+    """Delivery refuses it, so it is written behind the engine's back."""
+
+    @app.task()
+    async def ask(ctx: ff.Context) -> bool:
+        return (await ctx.wait_for("it")).payload == payload
+
+    run = await app.submit(ask)
+    async with app.worker(scanners=False):
+        await parked(engine, run)
+    outcome = await run.signal("it", "go", {})
+    assert isinstance(outcome, Accepted)
+    body = keys.signal_payload(run.id, outcome.signal_id)
+    await engine.backend.transport.call("SET", body, payload)
+    async with app.worker(scanners=False):
+        assert await run.result(10)
 
 
 # --- time -----------------------------------------------------------------------------------

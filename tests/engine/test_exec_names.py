@@ -37,6 +37,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "waitpoint": [(WAITPOINT,)],
     "waitpoint_signals": [(WAITPOINT,)],
     "signal_dedup": [(WAITPOINT, "k"), (WAITPOINT, "a:b{c}ü")],
+    "approval_dedup": [(WAITPOINT, "k"), (WAITPOINT, "a:b{c}ü")],
     "secrets": [()],
     "workers": [()],
     "worker_alive": [("host-1:7",)],

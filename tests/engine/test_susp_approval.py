@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.core.conditions import Count, CountKind, Single
-from flowfabric.core.contracts.suspension import Accepted, Duplicate
+from flowfabric.core.contracts.suspension import Accepted, Duplicate, UsePending
 from flowfabric.core.ids import new_uuid
 from tests.engine.probes import refused, running, untouched
 from tests.support.engine import Engine
@@ -48,6 +48,68 @@ async def test_two_operators_are_two_sources(engine: Engine) -> None:
         )
         effects.append(outcome.effect if isinstance(outcome, Accepted) else "duplicate")
     assert effects == ["appended_to_waitpoint", "duplicate", "resume_condition_satisfied"]
+
+
+TWO_OPERATORS = Count(n=2, waitpoints=("k",), count_kind=CountKind.DISTINCT_OPERATORS)
+
+
+async def test_one_token_is_not_two_people(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(TWO_OPERATORS)
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    async with untouched(engine):
+        problem = await refused(
+            "invalid_input", waits.send(parked, source_type="operator", source_identity="ann")
+        )
+        assert "source_type" in problem.detail
+    for kind in ("external", "Operator", "operator ", ""):
+        for who in ("ann", "bob"):
+            effect = await waits.effect(parked, source_type=kind, source_identity=who)
+            assert effect == "signal_ignored_matcher_failed"
+    effects: list[Any] = []
+    for who in ("ann", "bob"):
+        outcome = await waits.backend.deliver_approval_signal(
+            execution_id, point, "go", decided_by=who
+        )
+        effects.append(outcome.effect if isinstance(outcome, Accepted) else "duplicate")
+    assert effects == ["appended_to_waitpoint", "resume_condition_satisfied"]
+    observed = await waits.backend.observe_signals((await engine.claim()).handle)
+    assert [signal.source_identity for signal in observed] == ["ann", "bob"]
+
+
+async def test_early_answers_of_a_token_holder_are_not_operators(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    for who in ("ann", "bob"):
+        await waits.signal(handle.execution_id, pending, source_identity=who)
+    await waits.backend.deliver_approval_signal(
+        handle.execution_id, pending.waitpoint_id, "go", decided_by="ann"
+    )
+    bound = [UsePending(pending.waitpoint_id)]
+    parked = await waits.park(TWO_OPERATORS, handle=handle, waitpoints=bound)
+    outcome = await waits.backend.deliver_approval_signal(
+        parked.handle.execution_id, pending.waitpoint_id, "go", decided_by="bob"
+    )
+    assert isinstance(outcome, Accepted)
+    assert outcome.resumed
+
+
+async def test_a_token_holder_cannot_use_up_the_key_of_an_approval(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(TWO_OPERATORS)
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    for key in ("approval:go:ann", f"approval:{point}:approval:go:ann", f"{point}:approval:go:ann"):
+        assert (await waits.send(parked, idempotency_key=key)).kind == "accepted"
+    outcome = await waits.backend.deliver_approval_signal(
+        execution_id, point, "go", decided_by="ann"
+    )
+    assert isinstance(outcome, Accepted), outcome
+    assert outcome.effect == "appended_to_waitpoint"
+    repeated = await waits.backend.deliver_approval_signal(
+        execution_id, point, "go", decided_by="ann"
+    )
+    assert repeated == Duplicate(outcome.signal_id)
 
 
 async def test_approvals_refused(engine: Engine) -> None:

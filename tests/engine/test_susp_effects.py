@@ -92,7 +92,7 @@ async def test_what_is_recorded(engine: Engine) -> None:
     outcome = await waits.send(
         parked,
         "noise",
-        payload=b"body",
+        payload=b'"body"',
         signal_category="c",
         source_type="t",
         source_identity="i",

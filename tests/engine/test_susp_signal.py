@@ -160,6 +160,20 @@ async def test_a_failed_check_of_the_token_is_stamped_and_nothing_else(engine: E
     assert after == before
 
 
+async def test_failed_checks_are_stamped_at_most_once_per_second(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    began = await engine.now()
+    for passed, stamp in ((0, 0), (999, 0), (1000, 1000), (1500, 1000), (2000, 2000)):
+        await freeze(engine, began + passed)
+        await refused(
+            "invalid_token", waits.backend.deliver_signal(execution_id, point, "bad", "go")
+        )
+        stored = await fields(engine, execution_id)
+        assert stored["last_hmac_validation_failed_at"] == str(began + stamp)
+
+
 @pytest.mark.corrupts
 @pytest.mark.parametrize("lost", ["created_at", "waitpoint_key"])
 async def test_a_waitpoint_without_what_was_signed(engine: Engine, lost: str) -> None:
@@ -352,6 +366,38 @@ async def test_how_long_a_key_is_remembered(engine: Engine) -> None:
     assert (await waits.send(parked, idempotency_key="day", dedup_ttl_ms=0)).kind == "accepted"
     await call("DEL", prefix + "short")
     assert (await waits.send(parked, idempotency_key="short")).kind == "accepted"
+
+
+# --- what is labelled JSON ----------------------------------------------------------------------
+
+DEEP = b"[" * 101 + b"]" * 101
+NOT_JSON = [b"", b"{not json", b'"\xff"', b"[" * 60_000, b"[" * 30_000 + b"]" * 30_000, b"1e999"]
+
+
+@pytest.mark.parametrize("payload", [*NOT_JSON, DEEP, b'{"a":' * 101 + b"1" + b"}" * 101])
+async def test_a_payload_labelled_json_must_be_json(engine: Engine, payload: bytes) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    async with untouched(engine):
+        sent = waits.send(parked, payload=payload, payload_encoding="json")
+        problem = await refused("invalid_input", sent)
+    assert problem.detail.startswith("payload: ")
+    approve = waits.backend.deliver_approval_signal
+    where = (parked.handle.execution_id, parked.details.waitpoint_id, "go")
+    await refused("invalid_input", approve(*where, payload=payload, payload_encoding="json"))
+    assert (await waits.send(parked, payload=payload)).kind == "accepted", "without the label"
+    (signal,) = await waits.backend.observe_signals((await engine.claim()).handle)
+    assert (signal.payload, signal.payload_encoding) == (payload, "")
+
+
+@pytest.mark.parametrize("payload", [b"1", b"[" * 100 + b"]" * 100, b"[" + b"[]," * 5000 + b"[]]"])
+@pytest.mark.parametrize("label", ["json", None])
+async def test_json_is_labelled(engine: Engine, payload: bytes, label: str | None) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    await waits.send(parked, payload=payload, payload_encoding=label)
+    (signal,) = await waits.backend.observe_signals((await engine.claim()).handle)
+    assert (signal.payload, signal.payload_encoding) == (payload, "json")
 
 
 # --- limits -------------------------------------------------------------------------------------

@@ -129,10 +129,10 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "nothing is checked before the token",
         SIGNAL,
-        "  local problem\n  if args[8] == '1' then",
+        "  if vouched then",
         (
-            "  local problem\n  if point and point.state == 'closed' then\n"
-            "    return reply.err('waitpoint_closed')\n  end\n  if args[8] == '1' then"
+            "  if point and point.state == 'closed' then\n"
+            "    return reply.err('waitpoint_closed')\n  end\n  if vouched then"
         ),
         test_susp_signal.test_token_errors_do_not_depend_on_the_waitpoint,
     ),
@@ -142,6 +142,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "server.call('HSET', K.core(c.tag, id), 'last_hmac_validation_failed_at', c.now)",
         "",
         test_susp_signal.test_a_failed_check_of_the_token_is_stamped_and_nothing_else,
+    ),
+    (
+        "stamps are rare",
+        SIGNAL,
+        "if math.abs(c.now - last) >= STAMP_EVERY_MS then",
+        "if true then",
+        test_susp_signal.test_failed_checks_are_stamped_at_most_once_per_second,
+    ),
+    (
+        "approvals have keys of their own",
+        SIGNAL,
+        "(vouched and K.approval_dedup or K.signal_dedup)",
+        "K.signal_dedup",
+        test_susp_approval.test_a_token_holder_cannot_use_up_the_key_of_an_approval,
     ),
     (
         "dedup by key",
@@ -244,6 +258,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "return #signal.source_type .. ':' .. signal.source_type .. signal.source_identity",
         "return signal.source_type .. '\\1' .. signal.source_identity",
         test_susp_effects.test_sources_are_pairs,
+    ),
+    (
+        "only operators are operators",
+        CONDITIONS,
+        "return signal.source_type == 'operator' and signal.source_identity or nil",
+        "return signal.source_identity",
+        test_susp_approval.test_one_token_is_not_two_people,
     ),
     (
         "names are compared",

@@ -47,6 +47,20 @@ async def test_a_token_is_a_standard_hmac(engine: Engine, size: int) -> None:
     assert parked.details.waitpoint_token.reveal() == f"k1:{digest}"
 
 
+@pytest.mark.parametrize("size", [16, 32, 33])
+async def test_a_secret_of_zeros_is_refused(engine: Engine, size: int) -> None:
+    zeros, backend = "00" * size, engine.backend
+    async with untouched(engine):
+        for call in (
+            backend.seed_at_boot(zeros),
+            backend.rotate_waitpoint_hmac_secret(0, "k2", zeros),
+            backend.rotate_waitpoint_hmac_secret_all("k2", zeros),
+        ):
+            await refused("invalid_secret_hex", call)
+        await refused("invalid_input", backend.seed_waitpoint_hmac_secret("k2", zeros))
+    await backend.seed_at_boot(f"{zeros[:-1]}1")
+
+
 # --- seeding ------------------------------------------------------------------------------------
 
 

@@ -27,13 +27,13 @@ def encode(value: Any, field: str = "value") -> tuple[bytes, str]:
         return value, ""
     try:
         data = _encode(value)
+        # NaN is written as null. This is the fastest search that bytes have: 55 ns, `in` takes 230.
+        if data.replace(b"null", b"") is not data:
+            refuse_non_finite(value, field)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(value, bytes):
             return value, ""
         raise invalid_input(field, f"cannot be written as JSON: {error}") from error
-    # NaN is written as null. This is the fastest search that bytes have: 55 ns, `in` takes 230.
-    if data.replace(b"null", b"") is not data:
-        refuse_non_finite(value, field)
     return data, JSON
 
 

@@ -47,15 +47,16 @@ _packer = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def _find(value: object, where: str) -> tuple[str, float] | None:
-    """The first non-finite float and its path."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else (where, value)
-    if isinstance(value, dict):
-        inner = cast("dict[object, object]", value).items()
-        parts = ((f"{where}.{key}", part) for key, part in inner)
-    elif isinstance(value, (list, tuple)):
-        items = cast("list[object]", value)
-        parts = ((f"{where}[{position}]", part) for position, part in enumerate(items))
-    else:
-        return None
-    return next((found for path, part in parts if (found := _find(part, path))), None)
+    """The first non-finite float and its path, however deep."""
+    open_parts: list[tuple[str, object]] = [(where, value)]
+    while open_parts:
+        path, part = open_parts.pop()
+        if isinstance(part, float) and not math.isfinite(part):
+            return path, part
+        if isinstance(part, dict):
+            inner = cast("dict[object, object]", part).items()
+            open_parts += [(f"{path}.{key}", each) for key, each in reversed(inner)]
+        elif isinstance(part, (list, tuple)):
+            items = list(enumerate(cast("list[object]", part)))
+            open_parts += [(f"{path}[{position}]", each) for position, each in reversed(items)]
+    return None

@@ -129,6 +129,19 @@ class Run(Generic[R]):
             options["payload"], options["payload_encoding"] = codec.encode(payload, "payload")
         return await (await self._connect()).signal(self.id, waitpoint, name, **options)
 
+    async def approve(
+        self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""
+    ) -> SignalOutcome:
+        """Answer a wait as an operator; the handler can trust `decided_by`.
+
+        Pass whom you have authenticated. Each person decides once per signal name.
+
+        >>> await run.approve("approval", decided_by="ada")
+        """
+        data, label = (None, None) if payload is None else codec.encode(payload, "payload")
+        client = await self._connect()
+        return await client.approve(self.id, waitpoint, name, decided_by, data, label)
+
     def stream(
         self,
         attempt: int | Literal["latest"] = "latest",

@@ -14,7 +14,7 @@ __all__ = ["folder_secret"]
 
 _NAME = "waitpoint_secret"
 _BYTES = 32
-_is_secret = re.compile(r"(?:[0-9a-f]{2}){16,}").fullmatch
+_is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch
 
 
 def folder_secret(folder: Path) -> str:

@@ -63,6 +63,14 @@ class SyncRun(Generic[R]):
         """Answer a wait of the handler; the payload becomes JSON."""
         return self._call(lambda: self._run.signal(waitpoint, name, payload, **options))
 
+    def approve(
+        self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""
+    ) -> SignalOutcome:
+        """Answer a wait as an operator; the handler can trust `decided_by`."""
+        return self._call(
+            lambda: self._run.approve(waitpoint, name, payload, decided_by=decided_by)
+        )
+
     def stream(
         self,
         attempt: int | Literal["latest"] = "latest",

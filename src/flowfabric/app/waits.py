@@ -41,7 +41,11 @@ _NAMELESS = "condition"
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer to a wait. `payload` is decoded when it is JSON, and bytes otherwise."""
+    """An answer to a wait. `payload` is decoded if it is JSON; otherwise it is the raw bytes.
+
+    `source_identity` is trustworthy only if `source_type` is "operator". Otherwise it is what the
+    sender said.
+    """
 
     name: str
     payload: Any
@@ -56,8 +60,9 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
         """The handler's view of a delivered signal."""
         try:
             payload = codec.decode(signal.payload, signal.payload_encoding)
-        except msgspec.DecodeError:
-            # What a sender calls JSON must not be able to break the handler.
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            # Delivery checks what is labelled JSON. If this still fails, the signal is bad: that
+            # must not fail the handler.
             payload = signal.payload
         return cls(
             name=signal.signal_name,

@@ -11,6 +11,7 @@ import msgspec
 from flowfabric.core.errors import ValidationError, invalid_input
 
 __all__ = [
+    "OPERATOR",
     "AllOf",
     "Condition",
     "Count",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 MAX_DEPTH = 4
+OPERATOR = "operator"
+"""The source type of approvals; a signal that presents a token cannot have it."""
 
 
 class CountKind(StrEnum):
@@ -41,6 +44,10 @@ class CountKind(StrEnum):
     DISTINCT_WAITPOINTS = "DistinctWaitpoints"
     DISTINCT_SIGNALS = "DistinctSignals"
     DISTINCT_SOURCES = "DistinctSources"
+    """Pairs of `source_type` and `source_identity` as the senders give them. The holder of one
+    token can name several, so this does not prove that several people answered."""
+    DISTINCT_OPERATORS = "DistinctOperators"
+    """Different people who decided through `approve`. Signals sent with a token do not count."""
 
 
 SignalName = str | tuple[str, ...] | None
@@ -380,6 +387,8 @@ def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:
             return {seen.signal_id for seen in matching}
         case CountKind.DISTINCT_SOURCES:
             return {(seen.source_type, seen.source_identity) for seen in matching}
+        case CountKind.DISTINCT_OPERATORS:
+            return {seen.source_identity for seen in matching if seen.source_type == OPERATOR}
 
 
 def check_bindings(

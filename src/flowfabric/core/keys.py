@@ -9,6 +9,7 @@ __all__ = [
     "LEADERS",
     "NAMESPACES",
     "PARTITIONS",
+    "approval_dedup",
     "attempt",
     "core",
     "eligible",
@@ -217,6 +218,11 @@ def signal_payload(execution_id: str, signal_id: str) -> str:
 def signal_dedup(tag: str, waitpoint_id: str, key: str) -> str:
     """Which signal of a waitpoint an idempotency key stands for."""
     return f"ff:sigdedup:{tag}:{waitpoint_id}:{key}"
+
+
+def approval_dedup(tag: str, waitpoint_id: str, key: str) -> str:
+    """The same for approvals, out of reach of token holders."""
+    return signal_dedup(tag, "approval", f"{waitpoint_id}:{key}")
 
 
 def secrets(tag: str) -> str:

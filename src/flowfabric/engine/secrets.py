@@ -31,18 +31,19 @@ DEFAULT_GRACE_MS = 86_400_000
 FIRST_KID = "k1"
 _FAN_OUT = 16
 _is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
-_is_secret = re.compile(r"(?:[0-9a-fA-F]{2}){16,}").fullmatch
-_is_seed_secret = re.compile(r"[0-9a-fA-F]{64}").fullmatch
+_is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
+_is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 
 Found = tuple[str, str]
 """What seeding found on one partition: the status, and its current kid."""
 
 
 def check_secret(secret_hex: str) -> str:
-    """A usable secret in lower case; under 16 bytes or not hex is `invalid_secret_hex`."""
+    """A usable secret in lower case; anything else is `invalid_secret_hex`."""
     if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError(
-            "invalid_secret_hex", "must be an even number of hex digits, at least 32 (advised: 64)"
+            "invalid_secret_hex",
+            "must be an even number of hex digits, at least 32 (advised: 64), and not all zeros",
         )
     return secret_hex.lower()
 
@@ -107,7 +108,7 @@ class Secrets(Calls):
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
         """For embedders, at every boot: install where empty; another current key is refused."""
         if not _is_seed_secret(checked_text(secret_hex, "secret_hex")):
-            raise invalid_input("secret_hex", "must be 64 hex digits")
+            raise invalid_input("secret_hex", "must be 64 hex digits, not all zeros")
         if not _is_kid(checked_text(kid, "kid")):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
         found = await self._seed_everywhere(kid, secret_hex.lower())

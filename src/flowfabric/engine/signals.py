@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.core.conditions import OPERATOR
 from flowfabric.core.contracts.suspension import Accepted, Duplicate, SignalOutcome
-from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
     WaitpointToken,
@@ -26,7 +27,10 @@ _MAX_NAME_BYTES = 256
 _MAX_FIELD_BYTES = 512
 _MAX_SIGNAL_BYTES = 65_536
 _DAY_MS = 86_400_000
+_JSON = "json"
+_MAX_JSON_DEPTH = 100
 _pack = msgspec.msgpack.Encoder().encode
+_decode = msgspec.json.Decoder().decode
 
 
 class Signals(Calls):
@@ -40,7 +44,7 @@ class Signals(Calls):
         signal_name: str,
         *,
         payload: bytes | None = None,
-        payload_encoding: str = "json",
+        payload_encoding: str | None = None,
         signal_category: str = "default",
         source_type: str = "external",
         source_identity: str = "",
@@ -56,6 +60,13 @@ class Signals(Calls):
     ) -> SignalOutcome:
         """Deliver an authenticated message to a waitpoint; resumes when it satisfies.
 
+        The token proves the right to answer, not who answers: `source_type` and
+        `source_identity` are what the sender says. `source_type="operator"` is refused, because
+        only `deliver_approval_signal` vouches for a person.
+
+        A payload labelled `json` must be JSON of at most 100 levels. Without a label, one that is
+        gets this label, and any other payload gets none.
+
         The last four are for trusted callers. Pass none of them on behalf of somebody who holds
         nothing but a waitpoint token.
         """
@@ -69,6 +80,10 @@ class Signals(Calls):
             correlation_id=correlation_id,
             target_scope=target_scope,
         )
+        if source_type == OPERATOR:
+            raise invalid_input(
+                "source_type", '"operator" is reserved: use deliver_approval_signal'
+            )
         validate_text(idempotency_key, "idempotency_key", limit=_MAX_FIELD_BYTES)
         options["idempotency_key"] = idempotency_key
         options["resume_delay_ms"] = whole(resume_delay_ms, "resume_delay_ms", 0)
@@ -127,22 +142,25 @@ class Signals(Calls):
         idempotency_suffix: str = "",
         decided_by: str = "",
         payload: bytes | None = None,
+        payload_encoding: str | None = None,
         lane_id: str = "",
         signal_dedup_ttl_ms: int = _DAY_MS,
         maxlen: int = 1000,
         max_signals_per_execution: int | None = None,
     ) -> SignalOutcome:
-        """An operator decides: the engine vouches, no token is needed.
+        """Deliver an operator's decision without a token. Authorise this call.
 
-        Without a suffix, each `decided_by` may decide once for each signal name.
+        The signal has the source type "operator" and the identity `decided_by`, which handlers
+        and `CountKind.DISTINCT_OPERATORS` trust. Without a suffix, each `decided_by` decides once
+        per signal name.
         """
         validate_text(decided_by, "decided_by", limit=_MAX_FIELD_BYTES)
         options = _options(
             signal_name,
             payload,
-            payload_encoding="json",
+            payload_encoding=payload_encoding,
             category="approval",
-            source_type="operator",
+            source_type=OPERATOR,
             source_identity=decided_by,
             correlation_id="",
             target_scope="execution",
@@ -218,7 +236,7 @@ def _options(
     source_identity: str,
     correlation_id: str,
     target_scope: str,
-    payload_encoding: str,
+    payload_encoding: str | None,
 ) -> dict[str, Any]:
     """Checked against the limits that need no look at storage."""
     validate_text(signal_name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
@@ -227,7 +245,7 @@ def _options(
         ("source_type", source_type),
         ("source_identity", source_identity),
         ("correlation_id", correlation_id),
-        ("payload_encoding", payload_encoding),
+        ("payload_encoding", payload_encoding or ""),
     ):
         validate_text(value, field, limit=_MAX_FIELD_BYTES)
     one_of(target_scope, "target_scope", ("waitpoint", "execution"))
@@ -242,5 +260,32 @@ def _options(
         "source_identity": source_identity,
         "correlation_id": correlation_id,
         "target_scope": target_scope,
-        "payload_encoding": payload_encoding if payload is not None else "",
+        "payload_encoding": "" if payload is None else _label(payload, payload_encoding),
     }
+
+
+def _label(payload: bytes, given: str | None) -> str:
+    """The label to store. Whoever reads `json` there must be able to decode it."""
+    if given not in (None, _JSON):
+        return given
+    try:
+        problem = "nests too deeply" if _is_deep(payload, _decode(payload)) else ""
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        problem = "is not JSON"
+    if problem and given is not None:
+        raise invalid_input("payload", f"{problem}. Send it with another payload_encoding.")
+    return "" if problem else _JSON
+
+
+def _is_deep(payload: bytes, value: Any) -> bool:
+    if payload.count(b"[") + payload.count(b"{") <= _MAX_JSON_DEPTH:
+        return False
+    layer = _nested([value])
+    for _ in range(_MAX_JSON_DEPTH):
+        layer = [part for each in layer for part in _nested(each)]
+    return bool(layer)
+
+
+def _nested(value: list[Any] | dict[str, Any]) -> list[Any]:
+    parts = value.values() if isinstance(value, dict) else value
+    return [part for part in parts if isinstance(part, list | dict)]

@@ -65,7 +65,7 @@ class ClientSignals:
         signal_name: str,
         *,
         payload: bytes | None = None,
-        payload_encoding: str = "json",
+        payload_encoding: str | None = None,
         signal_category: str = "default",
         source_type: str = "external",
         source_identity: str = "",
@@ -123,10 +123,12 @@ class ClientSignals:
         signal_name: str = "approved",
         decided_by: str = "",
         payload: bytes | None = None,
+        payload_encoding: str | None = None,
     ) -> SignalOutcome:
         """Decide as an operator; `waitpoint` is the key or the id of an open one.
 
-        Everybody may decide once for each signal name: a repeat is a `Duplicate`.
+        The handler sees `decided_by` as a trusted identity: pass whom you have authenticated.
+        Each person decides once per signal name; a repeat is a `Duplicate`.
 
         >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
         """
@@ -137,6 +139,7 @@ class ClientSignals:
             signal_name,
             decided_by=decided_by,
             payload=payload,
+            payload_encoding=payload_encoding,
         )
 
     async def resume(

@@ -200,7 +200,7 @@ class SyncClient(Closing):
         signal_name: str,
         *,
         payload: bytes | None = None,
-        payload_encoding: str = "json",
+        payload_encoding: str | None = None,
         signal_category: str = "default",
         source_type: str = "external",
         source_identity: str = "",
@@ -253,10 +253,13 @@ class SyncClient(Closing):
         signal_name: str = "approved",
         decided_by: str = "",
         payload: bytes | None = None,
+        payload_encoding: str | None = None,
     ) -> SignalOutcome:
         """Decide as an operator; `waitpoint` is the key or the id of an open one."""
         return self._call(
-            lambda client: client.approve(execution_id, waitpoint, signal_name, decided_by, payload)
+            lambda client: client.approve(
+                execution_id, waitpoint, signal_name, decided_by, payload, payload_encoding
+            )
         )
 
     def resume(

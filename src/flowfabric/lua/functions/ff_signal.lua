@@ -8,16 +8,22 @@
 --   waitpoint_not_found, invalid_waitpoint_for_execution, invalid_input (lane_mismatch),
 --   target_not_signalable, waitpoint_closed, pending_waitpoint_expired, signal_limit_exceeded,
 --   corruption. Events: signal.
+-- A refused call writes nothing, with one exception (05 §6.1): a wrong token sets
+--   last_hmac_validation_failed_at on the core, at most once per second and execution.
 local DEFAULT_LIMIT = 10000
+local STAMP_EVERY_MS = 1000
 
 -- nil when the caller may signal this waitpoint, else the error.
-local function unauthorised(c, id, waitpoint_id, point, token)
+local function unauthorised(c, id, rec, waitpoint_id, point, token)
   local secret, problem, code = tokens.secret_for(c, token)
   if not problem and not tokens.proves(secret, code, waitpoint_id, point) then
     problem = reply.err('invalid_token')
   end
   if problem then
-    server.call('HSET', K.core(c.tag, id), 'last_hmac_validation_failed_at', c.now)
+    local last = tonumber(rec.last_hmac_validation_failed_at) or 0
+    if math.abs(c.now - last) >= STAMP_EVERY_MS then
+      server.call('HSET', K.core(c.tag, id), 'last_hmac_validation_failed_at', c.now)
+    end
     return problem
   end
   if point.execution_id ~= id then return reply.err('invalid_waitpoint_for_execution') end
@@ -101,15 +107,15 @@ reply.register_function('ff_signal', function(keys, args)
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local point = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
-  local problem
-  if args[8] == '1' then
+  local vouched, problem = args[8] == '1', nil
+  if vouched then
     problem = unknown(rec, id, point, want)
   else
-    problem = unauthorised(c, id, waitpoint_id, point, token)
+    problem = unauthorised(c, id, rec, waitpoint_id, point, token)
   end
   if problem then return problem end
   local dedup = want.idempotency_key ~= '' and want.dedup_ttl_ms > 0
-    and K.signal_dedup(c.tag, waitpoint_id, want.idempotency_key)
+    and (vouched and K.approval_dedup or K.signal_dedup)(c.tag, waitpoint_id, want.idempotency_key)
   local before = earlier(id, signal_id, dedup)
   if before then return before end
   local open, condition

@@ -75,6 +75,10 @@ function K.signal_payload(id, signal_id) return K.signal(id, signal_id) .. ':pay
 function K.signal_dedup(tag, waitpoint_id, key)
   return 'ff:sigdedup:' .. tag .. ':' .. waitpoint_id .. ':' .. key
 end
+-- Apart from the keys of token holders, so that none of them can use up an approval's.
+function K.approval_dedup(tag, waitpoint_id, key)
+  return K.signal_dedup(tag, 'approval', waitpoint_id .. ':' .. key)
+end
 function K.secrets(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
 
 local index_tag, index_names

@@ -15,6 +15,9 @@ local SATISFIERS = {
   DistinctSources = function(signal)
     return #signal.source_type .. ':' .. signal.source_type .. signal.source_identity
   end,
+  DistinctOperators = function(signal)
+    return signal.source_type == 'operator' and signal.source_identity or nil
+  end,
 }
 
 -- Calls `visit(node, path)` for every leaf: Single and Count.
@@ -49,9 +52,8 @@ function conditions.marks(condition, signal)
     local count = node.Composite
     if values.lists(count.waitpoints, signal.key) then
       referred = true
-      if matches(count.matcher, signal.name) then
-        mark(path, SATISFIERS[count.count_kind](signal))
-      end
+      local satisfier = matches(count.matcher, signal.name) and SATISFIERS[count.count_kind](signal)
+      if satisfier then mark(path, satisfier) end
     end
   end)
   return made, referred
