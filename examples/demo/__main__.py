@@ -25,7 +25,7 @@ def private_engine() -> Generator[Path]:
     finally:
         # The server ends by itself with its last user; its folder is free only then.
         deadline = time.monotonic() + 10
-        while (folder / "engine" / "valkey.pid").exists() and time.monotonic() < deadline:
+        while (folder / "engine" / "valkey.sock").exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -147,5 +147,6 @@ async def test_an_embedded_server_that_came_too_late_is_let_go(
     with pytest.raises(ff.TransportError):
         await client
     await asyncio.get_running_loop().shutdown_default_executor()
-    assert got[0]._users_lock is None
+    with pytest.raises(ff.ConfigError, match="released"):
+        got[0].ensure_running()
     assert app.place._server is None

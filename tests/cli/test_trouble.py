@@ -71,7 +71,7 @@ async def test_a_folder_of_somebody_else(bare: Cli, inside: str) -> None:
     try:
         for command in (("ps",), ("show", "abcd"), ("cancel", "abcd"), ("waiting",)):
             done = await run(bare, *command, preexec_fn=_as_anybody, variables=chosen)
-            is_a_sentence(done, f"cannot write in {closed / inside} (Permission denied)")
+            is_a_sentence(done, f"cannot write to {closed / inside} (Permission denied)")
         done = await run(bare, "ps", "--json", preexec_fn=_as_anybody, variables=chosen)
         assert (done.code, done.error["code"]) == (1, "config")
         done = await run(bare, "doctor", "--json", preexec_fn=_as_anybody, variables=chosen)
@@ -158,9 +158,9 @@ async def test_a_program_that_cannot_be_run(bare: Cli) -> None:
 
 
 async def test_a_first_start_that_was_interrupted(bare: Cli) -> None:
-    """All it left is the pid file; whoever comes next finishes it."""
+    """All it left is the socket; whoever comes next finishes it."""
     (bare.folder / ".flowfabric").mkdir(mode=0o700)
-    (bare.folder / ".flowfabric" / "valkey.pid").touch()
+    (bare.folder / ".flowfabric" / "valkey.sock").touch()
     done = await bare("doctor", "--json")
     assert (done.code, _grades(done)["partitions"]) == (0, "warning")
     listed = await bare("ps")

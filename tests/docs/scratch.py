@@ -47,6 +47,6 @@ def tracebacks(text: str) -> list[str]:
 def wait_for_server_end(folder: Path) -> None:
     """Return when the embedded server of a data folder has ended, so that the folder is free."""
     deadline = time.monotonic() + 20
-    while (folder / "valkey.pid").exists():
+    while (folder / "valkey.sock").exists():
         assert time.monotonic() < deadline, "the embedded server did not end with its last user"
         time.sleep(0.01)

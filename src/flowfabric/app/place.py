@@ -49,7 +49,7 @@ class Place:
         server = self._server
         if server is None:
             raise ConfigError("embedded", "the server was released")
-        return parse_url(server.url)
+        return server.address
 
     def _acquire(self, closings: int) -> None:
         """Start or join the embedded server. Runs in a thread, which nobody can stop: what it gets

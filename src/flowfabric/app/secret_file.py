@@ -7,43 +7,51 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from flowfabric.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from flowfabric.valkey.embedded_folder import DataFolder
+
 __all__ = ["folder_secret"]
 
-_NAME = "waitpoint_secret"
-_BYTES = 32
+_NAME: Final = "waitpoint_secret"
+_BYTES: Final = 32
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch
 
 
-def folder_secret(folder: Path) -> str:
-    """The folder's waitpoint secret; minted when there is none, for this user alone.
+def folder_secret(path: Path) -> str:
+    """The folder's waitpoint secret; generated if there is none, readable by this user alone.
 
-    Of processes that mint at the same time one wins, and all return its secret.
+    If several processes generate one at the same time, one wins and all return its secret.
     """
-    path = folder / _NAME
-    with contextlib.suppress(FileNotFoundError):
-        return _read(path)
-    draft = folder / f".{_NAME}.{secrets.token_hex(8)}"
-    descriptor = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(_BYTES) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        # Never over one that exists: its tokens are out already.
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(draft)
-    finally:
-        draft.unlink()
-    return _read(path)
+    # Needs fcntl, which some platforms lack; external servers work without it.
+    from flowfabric.valkey.embedded_folder import DataFolder, explained  # noqa: PLC0415
+
+    with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
+        with contextlib.suppress(FileNotFoundError):
+            return _read(folder)
+        draft = f".{_NAME}.{secrets.token_hex(8)}"
+        try:
+            with os.fdopen(folder.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
+                file.write(secrets.token_hex(_BYTES) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            # Never replace an existing secret: tokens signed with it are in use.
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, _NAME, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        finally:
+            os.unlink(draft, dir_fd=folder.fd)
+        return _read(folder)
 
 
-def _read(path: Path) -> str:
-    found = path.read_text(encoding="ascii", errors="replace").strip()
+def _read(folder: DataFolder) -> str:
+    with os.fdopen(folder.open(_NAME, os.O_RDONLY), errors="replace", encoding="ascii") as file:
+        found = file.read().strip()
     if not _is_secret(found):
         raise ConfigError(
-            "embedded", f"{path} holds no secret: restore it, or delete it to mint a new one"
+            "embedded",
+            f"{folder.path / _NAME} is not a secret; restore it, or delete it to get a new one",
         )
     return found

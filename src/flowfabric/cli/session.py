@@ -21,7 +21,7 @@ __all__ = ["CONNECT_S", "NoDataYet", "data_folder", "has_data", "opened"]
 CONNECT_S = 3.0
 """A person waits for the answer; a worker has the transport's patience."""
 
-_TRACES = ("appendonlydir", "valkey.pid")
+_TRACES = ("appendonlydir", "valkey.sock")
 
 
 class NoDataYet(CliError):

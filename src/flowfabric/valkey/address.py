@@ -29,6 +29,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     socket_path: str | None = None
+    socket_owner: int | None = None
     username: str | None = None
     password: str | None = None
     db: int = 0

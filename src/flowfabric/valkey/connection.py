@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Callable
 from math import inf
@@ -384,7 +385,11 @@ async def dial(
 async def _open_socket(conn: Connection, address: Address) -> None:
     tls = _tls_context(address)
     if address.socket_path is not None:
-        await conn.loop.create_unix_connection(lambda: conn, address.socket_path)
+        transport, _ = await conn.loop.create_unix_connection(lambda: conn, address.socket_path)
+        if address.socket_owner is not None:
+            sock = transport.get_extra_info("socket")
+            if wrong := wrong_peer(sock, address.socket_path, address.socket_owner):
+                raise TransportError("auth", wrong)
         return
     transport, _ = await conn.loop.create_connection(
         lambda: conn, address.host, address.port, ssl=tls
@@ -392,6 +397,18 @@ async def _open_socket(conn: Connection, address: Address) -> None:
     sock = transport.get_extra_info("socket")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def wrong_peer(sock: socket.socket, path: str, owner: int) -> str | None:
+    """What is wrong if a process of another user listens on a unix socket."""
+    # macOS has no SO_PEERCRED; there the permissions of the folder are the only check.
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if user == owner:
+        return None
+    return f"the process that listens on {path} runs as uid {user}; it should be uid {owner}"
 
 
 def _tls_context(address: Address) -> ssl.SSLContext | None:

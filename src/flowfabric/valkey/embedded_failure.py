@@ -1,4 +1,4 @@
-"""Why the embedded server did not start, and what its user can do about it."""
+"""Errors for an embedded server that did not start, with what to do."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from flowfabric.valkey.embedded_folder import AOF_FOLDER, DataFolder
 __all__ = ["start_error"]
 
 _MOST_LINES: Final = 8
-# What every start says, below the level of a warning, and one warning that is about the host.
+# Lines below the level of a warning, and one warning that is about the host.
 _routine = re.compile(r"\d+:[A-Z] .{20,30} [.\-*] |.*# WARNING Memory overcommit").match
 _damaged = re.compile(r"Bad file format reading the append only file (\S+\.incr\.aof):").search
 
 
 def start_error(folder: DataFolder, binary: Path, what: str, log_offset: int) -> ConfigError:
-    """The error for a start that ended with `what`; its part of the log begins at the offset."""
-    with folder.log.open("rb") as log:
-        log.seek(log_offset)
-        said = log.read()[-8000:].decode(errors="replace").strip()
+    """The error for a start that ended with `what` and logged from `log_offset` on."""
+    said = folder.read_log(log_offset)
     if not said:
         return _error(
-            f"{binary} said nothing ({what}), so it is no Valkey server; correct "
-            f"{BINARY_VARIABLE}, or remove it to use the packaged server"
+            f"{binary} printed nothing ({what}), so it is not a Valkey server; correct "
+            f"{BINARY_VARIABLE}, or unset it to use the packaged server"
         )
     lines = said.splitlines()
     telling = [line for line in lines if not _routine(line)] or lines
-    advice = f"correct what its log {folder.log} says and try again"
+    advice = f"fix the problem reported in {folder.log} and try again"
     if found := _damaged(said):
         advice = _repair(folder, binary, folder.path / AOF_FOLDER / found[1])
     shown = "\n".join(telling[-_MOST_LINES:])
@@ -39,13 +37,13 @@ def start_error(folder: DataFolder, binary: Path, what: str, log_offset: int) ->
 
 
 def _repair(folder: DataFolder, binary: Path, file: Path) -> str:
-    # The server is its own checking tool when it is called by that tool's name. It is given this
-    # one file: the manifest would have it judge the base file too, whose form it does not know.
+    # The server acts as valkey-check-aof when called by that name. It gets this one file: with the
+    # manifest it would also check the base file, whose format it does not know.
     tool = f"exec -a valkey-check-aof {shlex.quote(str(binary))} --fix {shlex.quote(str(file))}"
     return (
-        f"its log of changes {file} is damaged: copy {folder.path}, then cut the log where the "
-        f"damage begins with\n  bash -c {shlex.quote(tool)}\n"
-        f"or move the folder away to start empty. {folder.log} says"
+        f"its append-only file {file} is damaged: back up {folder.path}, then truncate the file "
+        f"where the damage begins with\n  bash -c {shlex.quote(tool)}\n"
+        f"or move the folder away to start empty. From {folder.log}"
     )
 
 

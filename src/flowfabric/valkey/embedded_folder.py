@@ -1,29 +1,32 @@
-"""The embedded server's private folder: its files, its generated configuration, its socket."""
+"""The embedded server's data folder: who may use it, and the files in it.
+
+Every file is opened relative to the checked folder and never through a symbolic link, so nobody who
+can rename the folder or plant a link gets this process to read or write something else.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import stat
-import tempfile
+import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
 
 Aof: TypeAlias = Literal["no", "everysec", "always"]
 
-FOLDER_VARIABLE = "FF_DATA_DIR"
-_DEFAULT_FOLDER = ".flowfabric"
-AOF_FOLDER = "appendonlydir"
-_SOCKET_NAME = "valkey.sock"
-# The kernel takes 107 bytes on Linux and 103 on macOS.
-_SOCKET_PATH_LIMIT = 100
-_LOG_LIMIT = 1 << 20
+FOLDER_VARIABLE: Final = "FF_DATA_DIR"
+AOF_FOLDER: Final = "appendonlydir"
+_DEFAULT_FOLDER: Final = ".flowfabric"
+_LOG: Final = "valkey.log"
+_LOG_LIMIT: Final = 1 << 20
+# A socket's path may have 107 bytes on Linux and 103 on macOS.
+_SOCKET_PATH_LIMIT: Final = 100
 
 
 def folder_error(message: str) -> ConfigError:
@@ -33,7 +36,7 @@ def folder_error(message: str) -> ConfigError:
 
 @contextlib.contextmanager
 def explained(folder: Path) -> Generator[None]:
-    """Turn what the system says about the folder into what its user can do about it."""
+    """Turn an `OSError` about the folder into an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -44,175 +47,173 @@ def explained(folder: Path) -> Generator[None]:
                 text = f"{folder} is not a folder; move that file away, {elsewhere}"
             case errno.EACCES | errno.EPERM | errno.EROFS:
                 text = (
-                    f"cannot write in {folder} ({reason}); give this user write access, {elsewhere}"
+                    f"cannot write to {folder} ({reason}); give this user write access, {elsewhere}"
+                )
+            case errno.ELOOP:
+                text = (
+                    f"a file in {folder} is a symbolic link, which is never followed; remove the "
+                    f"link, {elsewhere}"
                 )
             case errno.ENAMETOOLONG:
                 text = f"the path {folder} is too long; set {FOLDER_VARIABLE} to a shorter one"
             case errno.ENOSPC | errno.EDQUOT:
-                text = f"no room left for {folder} ({reason}); free some space, {elsewhere}"
+                text = f"no space left for {folder} ({reason}); free some space, {elsewhere}"
             case _:
                 text = f"cannot use {folder} ({reason}); set {FOLDER_VARIABLE} to a local folder"
         raise folder_error(text) from error
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
-    """Nobody else may put files into the folder, and it must be this user's own."""
+    """Refuse a folder of another user, and one that others can write to. Root is no exception."""
+    _check_user(path, status)
     if status.st_mode & 0o022:
         raise folder_error(
-            f"other users can write in {path}; run `chmod 700 '{path}'`, or set "
+            f"other users can write to {path}; run `chmod 700 '{path}'`, or set "
             f"{FOLDER_VARIABLE} to a folder inside it, which will be created private"
         )
-    if os.geteuid() not in (0, status.st_uid):
+
+
+def _check_user(path: Path, status: os.stat_result) -> None:
+    user = os.geteuid()
+    if status.st_uid != user:
         raise folder_error(
-            f"{path} belongs to another user (uid {status.st_uid}); run as that user, or set "
-            f"{FOLDER_VARIABLE} to another folder"
+            f"{path} belongs to another user (uid {status.st_uid}; this process runs as uid "
+            f"{user}); run as that user, or set {FOLDER_VARIABLE} to a folder of your own"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class DataFolder:
-    """One project's data folder; every process of the project names the same one."""
+    """One project's data folder, opened; every process of the project names the same one."""
 
     path: Path
+    fd: int
 
     @classmethod
     def prepare(cls, data_dir: Path | None) -> DataFolder:
-        """The given folder, `FF_DATA_DIR` or `./.flowfabric`; created for this user alone."""
+        """Open the given folder, `FF_DATA_DIR` or `./.flowfabric`; create it for this user."""
         chosen = data_dir or Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER)
-        path = Path(os.path.realpath(chosen.expanduser()))
+        chosen = chosen.expanduser()
+        path = Path(os.path.realpath(chosen))
         with explained(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                path.mkdir(mode=0o700)
-                # The data must not end up in the project's version control.
-                (path / ".gitignore").write_text("*\n")
-            status = path.stat()
-            if not stat.S_ISDIR(status.st_mode):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        check_owner(path, status)
-        return cls(path)
+            if chosen.is_symlink():
+                _check_user(chosen, chosen.lstat())
+            for parent in reversed(path.parents):
+                if not parent.exists():
+                    parent.mkdir(mode=0o755, exist_ok=True)
+            is_new = _created(path)
+            folder = cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
+            try:
+                check_owner(path, os.fstat(folder.fd))
+                if is_new:
+                    # Keep the data out of the project's version control.
+                    with os.fdopen(folder.open(".gitignore"), "w") as file:
+                        file.write("*\n")
+            except BaseException:
+                folder.close()
+                raise
+        return folder
+
+    def open(self, name: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        """Open a file in the folder; a new one is private."""
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self.fd)
+
+    def copy(self) -> DataFolder:
+        """The same folder and its lock, for as long as the copy is open."""
+        return DataFolder(self.path, os.dup(self.fd))
+
+    def close(self) -> None:
+        """Close the folder; its lock goes with the last copy."""
+        os.close(self.fd)
 
     @property
     def log(self) -> Path:
-        """The server's log, which also takes what its guard has to say."""
-        return self.path / "valkey.log"
+        """The log of the server and its guard."""
+        return self.path / _LOG
 
     @property
     def pid(self) -> int | None:
         """The running server's pid; None while there is none."""
+        lock = self.open(guard.SERVER_LOCK)
         try:
-            return int((self.path / guard.PID_FILE).read_text())
-        except (OSError, ValueError):
-            return None
+            return guard.server_pid(lock)
+        finally:
+            os.close(lock)
 
-    def socket(self) -> Path:
-        """Where the server listens, as the process that started it has decided."""
-        try:
-            return Path(os.fsdecode((self.path / guard.SOCKET_RECORD).read_bytes()))
-        except FileNotFoundError:
-            return self.path / _SOCKET_NAME
+    @property
+    def socket(self) -> str:
+        """The path of the server's socket, for this process."""
+        path = str(self.path / guard.SOCKET)
+        if len(os.fsencode(path)) <= _SOCKET_PATH_LIMIT:
+            return path
+        if sys.platform == "linux":
+            return f"/proc/self/fd/{self.fd}/{guard.SOCKET}"
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
-    def place_socket(self) -> Path:
-        """Decide where the server shall listen: here, or behind a shorter path."""
-        record = self.path / guard.SOCKET_RECORD
-        beside = self.path / _SOCKET_NAME
-        if _fits(beside):
-            record.unlink(missing_ok=True)
-            return beside
-        # Users of a server that crashed keep the address they were given.
-        previous = self.socket()
-        if previous != beside and _is_private(previous.parent):
-            return previous
-        chosen = _short_folder() / _SOCKET_NAME
-        draft = record.with_suffix(".new")
-        draft.write_bytes(os.fsencode(chosen))
-        draft.replace(record)
-        return chosen
+    def check_current(self) -> None:
+        """Refuse to start a server in a folder that has been moved or deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self.fd)):
+                return
+        raise folder_error(f"{self.path} was deleted or replaced; restart this process to use it")
 
-    def listen_name(self, socket: Path) -> str:
-        """The socket as the server and its guard, which run inside the folder, name it.
+    def check_contents(self) -> None:
+        """Refuse files of other users, left from a time when they could write here."""
+        for name in (".", AOF_FOLDER):
+            with contextlib.suppress(FileNotFoundError):
+                opened = self.open(name, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    for entry in os.listdir(opened):  # noqa: PTH208
+                        found = os.stat(entry, dir_fd=opened, follow_symlinks=False)
+                        _check_user(self.path / name / entry, found)
+                finally:
+                    os.close(opened)
 
-        They name everything in it relatively: should the folder be moved or deleted under them,
-        they cannot touch the files of a successor.
-        """
-        return socket.name if socket.parent == self.path else str(socket)
-
-    def write_config(self, socket: Path, aof: Aof) -> None:
-        """Generate the server's configuration."""
+    def config(self, aof: Aof) -> bytes:
+        """The server's configuration."""
         if aof == "no" and (self.path / AOF_FOLDER).exists():
             raise folder_error(
-                f"{self.path} holds data, which a server without its log would not see; start it "
+                f"{self.path} holds data that a server without its log would not load; start it "
                 "with aof='everysec', or use another folder"
             )
-        file = self.path / guard.CONFIG_FILE
-        file.touch(mode=0o600)
-        file.write_bytes(_config(self.listen_name(socket), aof))
+        settings = {
+            "port": "0",
+            "unixsocket": guard.SOCKET,
+            "unixsocketperm": "700",
+            "daemonize": "no",
+            "logfile": '""',
+            "save": '""',
+            "appendonly": "no" if aof == "no" else "yes",
+            "appendfsync": aof,
+            "appenddirname": AOF_FOLDER,
+            "aof-use-rdb-preamble": "yes",
+            "aof-load-truncated": "yes",
+            "maxmemory-policy": "noeviction",
+            "hash-max-listpack-value": "512",
+            "hash-max-listpack-entries": "512",
+        }
+        return "".join(f"{name} {value}\n" for name, value in settings.items()).encode()
 
-    def prepare_log(self) -> int:
-        """Set a log aside that has grown long; where in the file this start's part begins."""
-        self.log.touch(mode=0o600)
-        size = self.log.stat().st_size
-        if size <= _LOG_LIMIT:
-            return size
-        self.log.replace(self.log.with_suffix(".log.1"))
-        self.log.touch(mode=0o600)
-        return 0
+    def open_log(self) -> int:
+        """Open the log at its end; set a long one aside first."""
+        log = self.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if os.fstat(log).st_size > _LOG_LIMIT:
+            os.close(log)
+            os.replace(_LOG, f"{_LOG}.1", src_dir_fd=self.fd, dst_dir_fd=self.fd)
+            return self.open_log()
+        os.lseek(log, 0, os.SEEK_END)
+        return log
+
+    def read_log(self, offset: int) -> str:
+        """The end of the log, at most from `offset`."""
+        with os.fdopen(self.open(_LOG, os.O_RDONLY), "rb") as log:
+            log.seek(offset)
+            return log.read()[-8000:].decode(errors="replace").strip()
 
 
-def _fits(socket: Path) -> bool:
-    return len(os.fsencode(socket)) <= _SOCKET_PATH_LIMIT
-
-
-def _is_private(folder: Path) -> bool:
+def _created(path: Path) -> bool:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-    except OSError:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
         return False
-    return (
-        stat.S_ISDIR(status.st_mode)
-        and status.st_uid == os.geteuid()
-        and not status.st_mode & 0o077
-    )
-
-
-def _short_folder() -> Path:
-    bases = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir()]
-    for base in filter(None, bases):
-        if not _fits(Path(base, "flowfabric-########", _SOCKET_NAME)):
-            continue
-        with contextlib.suppress(OSError):
-            return Path(tempfile.mkdtemp(prefix="flowfabric-", dir=base))
-    raise folder_error(
-        "no writable temporary folder with a path short enough for a unix socket; set TMPDIR to "
-        f"a short one such as /tmp, or {FOLDER_VARIABLE} to a path below 90 bytes"
-    )
-
-
-def _config(listen: str, aof: Aof) -> bytes:
-    settings = {
-        "port": "0",
-        "unixsocket": _quoted(listen),
-        "unixsocketperm": "700",
-        "daemonize": "no",
-        "dir": "./",
-        "pidfile": guard.PID_FILE,
-        "logfile": "valkey.log",
-        "save": '""',
-        "appendonly": "no" if aof == "no" else "yes",
-        "appendfsync": aof,
-        "appenddirname": AOF_FOLDER,
-        "aof-use-rdb-preamble": "yes",
-        "aof-load-truncated": "yes",
-        "maxmemory-policy": "noeviction",
-        "hash-max-listpack-value": "512",
-        "hash-max-listpack-entries": "512",
-    }
-    lines = ["# Written at each start; changes here are lost."]
-    lines += [f"{name} {value}" for name, value in settings.items()]
-    return os.fsencode("\n".join(lines) + "\n")
-
-
-def _quoted(text: str) -> str:
-    special = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-    return '"' + "".join(special.get(letter, letter) for letter in text) + '"'
+    return True

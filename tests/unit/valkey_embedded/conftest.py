@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import signal
 import tempfile
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flowfabric.valkey.embedded_guard import signal_server
 from tests.unit.valkey_embedded.support import User, wait_settled
 
 
@@ -22,9 +21,9 @@ def root() -> Generator[Path]:
         for lock in path.rglob("guard.lock"):
             wait_settled(lock.parent)
     finally:
-        for pid_file in path.rglob("valkey.pid"):
-            with contextlib.suppress(OSError, ValueError):
-                os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        for lock in path.rglob("server.lock"):
+            with lock.open("r+b") as file:
+                signal_server(file.fileno(), signal.SIGKILL)
         shutil.rmtree(path)
 
 

