@@ -11,7 +11,7 @@ import flowfabric as ff
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.results import RunSummary
+from flowfabric.sdk.runtime import RunSummary
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker

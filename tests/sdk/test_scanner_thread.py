@@ -24,8 +24,7 @@ from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.doorbell import Doorbell
 from flowfabric.scanners.due import DueScanner
-from flowfabric.sdk.results import RunSummary
-from flowfabric.sdk.runtime import WorkerRuntime
+from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker

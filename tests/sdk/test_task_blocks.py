@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import random
+import time
 from typing import Any
 
 import pytest
@@ -140,6 +141,37 @@ async def test_unreachable_server_hides_no_exception_of_the_block(
         await block()
     assert (task.finished_by, worker.free) == ("abandoned", 1)
     proxy.up()
+
+
+@pytest.mark.parametrize("dropped_by", ["block", "call", "garbage collection"])
+async def test_dropping_every_task_does_not_spin(
+    engine: Engine, make_worker: MakeWorker, dropped_by: str
+) -> None:
+    worker = await make_worker()
+    task = await claimed(worker, engine)
+    started = time.monotonic()
+    for _ in range(3):
+        if dropped_by == "block":
+            async with task:
+                pass
+        elif dropped_by == "call":
+            await task.discard()
+        del task
+        gc.collect()
+        task = await next_task(worker)
+    assert time.monotonic() - started >= 0.3
+    await task.complete()
+
+
+async def next_task(worker: Worker) -> ClaimedTask:
+    found: list[ClaimedTask] = []
+
+    async def claims() -> bool:
+        found.extend(await worker.claim_many(1))
+        return bool(found)
+
+    await until(claims, "the next claim")
+    return found.pop()
 
 
 async def test_forgotten_task_is_noticed(

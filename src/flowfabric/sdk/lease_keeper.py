@@ -16,7 +16,15 @@ from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.backend import Backend
 
-__all__ = ["TERMINAL_CODES", "HeldLease", "LeaseKeeper", "LeaseWatcher", "opened"]
+__all__ = [
+    "CANCELLED",
+    "TERMINAL_CODES",
+    "HeldLease",
+    "LeaseKeeper",
+    "LeaseWatcher",
+    "is_cancelled",
+    "opened",
+]
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +38,7 @@ TERMINAL_CODES = frozenset(
     }
 )
 """Answers to a renewal that mean: the lease is over for good."""
+CANCELLED = "the execution was cancelled"
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
 _BATCH = 256
@@ -47,6 +56,11 @@ async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
             if not (error.ambiguous and tries_left):
                 raise
     raise AssertionError("unreachable")
+
+
+def is_cancelled(error: EngineError) -> bool:
+    """Whether a call was refused because the execution is cancelled."""
+    return error.code == "execution_not_active" and error.details[:1] == ("cancelled",)
 
 
 class LeaseWatcher(Protocol):
@@ -281,7 +295,7 @@ class LeaseKeeper:
         now = time.monotonic()
         held.next_at = now + _spread(min(held.handle.lease_ttl_ms / 3000, 1.0))
         if error.code in TERMINAL_CODES:
-            self._lose(held, error.code, str(error))
+            self._lose(held, error.code, CANCELLED if is_cancelled(error) else str(error))
         elif now >= held.deadline:
             self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
         else:

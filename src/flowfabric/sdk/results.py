@@ -6,10 +6,8 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import cast
-
-import msgspec
 
 from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.errors import (
@@ -20,11 +18,12 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.executions import Completion
+from flowfabric.sdk.endings import Endings
 from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
-__all__ = ["Encoded", "Results", "RunSummary"]
+__all__ = ["Encoded", "Results"]
 
 log = logging.getLogger(__name__)
 
@@ -37,38 +36,21 @@ _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
 
 
-class RunSummary(msgspec.Struct):
-    """What a run of the worker did."""
-
-    completed: int = 0
-    failed: int = 0
-    """Ended without success: failed for good, expired or cancelled by its handler."""
-    retried: int = 0
-    """Attempts that failed and will be repeated."""
-    released: int = 0
-    """Attempts that were given back and go on later, here or elsewhere."""
-    abandoned: int = 0
-    """Attempts whose end was not accepted, or is not known to be."""
-
-
 class Results:
     """Completes tasks in batches and starts what the same trip claims."""
 
     def __init__(
         self,
         worker: Worker,
-        summary: RunSummary,
+        endings: Endings,
         *,
         start: Callable[[ClaimedTask], None],
-        refuse: Callable[[ClaimedTask, ValidationError], Awaitable[None]],
         stopping: asyncio.Event,
     ) -> None:
         self._worker = worker
         self._batch = worker.config.batch
-        self._summary = summary
+        self._endings = endings
         self._start = start
-        self._refuse = refuse
-        """Ends a task whose result cannot be stored."""
         self._stopping = stopping
         self._done: dict[tuple[str, str], list[Finished]] = {}
         self._flush_planned = False
@@ -122,7 +104,7 @@ class Results:
             # Only a bug or the loop's end gets here; a permit must not be lost even then.
             for task, _ in finished:
                 if task.finished_by is None:
-                    self.abandon(task, error)
+                    self._endings.abandon(task, error)
             raise
 
     async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
@@ -137,7 +119,7 @@ class Results:
             if room and error.ambiguous:
                 self._worker.unanswered(lane_id, tag, request_id, since)
             for task, _ in finished:
-                self.abandon(task, error)
+                self._endings.abandon(task, error)
             return
         except EngineError as error:
             log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
@@ -146,16 +128,16 @@ class Results:
         refused: list[tuple[ClaimedTask, ValidationError]] = []
         for (task, _), outcome in zip(finished, outcomes, strict=True):
             if outcome is None:
-                self._summary.completed += 1
+                self._endings.summary.completed += 1
                 task.finish("complete")
             elif isinstance(outcome, ValidationError):
                 refused.append((task, outcome))
             else:
-                self.abandon(task, outcome)
+                self._endings.abandon(task, outcome)
         if room:
             await self._go_on(lane_id, tag, claimed, since)
         for task, problem in refused:
-            await self._refuse(task, problem)
+            await self._endings.refuse(task, problem)
 
     async def _call(
         self, lane_id: str, tag: str, finished: list[Finished], room: int, request_id: str
@@ -210,23 +192,11 @@ class Results:
         """The batch as a whole was refused: let each task try for itself."""
         try:
             await task.complete(completion.result_payload, completion.result_encoding)
-            self._summary.completed += 1
+            self._endings.summary.completed += 1
         except ValidationError as problem:
-            await self._refuse(task, problem)
+            await self._endings.refuse(task, problem)
         except FlowFabricError as problem:
-            self.abandon(task, problem)
-
-    def abandon(self, task: ClaimedTask, error: BaseException) -> None:
-        """The end was not accepted: the execution is somebody else's now, or already over."""
-        log.error(
-            "%s of %s was not accepted: %s",
-            task.execution_kind,
-            task.execution_id,
-            error,
-            extra={"action": "task_abandoned", "execution_id": task.execution_id},
-        )
-        self._summary.abandoned += 1
-        task.finish("abandoned")
+            self._endings.abandon(task, problem)
 
 
 def _encoded(result: object) -> Encoded:

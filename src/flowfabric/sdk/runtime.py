@@ -7,22 +7,17 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import (
     AuthError,
     EngineError,
-    FlowFabricError,
     LeaseLost,
     TransportError,
-    ValidationError,
 )
-from flowfabric.core.state import ExpireReason
 from flowfabric.sdk.doorbell import Doorbell
-from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
-from flowfabric.sdk.lease_keeper import TERMINAL_CODES
-from flowfabric.sdk.results import Encoded, Results, RunSummary
+from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
+from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
@@ -33,25 +28,12 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]
 """Handles one task; what it returns becomes the result."""
-OnShutdown = Literal["release", "fail"]
 
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 5.0
 _WIND_UP_S = 2.0
 """How long a cancelled handler may take to stop before its lease is given back regardless."""
-_UNKNOWN_PAUSE_MS = 1_000
-_EXPIRE_TRIES = 50
-_EXPIRE_PAUSE_S = 0.01
 _DOWN = frozenset({"transport", "busy_loading", "cluster"})
-
-_COUNTED_AS = {
-    "complete": "completed",
-    "fail": "failed",
-    "cancel": "failed",
-    "delay": "released",
-    "wait_children": "released",
-    "suspend": "released",
-}
 
 
 class WorkerRuntime:
@@ -66,27 +48,25 @@ class WorkerRuntime:
         self, worker: Worker, *, on_unknown_kind: Literal["fail", "release"] = "fail"
     ) -> None:
         self.worker = worker
-        self.summary = RunSummary()
         self._handlers: dict[str, Handler] = {}
-        self._on_unknown = on_unknown_kind
-        self._on_shutdown: OnShutdown = "release"
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
+        self._cancels_handlers = False
+        # The task that runs this, and how often it had been cancelled before.
+        self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._wake = asyncio.Event()
         self._rings_wanted = asyncio.Event()
         self._listening = False
         self._stopping = asyncio.Event()
-        self._results = Results(
-            worker,
-            self.summary,
-            start=self._start,
-            refuse=self._result_refused,
-            stopping=self._stopping,
+        self._scanners = worker.new_scanners()
+        self._endings = Endings(
+            worker.backend, self._scanners, on_unknown_kind=on_unknown_kind, leaving=self._leaving
         )
+        self.summary = self._endings.summary
+        self._results = Results(worker, self._endings, start=self._start, stopping=self._stopping)
         self._poll_s = worker.config.claim_poll_interval_ms / 1000
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
         looks_s = self._poll_s * (2 if worker.config.scanners else 1)
         self._doorbell = Doorbell(worker.backend, worker.lanes, looks_s)
-        self._scanners = worker.new_scanners()
         worker.on_release = self._wake.set
 
     def on(self, kind: str, handler: Handler) -> None:
@@ -112,7 +92,9 @@ class WorkerRuntime:
 
         Only a configuration or login problem ends it otherwise, as its error.
         """
-        self._on_shutdown = on_shutdown
+        self._endings.on_shutdown = on_shutdown
+        current = asyncio.current_task()
+        self._runner = current, 0 if current is None else current.cancelling()
         # The worker may have served before.
         self.worker.backend.transport.hurry(leaving=False)
         parts = [
@@ -243,7 +225,7 @@ class WorkerRuntime:
         try:
             handler = self._handlers.get(task.execution_kind)
             if handler is None:
-                await self._unknown(task)
+                await self._endings.unknown(task)
                 return
             timeout = task.claim.attempt_timeout_ms
             if timeout is None:
@@ -256,27 +238,21 @@ class WorkerRuntime:
                 self._results.add(task, result)
                 handed_on = True
             else:
-                self._count(task.finished_by)
+                self._endings.count(task.finished_by)
         except Parked:
-            self._count(task.finished_by or "suspend")
+            self._endings.count(task.finished_by or "suspend")
         except asyncio.CancelledError as error:
             await self._cancelled(task, error)
         except BaseException as error:
             # Python closes a coroutine with a GeneratorExit when its loop is gone.
-            if isinstance(error, GeneratorExit) and not _runs(self._running.get(task)):
+            if type(error) is GeneratorExit and not _runs(self._running.get(task)):
                 raise
             # Whatever else a handler raises is its failure.
-            await self._fail(task, error)
+            await self._endings.fail(task, error)
         finally:
             self._running.pop(task, None)
             if not handed_on and task.finished_by is None:
-                self._results.abandon(task, RuntimeError("the worker was stopped"))
-
-    def _count(self, finished_by: str) -> None:
-        """The handler ended its task itself."""
-        counter = _COUNTED_AS.get(finished_by)
-        if counter is not None:
-            setattr(self.summary, counter, getattr(self.summary, counter) + 1)
+                self._endings.abandon(task, RuntimeError("the worker was stopped"))
 
     async def _within(
         self, task: ClaimedTask, handler: Handler, seconds: float
@@ -289,123 +265,26 @@ class WorkerRuntime:
         except TimeoutError:
             if not limit.expired():
                 raise
-        await self._timed_out(task)
+        await self._endings.timed_out(task)
         return None
 
-    async def _timed_out(self, task: ClaimedTask) -> None:
-        if task.finished_by is not None:
-            return
-        try:
-            answer = await self._expire(task)
-        except EngineError as error:
-            # The attempt timeout scanner ends it.
-            self._results.abandon(task, error)
-            return
-        if answer == "retry_scheduled":
-            self.summary.retried += 1
-        elif answer in ("expired", "failed"):
-            self.summary.failed += 1
-        else:
-            self._results.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
-        task.finish("attempt_timeout")
-
-    async def _expire(self, task: ClaimedTask) -> str:
-        """Have the engine end the attempt; what it answered, us or a scanner that was faster."""
-        backend, answer = self.worker.backend, "not_yet_due"
-        for _ in range(_EXPIRE_TRIES):
-            (answer,) = await backend.expire_execution(
-                task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
-            )
-            if answer != "not_yet_due" or not task.may_hold_lease:
-                break
-            (ours,) = await backend.renew_many([task.handle])
-            if isinstance(ours, EngineError) and ours.code in TERMINAL_CODES:
-                return "retry_scheduled"
-            await asyncio.sleep(_EXPIRE_PAUSE_S)
-        if answer == "already_terminal":
-            ended = await backend.read_execution_info(task.execution_id)
-            return "expired" if ended.failure_category == "timeout" else answer
-        return answer
-
-    async def _unknown(self, task: ClaimedTask) -> None:
-        reason = f"no handler is registered for kind {task.execution_kind!r}"
-        if self._on_unknown == "fail":
-            await self._fail(task, HandlerFailure(reason, "runtime_no_handler"))
-            return
-        try:
-            # A pause, or this worker would take it again at once.
-            now = await self.worker.backend.server_time_ms()
-            await task.delay_execution(now + _UNKNOWN_PAUSE_MS)
-            self.summary.released += 1
-        except FlowFabricError as error:
-            self._results.abandon(task, error)
-
-    async def _fail(self, task: ClaimedTask, error: BaseException) -> None:
-        if task.finished_by is not None:
-            # The handler ended its task and then raised: its own call stands.
-            if not _has_parked(error):
-                message, cause = loggable(error)
-                log.error(
-                    "%s raised after its task had ended: %s",
-                    task.execution_kind,
-                    message,
-                    exc_info=cause,
-                    extra={"action": "late_failure", "execution_id": task.execution_id},
-                )
-            self._count(task.finished_by)
-            return
-        message, cause = loggable(error)
-        log.warning(
-            "%s of %s failed: %s",
-            task.execution_kind,
-            task.execution_id,
-            message,
-            exc_info=cause,
-            extra={"action": "task_failed", "execution_id": task.execution_id},
-        )
-        try:
-            outcome = await task.fail(failure_report(error), failure_category(error))
-        except FlowFabricError as problem:
-            self._results.abandon(task, problem)
-            return
-        if isinstance(outcome, RetryScheduled):
-            self.summary.retried += 1
-            if self._scanners is not None:
-                self._scanners.hint(
-                    task.lane_id, task.execution_id.tag, task.execution_id, outcome.delay_until
-                )
-        else:
-            self.summary.failed += 1
-
-    async def _result_refused(self, task: ClaimedTask, error: ValidationError) -> None:
-        """A result that is too large stays too large: no retry."""
-        await self._fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
-
     async def _cancelled(self, task: ClaimedTask, error: asyncio.CancelledError) -> None:
-        current = asyncio.current_task()
         if task.lease_lost is not None:
-            self._results.abandon(task, task.lease_lost)
+            self._endings.abandon(task, task.lease_lost)
         elif task.finished_by is not None:
             # One that was too slow to stop has been counted already.
             if task in self._running:
-                self._count(task.finished_by)
-        elif current is None or not current.cancelling():
-            # Nobody cancelled us: the handler awaited something that was cancelled.
-            await self._fail(task, error)
+                self._endings.count(task.finished_by)
+        elif self._leaving():
+            await self._endings.hand_over(task)
         else:
-            await self._hand_over(task)
+            # The handler cancelled its own task, or awaited something that was cancelled.
+            await self._endings.fail(task, error)
 
-    async def _hand_over(self, task: ClaimedTask) -> None:
-        """The worker goes: the attempt goes on elsewhere, or fails if that was asked for."""
-        if self._on_shutdown == "fail":
-            reason = HandlerFailure("the worker is shutting down", "worker_shutdown")
-            await self._fail(task, reason)
-            return
-        try:
-            await task.delay_execution(1)
-            self.summary.released += 1
-        except FlowFabricError as error:
-            self._results.abandon(task, error)
+    def _leaving(self) -> bool:
+        """Whether this run cancels its handlers, or is itself being cancelled with its loop."""
+        run, before = self._runner
+        return self._cancels_handlers or (run is not None and run.cancelling() > before)
 
     # --- ending -----------------------------------------------------------------------------
 
@@ -419,6 +298,7 @@ class WorkerRuntime:
         await asyncio.sleep(0)
         while self._running and (left := deadline - time.monotonic()) > 0:
             await asyncio.wait(list(self._running.values()), timeout=left)
+        self._cancels_handlers = True
         for running in list(self._running.values()):
             running.cancel("the worker is shutting down")
         if self._running:
@@ -432,7 +312,7 @@ class WorkerRuntime:
                 extra={"action": "task_left_behind", "execution_id": task.execution_id},
             )
         await asyncio.gather(
-            *(self._hand_over(task) for task in stubborn if task.finished_by is None)
+            *(self._endings.hand_over(task) for task in stubborn if task.finished_by is None)
         )
         for running in stubborn.values():
             running.cancel("the worker is shutting down")
@@ -445,14 +325,6 @@ def _runs(task: asyncio.Task[None] | None) -> bool:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:
         return False
-
-
-def _has_parked(error: BaseException) -> bool:
-    """Whether this is how a wait inside a task group unwinds."""
-    if isinstance(error, BaseExceptionGroup):
-        inside = cast("tuple[BaseException, ...]", error.exceptions)
-        return any(_has_parked(one) for one in inside)
-    return isinstance(error, Parked)
 
 
 def _hopeless(error: EngineError) -> bool:

@@ -34,7 +34,7 @@ from flowfabric.sdk.failures import failure_category, failure_reason
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task_waits import TaskWaits
 
-__all__ = ["ClaimedTask", "verify"]
+__all__ = ["DROP_PAUSE_S", "ClaimedTask", "verify"]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ T = TypeVar("T")
 _TRIES = 3
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
+DROP_PAUSE_S = 0.1
+"""How long a dropped task keeps its lease: whoever drops every task must not spin."""
 _loss = threading.Lock()
 """A loss is noted by the keeper's thread while a call of the task may be in flight."""
 
@@ -315,12 +317,13 @@ class ClaimedTask(TaskWaits):
             self._owner.keeper.release(self._held)
             self._owner.release(self._held)
 
-    async def discard(self) -> None:
-        """Let go without a result: best effort, the lease is given back at once."""
+    async def discard(self, *, pause_s: float = DROP_PAUSE_S) -> None:
+        """Let go without a result: after a short pause the lease is given back, best effort."""
         if self.finished_by is not None:
             return
         warn_dropped(self.execution_id)
         try:
+            await asyncio.sleep(pause_s)
             if self._held.alive and self._landing is None:
                 await self._owner.backend.delay(self.handle, 1)
         except EngineError as error:

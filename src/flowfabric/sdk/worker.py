@@ -35,7 +35,7 @@ from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
-from flowfabric.sdk.task import ClaimedTask, warn_dropped
+from flowfabric.sdk.task import DROP_PAUSE_S, ClaimedTask, warn_dropped
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.closing import ClosedOnce
 
@@ -210,7 +210,11 @@ class Worker(ClosedOnce):
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self.closed:
-            self._in_background(self.give_back([held.handle]))
+            self._in_background(self._give_back_dropped(held))
+
+    async def _give_back_dropped(self, held: HeldLease) -> None:
+        await asyncio.sleep(DROP_PAUSE_S)
+        await self.give_back([held.handle])
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -430,7 +434,8 @@ class Worker(ClosedOnce):
     async def _discard(self) -> None:
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
-            *(task.discard() for task in tasks if isinstance(task, ClaimedTask)), *self._background
+            *(task.discard(pause_s=0) for task in tasks if isinstance(task, ClaimedTask)),
+            *self._background,
         )
 
     async def _deregister(self) -> None:

@@ -1,0 +1,248 @@
+"""How attempts end: failed, timed out, released, or no longer ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Literal, cast
+
+import msgspec
+
+from flowfabric.core.contracts.executions import RetryScheduled
+from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, ValidationError
+from flowfabric.core.state import ExpireReason
+from flowfabric.engine.backend import Backend
+from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
+from flowfabric.sdk.lease_keeper import CANCELLED, TERMINAL_CODES, is_cancelled
+from flowfabric.sdk.scanner_thread import ScannerThread
+from flowfabric.sdk.task import ClaimedTask
+from flowfabric.sdk.task_waits import Parked
+
+__all__ = ["Endings", "OnShutdown", "RunSummary"]
+
+log = logging.getLogger(__name__)
+
+OnShutdown = Literal["release", "fail"]
+
+_UNKNOWN_PAUSE_MS = 1_000
+_EXPIRE_TRIES = 50
+_EXPIRE_PAUSE_S = 0.01
+
+_COUNTED_AS = {
+    "complete": "completed",
+    "fail": "failed",
+    "cancel": "failed",
+    "delay": "released",
+    "wait_children": "released",
+    "suspend": "released",
+}
+
+
+class RunSummary(msgspec.Struct):
+    """What a run of the worker did."""
+
+    completed: int = 0
+    failed: int = 0
+    """Ended without success: failed for good, expired or cancelled by its handler."""
+    retried: int = 0
+    """Attempts that failed and will be repeated."""
+    released: int = 0
+    """Attempts that were given back and go on later, here or elsewhere."""
+    abandoned: int = 0
+    """Attempts whose end was not accepted, or is not known to be."""
+
+
+class Endings:
+    """Ends attempts that have no result, and counts how all of them ended."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        scanners: ScannerThread | None,
+        *,
+        on_unknown_kind: Literal["fail", "release"],
+        leaving: Callable[[], bool],
+    ) -> None:
+        self.summary = RunSummary()
+        self.on_shutdown: OnShutdown = "release"
+        self._backend = backend
+        self._scanners = scanners
+        self._on_unknown = on_unknown_kind
+        self._leaving = leaving
+        """Whether the worker itself cancels its handlers."""
+
+    def count(self, finished_by: str) -> None:
+        """The handler ended its task itself."""
+        counter = _COUNTED_AS.get(finished_by)
+        if counter is not None:
+            setattr(self.summary, counter, getattr(self.summary, counter) + 1)
+
+    async def unknown(self, task: ClaimedTask) -> None:
+        """No handler serves this kind: fail the attempt, or leave it to another worker."""
+        reason = f"no handler is registered for kind {task.execution_kind!r}"
+        if self._on_unknown == "fail":
+            await self.fail(task, HandlerFailure(reason, "runtime_no_handler"))
+            return
+        try:
+            # A pause, or this worker would take it again at once.
+            now = await self._backend.server_time_ms()
+            await task.delay_execution(now + _UNKNOWN_PAUSE_MS)
+        except FlowFabricError as error:
+            self.abandon(task, error)
+            return
+        self.summary.released += 1
+        log.info(
+            "%s %s released: %s",
+            task.execution_kind,
+            task.execution_id,
+            reason,
+            extra={"action": "task_released", "execution_id": task.execution_id},
+        )
+
+    async def fail(self, task: ClaimedTask, error: BaseException) -> None:
+        """Record what the handler raised; the stored policy decides on a retry."""
+        if task.finished_by is not None:
+            # The handler ended its task and then raised: its own call stands.
+            if not _has_parked(error):
+                message, cause = loggable(error)
+                log.error(
+                    "%s raised after its task had ended: %s",
+                    task.execution_kind,
+                    message,
+                    exc_info=cause,
+                    extra={"action": "late_failure", "execution_id": task.execution_id},
+                )
+            self.count(task.finished_by)
+            return
+        message, cause = loggable(error)
+        log.warning(
+            "%s of %s failed: %s",
+            task.execution_kind,
+            task.execution_id,
+            message,
+            exc_info=cause,
+            extra={"action": "task_failed", "execution_id": task.execution_id},
+        )
+        await self._settle_cancellation()
+        try:
+            outcome = await task.fail(failure_report(error), failure_category(error))
+        except FlowFabricError as problem:
+            self.abandon(task, problem)
+            return
+        if isinstance(outcome, RetryScheduled):
+            self.summary.retried += 1
+            self._hint(task, outcome.delay_until)
+        else:
+            self.summary.failed += 1
+
+    def _hint(self, task: ClaimedTask, due_ms: int) -> None:
+        """Have the retry promoted at its exact time."""
+        if self._scanners is not None:
+            self._scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
+
+    async def _settle_cancellation(self) -> None:
+        """A handler that cancelled its own task must not cancel the report of its failure, too."""
+        current = asyncio.current_task()
+        if current is not None and current.cancelling() and not self._leaving():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+
+    async def refuse(self, task: ClaimedTask, error: ValidationError) -> None:
+        """A result that is too large stays too large: no retry."""
+        await self.fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
+
+    async def timed_out(self, task: ClaimedTask) -> None:
+        """The handler was stopped at its attempt timeout."""
+        if task.finished_by is not None:
+            return
+        try:
+            answer = await self._expire(task)
+        except EngineError as error:
+            # The attempt timeout scanner ends it.
+            self.abandon(task, error)
+            return
+        if answer == "retry_scheduled":
+            self.summary.retried += 1
+            await self._hint_retry(task)
+        elif answer in ("expired", "failed"):
+            self.summary.failed += 1
+        else:
+            self.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
+        task.finish("attempt_timeout")
+
+    async def _hint_retry(self, task: ClaimedTask) -> None:
+        # A hint that is missing costs only latency.
+        with contextlib.suppress(EngineError):
+            retried = await self._backend.read_execution_info(task.execution_id)
+            if retried.delay_until is not None:
+                self._hint(task, retried.delay_until)
+
+    async def _expire(self, task: ClaimedTask) -> str:
+        """Have the engine end the attempt; what it answered, us or a scanner that was faster."""
+        backend, answer = self._backend, "not_yet_due"
+        for _ in range(_EXPIRE_TRIES):
+            (answer,) = await backend.expire_execution(
+                task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
+            )
+            if answer != "not_yet_due" or not task.may_hold_lease:
+                break
+            (ours,) = await backend.renew_many([task.handle])
+            if isinstance(ours, EngineError) and ours.code in TERMINAL_CODES:
+                return "retry_scheduled"
+            await asyncio.sleep(_EXPIRE_PAUSE_S)
+        if answer == "already_terminal":
+            ended = await backend.read_execution_info(task.execution_id)
+            return "expired" if ended.failure_category == "timeout" else answer
+        return answer
+
+    async def hand_over(self, task: ClaimedTask) -> None:
+        """The worker goes: the attempt goes on elsewhere, or fails if that was asked for."""
+        if self.on_shutdown == "fail":
+            reason = HandlerFailure("the worker is shutting down", "worker_shutdown")
+            await self.fail(task, reason)
+            return
+        try:
+            await task.delay_execution(1)
+        except FlowFabricError as error:
+            self.abandon(task, error)
+            return
+        self.summary.released += 1
+        log.info(
+            "%s %s released: the worker is stopping",
+            task.execution_kind,
+            task.execution_id,
+            extra={"action": "task_released", "execution_id": task.execution_id},
+        )
+
+    def abandon(self, task: ClaimedTask, error: BaseException) -> None:
+        """The end was not accepted: the execution is somebody else's now, or already over."""
+        cancelled = _was_cancelled(error)
+        log.log(
+            logging.DEBUG if cancelled else logging.ERROR,
+            "%s %s: %s",
+            task.execution_kind,
+            task.execution_id,
+            "the execution was cancelled; this attempt stopped"
+            if cancelled
+            else f"the end of this attempt was not accepted: {error}",
+            extra={"action": "task_abandoned", "execution_id": task.execution_id},
+        )
+        self.summary.abandoned += 1
+        task.finish("abandoned")
+
+
+def _was_cancelled(error: BaseException) -> bool:
+    if isinstance(error, LeaseLost):
+        return error.reason == CANCELLED
+    return isinstance(error, EngineError) and is_cancelled(error)
+
+
+def _has_parked(error: BaseException) -> bool:
+    """Whether this is how a wait inside a task group unwinds."""
+    # The type alone: `__class__` may be user code that raises.
+    if issubclass(type(error), BaseExceptionGroup):
+        inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return any(_has_parked(one) for one in inside)
+    return issubclass(type(error), Parked)
