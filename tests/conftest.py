@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from flowfabric.engine.backend import Backend
+from tests.support.clock import include_test_functions
 from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
 from tests.support.server import TestServer
@@ -15,6 +16,8 @@ from tests.support.server import TestServer
 # How long an example takes says something about the machine, nothing about the code.
 settings.register_profile("flowfabric", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("flowfabric")
+
+include_test_functions()
 
 
 @pytest.fixture(scope="session")

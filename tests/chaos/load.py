@@ -64,7 +64,7 @@ class Fleet:
 async def prepared(url: str) -> Backend:
     """A backend whose feeds keep every event of the run."""
     return await Backend.connect(
-        parse_url(url), prepare_with=PartitionCounts(), testing=True, request_timeout=2.0
+        parse_url(url), prepare_with=PartitionCounts(), request_timeout=2.0
     )
 
 

@@ -268,6 +268,29 @@ async def test_other_functions_than_ours(cli: Cli, engine: Engine) -> None:
         await call("FUNCTION", "FLUSH")
 
 
+async def test_functions_for_tests_are_refused_in_production(cli: Cli) -> None:
+    """The movable clock of the tests, in a process that does not know it."""
+    assert (await cli("ps", "--json")).code == 0
+    _, found = await examined(cli, PYTHONPATH="")
+    assert found["functions"]["grade"] == "broken"
+    assert "its clock can be moved" in found["functions"]["detail"]
+    looked = await cli("ps", "--json", PYTHONPATH="")
+    assert (looked.code, looked.error["code"]) == (1, "library_version_conflict")
+
+
+async def test_another_length_of_the_feeds(cli: Cli) -> None:
+    _, found = await examined(cli, FF_EVENTS_MAXLEN="500")
+    assert found["functions"]["grade"] == "warning"
+    assert "other content or settings" in found["functions"]["detail"]
+    assert "--prepare" in found["functions"]["advice"]
+    try:
+        assert (await cli("doctor", "--prepare", FF_EVENTS_MAXLEN="500")).code == 0
+        _, found = await examined(cli, FF_EVENTS_MAXLEN="500")
+        assert found["functions"]["grade"] == "ok"
+    finally:
+        assert (await cli("doctor", "--prepare", FF_EVENTS_MAXLEN="10000")).code == 0
+
+
 def saying(version: int, min_client: int) -> str:
     """A library that says this of itself, and nothing else."""
     return (

@@ -219,7 +219,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always")
     try:
         address = parse_url(server.url)
-        backend = await Backend.connect(address, prepare_with=PartitionCounts(), testing=True)
+        backend = await Backend.connect(address, prepare_with=PartitionCounts())
         engine = Engine(backend)
         handle = await engine.running()
         await write(engine, handle, "before\n")

@@ -27,7 +27,7 @@ LANES = [f"lane-{number}" for number in range(12)]
 @pytest.fixture
 async def backend(cluster: TestCluster) -> AsyncIterator[Backend]:
     counts = PartitionCounts(flow=32)
-    connected = await Backend.connect(parse_url(cluster.url), prepare_with=counts, testing=True)
+    connected = await Backend.connect(parse_url(cluster.url), prepare_with=counts)
     await connected.transport.call_all_primaries("FLUSHALL")
     await connected.prepare()
     await connected.seed_at_boot("ab" * 32)

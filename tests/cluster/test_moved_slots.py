@@ -32,10 +32,10 @@ Pair = tuple[Backend, Backend]
 async def pair(cluster: TestCluster) -> AsyncIterator[Pair]:
     """Two clients: what one of them learns of the move is no help to the other."""
     address, counts = parse_url(cluster.url), PartitionCounts(flow=32)
-    async with await Backend.connect(address, prepare_with=counts, testing=True) as first:
+    async with await Backend.connect(address, prepare_with=counts) as first:
         await first.transport.call_all_primaries("FLUSHALL")
         await first.prepare()
-        async with await Backend.connect(address, testing=True) as second:
+        async with await Backend.connect(address) as second:
             yield first, second
 
 

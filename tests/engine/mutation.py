@@ -35,7 +35,7 @@ def mutated(path: str, guard: str, replacement: str) -> str:
     assert original.count(guard) == 1, (
         f"{path}: the guard stands there {original.count(guard)} times"
     )
-    whole = library._assemble(library._Settings(cluster=False, events_maxlen=10_000, testing=True))
+    whole = library._assemble(cluster=False, events_maxlen=10_000)
     assert whole.count(original) == 1
     return whole.replace(original, original.replace(guard, replacement))
 

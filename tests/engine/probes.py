@@ -162,7 +162,7 @@ async def lossy(engine: Engine, valkey: TestServer) -> AsyncGenerator[tuple[Back
     """A second client of the same engine whose replies can be lost on the way."""
     with FaultProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             yield client, proxy

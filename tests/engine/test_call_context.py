@@ -70,7 +70,7 @@ async def test_a_helper_file_shares_only_its_module(private_engine: Engine) -> N
         for name in found.split(", ")
     }
     probes = ", ".join(f"{name} = function() return {name} end" for name in sorted(private))
-    code = library._assemble(library._Settings(cluster=False, events_maxlen=10_000, testing=False))
+    code = library._assemble(cluster=False, events_maxlen=10_000)
     code += f"""
 local probes = {{ {probes} }}
 server.register_function('probe', function()

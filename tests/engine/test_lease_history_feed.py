@@ -141,7 +141,7 @@ async def test_a_cursor_survives_the_process_as_text_too(
         await take(history, 1)
         kept = cursor_text(history.cursor)
     later = await lived(engine, "beta")
-    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    other = await Backend.connect(parse_url(valkey.url))
     async with other, following(other, kept) as history:
         events = await take(history, 3)
     assert [event.kind for event in events if event.lane_id == "alpha"] == ["released"]

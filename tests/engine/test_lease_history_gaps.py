@@ -119,8 +119,7 @@ async def test_a_slow_reader_that_was_overtaken_is_told(
 async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engine) -> None:
     """Whatever this process would have loaded: another one may have set another length."""
     engine = private_engine
-    settings = library._Settings(cluster=False, events_maxlen=100, testing=True)
-    code = library._assemble(settings)
+    code = library._assemble(cluster=False, events_maxlen=100)
     await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
     await lived(engine)
     await engine.backend.trim_events(engine.new_id().tag, 2**45)
@@ -182,7 +181,7 @@ async def test_a_lost_connection_ends_it_with_the_cursor(
 ) -> None:
     await lived(engine)
     with FaultProxy(valkey.socket_path) as proxy:
-        other = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=1.0)
+        other = await Backend.connect(parse_url(proxy.url), request_timeout=1.0)
         async with other, following(other, "start") as history:
             await take(history, 1)
             await take(history, 1)

@@ -18,24 +18,29 @@ from tests.cluster.nodes import TestCluster
 from tests.support.server import TestServer
 
 OURS, SERVES_FROM = 5, 3
-_, OUR_HASH = library._body()
 OTHER = "another build"
 
 
-def made(version: int, content_hash: str, min_client: int) -> str:
+def made(version: int, content_hash: str, min_client: int, *settings: int) -> str:
     """A library that says this of itself, and nothing else."""
+    said = ", ".join(map(str, (version, f"'{content_hash}'", min_client, *settings)))
     return (
         "#!lua name=flowfabric\n"
         "server.register_function{function_name='ff_version', flags={'no-writes'}, "
-        f"callback=function() return {{{version}, '{content_hash}', {min_client}}} end}}"
+        f"callback=function() return {{{said}}} end}}"
     )
+
+
+def ours(**settings: Any) -> LibraryInfo:
+    """What our own library says of itself."""
+    return LibraryInfo(OURS, library._body()[1], SERVES_FROM, **settings)
 
 
 STORED: dict[str, tuple[int, str, int] | None] = {
     "missing": None,
     "too_old": (SERVES_FROM - 1, OTHER, 1),
     "older": (SERVES_FROM, OTHER, 1),
-    "same": (OURS, OUR_HASH, SERVES_FROM),
+    "same": (OURS, "ours", SERVES_FROM),
     "other_content": (OURS, OTHER, SERVES_FROM),
     "newer": (OURS + 1, OTHER, OURS),
     "too_new": (OURS + 1, OTHER, OURS + 1),
@@ -60,10 +65,15 @@ TABLE = [(rule, stored, what) for rule, row in RULES.items() for stored, what in
 
 
 @pytest.fixture(autouse=True)
-def our_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def our_version(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "LIBRARY_VERSION", OURS)
     monkeypatch.setattr(library, "MIN_CLIENT", SERVES_FROM)
     monkeypatch.delenv("FF_FORCE_LUA_RELOAD", raising=False)
+    # As in production: without the functions for tests.
+    monkeypatch.setattr(library, "_extensions", [])
+    library._body.cache_clear()
+    yield
+    library._body.cache_clear()
 
 
 @pytest.fixture
@@ -98,16 +108,15 @@ async def ensure(transport: Transport, rule: str, monkeypatch: pytest.MonkeyPatc
     return await ensure_library(transport, owned=rule == "owned", only_joining=rule == "joining")
 
 
-async def put(ask: Ask, stored: str) -> LibraryInfo | None:
+async def put(ask: Ask, stored: str, *, cluster: bool = False) -> LibraryInfo | None:
     """Have one primary hold this, as it would say it."""
     of = STORED[stored]
     if of is None:
         return None
-    await ask("FUNCTION", "LOAD", made(*of))
-    return LibraryInfo(*of)
-
-
-OUR_INFO = LibraryInfo(OURS, OUR_HASH, SERVES_FROM)
+    version, content, min_client = of
+    content = ours().content_hash if content == "ours" else content
+    await ask("FUNCTION", "LOAD", made(version, content, min_client, 10_000, int(cluster)))
+    return LibraryInfo(version, content, min_client, cluster=cluster)
 
 
 @pytest.mark.parametrize(("rule", "stored", "what"), TABLE)
@@ -117,7 +126,7 @@ async def test_one_server(
     before = await put(server.call, stored)
     if what in {"load", "keep"}:
         assert await ensure(server, rule, monkeypatch) is (what == "load")
-        assert await read_library(server) == (OUR_INFO if what == "load" else before)
+        assert await read_library(server) == (ours() if what == "load" else before)
         assert not await ensure(server, rule, monkeypatch)
     else:
         with pytest.raises(EngineError, match="library_version_conflict") as caught:
@@ -136,14 +145,15 @@ async def test_one_primary_of_a_cluster(
     one, two, three = await cluster.primaries()
     asks = await cluster.primaries()
     before = {
-        one: await put(asks[one], stored),
+        one: await put(asks[one], stored, cluster=True),
         two: None,
-        three: await put(asks[three], "newer"),
+        three: await put(asks[three], "newer", cluster=True),
     }
     if what in {"load", "keep"}:
         assert await ensure(cluster, rule, monkeypatch)
-        first = OUR_INFO if what == "load" else before[one]
-        assert await read_primaries(cluster) == {one: first, two: OUR_INFO, three: before[three]}
+        loaded = ours(cluster=True)
+        first = loaded if what == "load" else before[one]
+        assert await read_primaries(cluster) == {one: first, two: loaded, three: before[three]}
         assert not await ensure(cluster, rule, monkeypatch)
     else:
         with pytest.raises(EngineError) as caught:
@@ -205,7 +215,7 @@ async def test_an_older_one_that_came_meanwhile_is_replaced(server: Transport) -
         ("FUNCTION", "LOAD"),
         ("FUNCTION", "LOAD", "REPLACE"),
     ]
-    assert await read_library(server) == OUR_INFO
+    assert await read_library(server) == ours()
 
 
 async def test_the_look_before_a_replacement_is_a_fresh_one(server: Transport) -> None:
@@ -243,7 +253,7 @@ async def test_a_library_that_does_not_say_what_it_is_is_replaced(server: Transp
         "#!lua name=flowfabric\nserver.register_function('ff_other', function() return 1 end)",
     )
     assert await ensure_library(server)
-    assert await read_library(server) == OUR_INFO
+    assert await read_library(server) == ours()
 
 
 async def test_a_load_that_cannot_succeed_is_not_repeated(server: Transport) -> None:
@@ -254,3 +264,77 @@ async def test_a_load_that_cannot_succeed_is_not_repeated(server: Transport) -> 
     )
     with pytest.raises(TransportError, match="ff_create already exists"):
         await asyncio.wait_for(ensure_library(server), 5)
+
+
+async def test_the_length_of_feeds_is_what_the_last_preparer_wants(
+    server: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def length(value: str, *, only_joining: bool = False) -> int:
+        monkeypatch.setenv("FF_EVENTS_MAXLEN", value)
+        await ensure_library(server, only_joining=only_joining)
+        assert not await ensure_library(server, only_joining=only_joining)
+        info = await read_library(server)
+        assert info is not None
+        return info.events_maxlen
+
+    assert await length("50") == 50
+    assert await length("20") == 20
+    # Who has no wish of its own, and who only joins, leaves it.
+    assert await length("") == 20
+    assert await length("70", only_joining=True) == 20
+
+
+async def test_an_upgrade_keeps_the_length_of_feeds(server: Transport) -> None:
+    await server.call("FUNCTION", "LOAD", made(SERVES_FROM, OTHER, 1, 77))
+    assert await ensure_library(server)
+    assert await read_library(server) == ours(events_maxlen=77)
+
+
+async def test_a_primary_that_lost_the_library_gets_the_settings_of_the_others(
+    cluster: Transport,
+) -> None:
+    one, *others = (await cluster.primaries()).values()
+    await one("FUNCTION", "LOAD", made(OURS, ours().content_hash, SERVES_FROM, 77, 1))
+    assert await ensure_library(cluster, only_joining=True)
+    for ask in others:
+        assert await library._read(ask) == ours(events_maxlen=77, cluster=True)
+
+
+async def test_a_library_of_a_single_server_is_replaced_in_a_cluster(cluster: Transport) -> None:
+    """Its doorbells would wake nobody."""
+    for ask in (await cluster.primaries()).values():
+        await put(ask, "same", cluster=False)
+    assert await ensure_library(cluster, only_joining=True)
+    assert set((await read_primaries(cluster)).values()) == {ours(cluster=True)}
+
+
+@pytest.mark.parametrize("version", [OURS, OURS + 1])
+async def test_functions_for_tests_are_refused(server: Transport, version: int) -> None:
+    """With them anybody could move the clock."""
+    await server.call("FUNCTION", "LOAD", made(version, OTHER, SERVES_FROM, 10_000, 0, 1))
+    for only_joining in (False, True):
+        with pytest.raises(library.LibraryConflictError, match="its clock can be moved") as caught:
+            await ensure_library(server, only_joining=only_joining)
+        assert "FUNCTION DELETE flowfabric" in caught.value.hint
+    # A test process has them itself.
+    library.include("-- another function")
+    if version > OURS:
+        assert not await ensure_library(server)
+
+
+@pytest.mark.parametrize("rule", ["owned", "forced"])
+async def test_functions_for_tests_are_replaced_like_any_content(
+    server: Transport, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    await server.call("FUNCTION", "LOAD", made(OURS, OTHER, SERVES_FROM, 10_000, 0, 1))
+    assert await ensure(server, rule, monkeypatch)
+    assert await read_library(server) == ours()
+
+
+async def test_included_functions_are_part_of_the_content(server: Transport) -> None:
+    before = ours()
+    library.include("register('ff_more', function() return 7 end, { 'no-writes' })")
+    assert await ensure_library(server)
+    assert await server.call("FCALL", "ff_more", 0) == 7
+    assert await read_library(server) == ours(extended=True)
+    assert ours().content_hash != before.content_hash

@@ -431,7 +431,7 @@ async def run(engine: Engine, proxy: FaultProxy, case: Case, *, lose: bool) -> t
     await freeze(engine, EPOCH)
     given = await case.setup(engine)
     client = await Backend.connect(
-        parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+        parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
     )
     try:
         if lose:

@@ -59,7 +59,7 @@ async def interrupted(
     """The answer of a call whose reply is lost, when something happens before its repeat."""
     with HoldingProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             proxy.drop_next_reply(function.encode())

@@ -21,7 +21,7 @@ W1: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": ["
 
 async def another_process(valkey: TestServer) -> Backend:
     return await Backend.connect(
-        parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+        parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits()
     )
 
 

@@ -36,8 +36,7 @@ ENVELOPE = ("lib/55_reply.lua", "return { 1, 'OK', ... }")
 async def garbled(private_engine: Engine) -> AsyncIterator[Engine]:
     """An engine whose library may be replaced; the real one is put back."""
     yield private_engine
-    settings = library._Settings(cluster=False, events_maxlen=10_000, testing=True)
-    await load(private_engine, library._assemble(settings))
+    await load(private_engine, library._assemble(cluster=False, events_maxlen=10_000))
 
 
 async def load(engine: Engine, code: str) -> None:

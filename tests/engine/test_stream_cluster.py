@@ -29,7 +29,7 @@ def cluster() -> Iterator[TestCluster]:
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
     backend = await Backend.connect(
-        parse_url(cluster.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+        parse_url(cluster.url), prepare_with=PartitionCounts(), limits=Limits()
     )
     yield Engine(backend)
     await backend.aclose()

@@ -110,7 +110,7 @@ async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) 
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             follower = client.follow_stream(handle.execution_id, 0)
@@ -299,7 +299,6 @@ async def test_a_passing_fault_is_told_once(engine: Engine, valkey: TestServer) 
             parse_url(proxy.url),
             prepare_with=PartitionCounts(),
             limits=Limits(),
-            testing=True,
             request_timeout=0.3,
         )
         try:

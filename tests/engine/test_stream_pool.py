@@ -136,7 +136,7 @@ async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
 
 async def test_closing_ends_waiting_tails(engine: Engine, backend: Backend) -> None:
     handle = await engine.running()
-    other = Backend(backend.transport, PartitionCounts(), Limits(), testing=True)
+    other = Backend(backend.transport, PartitionCounts(), Limits())
     tail = asyncio.ensure_future(other.tail_stream(handle.execution_id, 0, block_ms=20_000))
     await until_blocked(backend)
     await other.stream_pool.aclose()

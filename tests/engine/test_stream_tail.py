@@ -117,7 +117,7 @@ async def test_large_replies_use_no_shared_connection(engine: Engine, valkey: Te
     await engine.backend.append_frames(handle, frames(*(bytes(60_000),) * 16))
     with FaultProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             connected = proxy.connections
@@ -133,7 +133,7 @@ async def test_sixty_four_tails_have_their_full_time(valkey: TestServer, engine:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
 
@@ -174,7 +174,7 @@ async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: T
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
         client = await Backend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
+            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             tail = asyncio.ensure_future(

@@ -34,9 +34,7 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(
-        parse_url(cluster.url), prepare_with=COUNTS, limits=Limits(), testing=True
-    )
+    backend = await Backend.connect(parse_url(cluster.url), prepare_with=COUNTS, limits=Limits())
     await backend.transport.call_all_primaries("FLUSHALL")
     await backend.prepare()
     yield Engine(backend)

@@ -92,11 +92,11 @@ async def test_minting_is_asked_for_once(engine: Engine) -> None:
 
     transport = engine.backend.transport
     for _ in range(3):
-        await prepare(transport, PartitionCounts(), testing=True, mint_secret=mint)
+        await prepare(transport, PartitionCounts(), mint_secret=mint)
     assert len(asked) == 1
     assert await secret_of(engine, 200) == SECRET
     before = await calls(engine, "cmdstat_fcall:")
-    await prepare(transport, PartitionCounts(), testing=True, mint_secret=mint)
+    await prepare(transport, PartitionCounts(), mint_secret=mint)
     # The library's version; the key store is looked at without it.
     assert await calls(engine, "cmdstat_fcall:") - before <= 1
 
@@ -110,7 +110,7 @@ async def test_a_minted_secret_is_checked_before_anything_is_written(
         await client.call("FLUSHALL")
         await client.call("FUNCTION", "FLUSH")
         with pytest.raises(ValidationError, match="invalid_secret_hex"):
-            await prepare(client, PartitionCounts(), testing=True, mint_secret=lambda: bad)
+            await prepare(client, PartitionCounts(), mint_secret=lambda: bad)
         assert await client.call("KEYS", "*") == []
         assert await client.call("FUNCTION", "LIST") == []
     finally:
@@ -125,13 +125,13 @@ async def test_lanes_come_last(valkey: TestServer, monkeypatch: pytest.MonkeyPat
         await client.call("FLUSHALL")
         await client.call("FUNCTION", "LOAD", "REPLACE", NEWER)
         with pytest.raises(EngineError) as caught:
-            await prepare(client, PartitionCounts(), testing=True)
+            await prepare(client, PartitionCounts())
         assert caught.value.code == "library_version_conflict"
         assert await client.call("KEYS", "*") == [keys.CONFIG_PARTITIONS.encode()]
         await client.call("FUNCTION", "FLUSH")
         await client.call("SET", keys.secrets("{fp:0}"), "no hash")
         with pytest.raises(EngineError):
-            await prepare(client, PartitionCounts(), testing=True)
+            await prepare(client, PartitionCounts())
         assert await client.call("EXISTS", keys.LANES) == 0
     finally:
         await client.call("FUNCTION", "FLUSH")
@@ -145,7 +145,6 @@ async def test_the_environment_comes_before_minting(
     await prepare(
         engine.backend.transport,
         PartitionCounts(),
-        testing=True,
         mint_secret=lambda: pytest.fail("must not be asked"),
     )
     assert await secret_of(engine) == OTHER

@@ -168,7 +168,7 @@ async def test_a_lost_connection_shows_nothing(
     waits = await Waits.open(engine)
     parked = await waits.park()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.2)
+        client = await Backend.connect(parse_url(proxy.url), request_timeout=0.2)
         async with client:
             proxy.down()
             with caplog.at_level(logging.DEBUG):

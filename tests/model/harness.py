@@ -25,9 +25,7 @@ class Harness:
     def __init__(self, url: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.backend: Backend = self.run(
-            Backend.connect(
-                parse_url(url), prepare_with=PartitionCounts(), limits=Limits(), testing=True
-            )
+            Backend.connect(parse_url(url), prepare_with=PartitionCounts(), limits=Limits())
         )
 
     def run(self, work: Awaitable[Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ from tests.project.checkout import ROOT, SOURCE
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
     """A wheel built from this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
-        return archive
+        yield archive
 
 
 def test_every_file_of_the_package_is_inside(wheel: zipfile.ZipFile) -> None:
@@ -33,6 +34,11 @@ def test_every_file_of_the_package_is_inside(wheel: zipfile.ZipFile) -> None:
     assert inside == shipped
     assert "flowfabric/py.typed" in inside
     assert sum(name.endswith(".lua") for name in inside) > 40
+
+
+def test_the_movable_clock_of_the_tests_is_not_inside(wheel: zipfile.ZipFile) -> None:
+    sources = [name for name in wheel.namelist() if name.endswith(".lua")]
+    assert [name for name in sources if "test" in name or b"ff_test" in wheel.read(name)] == []
 
 
 def test_nothing_else_is_inside(wheel: zipfile.ZipFile) -> None:

@@ -11,7 +11,7 @@ from flowfabric.valkey.address import parse_url
 
 
 async def main(url: str) -> None:
-    backend = await Backend.connect(parse_url(url), testing=True)
+    backend = await Backend.connect(parse_url(url))
     supervisor = ScannerSupervisor(backend, ScannerSettings())
     supervisor.start()
     await supervisor.leadership.scanning.wait()

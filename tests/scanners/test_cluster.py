@@ -38,7 +38,6 @@ async def clustered() -> AsyncIterator[Engine]:
             parse_url(f"valkey+cluster://127.0.0.1:{server.port}"),
             prepare_with=PartitionCounts(),
             limits=Limits(),
-            testing=True,
         )
         async with backend:
             yield Engine(backend)

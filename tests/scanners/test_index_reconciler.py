@@ -363,7 +363,7 @@ async def test_a_lane_that_nobody_registered(
     """Its submitter is gone, and this process never heard of it."""
     delayed = await engine.create(lane="mail", delay_until=await engine.now() + 1000)
     await engine.create(lane="mail", execution_id=engine.new_id("elsewhere"))
-    async with await Backend.connect(parse_url(valkey.url), testing=True) as fresh:
+    async with await Backend.connect(parse_url(valkey.url)) as fresh:
         supervisor = idle(Engine(fresh))
         await fresh.transport.call("DEL", keys.LANES, keys.PARTITIONS)
         await engine.advance(1001)

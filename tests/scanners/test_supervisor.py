@@ -112,7 +112,7 @@ async def test_stop_ends_sleeps_at_once(engine: Engine, caplog: pytest.LogCaptur
 
 async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServer) -> None:
     """Who does not lead sleeps as long as the leader's lease lasts."""
-    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    other = await Backend.connect(parse_url(valkey.url))
     async with other, running(engine.backend, HOURLY) as leader:
         await leader.leadership.scanning.wait()
         follower = ScannerSupervisor(other, HOURLY)
@@ -192,7 +192,7 @@ async def test_an_outage_is_said_once_and_survived(
 ) -> None:
     (delayed,) = await create_delayed(engine, 1, in_ms=3_600_000)
     with FaultProxy(valkey.socket_path) as proxy:
-        backend = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.05)
+        backend = await Backend.connect(parse_url(proxy.url), request_timeout=0.05)
         async with backend, running(backend) as supervisor:
             await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
             caplog.set_level(logging.INFO)
@@ -316,7 +316,7 @@ async def test_lanes_of_this_process_are_walked_at_once(engine: Engine) -> None:
 
 async def test_lanes_of_other_processes_are_found(engine: Engine, valkey: TestServer) -> None:
     settings = ScannerSettings(intervals_s=QUICK.intervals_s, territory_refresh_s=0.1)
-    other = await Backend.connect(parse_url(valkey.url), testing=True)
+    other = await Backend.connect(parse_url(valkey.url))
     async with other, running(other, settings) as supervisor:
         await until(lambda: supervisor.status()["delayed_promoter"].cycles > 0)
         await engine.create(lane="brand new", delay_until=await engine.now() + 50)

@@ -26,7 +26,7 @@ def opener(*urls: str, request_timeout: float = 5.0) -> Connect:
 
     async def connect() -> Backend:
         url = rest.pop(0) if len(rest) > 1 else rest[0]
-        return await Backend.connect(parse_url(url), testing=True, request_timeout=request_timeout)
+        return await Backend.connect(parse_url(url), request_timeout=request_timeout)
 
     return connect
 

@@ -122,7 +122,7 @@ async def test_a_client_wakes_its_waiters(engine: Engine, valkey: TestServer) ->
 
 
 async def test_a_backend_closes_all_its_connections(engine: Engine, valkey: TestServer) -> None:
-    backend = await Backend.connect(parse_url(valkey.url), testing=True, name="closing")
+    backend = await Backend.connect(parse_url(valkey.url), name="closing")
     pool = backend.stream_pool
     async with pool.connection("{fp:0}") as first, pool.connection("{fp:0}") as second:
         await asyncio.gather(first.call("PING"), second.call("PING"))

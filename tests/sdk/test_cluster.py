@@ -27,9 +27,7 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def client(cluster: TestCluster) -> AsyncIterator[Client]:
-    backend = await Backend.connect(
-        parse_url(cluster.url), prepare_with=PartitionCounts(), testing=True
-    )
+    backend = await Backend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
     await backend.transport.call_all_primaries("FLUSHALL")
     await backend.prepare()
     async with Client(backend) as client:

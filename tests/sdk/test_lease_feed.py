@@ -46,7 +46,7 @@ async def test_an_outage_is_passed_over_without_loss_or_repetition(
     engine: Engine, valkey: TestServer
 ) -> None:
     with FaultProxy(valkey.socket_path) as proxy:
-        other = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=2.0)
+        other = await Backend.connect(parse_url(proxy.url), request_timeout=2.0)
         async with Client(other) as client, await client.subscribe_lease_history() as feed:
             first = await engine.running(lane="alpha")
             assert [event.execution_id for event in await take(feed, 1)] == [first.execution_id]
@@ -179,9 +179,7 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(
-        parse_url(cluster.url), prepare_with=PartitionCounts(), testing=True
-    )
+    backend = await Backend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
     await backend.transport.call_all_primaries("FLUSHALL")
     await backend.prepare()
     yield Engine(backend)

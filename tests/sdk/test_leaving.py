@@ -53,7 +53,7 @@ async def test_leaving_does_not_wait_for_a_server_that_is_gone() -> None:
     try:
         connect = opener(server.url, request_timeout=60)
         address = parse_url(server.url)
-        backend = await Backend.connect(address, prepare_with=PartitionCounts(), testing=True)
+        backend = await Backend.connect(address, prepare_with=PartitionCounts())
         await backend.prepare()
         await backend.aclose()
         worker = await Worker.connect(config(scanners=True), connect)

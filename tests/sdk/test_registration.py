@@ -104,7 +104,7 @@ async def test_creations_register_again_now_and_then(
 async def test_registration_that_failed_is_made_up_for(
     engine: Engine, valkey: TestServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = await Backend.connect(parse_url(proxy.url), testing=True, request_timeout=0.2)
+    backend = await Backend.connect(parse_url(proxy.url), request_timeout=0.2)
     async with backend:
         await submit(backend, partition=3)
         await lose(engine)
@@ -124,7 +124,7 @@ async def test_scanners_find_work_in_a_partition_nobody_registered(
     """Its submitter is gone, and no worker has claimed there."""
     await submit(engine.backend, partition=201)
     await lose(engine)
-    async with await Backend.connect(parse_url(valkey.url), testing=True) as fresh:
+    async with await Backend.connect(parse_url(valkey.url)) as fresh:
         other = Engine(fresh)
         assert (await idle(other).scan_once("index_reconciler")).processed == 2
         assert (await idle(other).scan_once("index_reconciler")).processed == 0

@@ -327,7 +327,7 @@ async def test_they_look_where_the_worker_found_work(engine: Engine, valkey: Tes
     (execution_id,) = await submit(engine.backend, partition=77, delay_ms=1)
     await engine.backend.transport.call("SREM", PARTITIONS, 77)
     settings = ScannerSettings(disabled=frozenset({"index_reconciler"}))
-    async with await Backend.connect(parse_url(valkey.url), testing=True) as worker:
+    async with await Backend.connect(parse_url(valkey.url)) as worker:
         scanners = ScannerThread(opener(valkey.url), settings, worker)
         await asyncio.to_thread(scanners.start)
         try:
@@ -341,7 +341,7 @@ async def test_they_look_where_the_worker_found_work(engine: Engine, valkey: Tes
 async def test_hints_before_during_and_after(engine: Engine, valkey: TestServer) -> None:
     """A hint given from another thread promotes at its time; at any other time it does no harm."""
     settings = ScannerSettings(intervals_s={"delayed_promoter": 60, "doorbell": 60})
-    async with await Backend.connect(parse_url(valkey.url), testing=True) as worker:
+    async with await Backend.connect(parse_url(valkey.url)) as worker:
         scanners = ScannerThread(opener(valkey.url), settings, worker)
         ids = await submit(engine.backend, 2, delay_ms=1500)
         due = await engine.now() + 1500
@@ -358,7 +358,7 @@ async def test_hints_before_during_and_after(engine: Engine, valkey: TestServer)
 
 async def expire(url: str, execution_id: ExecutionId) -> None:
     """What the scanner of another process does, as soon as it may."""
-    async with await Backend.connect(parse_url(url), testing=True) as backend:
+    async with await Backend.connect(parse_url(url)) as backend:
         # The worker's own scanners may be faster, and then it is never due again.
         while await state(backend, execution_id) == "active":
             due = execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(execution_id)]

@@ -41,7 +41,7 @@ async def prepared_backend(
 ) -> AsyncGenerator[Backend]:
     """On an emptied keyspace, with the test clock at the server's time."""
     async with await Backend.connect(
-        parse_url(url), prepare_with=counts or PartitionCounts(), limits=Limits(), testing=True
+        parse_url(url), prepare_with=counts or PartitionCounts(), limits=Limits()
     ) as backend:
         await backend.transport.call("FLUSHALL")
         await backend.prepare()

@@ -83,8 +83,8 @@ async def _library(transport: Transport, *, owned: bool) -> Finding:
     return Finding(
         "functions",
         Grade.WARNING,
-        f"{found}; this program has other content",
-        "nothing to do: the next worker or `flowfabric doctor --prepare` loads ours",
+        f"{found}; this program has other content or settings",
+        "run `flowfabric doctor --prepare` to load ours",
     )
 
 

@@ -65,10 +65,8 @@ class Backend(
         transport: Transport,
         counts: PartitionCounts,
         limits: Limits | None = None,
-        *,
-        testing: bool = False,
     ) -> None:
-        super().__init__(transport, counts, limits or limits_from_env(), testing=testing)
+        super().__init__(transport, counts, limits or limits_from_env())
         self.known_lanes = set()
         self.known_partitions = set()
         self.known_namespaces = set()
@@ -83,7 +81,6 @@ class Backend(
         *,
         prepare_with: PartitionCounts | None = None,
         limits: Limits | None = None,
-        testing: bool = False,
         request_timeout: float = 5.0,
         name: str = "flowfabric",
         revive: Revive | None = None,
@@ -104,12 +101,11 @@ class Backend(
         owned = revive is not None
         try:
             if prepare_with is None:
-                counts = await join(transport, testing=testing, owned=owned)
+                counts = await join(transport, owned=owned)
             else:
                 await prepare(
                     transport,
                     prepare_with,
-                    testing=testing,
                     owned=owned,
                     mint_secret=mint_secret,
                 )
@@ -118,7 +114,7 @@ class Backend(
         except BaseException:
             await transport.aclose()
             raise
-        return cls(transport, counts, limits, testing=testing)
+        return cls(transport, counts, limits)
 
     @classmethod
     async def connect_and_prepare(
@@ -140,7 +136,7 @@ class Backend(
 
     async def prepare(self) -> bool:
         """Version gate, counts, library, secret, lanes; True when the library was loaded."""
-        loaded = await prepare(self.transport, self.counts, testing=self._testing)
+        loaded = await prepare(self.transport, self.counts)
         await report_collisions(self.transport, self.counts)
         return loaded
 

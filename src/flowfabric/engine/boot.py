@@ -78,7 +78,6 @@ async def prepare(
     transport: Transport,
     counts: PartitionCounts,
     *,
-    testing: bool = False,
     owned: bool = False,
     mint_secret: MintSecret | None = None,
 ) -> bool:
@@ -113,10 +112,10 @@ async def prepare(
             raise ValidationError(
                 "partition_mismatch", f"{field}: stored={stored}, config={configured}"
             )
-    loaded = await ensure_library(transport, testing=testing, owned=owned)
+    loaded = await ensure_library(transport, owned=owned)
     if secret is not None:
         # Compared at every boot: a stored one wins, and what differs is logged.
-        await Secrets(transport, counts, Limits(), testing=testing).seed_at_boot(secret)
+        await Secrets(transport, counts, Limits()).seed_at_boot(secret)
     await add_names(transport, keys.LANES, ["default"])
     await log_findings(transport)
     return loaded
@@ -129,9 +128,7 @@ async def _has_secret(transport: Transport) -> bool:
     return kid is not None
 
 
-async def join(
-    transport: Transport, *, testing: bool = False, owned: bool = False
-) -> PartitionCounts:
+async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
     """What a client does before it uses a deployment: version gate, counts, function library.
 
     All of it leaves in one write. Nothing is set up here, but a missing library is loaded, and
@@ -152,7 +149,7 @@ async def join(
         raise counts
     if isinstance(found, BaseException):
         raise found
-    await ensure_library(transport, testing=testing, owned=owned, only_joining=True, found=found)
+    await ensure_library(transport, owned=owned, only_joining=True, found=found)
     return counts
 
 

@@ -145,13 +145,10 @@ def proof(holder: Handle | Fence) -> str:
 class Calls:
     """What every concern of the backend shares: the transport, the counts, the limits."""
 
-    def __init__(
-        self, transport: Transport, counts: PartitionCounts, limits: Limits, *, testing: bool
-    ) -> None:
+    def __init__(self, transport: Transport, counts: PartitionCounts, limits: Limits) -> None:
         self.transport = transport
         self.counts = counts
         self.limits = limits
-        self._testing = testing
         # Entries of registries that name nothing and were told of.
         self._told: set[tuple[str, str]] = set()
 
@@ -170,7 +167,7 @@ class Calls:
                 error.op = op
                 raise
             log.warning("function %s is missing on the server, loading the library", function)
-            await ensure_library(self.transport, testing=self._testing)
+            await ensure_library(self.transport)
             reply = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
         if type(reply) is not list:
             raise unreadable(reply, function, op, _subject(args))

@@ -139,7 +139,7 @@ class Streams(Appends):
 
     async def load_library(self) -> None:
         """Load the function library where it is missing."""
-        await ensure_library(self.transport, testing=self._testing)
+        await ensure_library(self.transport)
 
 
 class _Found:

@@ -1,19 +1,15 @@
--- Loaded by tests only: moves or stops the engine's clock and shows how keys and states are built.
+-- Functions for tests: they move or stop the engine's clock and show how keys and states are built.
 local running = clock.now
 
-server.register_function({
-  function_name = 'ff_test_clock',
-  flags = { 'allow-oom' },
-  callback = function(_, args)
-    clock.offset = tonumber(args[1])
-    clock.last = 0
-    clock.now = running
-    return reply.ok(clock.now())
-  end,
-})
+register('ff_test_clock', function(_, args)
+  clock.offset = tonumber(args[1])
+  clock.last = 0
+  clock.now = running
+  return reply.ok(clock.now())
+end, { 'allow-oom' })
 
--- Stops the clock, so that a test can stand exactly on a deadline.
-server.register_function('ff_test_freeze', function(_, args)
+-- Stops the clock, so that a test can act exactly at a deadline.
+register('ff_test_freeze', function(_, args)
   local at = tonumber(args[1])
   clock.shifted = true
   clock.now = function()
@@ -21,20 +17,20 @@ server.register_function('ff_test_freeze', function(_, args)
     return at
   end
   return reply.ok(at)
-end)
+end, {})
 
-server.register_function('ff_test_key', function(keys, args)
+register('ff_test_key', function(keys, args)
   return reply.ok(K[args[1]](keys[1], unpack(args, 2)))
-end)
+end, {})
 
-server.register_function('ff_test_state', function(_, args)
+register('ff_test_state', function(_, args)
   local member = S[args[1]]
   if type(member) == 'function' then member = member(unpack(args, 2)) end
   return reply.ok(member)
-end)
+end, {})
 
 -- Writes to one index as a call for many executions does: `zadd score member`, `zrem member`, …
-server.register_function('ff_test_joined', function(keys, args)
+register('ff_test_joined', function(keys, args)
   local c = Context.open(keys[1], true)
   for _, write in ipairs(args) do
     local words = {}

@@ -1,0 +1,22 @@
+"""The movable clock of the tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flowfabric.valkey.library import include
+
+__all__ = ["include_test_functions"]
+
+_HERE = Path(__file__).parent
+
+
+def include_test_functions() -> None:
+    """Add `ff_test_clock` and the like to the library of this process and of its children.
+
+    A process without them refuses the library of the tests, as one in production must.
+    """
+    include((_HERE / "ff_test.lua").read_text(encoding="utf-8"))
+    # Python imports `sitecustomize` from there when it starts.
+    os.environ["PYTHONPATH"] = str(_HERE / "startup")
