@@ -110,7 +110,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "only the cap is told again",
         CLAIMING,
-        "if S.phase(rec.state) ~= 't' or rec.ended_by ~= 'reclaim_cap' then return nil end",
+        "if not S.is_terminal(rec.state) or rec.ended_by ~= 'reclaim_cap' then return nil end",
         "",
         test_lease_cap.test_only_the_cap_is_told_again,
     ),

@@ -83,3 +83,19 @@ end)"""
     call = private_engine.backend.transport.call
     await call("FUNCTION", "LOAD", "REPLACE", code)
     assert await call("FCALL", "probe", 0) == []
+
+
+def test_one_way_to_change_a_state() -> None:
+    """`record.transition` writes states, named predicates read them; a new record starts in one."""
+    writes = re.compile(r"rec\.state(?:, [\w.]+)* = |'HSET', K\.core\([^)]*\), 'state'")
+    compares = re.compile(r"S\.\w+\([^)]*\) [=~]= '|(?:phase|ownership|eligibility) [=~]= '")
+    found: list[str] = []
+    for folder in ("lib", "functions"):
+        for path in (files("flowfabric") / "lua" / folder).iterdir():
+            if path.name in {"50_record.lua", "ff_create.lua"}:
+                continue
+            text = path.read_text(encoding="utf-8")
+            found += [
+                f"{path.name}: {said}" for said in writes.findall(text) + compares.findall(text)
+            ]
+    assert found == []

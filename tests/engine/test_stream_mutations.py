@@ -48,7 +48,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "phase",
         APPEND,
-        "if not state or S.phase(state) ~= 'a' then return nil, reply.err('stream_closed') end",
+        "if not state or not S.is_active(state) then return nil, reply.err('stream_closed') end",
         "if not state then return nil, reply.err('stream_closed') end",
         state("completed"),
     ),
@@ -206,8 +206,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "silent lease loss",
         READ,
-        "if ownership == 'x' then return tonumber(rec.lease_expired_at), 'lease_expired' end",
-        "",
+        "if S.is_lease_expired(rec.state) then",
+        "if false then",
         ends("lease expiry", wrote=False),
     ),
     (

@@ -184,14 +184,14 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "terminal executions take no signals",
         SIGNAL,
-        "if phase == 't' then return nil, reply.err('target_not_signalable') end",
+        "if S.is_terminal(rec.state) then return nil, reply.err('target_not_signalable') end",
         "",
         test_susp_signal.test_a_waitpoint_that_was_left_pending_by_an_ended_execution,
     ),
     (
         "only suspended executions are resumed",
         SIGNAL,
-        "if phase ~= 'p' then return nil, reply.err('target_not_signalable') end",
+        "if not S.is_suspended(rec.state) then return nil, reply.err('target_not_signalable') end",
         "",
         too_late(1, "target_not_signalable"),
     ),

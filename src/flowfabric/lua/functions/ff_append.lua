@@ -15,7 +15,7 @@ local function refusal(c, core, held, index)
   local found = server.call('HMGET', core, 'state', 'lease', 'attempt', 'lease_expires_at',
     'stream_maxlen')
   local state = found[1]
-  if not state or S.phase(state) ~= 'a' then return nil, reply.err('stream_closed') end
+  if not state or not S.is_active(state) then return nil, reply.err('stream_closed') end
   if state ~= S.ACTIVE then return nil, reply.err('stale_owner_cannot_append') end
   if tonumber(found[4]) <= c.now then return nil, reply.err('stale_owner_cannot_append') end
   if string.match(found[3], '/(%d+)$') ~= index then

@@ -11,9 +11,9 @@ reply.register_function('ff_cancel', function(keys, args)
   local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
   local unfenced = UNFENCED[source]
-  local ended = S.phase(rec.state) == 't'
+  local ended = S.is_terminal(rec.state)
   if ended and unfenced then
-    if S.outcome(rec.state) == 'c' then return reply.ok('cancelled') end
+    if S.is_cancelled(rec.state) then return reply.ok('cancelled') end
     return reply.not_active(rec)
   end
   if not unfenced then

@@ -14,12 +14,12 @@ reply.register_function('ff_change_priority', function(keys, args)
     local old, new = string.match(before, '^(%d+) (%d+)$')
     return reply.ok(tonumber(old), tonumber(new))
   end
-  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_eligible') end
+  if not S.is_runnable(rec.state) then return reply.err('execution_not_eligible') end
   local old = tonumber(rec.priority or 0)
   rec.priority = math.max(0, math.min(MAX_PRIORITY, tonumber(args[2])))
   server.call('HSET', K.core(c.tag, id), 'priority', rec.priority, 'last_mutation_at', c.now)
   operator.remember(c, id, rec, args[3], string.format('%d %d', old, rec.priority))
-  if S.eligibility(rec.state) == 'e' then
+  if S.is_eligible(rec.state) then
     server.call('ZADD', K.eligible(c.tag, rec.lane_id, rec.required_capabilities), 'XX',
       c:score(rec), id)
   end

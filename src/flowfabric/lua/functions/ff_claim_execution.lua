@@ -9,12 +9,12 @@
 local function refusal(c, id, rec, lane)
   local problem = granting.lane_problem(rec, lane)
   if problem then return problem end
-  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_leaseable') end
-  if S.ownership(rec.state) ~= 'u' then return reply.err('lease_conflict') end
-  if S.eligibility(rec.state) ~= 'e' then return reply.err('execution_not_leaseable') end
-  if S.outcome(rec.state) ~= 'n' then return reply.err('execution_not_leaseable') end
-  if S.attempt(rec.state) == 'r' then return reply.err('active_attempt_exists') end
-  if S.attempt(rec.state) == 'i' then return reply.err('use_claim_resumed_execution') end
+  if not S.is_runnable(rec.state) then return reply.err('execution_not_leaseable') end
+  if not S.is_unowned(rec.state) then return reply.err('lease_conflict') end
+  if not S.is_eligible(rec.state) then return reply.err('execution_not_leaseable') end
+  if S.has_outcome(rec.state) then return reply.err('execution_not_leaseable') end
+  if S.has_running_attempt(rec.state) then return reply.err('active_attempt_exists') end
+  if S.has_paused_attempt(rec.state) then return reply.err('use_claim_resumed_execution') end
   if c:is_closed(rec.lane_id) then return reply.err('execution_not_leaseable') end
 end
 

@@ -15,9 +15,9 @@ reply.register_function('ff_claim_resumed', function(keys, args)
   if before then return before end
   local problem = granting.lane_problem(rec, lane)
   if problem then return problem end
-  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_leaseable') end
-  if S.attempt(rec.state) ~= 'i' then return reply.err('not_a_resumed_execution') end
-  if S.eligibility(rec.state) ~= 'e' or c:is_closed(rec.lane_id) then
+  if not S.is_runnable(rec.state) then return reply.err('execution_not_leaseable') end
+  if not S.has_paused_attempt(rec.state) then return reply.err('not_a_resumed_execution') end
+  if not S.is_eligible(rec.state) or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_leaseable')
   end
   problem = granting.refusal(c, id, rec, worker, token)

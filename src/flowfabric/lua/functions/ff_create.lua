@@ -190,7 +190,7 @@ local function create(c, id, kind, payload, encoding, opts)
     local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), clock.END - c.now)
     if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
   end
-  if S.eligibility(rec.state) == 'e' then c:ring_for(lane) end
+  if S.is_eligible(rec.state) then c:ring_for(lane) end
   return S.public(rec.state)
 end
 

@@ -25,12 +25,12 @@ local function expire(c, id, reason)
     drop_timers(c, id)
     return 'not_found_cleaned'
   end
-  if S.phase(rec.state) == 't' then
+  if S.is_terminal(rec.state) then
     drop_timers(c, id)
     return 'already_terminal'
   end
   local due = due_at(c, id, rec, reason)
-  local active = S.phase(rec.state) == 'a'
+  local active = S.is_active(rec.state)
   if not due or tonumber(due) > c.now or (reason == 'attempt_timeout' and not active) then
     return 'not_yet_due'
   end

@@ -31,8 +31,8 @@ local function auto_resume(c, id, rec, open)
 end
 
 local function escalate(c, id, rec, open)
-  rec.state = suspension.state('waiting_for_operator_review')
-  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now,
+  record.transition(c, id, rec, suspension.state('waiting_for_operator_review'),
+    'last_transition_at', c.now,
     'blocking_detail', 'suspension escalated: timeout at ' .. open.timeout_at)
   local key = K.suspension(c.tag, id)
   server.call('HSET', key, 'reason_code', 'waiting_for_operator_review')
@@ -50,11 +50,11 @@ end
 local function expire(c, id)
   local index = K.index(c.tag, 'suspension_timeout')
   local rec = record.checked(c, id)
-  local open = rec and S.phase(rec.state) == 'p' and suspension.open(c, id)
+  local open = rec and S.is_suspended(rec.state) and suspension.open(c, id)
   if not open then
     server.call('ZREM', index, id)
     if not rec then return 'not_found_cleaned' end
-    return S.phase(rec.state) == 'p' and 'no_active_suspension_cleaned' or 'not_suspended_cleaned'
+    return S.is_suspended(rec.state) and 'no_active_suspension_cleaned' or 'not_suspended_cleaned'
   end
   if not open.timeout_at then
     server.call('ZREM', index, id)

@@ -8,16 +8,16 @@
 local function refusal(c, id, rec, lane)
   local problem = granting.lane_problem(rec, lane)
   if problem then return problem end
-  if S.phase(rec.state) ~= 'r' then return reply.err('execution_not_eligible') end
-  if S.ownership(rec.state) ~= 'u' then return reply.err('lease_conflict') end
-  if S.outcome(rec.state) ~= 'n' then return reply.err('execution_not_eligible') end
-  if S.attempt(rec.state) == 'r' then return reply.err('active_attempt_exists') end
+  if not S.is_runnable(rec.state) then return reply.err('execution_not_eligible') end
+  if not S.is_unowned(rec.state) then return reply.err('lease_conflict') end
+  if S.has_outcome(rec.state) then return reply.err('execution_not_eligible') end
+  if S.has_running_attempt(rec.state) then return reply.err('active_attempt_exists') end
   if granting.live(c, rec) then return reply.err('grant_already_exists') end
-  if S.attempt(rec.state) ~= 'i' and not server.call('ZSCORE',
+  if not S.has_paused_attempt(rec.state) and not server.call('ZSCORE',
       K.eligible(c.tag, rec.lane_id, rec.required_capabilities), id) then
     return reply.err('execution_not_in_eligible_set')
   end
-  if S.eligibility(rec.state) ~= 'e' then return reply.err('execution_not_eligible') end
+  if not S.is_eligible(rec.state) then return reply.err('execution_not_eligible') end
 end
 
 reply.register_function('ff_grant_and_claim', function(keys, args)
@@ -26,12 +26,12 @@ reply.register_function('ff_grant_and_claim', function(keys, args)
   local lease_id, attempt_id = args[5], args[6]
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local mode = (S.attempt(rec.state) == 'i' or rec.resumed_at) and 'resumed' or 'fresh'
+  local mode = (S.has_paused_attempt(rec.state) or rec.resumed_at) and 'resumed' or 'fresh'
   local before = granting.replayed(c, id, rec, lease_id, mode == 'fresh' and attempt_id or '', mode)
   if before then return before end
   local problem = refusal(c, id, rec, lane)
   if problem then return problem end
-  mode = S.attempt(rec.state) == 'i' and 'resumed' or 'fresh'
+  mode = S.has_paused_attempt(rec.state) and 'resumed' or 'fresh'
   claiming.take(c, id, rec, mode, {
     lease_prefix = lease_id, attempt_prefix = attempt_id, suffix = '', worker = worker, ttl = ttl,
     reason = mode == 'resumed' and 'issue_grant_and_claim_resumed' or 'issue_grant_and_claim',

@@ -13,7 +13,7 @@ reply.register_function('ff_issue_claim_grant', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   local problem = granting.lane_problem(rec, args[2])
   if problem then return problem end
-  if S.phase(rec.state) ~= 'r' or S.eligibility(rec.state) ~= 'e'
+  if not S.is_runnable(rec.state) or not S.is_eligible(rec.state)
       or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_eligible')
   end

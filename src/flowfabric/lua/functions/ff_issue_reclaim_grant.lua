@@ -15,9 +15,7 @@ reply.register_function('ff_issue_reclaim_grant', function(keys, args)
   if problem then return problem end
   local reached = claiming.ended_at_cap(rec)
   if reached then return claiming.cap_reached(reached) end
-  local ownership = S.ownership(rec.state)
-  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v')
-      or c:is_closed(rec.lane_id) then
+  if not S.is_lease_lost(rec.state) or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_reclaimable')
   end
   if granting.live(c, rec) then return granting.repeated(c, id, rec, args[6]) end

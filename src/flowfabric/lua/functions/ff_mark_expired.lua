@@ -5,18 +5,17 @@
 local function mark(c, id)
   local live = K.index(c.tag, 'lease_expiry')
   local rec = record.checked_lease(c, id)
-  if not rec or S.phase(rec.state) ~= 'a' then
+  if not rec or not S.is_active(rec.state) then
     server.call('ZREM', live, id)
     return rec and 'not_active' or 'execution_not_found'
   end
-  local ownership = S.ownership(rec.state)
-  if ownership == 'u' then
+  if S.is_unowned(rec.state) then
     server.call('ZREM', live, id)
     return 'unowned'
   end
-  if ownership == 'x' or ownership == 'v' then
+  if S.is_lease_lost(rec.state) then
     lease.offer_for_reclaim(c, id, rec)
-    return ownership == 'x' and 'already_expired' or 'already_revoked'
+    return S.is_lease_expired(rec.state) and 'already_expired' or 'already_revoked'
   end
   if tonumber(rec.lease_expires_at) > c.now then return 'not_yet_expired' end
   lease.mark_expired(c, id, rec)

@@ -7,9 +7,9 @@ reply.register_function('ff_progress', function(keys, args)
   local id, given = args[1], fence.parse(args[2])
   local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
-  if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
-  if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end
-  if S.ownership(rec.state) == 'x' or tonumber(rec.lease_expires_at) <= c.now then
+  if not S.is_active(rec.state) then return reply.not_active(rec) end
+  if S.is_lease_revoked(rec.state) then return reply.err('lease_revoked') end
+  if S.is_lease_expired(rec.state) or tonumber(rec.lease_expires_at) <= c.now then
     return reply.err('lease_expired')
   end
   if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)

@@ -4,16 +4,15 @@
 --   not_delayed_cleaned | error:<why>. Errors: none. Events: none; rings the doorbell.
 local function promote(c, lane, id)
   local rec = record.checked(c, id)
-  if not rec or rec.lane_id ~= lane or S.phase(rec.state) ~= 'r'
-      or S.eligibility(rec.state) ~= 'd' then
+  if not rec or rec.lane_id ~= lane or not S.is_runnable(rec.state)
+      or not S.is_delayed(rec.state) then
     c:zrem(K.lane(c.tag, lane, 'delayed'), id)
     if not rec then return 'not_found_cleaned' end
-    return S.phase(rec.state) ~= 'r' and 'not_runnable_cleaned' or 'not_delayed_cleaned'
+    return not S.is_runnable(rec.state) and 'not_runnable_cleaned' or 'not_delayed_cleaned'
   end
   if tonumber(rec.delay_until or 0) > c.now then return 'not_yet_due' end
   waiting.leave(c, id, rec)
-  rec.state = S.eligible(S.attempt(rec.state))
-  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'last_transition_at', c.now)
+  record.transition(c, id, rec, S.eligible(S.attempt(rec.state)), 'last_transition_at', c.now)
   record.clear(c, id, rec, 'delay_until', 'blocking_detail')
   waiting.enter(c, id, rec)
   return 'promoted'

@@ -19,9 +19,7 @@ reply.register_function('ff_reclaim', function(keys, args)
   local own_cap = args[8] ~= '' and args[8] or nil
   local reached = claiming.ended_at_cap(rec, own_cap)
   if reached then return claiming.cap_reached(reached) end
-  local ownership = S.ownership(rec.state)
-  if S.phase(rec.state) ~= 'a' or not (ownership == 'x' or ownership == 'v')
-      or c:is_closed(rec.lane_id) then
+  if not S.is_lease_lost(rec.state) or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_reclaimable')
   end
   local cap = claiming.reclaim_cap(rec, own_cap)

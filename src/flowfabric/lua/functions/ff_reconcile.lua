@@ -31,14 +31,14 @@ end
 
 -- What an active record demands beyond its lane's active index.
 local function demand_lease(c, id, rec, want)
-  local ownership, expires = S.ownership(rec.state), tonumber(rec.lease_expires_at) or ANY
+  local expires = tonumber(rec.lease_expires_at) or ANY
   want[K.lane(c.tag, rec.lane_id, 'active')] = expires
-  if ownership == 'l' then
+  if S.is_leased(rec.state) then
     want[K.index(c.tag, 'lease_expiry')] = expires
   else
     want[K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities)] = c:score(rec)
   end
-  if ownership == 'l' or ownership == 'x' then
+  if S.is_leased(rec.state) or S.is_lease_expired(rec.state) then
     want[K.worker_leases(c.tag, record.worker_instance(rec))] = true
   end
   want[K.index(c.tag, 'attempt_timeout')] = attempt_timer(id, rec)
@@ -208,7 +208,7 @@ end
 
 -- Whether it stands where workers look: new, or lost by one of them.
 local function is_claimable(rec, suffix)
-  return suffix == 'eligible' or (suffix == 'active' and S.ownership(rec.state) ~= 'l')
+  return suffix == 'eligible' or (suffix == 'active' and not S.is_leased(rec.state))
 end
 
 -- The keys that hold the record wrongly, and those that lack it.

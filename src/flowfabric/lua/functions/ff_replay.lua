@@ -5,13 +5,11 @@
 -- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
 --   max_replays_exhausted, replay_not_allowed, corruption. Events: replayed.
 local DEFAULT_MAX_REPLAYS = 10
-local ENDED = { s = 'ended_success', f = 'ended_failure', c = 'ended_cancelled', x = 'ended_failure' }
 
 -- The record keeps the last failure of any attempt; the archive only what ended this one.
 local function ended_with(rec)
-  local outcome = S.outcome(rec.state)
-  if outcome == 's' then return nil end
-  if outcome == 'c' then
+  if S.is_success(rec.state) then return nil end
+  if S.is_cancelled(rec.state) then
     return { failure_reason = 'cancelled: ' .. (rec.cancellation_reason or '') }
   end
   return { failure_reason = rec.failure_reason, failure_category = rec.failure_category,
@@ -25,7 +23,7 @@ reply.register_function('ff_replay', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   -- Asked first: the new run may have ended before the repeat arrived.
   if operator.answered(rec, args[6]) then return reply.ok('waiting') end
-  if S.phase(rec.state) ~= 't' then return reply.err('execution_not_terminal') end
+  if not S.is_terminal(rec.state) then return reply.err('execution_not_terminal') end
   local policy = record.policy(c, id)
   if not policy then return reply.err('corruption', id .. ': policy: is not a JSON object') end
   local count = tonumber(rec.replay_count or 0)
@@ -36,10 +34,10 @@ reply.register_function('ff_replay', function(keys, args)
     return reply.err('replay_not_allowed', tostring(count))
   end
 
-  if S.attempt(rec.state) == 'z'
+  if S.has_ended_attempt(rec.state)
       and server.call('EXISTS', K.attempt(c.tag, id, record.attempt_index(rec))) == 0 then
     local ended = rec.ended_by == 'reclaim_cap' and 'interrupted_reclaimed'
-      or ENDED[S.outcome(rec.state)]
+      or S.attempt_end(rec.state)
     record.archive(c, id, rec, ended, ended_with(rec))
   end
   server.call('DEL', K.result(c.tag, id))
@@ -51,15 +49,11 @@ reply.register_function('ff_replay', function(keys, args)
     'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
     'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at',
     'between_attempts')
-  rec.state = S.eligible('p')
-  local update = {
-    'HSET', K.core(c.tag, id), 'state', rec.state, 'replay_count', count + 1,
-    'last_transition_at', c.now,
-  }
+  local fields = { 'replay_count', count + 1, 'last_transition_at', c.now }
   operator.remember(c, id, rec, args[6], 'waiting')
   local function set(name, value)
-    update[#update + 1] = name
-    update[#update + 1] = value
+    fields[#fields + 1] = name
+    fields[#fields + 1] = value
   end
   -- What was answered before belongs to the earlier run, like its steps.
   if not keeps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
@@ -73,8 +67,8 @@ reply.register_function('ff_replay', function(keys, args)
     set('execution_deadline_at', deadline)
     c:zadd(K.index(c.tag, 'execution_deadline'), deadline, id)
   end
-  server.call(unpack(update))
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
+  record.transition(c, id, rec, S.eligible('p'), unpack(fields))
   waiting.enter(c, id, rec)
   local told = { 'b', 'normal', 'rc', count + 1 }
   if requested_by ~= '' then

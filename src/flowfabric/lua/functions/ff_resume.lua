@@ -7,7 +7,7 @@ reply.register_function('ff_resume', function(keys, args)
   local id, trigger = args[1], args[2]
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local open = S.phase(rec.state) == 'p' and suspension.open(c, id)
+  local open = S.is_suspended(rec.state) and suspension.open(c, id)
   if not open or not rec.current_waitpoint_id then return reply.err('execution_not_suspended') end
   suspension.resume(c, id, rec, open, {
     reason = 'resumed', delay_ms = tonumber(args[3]), trigger = trigger,

@@ -10,18 +10,17 @@ reply.register_function('ff_revoke', function(keys, args)
   if not rec then return reply.err('execution_not_found') end
   local before = operator.answered(rec, args[5])
   if before then return reply.ok(string.match(before, '^(%S+)/(%d+)$')) end
-  if S.phase(rec.state) ~= 'a' then return reply.already('no_active_lease') end
-  if S.ownership(rec.state) == 'v' then return reply.already('already_revoked') end
-  if S.ownership(rec.state) == 'x' then return reply.already('already_expired') end
+  if not S.is_active(rec.state) then return reply.already('no_active_lease') end
+  if S.is_lease_revoked(rec.state) then return reply.already('already_revoked') end
+  if S.is_lease_expired(rec.state) then return reply.already('already_expired') end
   local held = record.lease_id(rec)
   if expected ~= '' and expected ~= held then
     return reply.err('stale_lease', 'expected ' .. expected .. ', current ' .. held)
   end
-  rec.state = S.REVOKED
-  local fields = { 'blocking_detail', reason == '' and 'lease revoked' or 'lease revoked: ' .. reason }
+  local fields = { 'blocking_detail', reason == '' and 'lease revoked' or 'lease revoked: ' .. reason,
+    'lease_revoked_at', c.now, 'last_transition_at', c.now }
   record.tell(c, id, rec, fields, 'lease_revoke_reason', reason)
-  server.call('HSET', K.core(c.tag, id), 'state', S.REVOKED, 'lease_revoked_at', c.now,
-    'last_transition_at', c.now, unpack(fields))
+  record.transition(c, id, rec, S.REVOKED, unpack(fields))
   server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
   events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])
   streams.close(c, id, rec, 'lease_revoked')

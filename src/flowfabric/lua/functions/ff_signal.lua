@@ -50,15 +50,14 @@ end
 
 -- Where the signal goes: `buffer`, or the open suspension with its condition; else the error.
 local function destination(c, id, rec, point)
-  local phase = S.phase(rec.state)
-  if phase == 't' then return nil, reply.err('target_not_signalable') end
+  if S.is_terminal(rec.state) then return nil, reply.err('target_not_signalable') end
   if point.state == 'pending' then
     if tonumber(point.expires_at) < c.now then
       return nil, reply.err('pending_waitpoint_expired')
     end
     return 'buffer'
   end
-  if phase ~= 'p' then return nil, reply.err('target_not_signalable') end
+  if not S.is_suspended(rec.state) then return nil, reply.err('target_not_signalable') end
   local open = suspension.open(c, id)
   if point.state ~= 'active' or not open or open.suspension_id ~= point.suspension_id then
     return nil, reply.err('waitpoint_closed')

@@ -30,13 +30,12 @@ local function ended_silently(c, id, index, rec)
     return tonumber(archived[2]), CLOSED_BY_WHOM[archived[3]] or CLOSED_BY_STATE[archived[1]]
   end
   if not rec or record.attempt_index(rec) ~= tonumber(index) then return nil end
-  local phase, ownership = S.phase(rec.state), S.ownership(rec.state)
-  if phase == 't' then
+  if S.is_terminal(rec.state) then
     return tonumber(rec.completed_at),
       CLOSED_BY_WHOM[rec.ended_by] or CLOSED_BY_OUTCOME[S.outcome(rec.state)]
   end
-  if ownership == 'x' then return tonumber(rec.lease_expired_at), 'lease_expired' end
-  if ownership == 'v' then return tonumber(rec.lease_revoked_at), 'lease_revoked' end
+  if S.is_lease_expired(rec.state) then return tonumber(rec.lease_expired_at), 'lease_expired' end
+  if S.is_lease_revoked(rec.state) then return tonumber(rec.lease_revoked_at), 'lease_revoked' end
 end
 
 local function is_best_effort(entry)

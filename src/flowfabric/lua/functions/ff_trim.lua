@@ -11,7 +11,7 @@ local function trim(c, lane, id)
     server.call('ZREM', index, id)
     return 'orphan_removed'
   end
-  if S.phase(rec.state) ~= 't' then
+  if not S.is_terminal(rec.state) then
     server.call('ZREM', index, id)
     return 'not_terminal'
   end

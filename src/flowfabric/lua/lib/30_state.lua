@@ -34,18 +34,50 @@ function S.is_code(code)
   return true
 end
 
-S.phase = letter(1)
-S.ownership = letter(2)
-S.eligibility = letter(3)
+-- Whether a code matches a pattern; each code is compared once.
+local function matching(pattern)
+  local known = {}
+  return function(code)
+    local found = known[code]
+    if found == nil then
+      found = string.find(code, pattern) ~= nil
+      known[code] = found
+    end
+    return found
+  end
+end
+
+local phase, eligibility = letter(1), letter(3)
 S.outcome = letter(5)
 S.attempt = letter(6)
-function S.phase_name(code) return PHASES[S.phase(code)] end
+function S.phase_name(code) return PHASES[phase(code)] end
 function S.outcome_name(code) return OUTCOMES[S.outcome(code)] end
 
--- Whether a retry or a replay is still to come: the last attempt is over, the next not there.
-function S.between_attempts(code)
-  local attempt = S.attempt(code)
-  return attempt == 't' or attempt == 'p'
+S.is_runnable = matching('^r')
+S.is_active = matching('^a')
+S.is_suspended = matching('^p')
+S.is_terminal = matching('^t')
+S.is_unowned = matching('^.u')
+S.is_leased = matching('^.l')
+S.is_lease_expired = matching('^.x')
+S.is_lease_revoked = matching('^.v')
+S.is_lease_lost = matching('^a[xv]')
+S.is_eligible = matching('^..e')
+S.is_delayed = matching('^..d')
+S.has_outcome = matching('^....[^n]')
+S.is_success = matching('^....s')
+S.is_cancelled = matching('^....c')
+S.awaits_first_attempt = matching('f$')
+S.has_running_attempt = matching('r$')
+S.has_paused_attempt = matching('i$')
+S.has_ended_attempt = matching('z$')
+-- A retry or a replay is still to come: the last attempt is over, the next has not begun.
+S.between_attempts = matching('[tp]$')
+
+-- How the attempt ended that ended its execution so.
+function S.attempt_end(code)
+  if S.is_success(code) then return 'ended_success' end
+  return S.is_cancelled(code) and 'ended_cancelled' or 'ended_failure'
 end
 
 function S.eligible(attempt) return 'ruewn' .. attempt end
@@ -60,12 +92,10 @@ end
 local PUBLIC_TERMINAL = { s = 'completed', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
 local PUBLIC_RUNNABLE = { d = 'delayed', c = 'waiting_children', b = 'rate_limited', q = 'rate_limited' }
 function S.public(code)
-  local phase = S.phase(code)
-  if phase == 't' then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
-  if phase == 'p' then return 'suspended' end
-  if phase == 'a' then return 'active' end
-  if phase ~= 'r' then return 'waiting' end
-  return PUBLIC_RUNNABLE[S.eligibility(code)] or 'waiting'
+  if S.is_terminal(code) then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
+  if S.is_suspended(code) then return 'suspended' end
+  if S.is_active(code) then return 'active' end
+  return S.is_runnable(code) and PUBLIC_RUNNABLE[eligibility(code)] or 'waiting'
 end
 
 local BLOCKED = {
@@ -75,11 +105,9 @@ local BLOCKED = {
 -- The one lane index that holds an execution in this state.
 function S.index_suffix(code)
   if code == S.NEW then return 'eligible' end
-  local phase = S.phase(code)
-  if phase == 'a' then return 'active' end
-  if phase == 'p' then return 'suspended' end
-  if phase == 't' then return 'terminal' end
-  local eligibility = S.eligibility(code)
-  if eligibility == 'd' then return 'delayed' end
-  return BLOCKED[eligibility] or 'eligible'
+  if S.is_active(code) then return 'active' end
+  if S.is_suspended(code) then return 'suspended' end
+  if S.is_terminal(code) then return 'terminal' end
+  if S.is_delayed(code) then return 'delayed' end
+  return BLOCKED[eligibility(code)] or 'eligible'
 end

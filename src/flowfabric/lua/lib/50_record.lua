@@ -41,7 +41,7 @@ end
 
 -- The same of the lease of an active execution.
 function record.lease_problem(rec)
-  if S.phase(rec.state) ~= 'a' or S.ownership(rec.state) == 'u' then return nil end
+  if not S.is_active(rec.state) or S.is_unowned(rec.state) then return nil end
   for _, name in ipairs(HELD) do
     if not rec[name] then return name .. ': is missing though the execution is active' end
   end
@@ -146,6 +146,17 @@ function record.tell(c, id, rec, fields, name, text)
   end
   fields[#fields + 1] = name
   fields[#fields + 1] = text
+end
+
+-- The one way from a state to another: writes the state and fields (name, value pairs), in the
+-- store and in the record at hand. Leave the indexes of the old state first.
+function record.transition(c, id, rec, state, ...)
+  server.call('HSET', K.core(c.tag, id), 'state', state, ...)
+  rec.state = state
+  for i = 1, select('#', ...), 2 do
+    local name, value = select(i, ...)
+    rec[name] = value
+  end
 end
 
 -- Writes fields, in the store and in the record at hand.

@@ -23,9 +23,7 @@ end
 -- stay: reclaim and the operator's view need them.
 function lease.mark_expired(c, id, rec)
   if rec.state ~= S.ACTIVE then return end
-  rec.state = S.EXPIRED
-  rec.lease_expired_at = c.now
-  server.call('HSET', K.core(c.tag, id), 'state', S.EXPIRED, 'lease_expired_at', c.now,
+  record.transition(c, id, rec, S.EXPIRED, 'lease_expired_at', c.now,
     'last_transition_at', c.now, 'blocking_detail', 'lease expired, awaiting reclaim')
   lease.offer_for_reclaim(c, id, rec)
   streams.close(c, id, rec, 'lease_expired')
@@ -60,19 +58,25 @@ local ATTEMPT_FIELDS = {
   'replay_requested_by', 'reclaim_reason', 'ended_by',
 }
 
+-- How this attempt follows from the one before, as a flat list of fields.
 local function lineage(rec, mode)
   local kind = mode == 'reclaimed' and 'reclaim' or LINEAGE[S.attempt(rec.state)] or 'initial'
-  local fields = { attempt_type = kind }
-  if kind == 'initial' then return fields end
-  fields.previous_attempt_index = record.attempt_index(rec)
+  if kind == 'initial' then return { 'attempt_type', kind } end
+  local fields = { 'attempt_type', kind }
+  local function add(name, value)
+    if not value then return end
+    fields[#fields + 1] = name
+    fields[#fields + 1] = value
+  end
+  add('previous_attempt_index', record.attempt_index(rec))
   if kind == 'retry' then
-    fields.retry_reason = rec.failure_reason
+    add('retry_reason', rec.failure_reason)
   elseif kind == 'replay' then
-    fields.replay_reason = rec.pending_replay_reason
-    fields.replay_requested_by = rec.pending_replay_requested_by
+    add('replay_reason', rec.pending_replay_reason)
+    add('replay_requested_by', rec.pending_replay_requested_by)
   else
-    fields.reclaim_reason = S.ownership(rec.state) == 'v' and 'lease_revoked' or 'lease_expired'
-    fields.lease_reclaim_count = tonumber(rec.lease_reclaim_count or 0) + 1
+    add('reclaim_reason', S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired')
+    add('lease_reclaim_count', tonumber(rec.lease_reclaim_count or 0) + 1)
   end
   return fields
 end
@@ -86,28 +90,23 @@ function lease.open(c, id, rec, mode, grant)
   local fields = NO_FIELDS
   if mode == 'resumed' then
     timeout = tonumber(rec.attempt_timeout_remaining_ms or timeout)
-    fields = { resumed_at = c.now }
-  elseif S.attempt(rec.state) ~= 'f' then
+  elseif not S.awaits_first_attempt(rec.state) then
     fields = lineage(rec, mode)
   end
   if rec.started_at or rec.last_transition_at or rec.grant_expires_at then
     record.clear(c, id, rec, unpack(WAITING_FIELDS))
     if mode ~= 'resumed' then record.clear(c, id, rec, unpack(ATTEMPT_FIELDS)) end
   end
-  local started = 'resumed_at'
+  local attempt, started = rec.attempt, 'resumed_at'
   if mode ~= 'resumed' then
-    rec.attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.digits(record.attempt_count(rec))
+    attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.digits(record.attempt_count(rec))
     started = rec.started_at and 'attempt_started_at' or 'started_at'
   end
-  rec.state = S.ACTIVE
-  rec.lease = grant.lease_prefix .. grant.suffix .. '/' .. record.digits(old_epoch + 1)
-  rec.worker = grant.worker
-  rec.lease_expires_at = expires
-  rec[started] = c:text(c.now)
   -- The start of the attempt, or its resumption, is also the time of this transition.
-  server.call('HSET', K.core(c.tag, id), 'state', S.ACTIVE, 'lease', rec.lease,
-    'attempt', rec.attempt, 'worker', rec.worker, 'lease_expires_at', expires, started, rec[started])
-  if fields ~= NO_FIELDS then record.set(c, id, rec, fields) end
+  record.transition(c, id, rec, S.ACTIVE,
+    'lease', grant.lease_prefix .. grant.suffix .. '/' .. record.digits(old_epoch + 1),
+    'attempt', attempt, 'worker', grant.worker, 'lease_expires_at', expires,
+    started, c:text(c.now), unpack(fields))
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)

@@ -102,15 +102,15 @@ end
 function suspension.resume(c, id, rec, open, how)
   waiting.leave(c, id, rec)
   local delay = how.delay_ms or 0
-  local fields = { state = S.eligible('i'), last_transition_at = c.now }
   if delay > 0 then
-    fields.state = S.delayed('r', 'i')
-    fields.delay_until = c:after(delay)
-    fields.blocking_detail = string.format('resume delay %.0fms', delay) .. (how.after or '')
+    record.transition(c, id, rec, S.delayed('r', 'i'),
+      'last_transition_at', c.now, 'delay_until', c:after(delay),
+      'blocking_detail', string.format('resume delay %.0fms', delay) .. (how.after or ''))
+  else
+    record.transition(c, id, rec, S.eligible('i'), 'last_transition_at', c.now)
+    record.clear(c, id, rec, 'blocking_detail')
   end
-  record.set(c, id, rec, fields)
   record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id')
-  if delay == 0 then record.clear(c, id, rec, 'blocking_detail') end
   waiting.enter(c, id, rec)
   suspension.close(c, id, open, how)
   if delay == 0 then c:ring(rec.lane_id) end

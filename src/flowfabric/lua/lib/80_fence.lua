@@ -30,9 +30,9 @@ function fence.check(c, id, rec, text, override, marks)
   elseif set < 3 then
     return reply.err('partial_fence_triple')
   end
-  if S.phase(rec.state) ~= 'a' then return reply.not_active(rec) end
-  if S.ownership(rec.state) == 'v' then return reply.err('lease_revoked') end
-  if S.ownership(rec.state) == 'x' or tonumber(rec.lease_expires_at) <= c.now then
+  if not S.is_active(rec.state) then return reply.not_active(rec) end
+  if S.is_lease_revoked(rec.state) then return reply.err('lease_revoked') end
+  if S.is_lease_expired(rec.state) or tonumber(rec.lease_expires_at) <= c.now then
     if marks then lease.mark_expired(c, id, rec) end
     return reply.err('lease_expired')
   end
@@ -79,8 +79,6 @@ function fence.own_attempt(c, id, rec, text)
       next_attempt_index = archived[6], paused = archived[7] }
   end
   if not mine(rec.attempt, rec.lease) then return nil end
-  local outcome = S.phase(rec.state) == 't' and S.outcome(rec.state) or nil
-  local ended = outcome == 's' and 'ended_success' or outcome == 'c' and 'ended_cancelled'
-    or (outcome and 'ended_failure') or nil
+  local ended = S.is_terminal(rec.state) and S.attempt_end(rec.state) or nil
   return { state = ended, ended_by = rec.ended_by, paused = rec.paused }
 end

@@ -27,15 +27,13 @@ end
 -- `stream_reason` for the attempt's stream, `close_reason` for open waitpoints.
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
-  local held = S.phase(rec.state) == 'a'
+  local held = S.is_active(rec.state)
   local purge_due = c:text(ending.purge_due(rec, c.now))
-  server.call('HSET', K.core(c.tag, id), 'state', state, 'completed_at', c:text(c.now),
-    unpack(how.fields or NONE))
   streams.close(c, id, rec, how.stream_reason)
   if held then
     lease.leave_indexes(c, id, rec)
   else
-    if S.phase(rec.state) == 'p' then suspension.abandon(c, id, rec, how.close_reason) end
+    if S.is_suspended(rec.state) then suspension.abandon(c, id, rec, how.close_reason) end
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
@@ -48,8 +46,7 @@ function ending.finish(c, id, rec, how)
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
-  rec.state = state
-  rec.completed_at = c.now
+  record.transition(c, id, rec, state, 'completed_at', c:text(c.now), unpack(how.fields or NONE))
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
   local outcome, told = OUTCOME_NAMES[how.outcome], extras(how)
   if held then

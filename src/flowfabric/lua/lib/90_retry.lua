@@ -77,13 +77,13 @@ function retry.schedule(c, id, rec, policy, failure)
   lease.leave_indexes(c, id, rec)
   record.clear(c, id, rec, 'blocking_detail', 'lease_expired_at', 'lease_revoked_at',
     'lease_revoke_reason')
-  local fields = {}
+  local fields = {
+    'delay_until', due, 'retry_count', count + 1, 'last_transition_at', c.now,
+  }
   record.tell(c, id, rec, fields, 'failure_reason', failure.reason)
   record.tell(c, id, rec, fields, 'failure_category', failure.category)
-  server.call('HSET', K.core(c.tag, id), 'state', S.delayed('b', 't'), 'delay_until', due,
-    'retry_count', count + 1, 'last_transition_at', c.now, unpack(fields))
+  record.transition(c, id, rec, S.delayed('b', 't'), unpack(fields))
   events.emit_lease(c, 'released', id, rec, 'r', 'failed_retry_scheduled', 'du', due)
-  rec.state, rec.delay_until, rec.retry_count = S.delayed('b', 't'), due, count + 1
   waiting.enter(c, id, rec)
   return due, next_index
 end

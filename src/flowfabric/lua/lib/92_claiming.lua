@@ -96,12 +96,11 @@ end
 -- How an execution in this state can be taken, or nil when it cannot.
 function claiming.mode(c, rec)
   if rec.state == S.NEW then return 'fresh' end
-  if S.phase(rec.state) == 'r' and S.eligibility(rec.state) == 'e' then
-    return S.attempt(rec.state) == 'i' and 'resumed' or 'fresh'
+  if S.is_runnable(rec.state) and S.is_eligible(rec.state) then
+    return S.has_paused_attempt(rec.state) and 'resumed' or 'fresh'
   end
-  local ownership = S.ownership(rec.state)
-  if ownership == 'v' then return 'reclaimed' end
-  if ownership == 'x' then
+  if S.is_lease_revoked(rec.state) then return 'reclaimed' end
+  if S.is_lease_expired(rec.state) then
     local grace = c:lane(rec.lane_id).reclaim_grace
     if tonumber(rec.lease_expires_at) + grace <= c.now then return 'reclaimed' end
   end
@@ -115,7 +114,7 @@ end
 -- The cap that ended the execution, or nil. A caller's own cap is not on the record, but the
 -- count had reached it.
 function claiming.ended_at_cap(rec, fallback)
-  if S.phase(rec.state) ~= 't' or rec.ended_by ~= 'reclaim_cap' then return nil end
+  if not S.is_terminal(rec.state) or rec.ended_by ~= 'reclaim_cap' then return nil end
   return math.min(claiming.reclaim_cap(rec, fallback), tonumber(rec.lease_reclaim_count or 0))
 end
 
@@ -139,7 +138,7 @@ function claiming.take(c, id, rec, mode, grant)
   if mode == 'reclaimed' then
     record.archive(c, id, rec, 'interrupted_reclaimed', {
       ended_at = c.now,
-      failure_reason = S.ownership(rec.state) == 'v' and 'lease_revoked' or 'lease_expired',
+      failure_reason = S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired',
     })
     streams.close(c, id, rec, 'reclaimed')
     lease.leave_indexes(c, id, rec)
@@ -249,7 +248,7 @@ local function consider(c, want, offered, id, key, rows)
   local mode = rec and claiming.mode(c, rec)
   if not mode then
     -- A lost execution in its lane's grace stays; anything else has no business here.
-    if rec and S.ownership(rec.state) == 'x' then return true end
+    if rec and S.is_lease_expired(rec.state) then return true end
     c:zrem(key, id)
     return false
   end

@@ -6,20 +6,15 @@ function pausing.release(c, id, rec, state, marker, fields, score)
   local timer = rec.attempt_timeout_ms
     and server.call('ZSCORE', K.index(c.tag, 'attempt_timeout'), id)
   lease.leave_indexes(c, id, rec)
-  local args = {
-    'HSET', K.core(c.tag, id), 'state', state, 'paused', marker, 'suspended_at', c.now,
-    'last_transition_at', c.now,
-  }
+  local told = { 'paused', marker, 'suspended_at', c.now, 'last_transition_at', c.now }
   if timer then
-    args[#args + 1] = 'attempt_timeout_remaining_ms'
-    args[#args + 1] = math.max(1, tonumber(timer) - c.now)
+    fields.attempt_timeout_remaining_ms = math.max(1, tonumber(timer) - c.now)
   end
   for name, value in pairs(fields) do
-    args[#args + 1] = name
-    args[#args + 1] = value
-    rec[name] = value
+    told[#told + 1] = name
+    told[#told + 1] = value
   end
-  server.call(unpack(args))
+  record.transition(c, id, rec, state, unpack(told))
   local reason = string.match(marker, '^[^:]+')
   if fields.delay_until then
     events.emit_lease(c, 'released', id, rec, 'r', reason, 'du', fields.delay_until)
@@ -28,7 +23,6 @@ function pausing.release(c, id, rec, state, marker, fields, score)
   else
     events.emit_lease(c, 'released', id, rec, 'r', reason)
   end
-  rec.state = state
   waiting.enter(c, id, rec, score)
 end
 
