@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.conditions import Single
-from flowfabric.core.contracts.executions import Impossible, NewExecution
+from flowfabric.core.contracts.executions import Completed, Impossible, NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
@@ -264,7 +264,7 @@ async def test_too_few_items(garbled: Engine) -> None:
     [
         ("id, MODE_LETTERS[mode]", "id, 'q'"),
         ("rec.execution_kind, rec.lease, rec.attempt,", "rec.execution_kind, 5, rec.attempt,"),
-        ("tonumber(rec.lease_expires_at), rare(", "'soon', rare("),
+        ("tonumber(rec.lease_expires_at), optional", "'soon', optional"),
     ],
 )
 async def test_an_odd_claim(garbled: Engine, field: str, odd: str) -> None:
@@ -273,6 +273,51 @@ async def test_an_odd_claim(garbled: Engine, field: str, odd: str) -> None:
     with pytest.raises(ReplyError) as caught:
         await garbled.claim_all()
     assert (caught.value.function, caught.value.execution_id) == ("ff_claim_many", execution_id)
+
+
+async def test_a_longer_reply_is_read(garbled: Engine) -> None:
+    """A newer library may tell more: older callers read what they know."""
+    given = await situation(garbled)
+    longer = "local told = { 1, 'OK', ... } told[select('#', ...) + 3] = 'later' return told"
+    await load(garbled, mutated(*ENVELOPE, longer))
+    for name, (_, call) in CALLS.items():
+        await call(garbled.backend, given[name])
+    await garbled.create()
+    assert len(await garbled.claim_all()) > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "instead"),
+    [
+        ("optional_parts(c, id, rec, mode),", "optional_parts(c, id, rec, mode), 'later',"),
+        (
+            "suspension.cause(c, id, rec) or false,",
+            "suspension.cause(c, id, rec) or false, 'later',",
+        ),
+        ("    mode == 'resumed' and suspension.cause(c, id, rec) or false,\n", ""),
+    ],
+    ids=["longer row", "more optional parts", "fewer optional parts"],
+)
+async def test_claim_rows_are_open(garbled: Engine, part: str, instead: str) -> None:
+    execution_id = await garbled.create(tags={"app.a": "b"}, namespace="other")
+    await load(garbled, mutated("lib/92_claiming.lua", part, instead))
+    (claim,) = await garbled.claim_all()
+    assert (claim.execution_id, claim.tags) == (execution_id, {"app.a": "b"})
+    assert (claim.namespace, claim.resume_cause) == ("other", None)
+
+
+async def test_a_completion_may_tell_more(garbled: Engine) -> None:
+    where = (
+        "functions/ff_complete.lua",
+        "operator.remember(c, id, rec, request, 'completed') end\n  return 'completed'",
+    )
+    first, second = await running(garbled), await running(garbled)
+    more = where[1].replace("return 'completed'", "return { 1, 'completed', 7 }")
+    await load(garbled, mutated(*where, more))
+    await garbled.backend.complete(first)
+    assert await garbled.backend.complete_many([Completion(second)]) == [
+        Completed(second.execution_id)
+    ]
 
 
 async def test_an_odd_claim_among_others(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,9 +98,11 @@ def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
     if answer == b"completed":
         return None
     if type(answer) is list:
-        return refused(
-            cast("list[Any]", answer), op, function="ff_complete", execution_id=execution_id
-        )
+        parts = cast("list[Any]", answer)
+        # A newer library may have more to tell of a success.
+        if parts[:2] == [1, b"completed"]:
+            return None
+        return refused(parts, op, function="ff_complete", execution_id=execution_id)
     return unreadable(answer, "ff_complete", op, execution_id)
 
 

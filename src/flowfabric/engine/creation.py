@@ -78,7 +78,7 @@ def creation_outcome(execution_id: ExecutionId, answer: Any) -> CreateOutcome | 
             return Created(execution_id, public)
     elif type(answer) is list:
         parts = cast("list[Any]", answer)
-        if len(parts) == 3 and parts[:2] == [1, b"DUPLICATE"]:
+        if len(parts) >= 3 and parts[:2] == [1, b"DUPLICATE"]:
             return Duplicate(ExecutionId.trusted(text(parts[2])))
         return refused(parts, "create_execution", function="ff_create", execution_id=execution_id)
     return unreadable(answer, "ff_create", "create_execution", execution_id)

@@ -202,13 +202,12 @@ class Executions(Registration):
         if source != "lease_holder":
             args[3] = checked_source(source)
         reply = await self.fcall("ff_complete", execution_id.tag, args, op="complete")
-        if reply[2:] == [[b"completed"]]:
-            return Completed(execution_id)
         with decoding(reply, "ff_complete", "complete", execution_id):
             (answer,) = reply[2]
-        raise refusal(answer, "complete", execution_id) or unreadable(
-            reply, "ff_complete", "complete", execution_id
-        )
+        error = refusal(answer, "complete", execution_id)
+        if error is not None:
+            raise error
+        return Completed(execution_id)
 
     async def complete(
         self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
@@ -322,7 +321,7 @@ class Executions(Registration):
         execution_id = self.checked(execution_id)
         args = (execution_id, reason_text(reason, "reason"), source, proof(fence))
         reply = await self.fcall("ff_cancel", execution_id.tag, args, op="cancel")
-        if reply[2:] != [b"cancelled"]:
+        if reply[2:3] != [b"cancelled"]:
             raise unreadable(reply, "ff_cancel", "cancel", execution_id)
         return Cancelled(execution_id)
 
@@ -366,12 +365,12 @@ class Executions(Registration):
         execution_id = self.checked(execution_id)
         args = (execution_id, proof(fence), checked_source(source))
         reply = await self.fcall("ff_wait_children", execution_id.tag, args, op="wait_children")
-        if reply[2:] == [b"moved"]:
+        if reply[2:3] == [b"moved"]:
             return Moved(execution_id)
-        if reply[2:] == [b"ready"]:
+        if reply[2:3] == [b"ready"]:
             return Ready()
         with decoding(reply, "ff_wait_children", "wait_children", execution_id):
-            word, upstreams = reply[2:]
+            word, upstreams = reply[2:4]
             if word == b"impossible":
                 return Impossible(tuple(ExecutionId.trusted(text(each)) for each in upstreams))
         raise unreadable(reply, "ff_wait_children", "wait_children", execution_id)

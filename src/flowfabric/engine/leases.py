@@ -52,7 +52,7 @@ from flowfabric.engine.calls import Calls, decoding, proof, refused, text, unrea
 __all__ = ["Leases", "claim_from_row"]
 
 _RENEW_BATCH = 256
-_NOTHING_RARE: tuple[Any, ...] = (None,) * 6
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_TAGS: dict[str, str] = {}
 _AUDIT = ("capability_hash", "route_snapshot_json", "admission_summary")
@@ -76,8 +76,11 @@ def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Cl
 
 
 def _claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
-    rare = row[8] if len(row) > 8 else _NOTHING_RARE
-    attempt_type, tags, namespace, timeout, deadline, cause = rare
+    optional_parts = row[8] if len(row) > 8 else _NO_OPTIONAL_PARTS
+    if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
+        # Another library version knows more of them, or fewer.
+        optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
+    attempt_type, tags, namespace, timeout, deadline, cause = optional_parts
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -102,7 +105,8 @@ def _claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
 
 
 def _cause(parts: Sequence[bytes | None]) -> ResumeCause:
-    suspension_id, trigger, close_reason, closer = (None if p is None else text(p) for p in parts)
+    known = (None if part is None else text(part) for part in parts[:4])
+    suspension_id, trigger, close_reason, closer = known
     return ResumeCause(suspension_id or "", trigger or "", close_reason or "", closer)
 
 

@@ -154,8 +154,8 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, the
--- execution's deadline, why it was resumed.
-local function rare(c, id, rec, mode)
+-- execution's deadline, why it was resumed. Callers ignore further parts, here and in the row.
+local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at)
       and rec.namespace == 'default' and mode ~= 'resumed' then
     return nil
@@ -181,7 +181,7 @@ function claiming.row(c, id, rec, mode)
   return {
     id, MODE_LETTERS[mode], rec.execution_kind, rec.lease, rec.attempt,
     server.call('GET', K.payload(c.tag, id)), rec.payload_encoding or false,
-    tonumber(rec.lease_expires_at), rare(c, id, rec, mode),
+    tonumber(rec.lease_expires_at), optional_parts(c, id, rec, mode),
   }
 end
 
