@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.connect import connect
-from tests.docs.markdown import ROOT, blocks
+from flowfabric.valkey.connection import dial
+from tests.docs.markdown import blocks
 from tests.docs.scratch import run_python
+from tests.support.acl import PAGE, documented_users, login
 from tests.support.server import TestServer, free_port
 
-PAGE = ROOT / "docs" / "how-to" / "deploy-on-valkey.md"
 COMMAND_LINE = "from flowfabric.cli.main import main; main()"
 PROGRAM = """
 import asyncio
@@ -43,22 +43,17 @@ def server() -> Iterator[TestServer]:
     external.stop()
 
 
-def acl_rule() -> list[str]:
-    """The user that the page recommends."""
-    (rule,) = [b.text for b in blocks(PAGE) if b.text.startswith("ACL SETUSER")]
-    return rule.split()
-
-
-async def test_a_restricted_user_is_enough(server: TestServer, tmp_path: Path) -> None:
-    rule = acl_rule()
-    operator = await connect(parse_url(server.url))
-    await operator.call(*rule, key="")
-    await operator.aclose()
-    user, password = rule[2], rule[4].removeprefix(">")
-    url = f"valkey://{user}:{password}@127.0.0.1:{server.port}/0"
-    printed = run_python(tmp_path, "-c", COMMAND_LINE, "doctor", "--prepare", FF_URL=url)
+async def test_the_documented_users_are_enough(server: TestServer, tmp_path: Path) -> None:
+    admin = await dial(parse_url(server.url))
+    for rule in documented_users().values():
+        await admin.call(*rule)
+    await admin.aclose()
+    operator, worker = (
+        login(f"valkey://127.0.0.1:{server.port}", user) for user in ("ff-operator", "ff-worker")
+    )
+    printed = run_python(tmp_path, "-c", COMMAND_LINE, "doctor", "--prepare", FF_URL=operator)
     assert "Nothing is broken" in printed
-    assert run_python(tmp_path, "-c", PROGRAM, FF_URL=url) == "1\n"
+    assert run_python(tmp_path, "-c", PROGRAM, FF_URL=worker) == "1\n"
     assert not (tmp_path / ".flowfabric").exists()
 
 

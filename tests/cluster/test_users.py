@@ -1,0 +1,245 @@
+"""The ACL users of docs/how-to/deploy-on-valkey.md: enough for their work, and no more."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import flowfabric as ff
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.settings import ScannerSettings
+from flowfabric.scanners.supervisor import ScannerSupervisor
+from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.connection import Reply, dial
+from tests.cluster.nodes import TestCluster
+from tests.docs.markdown import ROOT
+from tests.support.acl import PAGE, documented_users, login
+from tests.support.server import TestServer, free_port
+
+SOURCE = ROOT / "src" / "flowfabric"
+SECRET = "ff:sec:{fp:0}:waitpoint_hmac"
+# Words in the sources that are commands too, and commands that need no permission.
+NOT_CALLED = {"AUTH", "DEBUG", "HELLO", "READONLY", "TYPE"}
+# Those with subcommands: the users get only the ones that are called.
+SUBCOMMANDS = {"CLIENT", "CLUSTER", "CONFIG", "FUNCTION", "XINFO"}
+
+
+def allowed(user: str) -> set[str]:
+    return {word[1:].upper() for word in documented_users()[user] if word.startswith("+")}
+
+
+@dataclass
+class Deployment:
+    """A prepared deployment whose users are the documented ones."""
+
+    base: str
+    nodes: list[TestServer]
+
+    def url(self, user: str) -> str:
+        return login(self.base, user)
+
+    async def admin(self, *words: str) -> list[Reply]:
+        """One command on every node, by the server's administrator."""
+        replies: list[Reply] = []
+        for node in self.nodes:
+            conn = await dial(Address(socket_path=str(node.socket_path)))
+            replies.append(await conn.call(*words))
+            await conn.aclose()
+        return replies
+
+    async def refusals(self) -> set[str]:
+        """What the ACL has refused so far."""
+        logs = await self.admin("ACL", "LOG")
+        return {
+            f"{bytes(entry[b'username']).decode()}: {bytes(entry[b'object']).decode()}"
+            for log in logs
+            for entry in log
+        }
+
+    async def backend(self, user: str) -> Backend:
+        return await Backend.connect(parse_url(self.url(user)))
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[TestServer]:
+    server = TestServer("--appendonly", "yes", port=free_port())
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["single", "cluster"])
+def bare(request: pytest.FixtureRequest) -> Deployment:
+    found: TestServer | TestCluster = request.getfixturevalue(request.param)
+    if isinstance(found, TestCluster):
+        return Deployment(found.url, found.nodes)
+    return Deployment(f"valkey://127.0.0.1:{found.port}", [found])
+
+
+@pytest.fixture
+async def deployment(bare: Deployment) -> Deployment:
+    await bare.admin("FLUSHALL")
+    await bare.admin("FUNCTION", "FLUSH")
+    for rule in documented_users().values():
+        await bare.admin(*rule)
+    await bare.admin("ACL", "LOG", "RESET")
+    operator = parse_url(bare.url("ff-operator"))
+    async with await Backend.connect(operator, prepare_with=PartitionCounts(flow=16)) as backend:
+        await backend.seed_at_boot("ab" * 32)
+    return bare
+
+
+class Application:
+    """The same tasks for every user of a deployment."""
+
+    def __init__(self, url: str) -> None:
+        self.app = app = ff.Fabric(url)
+
+        @app.task(retry=ff.Retry(2, backoff="20ms"))
+        async def flaky(ctx: ff.Context) -> str:
+            await ctx.progress(50, "half")
+            await ctx.stream(f"attempt {ctx.attempt}")
+            if ctx.attempt == 0:
+                raise ConnectionError
+            return "done"
+
+        @app.task
+        async def ask(ctx: ff.Context, name: str) -> str:
+            await ctx.waitpoint(name)
+            answers = ("yes", "approved")
+            return (await ctx.wait_for(name, answers, timeout="1h")).name
+
+        @app.task
+        async def impatient(ctx: ff.Context) -> str:
+            return await ctx.wait_for("never", timeout="50ms", on_timeout="default", default="late")
+
+        @app.task(timeout="100ms")
+        async def slow() -> None:
+            await asyncio.sleep(3600)
+
+        @app.task
+        async def stuck(ctx: ff.Context) -> None:
+            await ctx.stream("started")
+            await asyncio.sleep(3600)
+
+        self.flaky, self.ask, self.impatient = flaky, ask, impatient
+        self.slow, self.stuck = slow, stuck
+
+
+async def reached(run: ff.Run[Any], state: str) -> None:
+    while (await run.state()).value != state:  # noqa: ASYNC110 - no event for it
+        await asyncio.sleep(0.02)
+
+
+async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
+    submit = Application(deployment.url("ff-submit"))
+    worker = Application(deployment.url("ff-worker"))
+    operator = Application(deployment.url("ff-operator"))
+    async with submit.app, worker.app, operator.app, worker.app.worker(lease_ttl="2s"):
+        retried = await submit.app.submit(
+            submit.flaky, delay="50ms", idempotency_key="once", tags={"app.a": "b"}, priority=3
+        )
+        output = [bytes(frame.payload) async for frame in retried.stream()]
+        assert (len(output), await retried.result(timeout=30)) == (2, "done")
+        many = await submit.app.submit_many(submit.flaky, [[], []])
+        assert [await run.result(timeout=30) for run in many] == ["done", "done"]
+        asked = [await submit.app.submit(submit.ask, name) for name in ("a", "b", "c")]
+        for run in asked:
+            await reached(run, "suspended")
+        await worker.app.get_run(str(asked[0].id)).signal("a", "yes")
+        await worker.app.get_run(str(asked[2].id)).signal("c", "perhaps")
+        await operator.app.get_run(str(asked[1].id)).approve("b", decided_by="ada")
+        assert await asked[0].result(timeout=30) == "yes"
+        assert await asked[1].result(timeout=30) == "approved"
+        stuck = await submit.app.submit(submit.stuck)
+        await anext(aiter(stuck.stream()))
+        later = await submit.app.submit(submit.flaky, delay="1h")
+        for run in (asked[2], stuck, later):
+            await run.cancel("enough")
+            assert (await run.wait(timeout=30)).state.value == "cancelled"
+        late = await submit.app.submit(submit.impatient)
+        assert await late.result(timeout=30) == "late"
+        slow = await submit.app.submit(submit.slow)
+        await reached(slow, "expired")
+        assert (await retried.info()).total_attempt_count == 2
+    async with await deployment.backend("ff-worker") as backend:
+        supervisor = ScannerSupervisor(backend, ScannerSettings(events_retention_ms=1))
+        for name in supervisor.status():
+            assert (await supervisor.scan_once(name)).errors == 0
+        await backend.list_executions(limit=100)
+    # Only the operator may read settings; a worker skips its checks of them.
+    assert await deployment.refusals() <= {"ff-worker: config|get"}
+
+
+async def test_the_users_can_do_no_more(deployment: Deployment) -> None:
+    worker, submit = await deployment.backend("ff-worker"), await deployment.backend("ff-submit")
+    before = await deployment.admin("DBSIZE")
+    async with worker, submit:
+        refused = {
+            worker: [
+                ("HSET", SECRET, "current_kid", "mine"),
+                ("HSET", "ff:config:partitions", "flow", "1"),
+                ("SET", "other", "1"),
+            ],
+            submit: [
+                ("HGETALL", SECRET),
+                ("SET", "ff:leader:scanners", "me"),
+                ("HSET", "ff:signal:x", "a", "b"),
+            ],
+        }
+        for backend, commands in refused.items():
+            for command in [
+                *commands,
+                ("FUNCTION", "LIST"),
+                ("FUNCTION", "FLUSH"),
+                ("SCRIPT", "FLUSH"),
+                ("CONFIG", "GET", "dir"),
+                ("KEYS", "*"),
+                ("FLUSHALL",),
+                ("ACL", "LIST"),
+            ]:
+                key = next((word for word in command if ":" in word), "{fp:0}")
+                with pytest.raises(TransportError) as caught:
+                    await backend.transport.call(*command, key=key)
+                assert caught.value.kind == "auth", command
+        with pytest.raises(EngineError):
+            await worker.rotate_waitpoint_hmac_secret(0, "mine", "cd" * 32, 0)
+    assert await deployment.admin("DBSIZE") == before
+
+
+def called() -> dict[str, set[str]]:
+    """The commands that the package sends, from Python and from Lua."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.lua"):
+        for name in re.findall(r"call\('([A-Z]+)'", path.read_text()):
+            found.setdefault(name, set()).add(path.name)
+    for path in SOURCE.rglob("*.py"):
+        if "bench" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for name in [node.value, *re.findall(r"call\('([A-Z]+)'", node.value)]:
+                    found.setdefault(name, set()).add(path.name)
+    return found
+
+
+async def test_the_users_have_the_commands_that_are_called(deployment: Deployment) -> None:
+    (listed, *_) = await deployment.admin("COMMAND", "LIST")
+    known = {bytes(name).decode().upper() for name in listed}
+    needed = {name: where for name, where in called().items() if name in known - NOT_CALLED}
+    granted = {name.partition("|")[0] for name in allowed("ff-operator")}
+    missing = {name: where for name, where in needed.items() if name not in granted}
+    assert missing == {}, f"add them to the users in {PAGE.name}"
+    assert granted - needed.keys() == set(), f"remove them from the users in {PAGE.name}"
+    assert {name for name in granted if name in SUBCOMMANDS} == {
+        name.partition("|")[0] for name in allowed("ff-operator") if "|" in name
+    }
+    assert allowed("ff-operator") - allowed("ff-worker") == {"CONFIG|GET", "FUNCTION|LOAD"}
+    assert allowed("ff-submit") < allowed("ff-worker")
