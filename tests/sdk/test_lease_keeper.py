@@ -44,7 +44,7 @@ async def test_blocked_loop_and_spinning_thread_keep_their_leases(
 ) -> None:
     """Three lease periods of time.sleep in a coroutine, while a thread computes in pure Python."""
     blocked, waiting = await submit(engine.backend), await submit(engine.backend, kind="wait")
-    worker = await make_worker(lease_ttl_ms=1000, max_concurrent_tasks=2)
+    worker = await make_worker(lease_ttl_ms=1000, block_limit_ms=60_000, max_concurrent_tasks=2)
     started, release = asyncio.Event(), asyncio.Event()
     spinning = True
 
@@ -208,14 +208,17 @@ async def test_stop_is_immediate_and_leaves_nothing(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
     clients = await connections(engine)
-    task = await one_task(make_worker, engine, lease_ttl_ms=36_000_000)
-    keeper: LeaseKeeper = task._owner.keeper
-    # The keeper is asleep between two looks, twenty minutes apart.
-    assert keeper._look_every == pytest.approx(1200)
+    worker = await make_worker(lease_ttl_ms=36_000_000)
+    keeper = worker.keeper
+    # Held between two looks, the keeper sleeps for twenty minutes.
+    keeper.look_every_s = 1200
+    await submit(engine.backend)
+    task = await worker.claim()
+    assert task is not None
     async with asyncio.timeout(30):
         await asyncio.to_thread(keeper.stop)
     await task.complete()
-    await task._owner.aclose()  # type: ignore[attr-defined]
+    await worker.aclose()
     assert not keeper._thread.is_alive()
     await until(lambda: same(engine, clients), "closed connections")
 

@@ -295,6 +295,7 @@ class Fabric(AsyncClosing):
         lanes: Sequence[str] | None = None,
         capabilities: Iterable[str] = (),
         lease_ttl: Duration = 30,
+        block_limit: Duration | None = None,
         batch: int = 64,
         scanners: bool = True,
         on_unknown_kind: Literal["fail", "release"] = "fail",
@@ -303,7 +304,8 @@ class Fabric(AsyncClosing):
         """A worker for this application's tasks; `await worker.run()` serves.
 
         Without `lanes` it serves every lane that a task names. `batch` is the most executions
-        one call claims or completes.
+        one call claims or completes. When a task blocks the event loop for longer than
+        `block_limit`, three leases unless set, the worker releases the other executions it holds.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
         served = lanes or tuple(named)
@@ -313,6 +315,7 @@ class Fabric(AsyncClosing):
             # Checked and kept as a tuple there.
             capabilities=cast("Sequence[str]", capabilities),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),
+            block_limit_ms=None if block_limit is None else to_ms(block_limit, "block_limit"),
             max_concurrent_tasks=concurrency,
             batch=batch,
             scanners=scanners,

@@ -26,6 +26,7 @@ _HANDLED = 0x80
 _MARGIN_S = 5.0
 """What a drain may take beyond its grace before anyone doubts that it goes on."""
 _BLOCKED_S = 3.0
+_FLUSH_S = 3.0
 
 
 class Overdue:
@@ -204,9 +205,16 @@ def ends_within(seconds: float, code: int, last_words: Callable[[], None]) -> Ge
 
 def end_process(code: int) -> NoReturn:
     """End at once, from any thread; what was printed and logged is kept."""
+    # The thread that prints may be blocked, and hold the lock of its stream.
+    flushing = threading.Thread(target=_flush, name="ff-flush", daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_S)
+    os._exit(code)
+
+
+def _flush() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         # A reader that is gone, or a stream that was closed.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import sys
+import threading
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
 from flowfabric.cli.words import clean
 from flowfabric.core.errors import ConfigError
+from flowfabric.valkey.forks import forget_on_fork
 
-__all__ = ["LEVELS", "JsonFormatter", "TextFormatter", "set_up"]
+__all__ = ["LEVELS", "BackgroundHandler", "JsonFormatter", "TextFormatter", "flush", "set_up"]
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
+_MAX_WAITING = 10_000
+_FLUSH_S = 2.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
@@ -29,13 +35,19 @@ def set_up(level: str | None, *, as_json: bool) -> bool:
     """
     level = level or _choice("FF_LOG_LEVEL", LEVELS, "info")
     as_json = as_json or _choice("FF_LOG_FORMAT", FORMATS, "text") == "json"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter(colour=colour))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     return as_json
+
+
+def flush() -> None:
+    """Have what was logged written, before something else is."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
 
 
 def _choice(variable: str, known: tuple[str, ...], default: str) -> str:
@@ -46,6 +58,68 @@ def _choice(variable: str, known: tuple[str, ...], default: str) -> str:
             f"invalid value for {variable}: must be one of {', '.join(known)}, got {value!r}",
         )
     return value
+
+
+class BackgroundHandler(logging.Handler):
+    """Writes lines from a thread of its own: a pipe that nobody reads blocks no logger.
+
+    Lines that do not fit its queue are dropped and counted; the count follows the lines that
+    did fit.
+    """
+
+    def __init__(self, stream: TextIO, max_waiting: int = _MAX_WAITING) -> None:
+        super().__init__()
+        self._stream = stream
+        self._max_waiting = max_waiting
+        self._dropped = 0
+        self.forget()
+        forget_on_fork(self)
+
+    def forget(self) -> None:
+        """In a forked child: the thread is gone, and the parent writes what waits."""
+        self._lines: queue.Queue[str] = queue.Queue(self._max_waiting)
+        self._thread: threading.Thread | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue one line; never waits."""
+        try:
+            self._put(self.format(record))
+        except Exception as error:  # noqa: BLE001 - as every handler: logging raises nothing
+            self._put(f"log record of {record.name} not shown: {type(error).__name__}")
+
+    def _put(self, line: str) -> None:
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="ff-log", daemon=True)
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until everything is written, but not long: nobody may be reading."""
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _FLUSH_S)
+
+    def _write_all(self) -> None:
+        while True:
+            self._write(self._lines.get())
+            if self._dropped and self._lines.empty():
+                dropped, self._dropped = self._dropped, 0
+                text = f"{dropped} log lines were dropped: standard error was not read in time"
+                about = {"name": __name__, "levelname": "WARNING", "msg": text}
+                self._write(self.format(logging.makeLogRecord(about)))
+            self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        # A reader that is gone, or a stream that was closed.
+        with contextlib.suppress(OSError, ValueError):
+            # Past the stream's buffer, whose lock a blocked write would hold until the end.
+            descriptor = self._stream.fileno()
+            while data:
+                data = data[os.write(descriptor, data) :]
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

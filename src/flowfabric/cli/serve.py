@@ -19,7 +19,7 @@ from flowfabric.app.stopping import Overdue, ends_within, on_signals
 from flowfabric.app.worker import AppWorker
 from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
-from flowfabric.cli.logs import set_up
+from flowfabric.cli.logs import flush, set_up
 from flowfabric.cli.options import Target
 from flowfabric.cli.screen import Screen
 from flowfabric.cli.session import data_folder
@@ -72,6 +72,7 @@ def serve(application: str, target: Target, plan: Plan) -> None:
         summary = runner.run(_run(app, worker, plan, as_json=as_json))
     except BaseException as error:
         problem = error
+        flush()
         with ends_within(_CLOSING_S, 1, lambda: _tell(problem)):
             runner.close()
         raise
@@ -170,6 +171,7 @@ def _report_end(summary: RunSummary, ran_ms: int, *, as_json: bool) -> None:
     if as_json:
         log.info("worker stopped", extra={"action": "worker_stopped", "ran_ms": ran_ms, **counts})
         return
+    flush()
     told = [f"{count:,} {name}" for name, count in counts.items() if count]
     work = ", ".join(told) or plural(0, "task")
     Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {work}.")

@@ -17,6 +17,8 @@ __all__ = ["WorkerConfig", "default_worker_id"]
 
 _MIN_LEASE_TTL_MS = 1_000
 _MAX_BATCH = 256
+_MIN_BLOCK_LIMIT_MS = 1_000
+_LEASES_BLOCKED = 3
 
 
 def default_worker_id() -> str:
@@ -56,6 +58,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The longest pause after an empty claim when no doorbell rings; twice that with scanners,
     which ring again for work that waits."""
     max_concurrent_tasks: int = 1
+    block_limit_ms: int | None = None
+    """How long a task may block the event loop before the worker releases the other executions it
+    holds; three leases unless set."""
     complete_on_exit: bool = False
     """Whether leaving `async with task:` normally completes a task that has no end yet."""
     batch: int = 64
@@ -71,6 +76,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("worker", f"must be 1 to {_MAX_BATCH}", "batch")
         if self.claim_poll_interval_ms < 1:
             raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
+        if self.block_limit_ms is not None and self.block_limit_ms < _MIN_BLOCK_LIMIT_MS:
+            raise ConfigError("worker", f"must be at least {_MIN_BLOCK_LIMIT_MS}", "block_limit_ms")
         for field, check in _CHECKS:
             try:
                 # Kept as checked: what was given may be an iterator, which reads once.
@@ -91,6 +98,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def permits(self) -> int:
         """How many tasks may run at once."""
         return max(1, self.max_concurrent_tasks)
+
+    @property
+    def longest_block_s(self) -> float:
+        """How long the event loop may be blocked before other executions are released."""
+        return (self.block_limit_ms or _LEASES_BLOCKED * self.lease_ttl_ms) / 1000
 
     @property
     def renewal_interval_ms(self) -> int:

@@ -15,7 +15,7 @@ from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, Vali
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
-from flowfabric.sdk.lease_keeper import CANCELLED, TERMINAL_CODES, is_cancelled
+from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
@@ -218,6 +218,11 @@ class Endings:
 
     def abandon(self, task: ClaimedTask, error: BaseException) -> None:
         """The end was not accepted: the execution is somebody else's now, or already over."""
+        if isinstance(error, LeaseLost) and error.reason == RELEASED:
+            # Logged when the loop was found blocked.
+            self.summary.released += 1
+            task.finish("released")
+            return
         cancelled = _was_cancelled(error)
         log.log(
             logging.DEBUG if cancelled else logging.ERROR,

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
 
 __all__ = [
     "CANCELLED",
+    "RELEASED",
     "TERMINAL_CODES",
     "HeldLease",
     "LeaseKeeper",
@@ -39,12 +42,15 @@ TERMINAL_CODES = frozenset(
 )
 """Answers to a renewal that mean: the lease is over for good."""
 CANCELLED = "the execution was cancelled"
+RELEASED = "the event loop was blocked, so the worker released the execution"
+_TIMED_OUT = "the attempt timed out while the event loop was blocked"
 _UNHEALTHY_AFTER = 3
 _JITTER = 0.1
 _BATCH = 256
 _GIVE_BACK_S = 2.0
 _STEPS = 10
 """Looks per renewal interval: late enough to batch, early enough to be on time."""
+_LONGEST_LOOK_S = 1.0
 
 
 async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
@@ -56,6 +62,15 @@ async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
             if not (error.ambiguous and tries_left):
                 raise
     raise AssertionError("unreachable")
+
+
+async def _timed_out(backend: Backend, handle: Handle) -> bool:
+    """Have the engine end an attempt whose time is over; False when it is not over yet."""
+    execution_id = handle.execution_id
+    (answer,) = await backend.expire_execution(
+        execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [execution_id]
+    )
+    return answer != "not_yet_due"
 
 
 def is_cancelled(error: EngineError) -> bool:
@@ -71,20 +86,41 @@ class LeaseWatcher(Protocol):
         ...
 
 
+class LoopWatcher(Protocol):
+    """Who knows whether the loop that runs the handlers is blocked."""
+
+    def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
+        """Called at every look, from the keeper's thread: the leases to give up now."""
+        ...
+
+
 class HeldLease:
     """One lease the keeper renews. Written by the keeper's thread, read by anyone."""
 
-    __slots__ = ("deadline", "failures", "handle", "lost_code", "next_at", "renewing", "watcher")
+    __slots__ = (
+        "deadline",
+        "failures",
+        "handle",
+        "leaving",
+        "lost_code",
+        "next_at",
+        "renewing",
+        "times_out_at",
+        "watcher",
+    )
 
-    def __init__(self, handle: Handle, watcher: LeaseWatcher, since: float) -> None:
+    def __init__(
+        self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
+    ) -> None:
         ttl = handle.lease_ttl_ms / 1000
         self.handle = handle
         # Weak, so that a task nobody refers to any more is noticed.
         self.watcher = weakref.ref(watcher)
         self.failures = 0
         self.lost_code: str | None = None
-        self.renewing = False
+        self.renewing = self.leaving = False
         self.deadline = since + ttl
+        self.times_out_at = math.inf if timeout_ms is None else since + timeout_ms / 1000
         self.next_at = since + _spread(ttl / 3)
 
     @property
@@ -111,7 +147,8 @@ class LeaseKeeper:
 
     def __init__(self, connect: Callable[[], Awaitable[Backend]], lease_ttl_ms: int) -> None:
         self._connect = connect
-        self._look_every = lease_ttl_ms / 3000 / _STEPS
+        self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
+        self.loop_watch: LoopWatcher | None = None
         self._held: dict[str, HeldLease] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -140,9 +177,11 @@ class LeaseKeeper:
             self._ring()
             self._thread.join()
 
-    def hold(self, handle: Handle, watcher: LeaseWatcher, since: float) -> HeldLease:
+    def hold(
+        self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
+    ) -> HeldLease:
         """Renew this lease, which was asked for at `since`, until it is released or lost."""
-        held = HeldLease(handle, watcher, since)
+        held = HeldLease(handle, watcher, since, timeout_ms)
         self._held[handle.lease] = held
         if self._idle:
             self._idle = False
@@ -220,6 +259,7 @@ class LeaseKeeper:
         try:
             while not self._stopping:
                 self._tend(backend)
+                self._give_up_stuck(backend)
                 wake.clear()
                 await self._rest(wake)
         finally:
@@ -233,7 +273,7 @@ class LeaseKeeper:
         if self._held:
             # A stop must not wait for the next look.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if self._stopping else self._look_every):
+                async with asyncio.timeout(0 if self._stopping else self.look_every_s):
                     await wake.wait()
             return
         self._idle = True
@@ -256,9 +296,35 @@ class LeaseKeeper:
                 batch = leases[start : start + _BATCH]
                 for held in batch:
                     held.renewing = True
-                call = asyncio.get_running_loop().create_task(self._renew(backend, batch))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+                self._begin(self._renew(backend, batch))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        call = asyncio.get_running_loop().create_task(work)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    def _give_up_stuck(self, backend: Backend) -> None:
+        if self.loop_watch is not None:
+            for held in self.loop_watch.stuck(list(self._held.values())):
+                held.leaving = True
+                self._begin(self._give_up(backend, held))
+
+    async def _give_up(self, backend: Backend, held: HeldLease) -> None:
+        """End an attempt that timed out, hand any other to the next worker."""
+        while held.handle.lease in self._held:
+            reason = RELEASED if time.monotonic() < held.times_out_at else _TIMED_OUT
+            try:
+                if reason is RELEASED:
+                    await backend.delay(held.handle, 1)
+                    gone = True
+                else:
+                    gone = await _timed_out(backend, held.handle)
+            except EngineError as error:
+                gone = error.code in TERMINAL_CODES
+            if not gone:
+                await asyncio.sleep(self.look_every_s)
+            elif held.handle.lease in self._held:
+                self._lose(held, "lease_revoked", reason)
 
     async def _renew(self, backend: Backend, batch: list[HeldLease]) -> None:
         started = time.monotonic()

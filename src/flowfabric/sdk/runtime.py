@@ -17,6 +17,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
+from flowfabric.sdk.loop_watch import LoopWatch, handled
 from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
@@ -97,6 +98,8 @@ class WorkerRuntime:
         self._runner = current, 0 if current is None else current.cancelling()
         # The worker may have served before.
         self.worker.backend.transport.hurry(leaving=False)
+        keeper = self.worker.keeper
+        keeper.loop_watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
         parts = [
             asyncio.create_task(part())
             for part in (self._scan, self._listen, self._look, self._serve)
@@ -115,6 +118,7 @@ class WorkerRuntime:
             # A claim under way brings leases that must be given an end.
             await asyncio.wait(parts[-1:], timeout=_WIND_UP_S)
             await self._drain(grace_s)
+            keeper.loop_watch = None
             self._hurry()
             for part in parts:
                 part.cancel()
@@ -211,6 +215,10 @@ class WorkerRuntime:
     # --- running one task ---------------------------------------------------------------
 
     def _start(self, task: ClaimedTask) -> None:
+        if not task.held.alive:
+            # The claim's answer waited too long, for instance behind code that blocked the loop.
+            self._endings.abandon(task, LeaseLost("lease_expired", "it lapsed before the start"))
+            return
         running = asyncio.create_task(self._handle(task))
         self._running[task] = running
         loop = running.get_loop()
@@ -222,6 +230,7 @@ class WorkerRuntime:
 
     async def _handle(self, task: ClaimedTask) -> None:
         handed_on = False
+        handled.set(task)
         try:
             handler = self._handlers.get(task.execution_kind)
             if handler is None:

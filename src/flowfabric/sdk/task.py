@@ -96,7 +96,9 @@ class ClaimedTask(TaskWaits):
         self._landing: str | None = None
         self._late_loss: LeaseLost | None = None
         self._writer: FrameWriter | None = None
-        self._held: HeldLease = owner.keeper.hold(claim.handle, self, since)
+        self._held: HeldLease = owner.keeper.hold(
+            claim.handle, self, since, claim.attempt_timeout_ms
+        )
 
     def __del__(self) -> None:
         if self.finished_by is None:

@@ -1,0 +1,125 @@
+"""Notices that the worker's event loop is blocked, and says by what."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextvars import Context, ContextVar
+from typing import Any
+
+from flowfabric.sdk.lease_keeper import HeldLease
+from flowfabric.sdk.task import ClaimedTask
+
+__all__ = ["LoopWatch", "handled"]
+
+log = logging.getLogger(__name__)
+
+handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)
+"""The task whose handler runs; also in every asyncio task that the handler starts."""
+
+_WARN_S = 3.0
+_FRAMES = 12
+
+
+class LoopWatch:
+    """Watches the loop that creates it; the lease keeper asks, from its own thread."""
+
+    def __init__(self, limit_s: float, longest_step_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._limit_s = limit_s
+        self._warn_s = min(_WARN_S, limit_s / 3)
+        self._longest_step_s = longest_step_s
+        self._answered = True
+        self._asked_at = 0.0
+        self._blocked_s = 0.0
+        self._warned = False
+
+    def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
+        """Leases to give up: all but the blocking task's own once the limit has passed, and
+        before that those whose attempt timed out.
+        """
+        if not self._still_blocked() or self._blocked_s < self._warn_s:
+            return []
+        blocker = self._blocker()
+        now = time.monotonic()
+        stuck = [
+            held
+            for held in leases
+            if not held.leaving
+            and (blocker is None or held is not blocker.held)
+            and (self._blocked_s >= self._limit_s or now >= held.times_out_at)
+        ]
+        if stuck:
+            self._tell(
+                logging.CRITICAL,
+                blocker,
+                f"releasing {len(stuck)} other executions. "
+                "This worker claims nothing until the loop runs again.",
+            )
+        elif not self._warned:
+            self._tell(
+                logging.WARNING,
+                blocker,
+                "no other task of this worker can run. "
+                "Declare the task with `def`, or call blocking code with asyncio.to_thread().",
+            )
+        self._warned = True
+        return stuck
+
+    def _still_blocked(self) -> bool:
+        now = time.monotonic()
+        if self._answered:
+            if self._warned:
+                _log(logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s.")
+            self._answered = self._warned = False
+            self._blocked_s = 0.0
+            # The loop is closed when the worker was left behind.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._answer)
+        else:
+            # A process that was stopped as a whole did not block its loop.
+            self._blocked_s += min(now - self._asked_at, self._longest_step_s)
+        self._asked_at = now
+        return self._blocked_s > 0
+
+    def _answer(self) -> None:
+        self._answered = True
+
+    def _blocker(self) -> ClaimedTask | None:
+        current = asyncio.current_task(self._loop)
+        return None if current is None else _context_of(current).get(handled)
+
+    def _tell(self, level: int, blocker: ClaimedTask | None, consequence: str) -> None:
+        frame = sys._current_frames().get(self._thread)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - it is documented
+        stack = "".join(traceback.format_stack(frame, _FRAMES)).rstrip()
+        who, extra = "Code outside any task", {}
+        if blocker is not None:
+            who = f"{blocker.execution_kind} {blocker.execution_id}"
+            extra = {"execution_id": blocker.execution_id}
+        _log(
+            level,
+            f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}\n{stack}",
+            extra={"action": "loop_blocked", **extra},
+        )
+
+
+def _log(level: int, text: str, **more: Any) -> None:
+    # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
+    threading.Thread(
+        target=log.log, args=(level, "%s", text), kwargs=more, name="ff-loop-watch", daemon=True
+    ).start()
+
+
+def _context_of(task: asyncio.Task[Any]) -> Context:
+    if sys.version_info >= (3, 12):
+        return task.get_context()
+    # Python 3.11 keeps it, but has no name for it.
+    return next((one for one in gc.get_referents(task) if isinstance(one, Context)), Context())
