@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import EngineError, UnavailableError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy, parse_policy
 from flowfabric.core.state import PublicState
@@ -52,11 +52,7 @@ async def test_everything_given_is_readable(engine: Engine) -> None:
         creator_identity="me",
         tags={"Any Key": "ü"},
         execution_deadline_at=deadline,
-        policy={
-            "budget_ids": ["11111111-2222-4333-8444-555555555555"],
-            "quota_policy_id": "550e8400-e29b-41d4-a716-446655440000",
-            "routing_requirements": {"required_capabilities": ["gpu", "cuda"]},
-        },
+        policy={"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}},
     )
     info = await engine.backend.read_execution_info(execution_id)
     assert (info.namespace, info.lane_id, info.execution_kind) == ("tenant", "lane: 100%", "kind")
@@ -68,14 +64,9 @@ async def test_everything_given_is_readable(engine: Engine) -> None:
     assert context.tags == {"Any Key": "ü"}
     assert context.payload_encoding == "raw"
     fields = await engine.backend.read_exec_core_fields(
-        execution_id, ["creator_identity", "budget_ids", "quota_policy_id", "nonsense"]
+        execution_id, ["creator_identity", "nonsense"]
     )
-    assert fields == {
-        "creator_identity": "me",
-        "budget_ids": "11111111-2222-4333-8444-555555555555",
-        "quota_policy_id": "550e8400-e29b-41d4-a716-446655440000",
-        "nonsense": None,
-    }
+    assert fields == {"creator_identity": "me", "nonsense": None}
     lane = "lane:lane%3A 100%25"
     assert set(await indexes(engine, execution_id)) == {
         f"{lane}:eligible:cuda,gpu",
@@ -311,7 +302,6 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
                 ("stream_policy", "1"),
                 ("stream_policy", '{"retention_ttl_ms": []}'),
                 ("budget_ids", "7"),
-                ("budget_ids", "[{}]"),
                 ("quota_policy_id", "7"),
                 ("priority", '"high"'),
                 ("delay_until", '"soon"'),
@@ -344,6 +334,34 @@ async def test_the_engine_is_the_last_line(
 ) -> None:
     reply = await unchanged(engine, lambda: _raw_create(engine, policy))
     assert reply == [0, code, detail]
+
+
+@pytest.mark.parametrize(
+    ("policy", "detail"),
+    [
+        (
+            ExecutionPolicy(budget_ids=("11111111-2222-4333-8444-555555555555",)),
+            "budget_ids: budgets are not enforced yet; submit without them",
+        ),
+        (
+            ExecutionPolicy(quota_policy_id="550e8400-e29b-41d4-a716-446655440000"),
+            "quota_policy_id: quotas are not enforced yet; submit without it",
+        ),
+    ],
+)
+async def test_limits_that_nothing_enforces_are_refused(
+    engine: Engine, policy: ExecutionPolicy, detail: str
+) -> None:
+    """One of a batch fails alone."""
+    await engine.create()
+    limited = new(engine, policy=policy)
+    error = await unchanged(engine, lambda: engine.backend.create_execution(limited))
+    assert isinstance(error, UnavailableError)
+    assert (error.code, error.detail) == ("unavailable", detail)
+    assert (error.op, error.retryable) == ("create_execution", False)
+    first, second = await engine.backend.create_many([limited, new(engine)])
+    assert isinstance(first, UnavailableError)
+    assert isinstance(second, Created)
 
 
 @pytest.mark.parametrize("state", ["draining", "disabled"])

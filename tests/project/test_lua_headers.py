@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flowfabric.core.catalogue import CATALOGUE
 from tests.project.lua_source import (
     FUNCTIONS,
     Block,
@@ -63,7 +64,7 @@ def argument_problem(text: str) -> str | None:
 def error_problem(text: str) -> str | None:
     """Codes named in a note in brackets may occur in the code without being answered."""
     said = sections_of(text)["Errors"]
-    code = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+    code = re.compile(rf"\b(?:[a-z]+(?:_[a-z]+)+|{'|'.join(CATALOGUE)})\b")
     named, noted = set(code.findall(without_notes(said))), set(code.findall(said))
     if "those of the fence" in said:
         named |= errors_in(helpers()["fence.check"])

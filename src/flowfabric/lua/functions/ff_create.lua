@@ -5,7 +5,8 @@
 --   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay,
 --   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
--- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities. Events: none.
+-- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, unavailable.
+-- Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
@@ -64,13 +65,22 @@ local function typed(value, wanted)
   return value
 end
 
+-- Limits that nothing enforces must not look as if they were in force.
+local function unenforced(policy)
+  if #(typed(policy.budget_ids, 'table') or NONE) > 0 then
+    return reply.err('unavailable', 'budget_ids: budgets are not enforced yet; submit without them')
+  end
+  if typed(policy.quota_policy_id, 'string') then
+    return reply.err('unavailable', 'quota_policy_id: quotas are not enforced yet; submit without it')
+  end
+end
+
 local function extract(policy)
   local signature, problem = required_signature(policy)
   local timeouts = typed(policy.timeout_policy, 'table') or NONE
   local stream = typed(policy.stream_policy, 'table') or NONE
-  local budgets = typed(policy.budget_ids, 'table')
   return {
-    error = problem,
+    error = problem or unenforced(policy),
     priority = typed(policy.priority, 'number'),
     delay = typed(policy.delay_until, 'number'),
     dedup = typed(policy.dedup_window_ms, 'number'),
@@ -81,8 +91,6 @@ local function extract(policy)
       max_reclaim_count = typed(policy.max_reclaim_count, 'number'),
       retention_ms = bounded(typed(stream.retention_ttl_ms, 'number')),
       stream_maxlen = typed(stream.retention_maxlen, 'number'),
-      budget_ids = budgets and #budgets > 0 and table.concat(budgets, ',') or nil,
-      quota_policy_id = typed(policy.quota_policy_id, 'string'),
     },
   }
 end
