@@ -222,6 +222,7 @@ async def test_details_of_bad_input(engine: Engine) -> None:
         ({"condition": TimeoutOnly(), "timeout_at": None}, "timeout_only_without_deadline"),
         # A time long past is told before what is wrong with the tree.
         ({"condition": GO, "timeout_at": past}, "timeout_at_in_past"),
+        *(({"condition": GO, "timeout_at": at}, "timeout_at_in_past") for at in (0, -1, 1 - 2**53)),
         ({"condition": deep, "timeout_at": past}, "timeout_at_in_past"),
         ({"condition": deep, "timeout_at": now}, "exceeds cap 4 at path"),
         ({"condition": all_of_waitpoints(map(str, range(65)))}, "too_many_waitpoints"),
@@ -262,7 +263,6 @@ async def test_details_of_bad_input(engine: Engine) -> None:
         ({"condition": GO, "timeout_behavior": "explode"}, "timeout_behavior"),
         ({"condition": GO, "timeout_behavior": ""}, "timeout_behavior"),
         ({"condition": GO, "requested_by": "me"}, "requested_by"),
-        ({"condition": GO, "timeout_at": 0}, "timeout_at"),
         ({"condition": GO, "timeout_at": 2**53}, "timeout_at"),
         ({"condition": GO, "timeout_at": 1.5}, "timeout_at"),
         ({"condition": GO, "resume_policy": ResumePolicy(resume_target="x")}, "resume_policy"),

@@ -1,4 +1,4 @@
-"""User tags: key pattern and limits."""
+"""User tags: key pattern, reserved prefix and limits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ MAX_TAGS = 128
 MAX_KEY_BYTES = 256
 #: Longest tag value, in bytes.
 MAX_VALUE_BYTES = 4096
+#: Keys with this prefix are set by FlowFabric itself.
+RESERVED_PREFIX = "ff."
 
 _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 
@@ -20,15 +22,15 @@ _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 def is_tag_key(key: str) -> bool:
     """Whether `key` may be set or updated after creation.
 
-    >>> is_tag_key("app.task_id"), is_tag_key("app..x")
-    (True, False)
+    >>> is_tag_key("app.task_id"), is_tag_key("app..x"), is_tag_key("ff.task_id")
+    (True, False, False)
     """
-    return _is_key(key) is not None
+    return _is_key(key) is not None and not key.startswith(RESERVED_PREFIX)
 
 
 def validate_tag_key(key: str) -> str:
-    """Refuse a key that breaks the pattern (`invalid_tag_key`) or the length limit."""
-    if not isinstance(key, str) or _is_key(key) is None:
+    """Refuse a key that breaks the pattern, is reserved (`invalid_tag_key`) or is too long."""
+    if not isinstance(key, str) or not is_tag_key(key):
         raise ValidationError("invalid_tag_key", str(key))
     if len(key) > MAX_KEY_BYTES:
         raise invalid_input("tags", f"key must be at most {MAX_KEY_BYTES} bytes, got {len(key)}")
@@ -48,7 +50,16 @@ def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the tags of a create: any non-empty key within the limits."""
+    """Check the tags of a create: any non-empty key within the limits, unless it is reserved."""
+    validate_tag_filter(tags)
+    for key in tags:
+        if key.startswith(RESERVED_PREFIX):
+            raise ValidationError("invalid_tag_key", key)
+    return tags
+
+
+def validate_tag_filter(tags: Mapping[str, str]) -> Mapping[str, str]:
+    """Check tags to look for: any that an execution may have."""
     _check_mapping(tags)
     _check_count(tags)
     for key, value in tags.items():

@@ -14,7 +14,7 @@ from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent, leas
 from flowfabric.core.errors import CorruptionError, TransportError, engine_error
 from flowfabric.core.feed_cursor import cursor_text
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.tags import validate_creation_tags
+from flowfabric.core.tags import validate_tag_filter
 from flowfabric.engine.arguments import checked_text, each_text, instance
 from flowfabric.engine.feed_reader import Entry, FeedReader, Start
 from flowfabric.engine.upkeep import Upkeep
@@ -115,7 +115,7 @@ def _check_filter(where: EventFilter) -> None:
             checked_text(getattr(where, name), name)
     if where.types is not None:
         each_text(where.types, "types")
-    validate_creation_tags(where.tags)
+    validate_tag_filter(where.tags)
 
 
 def _decoded(entry: Entry) -> Event | CorruptionError:

@@ -20,7 +20,7 @@ from flowfabric.core.ids import (
     validate_namespace,
 )
 from flowfabric.core.state import PublicState
-from flowfabric.core.tags import validate_creation_tags
+from flowfabric.core.tags import validate_tag_filter
 from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import (
     instance,
@@ -236,7 +236,7 @@ def _check_filter(where: Any) -> None:
     if where.kind is not None:
         validate_execution_kind(where.kind, "kind")
     if where.tags:
-        validate_creation_tags(where.tags)
+        validate_tag_filter(where.tags)
 
 
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:

@@ -33,6 +33,7 @@ from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_text, validate_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine.arguments import (
+    MAX_EXACT,
     each_stored,
     fence_text,
     flag,
@@ -148,7 +149,8 @@ class Suspensions(Calls):
         keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
         check_bindings(condition, keys, timeout_given=timeout_at is not None)
         if timeout_at is not None:
-            whole(timeout_at, "timeout_at", 1)
+            # Whether it is past is for the engine's clock to say.
+            whole(timeout_at, "timeout_at", -MAX_EXACT)
         try:
             check_tree(condition)
             _check_limits(bindings)

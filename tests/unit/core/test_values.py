@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from flowfabric.core.capabilities import Side, from_csv, missing, normalise, to_csv
 from flowfabric.core.durations import to_ms
 from flowfabric.core.errors import ValidationError
-from flowfabric.core.tags import is_tag_key, validate_creation_tags, validate_tag_key, validate_tags
+from flowfabric.core.tags import (
+    is_tag_key,
+    validate_creation_tags,
+    validate_tag_filter,
+    validate_tag_key,
+    validate_tags,
+)
 from flowfabric.core.text import lossless, raw, shown, truncate_utf8
 
 
@@ -86,7 +92,7 @@ def test_matching_is_a_superset_test(required: set[str], offered: set[str]) -> N
     assert from_csv(to_csv(normalise(required))) == normalise(required)
 
 
-@pytest.mark.parametrize("key", ["app.task_id", "app.sub.field", "a._", "a.0", "a1_.x.", "ff.x"])
+@pytest.mark.parametrize("key", ["app.task_id", "app.sub.field", "a._", "a.0", "a1_.x.", "ffs.x"])
 def test_valid_tag_keys(key: str) -> None:
     assert is_tag_key(key)
     assert validate_tag_key(key) == key
@@ -94,7 +100,19 @@ def test_valid_tag_keys(key: str) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["App.x", "app", "app.", "app..x", "ap p.x", "app.foo-bar", "app.Foo", "", "1a.x", "app.x\n"],
+    [
+        "App.x",
+        "app",
+        "app.",
+        "app..x",
+        "ap p.x",
+        "app.foo-bar",
+        "app.Foo",
+        "",
+        "1a.x",
+        "app.x\n",
+        "ff.x",
+    ],
 )
 def test_invalid_tag_keys(key: str) -> None:
     assert not is_tag_key(key)
@@ -123,6 +141,14 @@ def test_tag_limits_on_update() -> None:
 def test_creation_accepts_any_non_empty_key() -> None:
     assert validate_creation_tags({}) == {}
     assert validate_creation_tags({"Any Key!": "v", "é" * 128: ""})
+    assert validate_creation_tags({"ff": "v", "FF.x": "", "aff.x": ""})
+
+
+def test_the_prefix_of_our_own_tags_is_reserved() -> None:
+    tags = {"app.ok": "1", "ff.traceparent": "2"}
+    assert refused(validate_creation_tags, tags, code="invalid_tag_key") == "ff.traceparent"
+    # Looking for them is fine.
+    assert validate_tag_filter(tags) is tags
     assert refused(validate_creation_tags, {"": "v"}) == "tags: key must not be empty"
     assert refused(validate_creation_tags, {"é" * 129: "v"}) == (
         "tags: key must be at most 256 bytes, got 258"
