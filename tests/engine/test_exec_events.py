@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.events import Event
+from flowfabric.core.contracts.events import Event, decode_entry
 from tests.engine.exec_support import (
     BACKOFF,
     TERMINAL,
@@ -229,3 +229,29 @@ async def test_entry_order_is_commit_order(engine: Engine) -> None:
 def _position(event: Event) -> tuple[int, int]:
     ms, _, sequence = event.event_id.partition("/")[2].partition("-")
     return int(ms), int(sequence)
+
+
+async def test_a_completion_carries_the_tags(engine: Engine) -> None:
+    tags = {"Any Key": 'ü\x00"', "app.a": ""}
+    handle = await engine.running(tags=tags)
+    await engine.backend.set_execution_tag(handle.execution_id, "app.late", "1")
+    await engine.backend.complete(handle)
+    acquired, completed = await engine.events(handle.execution_id)
+    assert completed.tags == tags | {"app.late": "1"}
+    assert acquired.tags is None
+    # Of an execution that never ran, too.
+    waiting = await engine.create(tags=tags)
+    await engine.backend.cancel_execution(waiting)
+    (cancelled,) = await engine.events(waiting)
+    assert (cancelled.tags, cancelled.get("source")) == (tags, "operator_override")
+    # Many would fill the feed.
+    handle = await engine.running(tags={"app.long": "x" * 4096})
+    await engine.backend.complete(handle)
+    assert (await engine.events(handle.execution_id))[-1].tags is None
+
+
+async def test_an_entry_that_names_no_execution() -> None:
+    flat = [b"t", b"budget_breached", b"budget_id", b"b-1", b"at", b"7"]
+    event = decode_entry(3, b"5-0", flat)
+    assert event == Event("fp:3/5-0", "budget_breached", 7, None, None, None, None, event.fields)
+    assert event.fields == {"budget_id": "b-1"}

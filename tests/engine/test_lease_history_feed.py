@@ -12,6 +12,8 @@ from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.feed_cursor import FeedCursor, cursor_text
 from flowfabric.engine import feed_reader
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.lease_history import LeaseHistory
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
 from tests.engine.history_support import LANES, RETRY, blocked, following, lived, nothing_more, take
@@ -261,13 +263,56 @@ async def test_a_filter_on_one_execution(engine: Engine) -> None:
         assert {event.execution_id for event in await take(history, 2)} == {ids[1]}
 
 
-async def test_a_trimmed_executions_tags_match_nothing(engine: Engine) -> None:
-    execution_id = await lived(engine, tags={"app.a": "1"})
+async def test_a_completion_matches_by_the_tags_it_carries(engine: Engine) -> None:
+    """Also when the execution is gone; other events of it match nothing any longer."""
+    execution_id = await lived(engine, tags={"app.a": "1", "app.b": "2"})
     await engine.backend.transport.call("DEL", keys.tags(execution_id.tag, execution_id))
     async with following(engine.backend, "start", EventFilter(tags={"app.a": "1"})) as history:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await anext(history)
+        (event,) = await take(history, 1)
+        assert (event.kind, event.outcome) == ("released", "success")
+    async with following(engine.backend, "start", EventFilter(tags={"app.a": "2"})) as history:
+        await nothing(history)
+
+
+async def nothing(history: LeaseHistory) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await anext(history)
+
+
+async def test_a_filter_on_a_flow(engine: Engine) -> None:
+    flow_id = "11111111-2222-4333-8444-555555555555"
+    await lived(engine)
+    execution_id = await engine.create()
+    core = keys.core(execution_id.tag, execution_id)
+    await engine.backend.transport.call("HSET", core, "flow_id", flow_id)
+    await engine.backend.complete((await engine.claim()).handle)
+    assert {event.get("flow_id") for event in await engine.events(execution_id)} == {flow_id}
+    async with following(engine.backend, "start", EventFilter(flow_id=flow_id)) as history:
+        assert {event.execution_id for event in await take(history, 2)} == {execution_id}
+
+
+@pytest.mark.parametrize("where", [None, EventFilter(tags={"app.a": "1"}), EventFilter(lane=LANE)])
+async def test_entries_that_name_no_execution_are_passed_over(
+    engine: Engine, where: EventFilter | None
+) -> None:
+    """As flows, workers and budgets will write them: they are not unreadable."""
+    feed = keys.events(engine.new_id().tag)
+    entry = ("t", "flow_finished", "f", "11111111-2222-4333-8444-555555555555", "state", "failed")
+    await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
+    execution_id = await engine.create(tags={"app.a": "1"})
+    watch = CompletionWatch(engine.backend)
+    ended = asyncio.create_task(watch.wait_ended(execution_id))
+    while not await blocked(engine.backend):  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    async with following(engine.backend, "start", where) as history:
+        handle = (await engine.claim()).handle
+        await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
+        await engine.backend.complete(handle)
+        assert [event.kind for event in await take(history, 2)] == ["acquired", "released"]
+    async with asyncio.timeout(5):
+        await ended
+    await watch.aclose()
 
 
 async def test_a_filter_is_a_filter(engine: Engine) -> None:

@@ -84,16 +84,23 @@ class LeaseHistory(AsyncClosing):
         ]
         if not where.tags:
             return kept
-        named = {found.execution_id for found in kept if isinstance(found, Event)}
-        matches = dict(
-            zip(named, await asyncio.gather(*(self._tagged(each) for each in named)), strict=True)
+        untold = {e.execution_id for e in kept if isinstance(e, Event) and e.tags is None}
+        stored = dict(
+            zip(untold, await asyncio.gather(*(self._tagged(each) for each in untold)), strict=True)
         )
+
+        def matches(event: Event) -> bool:
+            if event.tags is None:
+                return stored[event.execution_id]
+            return where.tags.items() <= event.tags.items()
+
         return [
-            None if isinstance(found, Event) and not matches[found.execution_id] else found
-            for found in kept
+            None if isinstance(found, Event) and not matches(found) else found for found in kept
         ]
 
-    async def _tagged(self, execution_id: str) -> bool:
+    async def _tagged(self, execution_id: str | None) -> bool:
+        if execution_id is None:
+            return False
         key = keys.tags(ExecutionId.trusted(execution_id).tag, execution_id)
         wanted: Mapping[str, str] = self._where.tags
         stored: Any = await self._calls.transport.call(

@@ -18,6 +18,8 @@ _NAMES = {
     "ns": "namespace",
     "l": "lane_id",
     "k": "execution_kind",
+    "f": "flow_id",
+    "tg": "tags",
     "o": "outcome",
     "r": "reason",
     "s": "source",
@@ -48,16 +50,24 @@ _NUMBERS = frozenset(
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of a feed. `fields` holds what the type adds (12 §11.2)."""
+    """One entry of a feed. `fields` holds what the type adds (12 §11.2).
+
+    An entry about a flow, a worker or a budget names no execution, and none of its properties.
+    """
 
     event_id: str
     type: str
     at: int
-    execution_id: str
-    namespace: str
-    lane_id: str
-    execution_kind: str
+    execution_id: str | None
+    namespace: str | None
+    lane_id: str | None
+    execution_kind: str | None
     fields: Mapping[str, Any]
+
+    @property
+    def tags(self) -> Mapping[str, str] | None:
+        """The execution's tags, if the entry carries them: a completion does."""
+        return self.fields.get("tags")
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field the type adds, or the default."""
@@ -96,18 +106,24 @@ def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
                 fields[f"new_{part}"] = fields.pop(part)
         if "result_ref" in fields:
             fields["result_ref"] = True
+        if "tags" in fields:
+            fields["tags"] = _tags(fields["tags"])
+        default = "default" if "execution_id" in fields else None
         return Event(
             event_id,
             fields.pop("type"),
             int(fields.pop("at", None) or entry_id.partition("-")[0]),
-            fields.pop("execution_id"),
-            fields.pop("namespace", "default"),
-            fields.pop("lane_id", "default"),
-            fields.pop("execution_kind"),
+            fields.pop("execution_id", None),
+            fields.pop("namespace", default),
+            fields.pop("lane_id", default),
+            fields.pop("execution_kind") if default else fields.pop("execution_kind", None),
             fields,
         )
     except (KeyError, ValueError, IndexError) as error:
         raise CorruptionError("corruption", f"event {event_id}: {error!r}") from error
+
+
+_tags = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def _pair(names: tuple[str, str], text: str) -> dict[str, Any]:

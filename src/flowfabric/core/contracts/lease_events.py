@@ -93,6 +93,8 @@ class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 def lease_event(event: Event, cursor: bytes) -> LeaseEvent | None:
     """The lease side of a feed entry, or None when it has none."""
+    if event.execution_id is None:
+        return None
     tells = event.get("lease_id") is not None and event.type not in _OTHER_TYPES
     if not tells and event.type not in _LEASE_TYPES and event.type != "replayed":
         return None
@@ -102,9 +104,9 @@ def lease_event(event: Event, cursor: bytes) -> LeaseEvent | None:
         kind=_KINDS.get(event.type, event.type),
         at=event.at,
         execution_id=ExecutionId.trusted(event.execution_id),
-        namespace=event.namespace,
-        lane_id=event.lane_id,
-        execution_kind=event.execution_kind,
+        namespace=event.namespace or "",
+        lane_id=event.lane_id or "",
+        execution_kind=event.execution_kind or "",
         lease_id=event.get("lease_id") or event.get("new_lease_id"),
         lease_epoch=event.get("lease_epoch") or event.get("new_lease_epoch"),
         attempt_id=event.get("attempt_id") or event.get("new_attempt_id"),

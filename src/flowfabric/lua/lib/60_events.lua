@@ -1,6 +1,6 @@
 -- The partition's event feed, and the short per-execution list of unusual events.
 -- Stored names are short (decoded by core/contracts/events.py): t type, id execution,
--- k kind, L lease, A attempt, w worker, ns namespace, l lane, at time; left out when
+-- k kind, L lease, A attempt, w worker, ns namespace, l lane, f flow, at time; left out when
 -- they have their default, `at` when the entry's own id tells it.
 
 local HISTORY_MAX = 32
@@ -19,7 +19,7 @@ end
 
 -- Appends one entry; `...` are further name, value pairs, none of them nil or false.
 function events.emit(c, kind, id, rec, ...)
-  if USUAL[kind] and rec.namespace == 'default' and not clock.shifted then
+  if USUAL[kind] and rec.namespace == 'default' and not rec.flow_id and not clock.shifted then
     if rec.lane_id == 'default' then
       server.call('XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
         't', kind, 'id', id, 'k', rec.execution_kind, ...)
@@ -39,6 +39,7 @@ function events.emit(c, kind, id, rec, ...)
   end
   if rec.namespace ~= 'default' then add('ns', rec.namespace) end
   if rec.lane_id ~= 'default' then add('l', rec.lane_id) end
+  if rec.flow_id then add('f', rec.flow_id) end
   if clock.shifted then add('at', c.now) end
   local entry = server.call(unpack(args))
   if UNUSUAL[kind] or (kind == 'released' and UNUSUAL_RELEASE[said(args, 'r')]) then

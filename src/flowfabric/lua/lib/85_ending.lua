@@ -5,12 +5,22 @@ local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expir
 
 local NONE = {}
 local RESULT = { 'rr', '1' }
+-- Larger tags are not copied to the feed: whoever filters by them reads them from their own key.
+local MAX_TAGS_BYTES = 4096
+
+local function tags_of(c, id)
+  local text = cjson.encode(values.fields(server.call('HGETALL', K.tags(c.tag, id))))
+  return #text <= MAX_TAGS_BYTES and text or nil
+end
 
 -- What the event says beyond outcome, reason and who held it.
-local function extras(how)
-  if not (how.source or how.category) then return how.has_result and RESULT or NONE end
+local function extras(c, id, rec, how)
+  if not (how.source or how.category or rec.tagged) then return how.has_result and RESULT or NONE end
   local told = {}
-  for name, value in pairs({ s = how.source, c = how.category, rr = how.has_result and '1' or nil }) do
+  for name, value in pairs({
+    s = how.source, c = how.category, rr = how.has_result and '1' or nil,
+    tg = rec.tagged and tags_of(c, id) or nil,
+  }) do
     told[#told + 1] = name
     told[#told + 1] = value
   end
@@ -48,7 +58,7 @@ function ending.finish(c, id, rec, how)
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
   record.transition(c, id, rec, state, 'completed_at', c:text(c.now), unpack(how.fields or NONE))
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
-  local outcome, told = OUTCOME_NAMES[how.outcome], extras(how)
+  local outcome, told = OUTCOME_NAMES[how.outcome], extras(c, id, rec, how)
   if held then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
       'L', rec.lease, 'w', rec.worker, unpack(told))
