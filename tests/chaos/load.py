@@ -119,6 +119,7 @@ class Books:
         return len(entries)
 
     def _note(self, event: Event) -> None:
+        assert event.execution_id is not None
         if event.type == "completion":
             self.completions[event.execution_id] += 1
         elif event.type in ("acquired", "reclaimed"):
