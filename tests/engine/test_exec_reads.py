@@ -220,9 +220,11 @@ async def test_corrupt_fields_in_other_reads(engine: Engine) -> None:
         backend.read_execution_state(handle.execution_id),
         backend.explain_execution(handle.execution_id),
         backend.read_attempts(handle.execution_id),
-        backend.list_executions(),
     ):
         await refused(call, "corruption")
+    page = await backend.list_executions()
+    assert page.executions == ()
+    assert [problem.split(": ")[1] for problem in page.damaged] == ["state"]
     await damage(engine, handle.execution_id, state="alnnnr", priority="high")
     await refused(backend.read_execution_info(handle.execution_id), "corruption")
 

@@ -241,8 +241,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "gaps",
         READ,
-        "local trimmed = tonumber(meta[3] or 0) > server.call('XLEN', stream)",
-        "local trimmed = false",
+        "(values.number(id, 'frame_count', meta[3]) or 0) > server.call('XLEN', stream)",
+        "false",
         test_stream_read.test_gaps_are_told,
     ),
     (

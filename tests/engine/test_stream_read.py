@@ -244,9 +244,9 @@ def test_summaries_decode_from_maps_and_flat_lists() -> None:
         b"first_applied_ms": b"10",
     }
     flat = [part for pair in fields.items() for part in pair]
-    found = summary_of(fields)
+    found = summary_of("s", fields)
     assert found is not None
     assert (found.version, found.last_updated_ms, found.first_applied_ms) == (2, 20, 10)
-    assert summary_of(flat) == found
-    assert summary_of({}) is None
-    assert summary_of([]) is None
+    assert summary_of("s", flat) == found
+    assert summary_of("s", {}) is None
+    assert summary_of("s", []) is None

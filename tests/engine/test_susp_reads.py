@@ -128,7 +128,8 @@ async def test_damaged_waitpoints_are_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         page = await waits.backend.list_pending_waitpoints(execution_id)
     assert [e.waitpoint_key for e in page.entries] == ["d"]
-    assert [r.__dict__["action"] for r in caplog.records] == ["waitpoint_unreadable"] * 4
+    assert [r.__dict__["action"] for r in caplog.records] == ["record_unreadable"] * 4
+    assert len(page.damaged) == 4
     assert "k1:" not in caplog.text
 
 

@@ -34,7 +34,7 @@ def changed(tmp_path: Path, name: str, part: str, instead: str) -> bool:
         ("ff_cancel", "reply.ok('cancelled')", "reply.ok('cancelled', id)"),
         ("ff_cancel", "reply.ok('cancelled')", "reply.ok('ended')"),
         ("ff_trim", "return 'purging'", "return 'later'"),
-        ("ff_read_waits", "ended and 1 or 0,", ""),
+        ("ff_read_waits", "waitpoint_id, flat, signal_ids,", "waitpoint_id, flat,"),
         ("ff_version", "SETTINGS.min_client,", ""),
         ("ff_scan_due", "'no-writes'", "'allow-oom'"),
     ],

@@ -21,6 +21,7 @@ from flowfabric.core.partition import (
     shard_partition,
     solo_partition,
 )
+from flowfabric.core.text import shown
 
 FlowId = NewType("FlowId", str)
 BudgetId = NewType("BudgetId", str)
@@ -396,7 +397,8 @@ def stored_id(text: str, context: str) -> ExecutionId:
     try:
         return ExecutionId(text)
     except IdParseError as error:
-        raise CorruptionError("corruption", f"{context}: member: {text!r}") from error
+        problem = f"{shown(text)!r} is no execution id"
+        raise CorruptionError("corruption", f"{context}: member: {problem}") from error
 
 
 def stored_lane(text: str, context: str) -> str:

@@ -189,7 +189,8 @@ class Appends(Calls):
         execution_id = self.checked(execution_id)
         whole(attempt_index, "attempt_index", 0, U32)
         key = keys.summary(execution_id.tag, execution_id, attempt_index)
-        return summary_of(await self.transport.call("HGETALL", key, key=key, replay_safe=True))
+        context = f"summary of {execution_id}"
+        return summary_of(context, await self.read(f"{context}: record", "HGETALL", key))
 
 
 def _patch_outcome(reply: list[Any]) -> AppendOutcome | tuple[int, bytes]:

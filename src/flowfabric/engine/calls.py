@@ -167,7 +167,7 @@ class Calls:
         except TransportError as error:
             if error.kind != "script_not_loaded":
                 error.op = op
-                raise
+                raise _typed(error, f"{_subject(args) or function}: stored keys") from None
             log.warning("function %s is missing on the server, loading the library", function)
             await ensure_library(self.transport)
             reply = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
@@ -177,6 +177,13 @@ class Calls:
         if len(envelope) > 1 and envelope[0] == 1 and _is_accepted(envelope[1]):
             return envelope
         raise refused(envelope, op, function=function, execution_id=_subject(args))
+
+    async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
+        """The reply to one reading command; a key of the wrong type is corruption of `place`."""
+        try:
+            return await self.transport.call(command, key, *args, key=key, replay_safe=True)
+        except TransportError as error:
+            raise _typed(error, place) from None
 
     async def ask(
         self,
@@ -205,13 +212,18 @@ class Calls:
         )
 
     async def signatures(self, tag: str, lane_id: str) -> list[str]:
-        """The sets of required capabilities that executions of a lane have in a partition."""
+        """The sets of required capabilities that executions of a lane have in a partition.
+
+        An entry that is none is logged once and left out.
+        """
         key = keys.lane(self.checked_tag(tag), validate_lane(lane_id), "sigs")
-        members: Any = await self.transport.call("SMEMBERS", key, key=key, replay_safe=True)
-        try:
-            return [text(member) for member in members]
-        except UnicodeDecodeError as error:
-            raise CorruptionError("corruption", f"{key}: signature: {error.object!r}") from error
+        found: list[str] = []
+        for member in await self._registered(key):
+            if member.isprintable():
+                found.append(member)
+            else:
+                self._tell(key, member)
+        return found
 
     async def partitions_in_use(self) -> list[int]:
         """Registered partitions, in order. An entry that is none is told of once and left out."""
@@ -234,7 +246,7 @@ class Calls:
         return sorted(found)
 
     async def _registered(self, registry: str) -> list[str]:
-        members: Any = await self.transport.call("SMEMBERS", registry, key=registry)
+        members = await self.read(f"{registry}: registry", "SMEMBERS", registry)
         return [lossless(member) for member in members]
 
     def _tell(self, registry: str, entry: str) -> None:
@@ -260,6 +272,13 @@ class Calls:
     def checked_tag(self, tag: Any, field: str = "tag") -> str:
         """The tag of one of this deployment's partitions, or `invalid_input`."""
         return checked_tag(tag, self.counts, field)
+
+
+def _typed(error: TransportError, place: str) -> EngineError:
+    """The error, or `corruption` of a place, `<context>: <field>`, that holds another type."""
+    if not error.message.startswith("WRONGTYPE"):
+        return error
+    return CorruptionError("corruption", f"{place}: has the wrong type", op=error.op)
 
 
 def _words(reply: list[Any]) -> list[str]:

@@ -9,9 +9,10 @@ from typing import Any
 from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
 from flowfabric.core.errors import EngineError, ValidationError
-from flowfabric.core.ids import ExecutionId, stored_id, validate_namespace
-from flowfabric.core.text import lossless
+from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.stored import Stored
 from flowfabric.engine.arguments import whole
+from flowfabric.engine.damage import Damage
 from flowfabric.engine.record import Record
 from flowfabric.engine.upkeep import Upkeep
 
@@ -20,7 +21,7 @@ __all__ = ["LeaseReads"]
 _MAX_PAGE = 10_000
 _CHUNK = 500
 
-Due = tuple[int, str]
+Due = tuple[int, ExecutionId]
 """When a lease expires, and whose it is: the order of the listing."""
 
 
@@ -50,17 +51,22 @@ class LeaseReads(Upkeep):
             validate_namespace(namespace)
         if limit == 0:
             return ExpiredLeases(())
-        due = await self._due(moment, behind, at_once)
+        damage = Damage("list_expired_leases")
+        due = await self._due(moment, behind, at_once, damage)
         found: list[ExpiredLease] = []
         for start in range(0, len(due), _CHUNK):
-            for entry in await self._leases(due[start : start + _CHUNK], moment, namespace):
-                if len(found) == limit:
+            part = due[start : start + _CHUNK]
+            leases = await damage.keep_all(self._lease(*each, moment, namespace) for each in part)
+            for entry in leases:
+                if entry is not None and len(found) == limit:
                     last = found[-1]
-                    return ExpiredLeases(tuple(found), (last.expires_at_ms, last.execution_id))
-                found.append(entry)
-        return ExpiredLeases(tuple(found))
+                    more = (last.expires_at_ms, last.execution_id)
+                    return ExpiredLeases(tuple(found), more, tuple(damage.found))
+                if entry is not None:
+                    found.append(entry)
+        return ExpiredLeases(tuple(found), None, tuple(damage.found))
 
-    async def _due(self, moment: int, after: Due | None, at_once: int) -> list[Due]:
+    async def _due(self, moment: int, after: Due | None, at_once: int, damage: Damage) -> list[Due]:
         """What may be on the page: the records themselves have the last word."""
         tags = await self.used_partitions()
         lanes = await self.lanes_in_use()
@@ -68,14 +74,13 @@ class LeaseReads(Upkeep):
         for start in range(0, len(tags), at_once):
             part = tags[start : start + at_once]
             parts += await asyncio.gather(
-                *(self._due_in(tag, lanes, moment, after) for tag in part)
+                *(self._due_in(tag, lanes, moment, after, damage) for tag in part)
             )
         return list(heapq.merge(*parts))
 
     async def _due_in(
-        self, tag: str, lanes: list[str], moment: int, after: Due | None
+        self, tag: str, lanes: list[str], moment: int, after: Due | None, damage: Damage
     ) -> list[Due]:
-        live_key = keys.index(tag, "lease_expiry")
         low = "-inf" if after is None else after[0]
         required = await asyncio.gather(*(self.signatures(tag, lane) for lane in lanes))
         lost_keys = [
@@ -84,63 +89,46 @@ class LeaseReads(Upkeep):
             for signature in ("", *signatures)
         ]
         live, *lost = await asyncio.gather(
-            self.transport.call(
-                *("ZRANGE", live_key, low, moment, "BYSCORE", "WITHSCORES"),
-                key=live_key,
-                replay_safe=True,
+            self.read(
+                *(f"{tag}: lease_expiry", "ZRANGE", keys.index(tag, "lease_expiry")),
+                *(low, moment, "BYSCORE", "WITHSCORES"),
             ),
-            *(
-                self.transport.call("ZRANGE", name, 0, -1, key=name, replay_safe=True)
-                for name in lost_keys
-            ),
+            *(self.read(f"{name}: index", "ZRANGE", name, 0, -1) for name in lost_keys),
         )
-        pages: Any = (live, lost)
-        # The reclaimable index is ordered by priority: when each expired is on its record.
-        ids = [
-            stored_id(lossless(member), "list_expired_leases")
-            for page in pages[1]
-            for member in page
-        ]
-        names = [keys.core(tag, each) for each in ids]
-        expiries: list[Any] = await asyncio.gather(
-            *(
-                self.transport.call("HGET", name, "lease_expires_at", key=name, replay_safe=True)
-                for name in names
-            )
-        )
-        due: set[Due] = {(int(max(score, 0)), lossless(member)) for member, score in pages[0]}
-        due |= {
-            (int(at), each) for each, at in zip(ids, expiries, strict=True) if at and at.isdigit()
+        due: set[Due] = {
+            (int(max(score, 0)), each) for member, score in live for each in damage.ids([member])
         }
+        # The reclaimable index is ordered by priority: when each expired is on its record.
+        ids = damage.ids(member for page in lost for member in page)
+        expiries = await damage.keep_all(self._expiry(each) for each in ids)
+        due |= {(at, each) for each, at in zip(ids, expiries, strict=True) if at is not None}
         return sorted(each for each in due if each[0] <= moment and (after is None or each > after))
 
-    async def _leases(
-        self, due: list[Due], moment: int, namespace: str | None
-    ) -> list[ExpiredLease]:
-        ids = [stored_id(member, "list_expired_leases") for _, member in due]
-        names = [keys.core(each.tag, each) for each in ids]
-        raws: list[Any] = await asyncio.gather(
-            *(self.transport.call("HGETALL", name, key=name, replay_safe=True) for name in names)
+    async def _expiry(self, execution_id: ExecutionId) -> int | None:
+        name = keys.core(execution_id.tag, execution_id)
+        at = await self.read(f"{execution_id}: record", "HGET", name, "lease_expires_at")
+        return Stored(execution_id, {"lease_expires_at": at}).maybe_number("lease_expires_at")
+
+    async def _lease(
+        self, expiry: int, execution_id: ExecutionId, moment: int, namespace: str | None
+    ) -> ExpiredLease | None:
+        """The lease, unless it was renewed, released or claimed anew since the index was read."""
+        name = keys.core(execution_id.tag, execution_id)
+        raw = await self.read(f"{execution_id}: record", "HGETALL", name)
+        record = Record.decode(execution_id, raw) if raw else None
+        lease = None if record is None else record.current_lease()
+        if record is None or lease is None or lease.expires_at != expiry:
+            return None
+        if lease.expires_at > moment or namespace not in (None, record.namespace):
+            return None
+        return ExpiredLease(
+            execution_id=execution_id,
+            lease_id=lease.lease_id,
+            lease_epoch=lease.lease_epoch,
+            worker_instance_id=lease.worker_instance_id,
+            expires_at_ms=lease.expires_at,
+            attempt_index=lease.attempt_index,
         )
-        found: list[ExpiredLease] = []
-        for (expiry, _), execution_id, raw in zip(due, ids, raws, strict=True):
-            record = Record.decode(execution_id, raw) if raw else None
-            lease = None if record is None else record.current_lease()
-            # Renewed, released or claimed anew since the index was read.
-            if record is None or lease is None or lease.expires_at != expiry:
-                continue
-            if lease.expires_at <= moment and namespace in (None, record.namespace):
-                found.append(
-                    ExpiredLease(
-                        execution_id=execution_id,
-                        lease_id=lease.lease_id,
-                        lease_epoch=lease.lease_epoch,
-                        worker_instance_id=lease.worker_instance_id,
-                        expires_at_ms=lease.expires_at,
-                        attempt_index=lease.attempt_index,
-                    )
-                )
-        return found
 
 
 def _cursor(after: Any) -> Due:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -16,7 +16,9 @@ from flowfabric.core.contracts.streams import (
     StreamedFrame,
     SummaryDocument,
 )
-from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
+from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.stored import Stored
+from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import checked_bytes, checked_text, held, instance, one_of, whole
 from flowfabric.engine.calls import proof, text
 
@@ -43,7 +45,11 @@ U64 = 2**64 - 1
 _FRAME_TYPE_BYTES = 128
 _LONGEST = {"correlation_id": 1024, "encoding": 128, "source": 128}
 _MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
-_MODE_NAMES: dict[bytes, FrameMode] = {b"d": "durable", b"s": "summary", b"b": "best_effort"}
+_MODE_NAMES: dict[str, FrameMode] = {"d": "durable", "s": "summary", "b": "best_effort"}
+_PAGE_PARTS = (
+    *("examined", "more", "closed_at", "closed_reason", "trimmed", "oldest", "last_sequence"),
+    "followed",
+)
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -203,59 +209,57 @@ def append_outcome(reply: Sequence[Any]) -> AppendOutcome:
     )
 
 
-def page_of(reply: Sequence[Any]) -> Page:
+def page_of(reply: Sequence[Any], execution_id: str) -> Page:
     """What the range read answered."""
-
-    def maybe(value: Any) -> str | None:
-        return None if value is None else text(value)
-
+    entries, *rest = reply[2:]
+    page = Stored.from_row(f"stream of {execution_id}", _PAGE_PARTS, rest)
     return Page(
-        frames=[_frame(text(entry), flat) for entry, flat in reply[2]],
-        examined=maybe(reply[3]),
-        more=reply[4] == 1,
-        closed_at=reply[5],
-        closed_reason=maybe(reply[6]),
-        trimmed=reply[7] == 1,
-        oldest=maybe(reply[8]),
-        newest=maybe(reply[9]),
-        followed=reply[10] == 1,
+        frames=[_frame(lossless(entry), flat) for entry, flat in entries],
+        examined=page.maybe_text("examined"),
+        more=rest[1] == 1,
+        closed_at=page.maybe_number("closed_at"),
+        closed_reason=page.maybe_text("closed_reason"),
+        trimmed=rest[4] == 1,
+        oldest=page.maybe_text("oldest"),
+        newest=page.maybe_text("last_sequence"),
+        followed=rest[7] == 1,
     )
 
 
-def _frame(entry: str, flat: Sequence[bytes]) -> StreamedFrame:
+def _frame(entry: str, flat: list[bytes]) -> StreamedFrame:
     """A frame from a stream entry; absent fields have their defaults."""
-    fields = {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
-    version, ttl, ts = fields.get(b"v"), fields.get(b"ttl"), fields.get(b"ts")
+    stored = Stored.from_hash(f"frame {entry}", flat)
+    mode = _MODE_NAMES.get(stored.text("m", "d"))
+    if mode is None:
+        raise stored.corrupt("m", "is no mode")
+    if "p" not in stored.fields:
+        raise stored.corrupt("p", "is missing")
     return StreamedFrame(
         id=entry,
-        frame_type=fields[b"t"].decode(),
-        payload=fields[b"p"],
-        encoding=fields.get(b"e", b"utf8").decode(),
-        source=fields.get(b"s", b"worker").decode(),
-        mode=_MODE_NAMES[fields.get(b"m", b"d")],
-        ts=int(ts or entry.partition("-")[0]),
-        correlation_id=fields.get(b"c", b"").decode(),
-        metadata_json=fields.get(b"md", b"").decode(),
-        summary_version=None if version is None else int(version),
-        ttl_ms=None if ttl is None else int(ttl),
+        frame_type=stored.text("t"),
+        payload=stored.fields["p"],
+        encoding=stored.text("e", "utf8"),
+        source=stored.text("s", "worker"),
+        mode=mode,
+        ts=stored.number("ts", int(entry.partition("-")[0])),
+        correlation_id=stored.text("c", ""),
+        metadata_json=stored.text("md", ""),
+        summary_version=stored.maybe_number("v"),
+        ttl_ms=stored.maybe_number("ttl"),
     )
 
 
-def summary_of(raw: Any) -> SummaryDocument | None:
+def summary_of(context: str, raw: Any) -> SummaryDocument | None:
     """A summary from a hash reply, which is a map or a flat list by protocol version."""
-    flat = cast("list[bytes]", raw) if isinstance(raw, list) else None
-    fields = cast("dict[bytes, bytes]", raw)
-    if flat is not None:
-        fields = {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
-    if not fields:
+    if not raw:
         return None
-    try:
-        return SummaryDocument(
-            document_json=fields[b"document"],
-            version=int(fields[b"version"]),
-            patch_kind=fields[b"patch_kind"].decode(),
-            last_updated_ms=int(fields[b"last_updated_ms"]),
-            first_applied_ms=int(fields[b"first_applied_ms"]),
-        )
-    except (KeyError, ValueError) as error:
-        raise CorruptionError("corruption", f"summary: {error}") from error
+    stored = Stored.from_hash(context, raw)
+    if not stored.is_set("document"):
+        raise stored.corrupt("document", "is missing")
+    return SummaryDocument(
+        document_json=stored.fields["document"],
+        version=stored.number("version"),
+        patch_kind=stored.text("patch_kind"),
+        last_updated_ms=stored.number("last_updated_ms"),
+        first_applied_ms=stored.number("first_applied_ms"),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from flowfabric.core import keys
 from flowfabric.core.closing import AsyncClosing
@@ -103,9 +103,10 @@ class LeaseHistory(AsyncClosing):
             return False
         key = keys.tags(ExecutionId.trusted(execution_id).tag, execution_id)
         wanted: Mapping[str, str] = self._where.tags
-        stored: Any = await self._calls.transport.call(
-            "HMGET", key, *wanted, key=key, replay_safe=True
-        )
+        try:
+            stored = await self._calls.read(f"{execution_id}: tags", "HMGET", key, *wanted)
+        except CorruptionError:
+            return False
         return list(stored) == [value.encode() for value in wanted.values()]
 
     async def aclose(self) -> None:
@@ -130,9 +131,6 @@ def _decoded(entry: Entry) -> Event | CorruptionError:
         return decode_entry(entry.partition, entry.entry_id, entry.flat)
     except CorruptionError as error:
         return error
-    except UnicodeDecodeError as error:
-        where = f"fp:{entry.partition}/{entry.entry_id.decode()}"
-        return CorruptionError("corruption", f"event {where}: {error.reason}")
 
 
 class Subscriptions(Upkeep):

@@ -14,14 +14,13 @@ from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
-    stored_id,
     validate_execution_kind,
     validate_lane,
     validate_namespace,
 )
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tag_filter
-from flowfabric.core.text import lossless
+from flowfabric.core.text import lossless, raw
 from flowfabric.engine.arguments import (
     instance,
     one_of,
@@ -29,6 +28,7 @@ from flowfabric.engine.arguments import (
     whole,
 )
 from flowfabric.engine.calls import Calls
+from flowfabric.engine.damage import Damage
 from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.record import Record
 
@@ -100,23 +100,23 @@ class Listing(Calls):
             return ExecutionPage(())
         position, after = self._start(partition, cursor)
         chunk = _CHUNK if where else min(limit + 1, _CHUNK)
+        damage = Damage("list_executions")
         rows: list[ExecutionSummary] = []
         examined = 0
         for index in await self._used(partition, position):
-            while True:
-                members = await self._ids(index, after, chunk)
-                for member, row in zip(members, await self._rows(members, where), strict=True):
+            behind: str | None = after
+            while behind is not None:
+                ids, behind = await self._ids(index, behind, chunk, damage)
+                for member, row in zip(ids, await self._rows(ids, where, damage), strict=True):
                     if len(rows) == limit or examined == _MAX_EXAMINED:
                         more = after if partition is not None else sealed(index, after)
-                        return ExecutionPage(tuple(rows), more)
+                        return ExecutionPage(tuple(rows), more, tuple(damage.found))
                     examined += 1
                     after = member
                     if row is not None:
                         rows.append(row)
-                if len(members) < chunk:
-                    break
             after = ""
-        return ExecutionPage(tuple(rows))
+        return ExecutionPage(tuple(rows), None, tuple(damage.found))
 
     def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
         if not cursor:
@@ -139,45 +139,42 @@ class Listing(Calls):
             return [partition]
         return [index for index in await self.partitions_in_use() if index >= first]
 
-    async def _ids(self, partition: int, after: str, count: int) -> list[str]:
+    async def _ids(
+        self, partition: int, after: str, count: int, damage: Damage
+    ) -> tuple[list[ExecutionId], str | None]:
+        """The next ids, and behind which member more may follow."""
         key = keys.index(f"{{fp:{partition}}}", "all_executions")
-        first = f"({after}" if after else "-"
-        members: Any = await self.transport.call(
-            "ZRANGE", key, first, "+", "BYLEX", "LIMIT", 0, count, key=key
+        first = b"(" + raw(after) if after else b"-"
+        members: Any = await self.read(
+            *(f"{{fp:{partition}}}: all_executions", "ZRANGE", key),
+            *(first, "+", "BYLEX", "LIMIT", 0, count),
         )
-        return [lossless(member) for member in members]
+        more = lossless(members[-1]) if len(members) == count else None
+        return damage.ids(members), more
 
     async def _rows(
-        self, members: Sequence[str], where: Filter | None
+        self, ids: Sequence[ExecutionId], where: Filter | None, damage: Damage
     ) -> list[ExecutionSummary | None]:
-        """One row per member; None where there is no record or the filter says no."""
-        ids = [stored_id(member, "list_executions") for member in members]
-        rows = [record and record.summary() for record in await self._records(ids)]
-        if where is None:
-            return rows
-        accepted = [row if row is not None and where.accepts(row) else None for row in rows]
-        if not where.tags:
-            return accepted
-        matches = await asyncio.gather(
-            *(self._tags_match(row.execution_id, where.tags) for row in accepted if row is not None)
-        )
-        verdicts = iter(matches)
-        return [row if row is not None and next(verdicts) else None for row in accepted]
+        """One row per id; None where there is no readable record or the filter says no."""
+        return await damage.keep_all(self._row(each, where) for each in ids)
+
+    async def _row(
+        self, execution_id: ExecutionId, where: Filter | None
+    ) -> ExecutionSummary | None:
+        name = keys.core(execution_id.tag, execution_id)
+        stored = await self.read(f"{execution_id}: record", "HGETALL", name)
+        row = Record.decode(execution_id, stored).summary() if stored else None
+        if row is None or where is None:
+            return row
+        fits = where.accepts(row) and await self._tags_match(execution_id, where.tags)
+        return row if fits else None
 
     async def _tags_match(self, execution_id: ExecutionId, wanted: Mapping[str, str]) -> bool:
+        if not wanted:
+            return True
         key = keys.tags(execution_id.tag, execution_id)
-        stored: Any = await self.transport.call("HMGET", key, *wanted, key=key)
+        stored = await self.read(f"{execution_id}: tags", "HMGET", key, *wanted)
         return list(stored) == [value.encode() for value in wanted.values()]
-
-    async def _records(self, ids: Sequence[ExecutionId]) -> list[Record | None]:
-        names = [keys.core(execution_id.tag, execution_id) for execution_id in ids]
-        raws: list[Any] = await asyncio.gather(
-            *(self.transport.call("HGETALL", name, key=name) for name in names)
-        )
-        return [
-            Record.decode(execution_id, raw) if raw else None
-            for execution_id, raw in zip(ids, raws, strict=True)
-        ]
 
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
@@ -194,25 +191,31 @@ class Listing(Calls):
         if limit <= 0:
             return ExecutionPage(())
         after = _lane_position(cursor, tag) if cursor else None
-        found = await asyncio.gather(*(self._scored(name, after, limit + 1) for name in names))
+        damage = Damage("list_lane")
+        found = await asyncio.gather(
+            *(self._scored(name, after, limit + 1, damage) for name in names)
+        )
         entries = sorted(entry for entries in found for entry in entries)
-        rows = await self._rows([member for _, member in entries[:limit]], None)
+        rows = await self._rows([member for _, member in entries[:limit]], None, damage)
         more = sealed(*entries[limit - 1]) if len(entries) > limit else None
-        return ExecutionPage(tuple(row for row in rows if row is not None), more)
+        found_rows = tuple(row for row in rows if row is not None)
+        return ExecutionPage(found_rows, more, tuple(damage.found))
 
     async def _scored(
-        self, name: str, after: tuple[float, str] | None, count: int
-    ) -> list[tuple[float, str]]:
+        self, name: str, after: tuple[float, str] | None, count: int, damage: Damage
+    ) -> list[tuple[float, ExecutionId]]:
         """The next entries of one index by score, then id; equal scores are read through."""
         low = "-inf" if after is None else repr(after[0])
-        entries: list[tuple[float, str]] = []
+        entries: list[tuple[float, ExecutionId]] = []
         offset = 0
         while len(entries) < count:
-            page: Any = await self.transport.call(
-                *("ZRANGE", name, low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
-                key=name,
+            page: Any = await self.read(
+                *(f"{name}: index", "ZRANGE", name),
+                *(low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
             )
-            scored = [(float(score), lossless(member)) for member, score in page]
+            scored = [
+                (float(score), each) for member, score in page for each in damage.ids([member])
+            ]
             entries += [entry for entry in scored if after is None or entry > after]
             if len(page) < count:
                 break

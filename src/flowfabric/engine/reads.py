@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import msgspec
-
-from flowfabric.core import capabilities as caps
 from flowfabric.core import keys
 from flowfabric.core.contracts.events import Event, decode_history
 from flowfabric.core.contracts.executions import (
@@ -18,15 +15,11 @@ from flowfabric.core.contracts.executions import (
     ExecutionSnapshot,
     WhyWaiting,
 )
-from flowfabric.core.errors import (
-    CorruptionError,
-    NotFoundError,
-    ValidationError,
-    invalid_input,
-)
+from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, is_execution_id
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
+from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.core.text import lossless
 from flowfabric.engine.arguments import MAX_EXACT, checked_text, each_text, whole
 from flowfabric.engine.coverage import Gaps, waits_for_worker
@@ -35,20 +28,12 @@ from flowfabric.engine.record import Record
 __all__ = ["Reads"]
 
 
-def _tag_text(execution_id: ExecutionId, stored: bytes) -> str:
-    try:
-        return stored.decode()
-    except UnicodeDecodeError:
-        problem = f"{execution_id}: tags: {stored!r} is not text"
-        raise CorruptionError("corruption", problem) from None
-
-
 class Reads(Gaps):
     """Single-execution reads."""
 
     async def _record(self, execution_id: ExecutionId) -> Record | None:
         key = keys.core(execution_id.tag, execution_id)
-        fields: Any = await self.transport.call("HGETALL", key, key=key)
+        fields = await self.read(f"{execution_id}: record", "HGETALL", key)
         return Record.decode(execution_id, fields) if fields else None
 
     async def _existing(self, execution_id: ExecutionId, op: str) -> Record:
@@ -73,9 +58,9 @@ class Reads(Gaps):
 
     async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         key = keys.tags(execution_id.tag, execution_id)
-        fields: Any = await self.transport.call("HGETALL", key, key=key)
+        fields = await self.read(f"{execution_id}: tags", "HGETALL", key)
         return {
-            _tag_text(execution_id, name): _tag_text(execution_id, value)
+            stored_text(name, execution_id, "tags"): stored_text(value, execution_id, "tags")
             for name, value in fields.items()
         }
 
@@ -83,8 +68,7 @@ class Reads(Gaps):
         """The result bytes, or None when there is none (yet, or any more)."""
         execution_id = self.checked(execution_id)
         key = keys.result(execution_id.tag, execution_id)
-        result: Any = await self.transport.call("GET", key, key=key)
-        return result
+        return await self.read(f"{execution_id}: result", "GET", key)
 
     async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
         """State and result of one moment: what a waiter needs when the execution ended."""
@@ -92,10 +76,9 @@ class Reads(Gaps):
         key = keys.result(execution_id.tag, execution_id)
         info, result = await asyncio.gather(
             self._existing(execution_id, "read_outcome"),
-            self.transport.call("GET", key, key=key),
+            self.read(f"{execution_id}: result", "GET", key),
         )
-        payload: Any = result
-        return info.info(), payload
+        return info.info(), result
 
     async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
         """What a handler would be given."""
@@ -104,12 +87,12 @@ class Reads(Gaps):
         record, tags, payload = await asyncio.gather(
             self._record(execution_id),
             self._tags(execution_id),
-            self.transport.call("GET", key, key=key),
+            self.read(f"{execution_id}: payload", "GET", key),
         )
         if record is None:
             raise invalid_input("execution_id", "no such execution")
-        raw: Any = payload or b""
-        return ExecutionContext(raw, record.kind, tags, record.get("payload_encoding", ""))
+        encoding = record.text("payload_encoding", "")
+        return ExecutionContext(payload or b"", record.kind, tags, encoding)
 
     async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
         """The policy that holds for an execution, its defaults filled in."""
@@ -117,15 +100,15 @@ class Reads(Gaps):
         core = keys.core(execution_id.tag, execution_id)
         key = keys.policy(execution_id.tag, execution_id)
         known, stored = await asyncio.gather(
-            self.transport.call("EXISTS", core, key=core), self.transport.call("GET", key, key=key)
+            self.transport.call("EXISTS", core, key=core),
+            self.read(f"{execution_id}: policy", "GET", key),
         )
         if not known:
             raise NotFoundError("execution_not_found", op="read_execution_policy")
         try:
-            return parse_policy(cast("bytes | None", stored)) or NO_POLICY
+            return parse_policy(stored) or NO_POLICY
         except ValidationError as error:
-            problem = f"{execution_id}: policy: {error.detail}"
-            raise CorruptionError("corruption", problem) from error
+            raise corrupt(execution_id, "policy", error.detail) from error
 
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
         """Executions of any partition whose UUID begins so: how people abbreviate an id."""
@@ -148,9 +131,8 @@ class Reads(Gaps):
         key = keys.index(tag, "all_executions")
         first = f"{tag}:{uuid_prefix}"
         # `~` sorts after everything a UUID is made of.
-        return await self.transport.call(
-            "ZRANGE", key, f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit, key=key
-        )
+        bounds = (f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit)
+        return await self.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
 
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
         """The namespace, or None when there is no such execution."""
@@ -162,8 +144,8 @@ class Reads(Gaps):
         execution_id = self.checked(execution_id)
         checked_text(key, "key")
         name = keys.tags(execution_id.tag, execution_id)
-        value: Any = await self.transport.call("HGET", name, key, key=name)
-        return None if value is None else _tag_text(execution_id, value)
+        value = await self.read(f"{execution_id}: tags", "HGET", name, key)
+        return None if value is None else stored_text(value, execution_id, "tags")
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         """All tags of an execution."""
@@ -191,24 +173,24 @@ class Reads(Gaps):
     async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
         """Every attempt, oldest first."""
         record = await self._existing(execution_id, "read_attempts")
-        names = [
-            keys.attempt(record.execution_id.tag, record.execution_id, index)
-            for index in range(record.attempt_count)
-        ]
-        archived: list[Any] = await asyncio.gather(
-            *(self.transport.call("HGETALL", name, key=name) for name in names)
+        eid = record.execution_id
+        archived = await asyncio.gather(
+            *(
+                self.read(
+                    f"attempt {index} of {eid}: record",
+                    "HGETALL",
+                    keys.attempt(eid.tag, eid, index),
+                )
+                for index in range(record.attempt_count)
+            )
         )
         return record.attempts(archived)
 
     async def read_execution_history(self, execution_id: ExecutionId) -> list[Event]:
         """The newest unusual lease events of one execution, oldest first."""
-        record = await self._existing(execution_id, "read_execution_history")
-        key = keys.history(record.execution_id.tag, record.execution_id)
-        entries: Any = await self.transport.call("LRANGE", key, 0, -1, key=key)
-        return [
-            decode_history(record.execution_id.partition, msgspec.msgpack.decode(entry))
-            for entry in entries
-        ]
+        eid = (await self._existing(execution_id, "read_execution_history")).execution_id
+        entries = await self.read(f"{eid}: history", "LRANGE", keys.history(eid.tag, eid), 0, -1)
+        return [decode_history(eid.partition, entry, eid) for entry in entries]
 
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
         """Why an execution is not running.
@@ -220,26 +202,25 @@ class Reads(Gaps):
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         edges_key = keys.unresolved(tag, record.execution_id)
+        context = f"lane {record.lane_id} of {tag}"
         lane_state, edges = await asyncio.gather(
-            self.transport.call("HGET", lane_key, "state", key=lane_key),
-            self.transport.call("SCARD", edges_key, key=edges_key),
+            self.read(f"{context}: config", "HGET", lane_key, "state"),
+            self.read(f"{record.execution_id}: unresolved", "SCARD", edges_key),
         )
-        state: Any = lane_state
-        count: Any = edges
         near = None
         if waits_for_worker(record.vector):
-            required = caps.from_csv(record.get("required_capabilities", ""))
+            required = record.required_capabilities
             near = await self.coverage(record.namespace, record.lane_id, required)
         return WhyWaiting(
             public_state=record.public_state,
             blocking_reason=record.vector.blocking_reason.value,
-            blocking_detail=record.get("blocking_detail", ""),
+            blocking_detail=record.text("blocking_detail", ""),
             since=record.last_transition_at,
-            lane_state=state.decode() if state else "active",
-            retry_at=record.number("delay_until"),
+            lane_state=stored_text(lane_state, context, "state") if lane_state else "active",
+            retry_at=record.maybe_number("delay_until"),
             missing_capabilities=() if near is None else near.missing,
             live_workers=None if near is None else near.workers,
-            unresolved_edges=count,
+            unresolved_edges=edges,
             waitpoints=await self._waited_for(record),
         )
 
@@ -247,6 +228,7 @@ class Reads(Gaps):
         """The waitpoints whose signals would end the execution's pause."""
         if record.public_state is not PublicState.SUSPENDED:
             return ()
-        key = keys.suspension(record.execution_id.tag, record.execution_id)
-        stored: Any = await self.transport.call("HGET", key, "waitpoints", key=key)
-        return () if stored is None else tuple(stored.decode().split(","))
+        eid = record.execution_id
+        key = keys.suspension(eid.tag, eid)
+        stored = await self.read(f"{eid}: suspension", "HGET", key, "waitpoints")
+        return () if stored is None else tuple(stored_text(stored, eid, "waitpoints").split(","))

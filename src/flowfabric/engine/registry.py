@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -12,8 +11,11 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core import keys
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
+from flowfabric.core.stored import Stored, stored_text
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import checked_text, flag, positive_ms, whole
-from flowfabric.engine.calls import Calls, text
+from flowfabric.engine.calls import Calls
+from flowfabric.engine.damage import Damage
 from flowfabric.engine.registration import add_names
 
 __all__ = ["Registry", "WorkerEntry"]
@@ -110,29 +112,30 @@ class Registry(Calls):
     ) -> list[WorkerEntry]:
         """Live worker processes by instance id, at most `limit` of those after `after`.
 
-        Instances whose record is gone are skipped; a page shorter than `limit` is the last one.
+        Instances whose record is gone are skipped, and damaged ones with a warning. A page shorter
+        than `limit` is the last one.
         """
         tag = _tag(namespace)
         checked_text(after, "after")
         whole(limit, "limit")
         index = keys.workers(tag)
-        members: Any = await self.transport.call("SMEMBERS", index, key=index)
-        instances = sorted(name for name in map(text, members) if name > after)
+        damage = Damage("list_workers")
+        members = await self.read(f"namespace {namespace}: workers", "SMEMBERS", index)
+        instances = sorted(name for name in map(lossless, members) if name > after)
         found: list[WorkerEntry] = []
         for start in range(0, len(instances), _READ_AHEAD):
             if len(found) >= limit:
                 break
             part = instances[start : start + _READ_AHEAD]
-            names = [keys.worker_record(tag, instance) for instance in part]
-            records: list[Any] = await asyncio.gather(
-                *(self.transport.call("HGETALL", name, key=name) for name in names)
-            )
-            found += (
-                _entry(namespace, instance, record)
-                for instance, record in zip(part, records, strict=True)
-                if record
-            )
+            entries = await damage.keep_all(self._worker(namespace, each) for each in part)
+            found += (entry for entry in entries if entry is not None)
         return found[: max(0, limit)]
+
+    async def _worker(self, namespace: str, instance: str) -> WorkerEntry | None:
+        context = f"worker {shown(instance)}"
+        key = raw(keys.worker_record(_tag(namespace), instance))
+        stored = await self.read(f"{context}: record", "HGETALL", key)
+        return _entry(namespace, instance, Stored.from_hash(context, stored)) if stored else None
 
 
 _REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
@@ -149,15 +152,14 @@ def _expiry(reply: list[Any]) -> int | None:
     return None if reply[2] == b"not_registered" else int(reply[3])
 
 
-def _entry(namespace: str, instance: str, raw: dict[bytes, bytes]) -> WorkerEntry:
-    fields = {name.decode(): value.decode() for name, value in raw.items()}
+def _entry(namespace: str, instance: str, stored: Stored) -> WorkerEntry:
     return WorkerEntry(
-        worker_id=fields["worker_id"],
-        worker_instance_id=instance,
+        worker_id=stored.text("worker_id"),
+        worker_instance_id=stored_text(raw(instance), stored.context, "worker_instance_id"),
         namespace=namespace,
-        lanes=tuple(lane for lane in fields.get("lanes_csv", "").split(_LANE_SEPARATOR) if lane),
-        capabilities=caps.from_csv(fields.get("caps_csv", ""), "worker"),
-        last_heartbeat_ms=int(fields["last_heartbeat_ms"]),
-        liveness_ttl_ms=int(fields["ttl_ms"]),
-        registered_at_ms=int(fields["registered_at_ms"]),
+        lanes=tuple(lane for lane in stored.text("lanes_csv", "").split(_LANE_SEPARATOR) if lane),
+        capabilities=stored.parsed("caps_csv", lambda csv: caps.from_csv(csv, "worker")),
+        last_heartbeat_ms=stored.number("last_heartbeat_ms"),
+        liveness_ttl_ms=stored.number("ttl_ms"),
+        registered_at_ms=stored.number("registered_at_ms"),
     )

@@ -12,7 +12,6 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Claim, ClaimedMany
 from flowfabric.core.errors import (
-    CorruptionError,
     EngineError,
     NotFoundError,
     ReplyError,
@@ -21,10 +20,10 @@ from flowfabric.core.errors import (
 from flowfabric.core.ids import (
     ExecutionId,
     new_uuid,
-    stored_lane,
     validate_lane,
     validate_uuid,
 )
+from flowfabric.core.stored import Stored
 from flowfabric.engine.arguments import (
     MAX_EXACT,
     checked_text,
@@ -37,6 +36,7 @@ from flowfabric.engine.arguments import (
     whole,
 )
 from flowfabric.engine.calls import decoding, refusal, text
+from flowfabric.engine.damage import Damage
 from flowfabric.engine.executions import BATCH, Completion, Executions
 from flowfabric.engine.leases import claim_from_row, worker_pair
 from flowfabric.engine.page_cursor import given_cursor
@@ -228,19 +228,14 @@ class Scheduling(Executions):
             return []
         limit = min(limit, MAX_EXACT)
         names = [keys.eligible(tag, lane, each) for each in ("", *await self.signatures(tag, lane))]
-        pages: list[Any] = await asyncio.gather(
+        pages = await asyncio.gather(
             *(
-                self.transport.call("ZRANGE", name, 0, limit - 1, "WITHSCORES", key=name)
+                self.read(f"{name}: index", "ZRANGE", name, 0, limit - 1, "WITHSCORES")
                 for name in names
             )
         )
         found = sorted((score, member) for page in pages for member, score in page)
-        try:
-            return [ExecutionId.parse(member.decode()) for _, member in found[:limit]]
-        except EngineError as error:
-            raise CorruptionError(
-                "corruption", f"scan_eligible_executions: member: {error.detail}"
-            ) from error
+        return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
 
     async def any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
         """Whether any of these partitions holds claimable work of the lane: one cheap command.
@@ -269,35 +264,29 @@ class Scheduling(Executions):
         """Registered lanes by name after `cursor`, and the next cursor when more follow."""
         given_cursor(cursor)
         whole(limit, "limit")
-        stored = await self._registered(keys.LANES)
-        lanes = sorted(stored_lane(name, "list_lanes") for name in stored)
-        rest = [lane for lane in lanes if lane > cursor]
+        rest = [lane for lane in await self.lanes_in_use() if lane > cursor]
         page = rest[: max(0, limit)]
         return page, page[-1] if page and len(rest) > len(page) else None
 
     async def get_lane(self, lane_id: str) -> LaneSettings:
         """The lane's settings; `lane_not_found` when nobody ever used the name."""
         validate_lane(lane_id)
-        known = await self.transport.call("SISMEMBER", keys.LANES, lane_id, key=keys.LANES)
-        if not known:
+        if not await self.read(f"{keys.LANES}: registry", "SISMEMBER", keys.LANES, lane_id):
             raise NotFoundError("lane_not_found", lane_id, op="get_lane")
         return await self._lane_settings(lane_id)
 
     async def _lane_settings(self, lane_id: str) -> LaneSettings:
         key = keys.lane_config(validate_lane(lane_id))
-        stored: Any = await self.transport.call("HGETALL", key, key=key)
-        fields = {text(name): text(value) for name, value in stored.items()}
-        try:
-            return LaneSettings(
-                lane_id=lane_id,
-                state=fields.get("state", "active"),
-                reason=fields.get("reason", ""),
-                priority_weight_ms=int(fields.get("priority_weight_ms", 10**12)),
-                reclaim_grace_ms=int(fields.get("reclaim_grace_ms", 0)),
-                emit_renewals=fields.get("emit_renewals") == "1",
-            )
-        except ValueError as error:
-            raise CorruptionError("corruption", f"lane {lane_id}: {key}: {error}") from error
+        context = f"lane {lane_id}"
+        stored = Stored.from_hash(context, await self.read(f"{context}: config", "HGETALL", key))
+        return LaneSettings(
+            lane_id=lane_id,
+            state=stored.text("state", "active"),
+            reason=stored.text("reason", ""),
+            priority_weight_ms=stored.number("priority_weight_ms", 10**12),
+            reclaim_grace_ms=stored.number("reclaim_grace_ms", 0),
+            emit_renewals=stored.text("emit_renewals", "") == "1",
+        )
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
         """Pause, drain, disable or re-activate a lane; returns the state it had."""

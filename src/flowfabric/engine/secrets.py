@@ -20,6 +20,7 @@ from flowfabric.core.contracts.suspension import (
     SeedResult,
 )
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.stored import stored_text
 from flowfabric.engine.arguments import MAX_EXACT, checked_text, partition_number
 from flowfabric.engine.calls import Calls, text
 
@@ -176,10 +177,12 @@ def _found(reply: list[Any]) -> list[Found]:
 
 
 def _kids(reply: list[Any]) -> HmacKids:
-    current: Any = reply[2]
-    verifying = sorted((text(kid), int(expires)) for kid, expires in reply[3])
+    """The keys; what is no kid is damage."""
+    current, past = reply[2:]
+    place = "key store", "current_kid"
+    verifying = sorted((stored_text(kid, *place), int(expires)) for kid, expires in past)
     return HmacKids(
-        None if current is None else text(current),
+        None if current is None else stored_text(current, *place),
         tuple(HmacKid(kid, expires) for kid, expires in verifying),
     )
 

@@ -212,7 +212,7 @@ class _Reader:
             reply = await conn.call(*call)
         with decoding(reply, "ff_stream_read", "read_stream", self._target[0]):
             if reply[:2] == [1, b"OK"]:
-                return page_of(reply)
+                return page_of(reply, self._target[0])
         raise refused(reply, "read_stream", function="ff_stream_read", execution_id=self._target[0])
 
     async def await_news(self, conn: Connection, position: str, seconds: float) -> None:

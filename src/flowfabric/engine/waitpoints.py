@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
@@ -27,8 +25,10 @@ from flowfabric.core.contracts.suspension import (
     SuspendedEntry,
     SuspendedPage,
 )
-from flowfabric.core.errors import CorruptionError, NotFoundError, ValidationError
-from flowfabric.core.ids import ExecutionId, WaitpointToken, validate_uuid
+from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.ids import ExecutionId, WaitpointToken, is_uuid, stored_id
+from flowfabric.core.stored import Stored, corrupt, stored_text
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import (
     checked_text,
     each_text,
@@ -38,31 +38,34 @@ from flowfabric.engine.arguments import (
     partition_number,
     whole,
 )
-from flowfabric.engine.calls import Calls, proof, text
+from flowfabric.engine.calls import Calls, proof
+from flowfabric.engine.damage import Damage
 from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 
 __all__ = ["Waitpoints"]
-
-log = logging.getLogger(__name__)
 
 _MAX_PAGE = 1000
 _MAX_LANES = 10_000
 _OPEN = frozenset({"pending", "active"})
 
-# Parts of a row that names a place only: its suspension has just ended.
+# Parts of a row that names a place only: its suspension has just ended, or is unreadable.
 _PLACE_PARTS = 3
+_UNREADABLE_PARTS = 4
+_SUSPENDED_PARTS = (
+    *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
+)
 
-Fields = dict[str, str]
-_Row = tuple[tuple[int, str], SuspendedEntry | None]
-"""Where it stands, and the suspension."""
+_Row = tuple[tuple[int, str], list[Any]]
+"""Where it stands, and what is stored."""
 
 
 class Waitpoints(Calls):
     """What waits, for what, and what came."""
 
-    async def _hash(self, key: str) -> Fields:
-        raw: Any = await self.transport.call("HGETALL", key, key=key)
-        return {text(name): value.decode(errors="replace") for name, value in raw.items()}
+    async def _stored(self, context: str, field: str, key: str) -> Stored | None:
+        """A stored hash, or None when there is none."""
+        raw = await self.read(f"{context}: {field}", "HGETALL", key)
+        return Stored.from_hash(context, raw) if raw else None
 
     async def list_pending_waitpoints(
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
@@ -75,48 +78,76 @@ class Waitpoints(Calls):
         if not await self.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
         name = keys.waitpoints(tag, execution_id)
-        members: Any = await self.transport.call("SMEMBERS", name, key=name)
-        ids = sorted(identity for identity in map(text, members) if identity > after)
-        condition = await self._condition(execution_id)
+        members = await self.read(f"{execution_id}: waitpoints", "SMEMBERS", name)
+        ids = sorted(identity for identity in map(lossless, members) if identity > after)
+        damage = Damage("list_pending_waitpoints")
+        (condition,) = await damage.keep_all([self._condition(execution_id)])
         found: list[OpenWaitpoint] = []
         for start in range(0, len(ids), _MAX_PAGE):
             part = ids[start : start + _MAX_PAGE]
-            records = await asyncio.gather(*(self._hash(keys.waitpoint(tag, one)) for one in part))
-            for identity, record in zip(part, records, strict=True):
-                entry = _open_waitpoint(execution_id, identity, record, condition)
-                if entry is not None:
-                    found.append(entry)
+            entries = await damage.keep_all(
+                self._open(execution_id, one, condition) for one in part
+            )
+            found += (entry for entry in entries if entry is not None)
             if len(found) > limit:
-                return OpenWaitpoints(tuple(found[:limit]), found[limit - 1].waitpoint_id)
-        return OpenWaitpoints(tuple(found))
+                last = found[limit - 1].waitpoint_id
+                return OpenWaitpoints(tuple(found[:limit]), last, tuple(damage.found))
+        return OpenWaitpoints(tuple(found), None, tuple(damage.found))
 
     async def _condition(self, execution_id: ExecutionId) -> Condition | None:
-        fields = await self._hash(keys.suspension(execution_id.tag, execution_id))
-        if not fields or "closed_at" in fields:
+        key = keys.suspension(execution_id.tag, execution_id)
+        stored = await self._stored(execution_id, "suspension", key)
+        if stored is None or stored.is_set("closed_at"):
             return None
-        return parse_condition(fields["resume_condition_json"])
+        return stored.parsed("resume_condition_json", parse_condition)
+
+    async def _open(
+        self, execution_id: ExecutionId, identity: str, condition: Condition | None
+    ) -> OpenWaitpoint | None:
+        """The row of an open waitpoint."""
+        context = f"waitpoint {shown(identity)}"
+        if not is_uuid(identity):
+            raise corrupt(execution_id, "waitpoints", "holds a member that is no waitpoint id")
+        stored = await self._stored(context, "record", keys.waitpoint(execution_id.tag, identity))
+        if stored is None:
+            raise corrupt(context, "record", "is missing")
+        if stored.text("state") not in _OPEN:
+            return None
+        token, key = WaitpointToken(stored.text("waitpoint_token")), stored.text("waitpoint_key")
+        active = stored.text("state") == "active"
+        return OpenWaitpoint(
+            waitpoint_id=identity,
+            waitpoint_key=key,
+            state=stored.text("state"),
+            required_signal_names=_names(condition, key) if active and condition else (),
+            created_at=stored.number("created_at"),
+            execution_id=execution_id,
+            token_kid=token.kid,
+            token_fingerprint=token.fingerprint,
+            activated_at=stored.maybe_number("activated_at"),
+            expires_at=stored.maybe_number("expires_at"),
+        )
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
         """The signals that satisfied the suspension which led to this lease, oldest first."""
         proof(held(handle))
-        execution_id, epoch = handle.execution_id, str(handle.lease_epoch)
-        met, fields = await asyncio.gather(
-            self._hash(keys.met(execution_id.tag, execution_id)),
-            self._hash(keys.suspension(execution_id.tag, execution_id)),
+        eid, epoch = handle.execution_id, handle.lease_epoch
+        met, ended = await asyncio.gather(
+            self._stored(eid, "met", keys.met(eid.tag, eid)),
+            self._stored(eid, "suspension", keys.suspension(eid.tag, eid)),
         )
-        stored = ""
-        if met.get("epoch") == epoch:
-            stored = met["signals"]
+        ids: list[str] = []
+        if met is not None and met.number("epoch") == epoch:
+            ids = _ids(met, "signals")
         elif (
-            fields.get("claimed_epoch") == epoch
-            and fields.get("close_reason") == "resumed"
-            and fields.get("attempt_index") == str(handle.attempt_index)
+            ended is not None
+            and ended.maybe_number("claimed_epoch") == epoch
+            and ended.text("close_reason", "") == "resumed"
+            and ended.number("attempt_index") == handle.attempt_index
         ):
-            _check_waitpoints(execution_id, fields.get("waitpoints", ""))
-            stored = fields.get("all_satisfier_signals", "")
-        signals = await asyncio.gather(
-            *(self.read_signal(execution_id, one) for one in stored.split(",") if one)
-        )
+            _ids(ended, "waitpoints")
+            ids = _ids(ended, "all_satisfier_signals")
+        signals = await asyncio.gather(*(self.read_signal(eid, one) for one in ids))
         # Recorded in the order of acceptance, which is the order of their times too.
         return [signal for signal in signals if signal is not None]
 
@@ -128,21 +159,21 @@ class Waitpoints(Calls):
         checked_text(signal_id, "signal_id")
         if waitpoint_key is not None:
             checked_text(waitpoint_key, "waitpoint_key")
-        key = keys.signal(execution_id, signal_id)
+        context = f"signal {shown(signal_id)}"
         body = keys.signal_payload(execution_id, signal_id)
-        fields, payload = await asyncio.gather(
-            self._hash(key), self.transport.call("GET", body, key=body)
+        stored, payload = await asyncio.gather(
+            self._stored(context, "record", keys.signal(execution_id, signal_id)),
+            self.read(f"{context}: payload", "GET", body),
         )
-        if not fields:
+        if stored is None:
             return None
-        raw: Any = payload
         if waitpoint_key is None:
-            waitpoint = keys.waitpoint(execution_id.tag, fields["target_waitpoint_id"])
-            found: Any = await self.transport.call(
-                "HGET", waitpoint, "waitpoint_key", key=waitpoint
-            )
-            waitpoint_key = "" if found is None else text(found)
-        return _resume_signal(signal_id, fields, raw, waitpoint_key)
+            target = stored.text("target_waitpoint_id")
+            waitpoint = keys.waitpoint(execution_id.tag, target)
+            place = f"waitpoint {target}", "waitpoint_key"
+            found = await self.read(": ".join(place), "HGET", waitpoint, "waitpoint_key")
+            waitpoint_key = "" if found is None else stored_text(found, *place)
+        return _resume_signal(signal_id, stored, payload, waitpoint_key)
 
     async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
         """The waitpoints of the present run that nobody waits on now; a replay begins a new run.
@@ -153,7 +184,7 @@ class Waitpoints(Calls):
         args = (execution_id, *each_text(wanted, "wanted"))
         return await self.ask(
             *("ff_read_waits", execution_id.tag, args),
-            lambda reply: [_past_wait(row) for row in reply[2]],
+            lambda reply: [_past_wait(*row) for row in reply[2]],
             op="read_waits",
         )
 
@@ -181,6 +212,7 @@ class Waitpoints(Calls):
         if limit <= 0:
             return SuspendedPage(())
         names = (await self.lanes_in_use())[:_MAX_LANES]
+        damage = Damage("list_suspended")
         entries: list[SuspendedEntry] = []
         last = ""
         for index in partitions:
@@ -191,23 +223,24 @@ class Waitpoints(Calls):
                 room = limit - len(entries)
                 # One more than fits tells whether anything follows.
                 rows = await self._suspended_rows(index, names, position, room + 1)
-                for position, entry in rows[:room]:
-                    last = sealed(index, *position)
+                for position, row in rows[:room]:
+                    entry = damage.keep(lambda row=row: _suspended_entry(row))
                     if entry is not None:
+                        last = sealed(index, *position)
                         entries.append(entry)
                 if len(rows) > room and len(entries) == limit:
-                    return SuspendedPage(tuple(entries), last)
+                    return SuspendedPage(tuple(entries), last, tuple(damage.found))
                 if len(rows) <= room:
                     break
-        return SuspendedPage(tuple(entries))
+        return SuspendedPage(tuple(entries), None, tuple(damage.found))
 
     async def _suspended_rows(
         self, partition: int, lanes: list[str], position: tuple[int, str], limit: int
     ) -> list[_Row]:
-        args = (limit, *position, *lanes)
+        args = (limit, position[0], raw(position[1]), *lanes)
         return await self.ask(
             *("ff_list_suspended", f"{{fp:{partition}}}", args),
-            lambda reply: [_suspended_row(row) for row in reply[2]],
+            lambda reply: [((int(row[1]), lossless(row[0])), row) for row in reply[2]],
             op="list_suspended",
         )
 
@@ -218,111 +251,76 @@ class Waitpoints(Calls):
 
 
 def _resume_signal(
-    signal_id: str, fields: Mapping[str, str], payload: bytes | None, waitpoint_key: str
+    signal_id: str, stored: Stored, payload: bytes | None, waitpoint_key: str
 ) -> ResumeSignal:
     return ResumeSignal(
         signal_id=signal_id,
-        signal_name=fields["signal_name"],
-        signal_category=fields.get("signal_category", ""),
-        source_type=fields.get("source_type", ""),
-        source_identity=fields.get("source_identity", ""),
-        correlation_id=fields.get("correlation_id", ""),
-        accepted_at=int(fields["accepted_at"]),
+        signal_name=stored.text("signal_name"),
+        signal_category=stored.text("signal_category", ""),
+        source_type=stored.text("source_type", ""),
+        source_identity=stored.text("source_identity", ""),
+        correlation_id=stored.text("correlation_id", ""),
+        accepted_at=stored.number("accepted_at"),
         payload=payload,
-        payload_encoding=fields.get("payload_encoding", ""),
+        payload_encoding=stored.text("payload_encoding", ""),
         waitpoint_key=waitpoint_key,
     )
 
 
-def _past_wait(row: list[Any]) -> PastWait:
-    key, signal_ids = text(row[1]), tuple(map(text, row[8]))
+def _past_wait(
+    identity: bytes, flat: list[bytes], ids: list[bytes], contents: list[Any] | None
+) -> PastWait:
+    stored = Stored.from_hash(f"waitpoint {shown(lossless(identity))}", flat)
+    key, state = stored.text("waitpoint_key"), stored.text("state")
+    signal_ids = tuple(stored_text(each, stored.context, "signals") for each in ids)
     signals: tuple[ResumeSignal, ...] | None = None
-    if row[9] is not None:
+    if contents is not None:
         signals = tuple(
-            _resume_signal(signal_id, _fields(flat), payload, key)
-            for signal_id, (flat, payload) in zip(signal_ids, row[9], strict=True)
-            if flat
+            _resume_signal(each, Stored.from_hash(f"signal {each}", fields), payload, key)
+            for each, (fields, payload) in zip(signal_ids, contents, strict=True)
+            if fields
         )
+    # One that was never waited on is closed without either.
+    used = stored.is_set("suspension_id") or stored.is_set("satisfied_at")
     return PastWait(
-        waitpoint_id=text(row[0]),
+        waitpoint_id=stored_text(identity, stored.context, "waitpoint_id"),
         waitpoint_key=key,
-        waitpoint_token=WaitpointToken(text(row[2])),
-        state=text(row[3]),
-        attempt_index=row[4],
-        close_reason=text(row[5]),
-        closed_at=row[6],
-        ended=row[7] == 1,
+        waitpoint_token=WaitpointToken(stored.text("waitpoint_token", "")),
+        state=state,
+        attempt_index=stored.number("attempt_index", 0),
+        close_reason=stored.text("close_reason", ""),
+        closed_at=stored.number("closed_at", 0),
+        ended=state == "closed" and used,
         signal_ids=signal_ids,
         signals=signals,
     )
 
 
-def _fields(flat: Sequence[bytes]) -> Fields:
-    """A hash that a function answered as a list."""
-    decoded = [part.decode(errors="replace") for part in flat]
-    return dict(zip(decoded[::2], decoded[1::2], strict=True))
-
-
-def _suspended_row(row: list[Any]) -> _Row:
-    position = (int(row[1]), text(row[0]))
+def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:
+    """A row as listed, or None when its suspension has just ended."""
+    execution_id = stored_id(lossless(row[0]), "list_suspended")
     if len(row) == _PLACE_PARTS:
-        return position, None
-    return position, SuspendedEntry(
-        execution_id=ExecutionId.trusted(text(row[0])),
-        lane_id=text(row[2]),
-        suspension_id=text(row[3]),
-        reason=text(row[4]),
-        requested_by=text(row[5]),
-        suspended_at=int(row[6]),
-        timeout_at=None if row[7] is None else int(row[7]),
+        return None
+    if len(row) == _UNREADABLE_PARTS:
+        raise corrupt(execution_id, "suspension", "has the wrong type")
+    stored = Stored.from_row(execution_id, _SUSPENDED_PARTS, row[2:])
+    return SuspendedEntry(
+        execution_id=execution_id,
+        lane_id=stored.text("lane_id"),
+        suspension_id=stored.text("suspension_id"),
+        reason=stored.text("reason_code", ""),
+        requested_by=stored.text("requested_by", ""),
+        suspended_at=stored.number("created_at"),
+        timeout_at=stored.maybe_number("timeout_at"),
     )
 
 
-def _check_waitpoints(execution_id: ExecutionId, stored: str) -> None:
-    for identity in stored.split(","):
-        try:
-            validate_uuid(identity, "waitpoint_id")
-        except ValidationError as error:
-            raise CorruptionError(
-                "corruption", f"{execution_id}: waitpoints: {error.detail}"
-            ) from error
-
-
-def _open_waitpoint(
-    execution_id: ExecutionId, identity: str, record: Fields, condition: Condition | None
-) -> OpenWaitpoint | None:
-    """The row of an open waitpoint; a damaged record is left out, loudly."""
-    if record and record.get("state") not in _OPEN:
-        return None
-    try:
-        validate_uuid(identity, "waitpoint_id")
-        token = WaitpointToken(record["waitpoint_token"])
-        active = record["state"] == "active"
-        names = _names(condition, record["waitpoint_key"]) if active and condition else ()
-        activated, expires = record.get("activated_at"), record.get("expires_at")
-        return OpenWaitpoint(
-            waitpoint_id=identity,
-            waitpoint_key=record["waitpoint_key"],
-            state=record["state"],
-            required_signal_names=names,
-            created_at=int(record["created_at"]),
-            execution_id=execution_id,
-            token_kid=token.kid,
-            token_fingerprint=token.fingerprint,
-            activated_at=None if activated is None else int(activated),
-            expires_at=None if expires is None else int(expires),
-        )
-    except (KeyError, ValueError, ValidationError) as error:
-        log.warning(
-            "waitpoint left out of the listing: its %s is missing or unreadable",
-            error.args[0] if isinstance(error, KeyError) else "record",
-            extra={
-                "action": "waitpoint_unreadable",
-                "execution_id": execution_id,
-                "waitpoint_id": identity,
-            },
-        )
-        return None
+def _ids(stored: Stored, name: str) -> list[str]:
+    """The ids of a comma-separated field."""
+    found = [each for each in stored.text(name, "").split(",") if each]
+    if not all(map(is_uuid, found)):
+        raise stored.corrupt(name, "holds something that is no id")
+    return found
 
 
 def _names(condition: Condition, key: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 
 from flowfabric.core import keys
-from flowfabric.core.errors import TransportError
+from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.backend import Backend
 
 __all__ = ["Territory", "TerritoryMap", "read_territory"]
@@ -70,9 +70,7 @@ class TerritoryMap:
         """What a registry holds; what it held before when the key is none."""
         try:
             found = await read
-        except TransportError as error:
-            if error.kind != "other":
-                raise
+        except CorruptionError as error:
             if registry not in self._damaged:
                 self._damaged.add(registry)
                 log.warning(

@@ -7,17 +7,13 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.errors import CorruptionError
+from flowfabric.core.ids import stored_id
+from flowfabric.core.stored import Stored, corrupt
+from flowfabric.core.text import lossless
 
 __all__ = ["Event", "decode_entry", "decode_history"]
 
 _NAMES = {
-    "t": "type",
-    "at": "at",
-    "id": "execution_id",
-    "ns": "namespace",
-    "l": "lane_id",
-    "k": "execution_kind",
     "f": "flow_id",
     "tg": "tags",
     "o": "outcome",
@@ -43,6 +39,7 @@ _NAMES = {
     "tr": "trigger",
     "cr": "close_reason",
 }
+_COMMON = frozenset({"t", "at", "id", "ns", "l", "k"})
 _PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
 _NUMBERS = frozenset(
     {"delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"}
@@ -76,57 +73,55 @@ class Event(msgspec.Struct, frozen=True):
 
 def decode_entry(partition: int, entry_id: bytes, flat: Sequence[bytes]) -> Event:
     """An event from a stream entry's alternating names and values."""
-    return _decode(partition, entry_id.decode(), [part.decode() for part in flat])
+    event_id = f"fp:{partition}/{lossless(entry_id)}"
+    return _event(event_id, Stored.from_hash(f"event {event_id}", flat))
 
 
-def decode_history(partition: int, stored: Sequence[str]) -> Event:
+def decode_history(partition: int, stored: bytes, execution_id: str) -> Event:
     """An event from an execution's own short list, which begins with its entry id."""
-    return _decode(partition, stored[1], list(stored[2:]))
-
-
-def _decode(partition: int, entry_id: str, flat: list[str]) -> Event:
-    event_id = f"fp:{partition}/{entry_id}"
     try:
-        fields: dict[str, Any] = {}
-        for i in range(0, len(flat), 2):
-            name, value = flat[i], flat[i + 1]
-            if name in _PAIRS:
-                fields |= _pair(_PAIRS[name], value)
-            elif name == "w":
-                fields["worker_id"], _, fields["worker_instance_id"] = value.partition(" ")
-            else:
-                known = _NAMES.get(name, name)
-                fields[known] = int(value) if known in _NUMBERS else value
-        if fields["type"] == "acquired":
-            fields.setdefault("attempt_type", "initial")
-        if fields["type"] == "revoked":
-            fields["revoked_by"] = fields.pop("requested_by", "operator")
-        if fields["type"] == "reclaimed":
-            for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
-                fields[f"new_{part}"] = fields.pop(part)
-        if "result_ref" in fields:
-            fields["result_ref"] = True
-        if "tags" in fields:
-            fields["tags"] = _tags(fields["tags"])
-        default = "default" if "execution_id" in fields else None
-        return Event(
-            event_id,
-            fields.pop("type"),
-            int(fields.pop("at", None) or entry_id.partition("-")[0]),
-            fields.pop("execution_id", None),
-            fields.pop("namespace", default),
-            fields.pop("lane_id", default),
-            fields.pop("execution_kind") if default else fields.pop("execution_kind", None),
-            fields,
-        )
-    except (KeyError, ValueError, IndexError) as error:
-        raise CorruptionError("corruption", f"event {event_id}: {error!r}") from error
+        _, entry_id, *flat = msgspec.msgpack.decode(stored, type=list[str])
+    except (msgspec.MsgspecError, ValueError):
+        raise corrupt(execution_id, "history", "has an unreadable entry") from None
+    return decode_entry(partition, entry_id.encode(), [part.encode() for part in flat])
+
+
+def _event(event_id: str, stored: Stored) -> Event:
+    fields: dict[str, Any] = {}
+    for name in stored.fields:
+        if name in _PAIRS:
+            fields |= zip(_PAIRS[name], stored.pair(name) or (), strict=True)
+        elif name == "w":
+            fields["worker_id"], _, fields["worker_instance_id"] = stored.text(name).partition(" ")
+        elif name not in _COMMON:
+            known = _NAMES.get(name, name)
+            numeric = known in _NUMBERS
+            fields[known] = stored.number(name) if numeric else stored.text(name, "")
+    kind = stored.text("t")
+    if kind == "acquired":
+        fields.setdefault("attempt_type", "initial")
+    if kind == "revoked":
+        fields["revoked_by"] = fields.pop("requested_by", "operator")
+    if kind == "reclaimed":
+        for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
+            fields[f"new_{part}"] = fields.pop(part, None)
+    if "result_ref" in fields:
+        fields["result_ref"] = True
+    if "tags" in fields:
+        fields["tags"] = stored.parsed("tg", _tags)
+    about = stored.maybe_text("id")
+    default = None if about is None else "default"
+    written_at = event_id.rpartition("/")[2].partition("-")[0].encode()
+    return Event(
+        event_id,
+        kind,
+        Stored(stored.context, {"at": stored.fields.get("at") or written_at}).number("at"),
+        None if about is None else stored_id(about, stored.context),
+        stored.maybe_text("ns") or default,
+        stored.maybe_text("l") or default,
+        None if about is None else stored.text("k"),
+        fields,
+    )
 
 
 _tags = msgspec.json.Decoder(dict[str, str]).decode
-
-
-def _pair(names: tuple[str, str], text: str) -> dict[str, Any]:
-    """`<id>/<number>`, the form of leases and attempts."""
-    identity, _, number = text.rpartition("/")
-    return {names[0]: identity, names[1]: int(number)}

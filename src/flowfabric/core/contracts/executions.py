@@ -291,6 +291,8 @@ class ExecutionPage(msgspec.Struct, frozen=True):
 
     executions: tuple[ExecutionSummary, ...]
     next_cursor: str | None = None
+    damaged: tuple[str, ...] = ()
+    """What was left out because it cannot be read: `<context>: <field>: <why>` of each."""
 
 
 class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):

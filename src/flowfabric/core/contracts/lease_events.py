@@ -137,3 +137,5 @@ class ExpiredLeases(msgspec.Struct, frozen=True):
     entries: tuple[ExpiredLease, ...]
     cursor: tuple[int, str] | None = None
     """Expiry and execution id of the last entry: pass it as `after`."""
+    damaged: tuple[str, ...] = ()
+    """What was left out because it cannot be read."""

@@ -198,6 +198,8 @@ class OpenWaitpoints(msgspec.Struct, frozen=True):
 
     entries: tuple[OpenWaitpoint, ...]
     next_cursor: str | None = None
+    damaged: tuple[str, ...] = ()
+    """What was left out because it cannot be read."""
 
 
 class PastWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,6 +241,8 @@ class SuspendedPage(msgspec.Struct, frozen=True):
 
     entries: tuple[SuspendedEntry, ...]
     next_cursor: str | None = None
+    damaged: tuple[str, ...] = ()
+    """What was left out because it cannot be read."""
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):

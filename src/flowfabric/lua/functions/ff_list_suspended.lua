@@ -2,7 +2,8 @@
 -- Keys: lane suspended indexes, suspensions. Arguments: limit, score to begin after, id to
 --   begin after (empty: from the start), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
---   timeout_at]; the details are missing when its record is. Errors: none.
+--   timeout_at] as stored; [id, score, lane] when its suspension has ended, with a fourth part,
+--   nothing, when that is no hash. Errors: none.
 local function before(a_score, a_id, b_score, b_id)
   return a_score < b_score or (a_score == b_score and a_id < b_id)
 end
@@ -20,11 +21,11 @@ local function first_behind(key, score, id)
 end
 
 local function details(c, row)
-  local found = server.call('HMGET', K.suspension(c.tag, row.id), 'suspension_id', 'reason_code',
-    'requested_by', 'created_at', 'timeout_at', 'closed_at')
-  if not found[1] or found[6] then return { row.id, row.score, row.lane } end
-  return { row.id, row.score, row.lane, found[1], found[2] or '', found[3] or '',
-    tonumber(found[4]), tonumber(found[5]) or false }
+  local readable, found = pcall(server.call, 'HMGET', K.suspension(c.tag, row.id), 'suspension_id',
+    'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at')
+  if not readable then return { row.id, row.score, row.lane, false } end
+  if found[6] or not (found[1] or found[4]) then return { row.id, row.score, row.lane } end
+  return { row.id, row.score, row.lane, found[1], found[2], found[3], found[4], found[5] }
 end
 
 register('ff_list_suspended', function(keys, args)

@@ -2,9 +2,8 @@
 -- that a handler that starts again finds what was answered. A replay begins a new run.
 -- Keys: core, waitpoints, their signals. Arguments: execution_id, then keys whose
 --   signals are wanted.
--- Replies: rows of id, key, token, state, attempt index, close reason, closed_at (0 while open),
---   whether a wait on it has ended (0 | 1), ids of its signals, and when they are wanted and few,
---   fields and payload of each. Errors: execution_not_found.
+-- Replies: rows of waitpoint id, its fields (flat list), ids of its signals, and when they are
+--   wanted and few, fields and payload of each. Errors: execution_not_found, corruption.
 local FEW = 16
 
 local function contents(id, signal_ids)
@@ -16,25 +15,22 @@ local function contents(id, signal_ids)
   return found
 end
 
-register('ff_read_waits', function(keys, args)
+reply.register_function('ff_read_waits', function(keys, args)
   local c = Context.open(keys[1])
   local id = args[1]
-  local core = server.call('HMGET', K.core(c.tag, id), 'state', 'run_from')
-  if not core[1] then return reply.err('execution_not_found') end
-  local first, rows, wanted = tonumber(core[2] or 0), {}, {}
+  local rec = record.read(c, id)
+  if not rec then return reply.err('execution_not_found') end
+  local first, rows, wanted = values.number(id, 'run_from', rec.run_from) or 0, {}, {}
   for i = 2, #args do wanted[args[i]] = true end
   for _, waitpoint_id in ipairs(server.call('SMEMBERS', K.waitpoints(c.tag, id))) do
-    local key = K.waitpoint(c.tag, waitpoint_id)
-    local point = suspension.read_hash(key)
-    if point and point.state ~= 'active' and tonumber(point.attempt_index or 0) >= first then
-      -- One that was never waited on is closed without either.
-      local ended = point.state == 'closed' and (point.suspension_id or point.satisfied_at)
+    local flat = server.call('HGETALL', K.waitpoint(c.tag, waitpoint_id))
+    local point = values.fields(flat)
+    -- What cannot be compared is for the reader to refuse.
+    if #flat > 0 and point.state ~= 'active'
+        and (tonumber(point.attempt_index or 0) or first) >= first then
       local signal_ids = server.call('LRANGE', K.waitpoint_signals(c.tag, waitpoint_id), 0, -1)
       rows[#rows + 1] = {
-        waitpoint_id, point.waitpoint_key, point.waitpoint_token or '', point.state,
-        tonumber(point.attempt_index or 0), point.close_reason or '',
-        tonumber(point.closed_at or 0), ended and 1 or 0,
-        signal_ids,
+        waitpoint_id, flat, signal_ids,
         wanted[point.waitpoint_key] and #signal_ids <= FEW and contents(id, signal_ids) or false,
       }
     end

@@ -4,7 +4,7 @@
 --   wait for the next frame).
 -- Replies: entries, last id examined or nothing, more to examine (0 | 1), closed_at or nothing,
 --   closed_reason or nothing, whether frames were trimmed (0 | 1), oldest retained id or nothing,
---   last id ever or nothing, followed (0 | 1). Errors: none. Events: none.
+--   last id ever or nothing, followed (0 | 1). Errors: corruption. Events: none.
 local CLOSED_BY_STATE = {
   ended_success = 'attempt_success', ended_failure = 'attempt_failure',
   ended_cancelled = 'attempt_cancelled', interrupted_reclaimed = 'reclaimed',
@@ -27,15 +27,15 @@ local function ended_silently(c, id, index, rec)
   local archived = server.call('HMGET', K.attempt(c.tag, id, index),
     'attempt_state', 'ended_at', 'ended_by')
   if archived[1] then
-    return tonumber(archived[2]), CLOSED_BY_WHOM[archived[3]] or CLOSED_BY_STATE[archived[1]]
+    return archived[2], CLOSED_BY_WHOM[archived[3]] or CLOSED_BY_STATE[archived[1]]
   end
   if not rec or record.attempt_index(rec) ~= tonumber(index) then return nil end
   if S.is_terminal(rec.state) then
-    return tonumber(rec.completed_at),
+    return rec.completed_at,
       CLOSED_BY_WHOM[rec.ended_by] or CLOSED_BY_OUTCOME[S.outcome(rec.state)]
   end
-  if S.is_lease_expired(rec.state) then return tonumber(rec.lease_expired_at), 'lease_expired' end
-  if S.is_lease_revoked(rec.state) then return tonumber(rec.lease_revoked_at), 'lease_revoked' end
+  if S.is_lease_expired(rec.state) then return rec.lease_expired_at, 'lease_expired' end
+  if S.is_lease_revoked(rec.state) then return rec.lease_revoked_at, 'lease_revoked' end
 end
 
 local function is_best_effort(entry)
@@ -79,13 +79,13 @@ reply.register_function('ff_stream_read', function(keys, args)
   local entries, examined, more = examine(stream, first, last, tonumber(args[5]), args[6] ~= '')
   local meta = server.call('HMGET', K.stream_meta(c.tag, id, index), 'closed_at', 'closed_reason',
     'frame_count', 'last_sequence')
-  local closed_at, reason, followed = tonumber(meta[1]), meta[2], false
+  local closed_at, reason, followed = meta[1], meta[2], false
   if not closed_at and (not meta[3] or follow) then
     local rec = record.read(c, id)
     if not meta[3] then closed_at, reason = ended_silently(c, id, index, rec) end
     if follow and rec and not closed_at then followed = streams.follow(c, id, rec, index) end
   end
-  local trimmed = tonumber(meta[3] or 0) > server.call('XLEN', stream)
+  local trimmed = (values.number(id, 'frame_count', meta[3]) or 0) > server.call('XLEN', stream)
   local oldest = trimmed and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   return reply.ok(entries, examined, more, closed_at or false, reason or false, trimmed and 1 or 0,
     oldest and oldest[1] or false, meta[4] or false, followed and 1 or 0)

@@ -30,6 +30,12 @@ function values.pieces(list, first)
   end
 end
 
+-- A stored number, or nil when there is none; anything else there is corruption.
+function values.number(context, field, text)
+  if not text then return nil end
+  return tonumber(text) or error(context .. ': ' .. field .. ': is not a number', 0)
+end
+
 -- The fields of a hash, which the server answers as a flat list; `into` has their defaults.
 function values.fields(flat, into)
   local fields = into or {}

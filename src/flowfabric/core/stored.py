@@ -1,0 +1,120 @@
+"""Stored data, read strictly: what cannot be read is `corruption: <context>: <field>: <why>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self, TypeVar, cast
+
+import msgspec
+
+from flowfabric.core.errors import CorruptionError, ValidationError
+from flowfabric.core.text import lossless
+
+__all__ = ["Stored", "corrupt", "stored_text"]
+
+T = TypeVar("T")
+_is_number = re.compile(rb"-?[0-9]{1,19}").fullmatch
+_is_pair = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,19})").fullmatch
+
+
+def corrupt(context: str, field: str, problem: str) -> CorruptionError:
+    """The error for one unreadable field. It must not quote a token or a payload."""
+    return CorruptionError("corruption", f"{context}: {field}: {problem}")
+
+
+def stored_text(value: object, context: str, field: str) -> str:
+    """One stored value as text."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise corrupt(context, field, "is not UTF-8") from None
+    if isinstance(value, str | int):
+        return str(value)
+    raise corrupt(context, field, "is missing" if value is None else "is not text")
+
+
+class Stored:
+    """The fields of one stored record, decoded as they are asked for. Empty means unset.
+
+    >>> Stored("worker w-1", {"ttl_ms": b"soon"}).number("ttl_ms")
+    Traceback (most recent call last):
+    flowfabric.core.errors.CorruptionError: corruption: worker w-1: ttl_ms: is not a whole number …
+    """
+
+    __slots__ = ("context", "fields")
+
+    def __init__(self, context: str, fields: Mapping[str, Any]) -> None:
+        self.context = context
+        self.fields = fields
+
+    @classmethod
+    def from_hash(cls, context: str, raw: Any) -> Self:
+        """From the reply to HGETALL, or the flat list that functions make of it."""
+        if isinstance(raw, list):
+            flat = cast("list[bytes]", raw)
+            if len(flat) % 2:
+                raise corrupt(context, "fields", "a name has no value")
+            raw = dict(zip(flat[::2], flat[1::2], strict=True))
+        return cls(context, {lossless(name): value for name, value in raw.items()})
+
+    @classmethod
+    def from_row(cls, context: str, names: Sequence[str], row: Sequence[Any]) -> Self:
+        """From the positions of a function's reply."""
+        return cls(context, dict(zip(names, row, strict=True)))
+
+    def corrupt(self, name: str, problem: str) -> CorruptionError:
+        """The error for one field."""
+        return corrupt(self.context, name, problem)
+
+    def is_set(self, name: str) -> bool:
+        """Whether the field has a value."""
+        return self.fields.get(name) not in (None, b"", "")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A text field; without a default it must be set."""
+        if not self.is_set(name):
+            if default is None:
+                raise self.corrupt(name, "is missing")
+            return default
+        return stored_text(self.fields[name], self.context, name)
+
+    def maybe_text(self, name: str) -> str | None:
+        """A text field, or None when it is unset."""
+        return self.text(name) if self.is_set(name) else None
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number; without a default it must be set."""
+        value = self.fields.get(name)
+        if type(value) is int:
+            return value
+        if not self.is_set(name):
+            if default is None:
+                raise self.corrupt(name, "is missing")
+            return default
+        if not isinstance(value, bytes) or not _is_number(value):
+            raise self.corrupt(name, "is not a whole number")
+        return int(value)
+
+    def maybe_number(self, name: str) -> int | None:
+        """A whole number, or None when it is unset."""
+        return self.number(name) if self.is_set(name) else None
+
+    def parsed(self, name: str, parse: Callable[[str], T]) -> T:
+        """What `parse` makes of a text field; what it refuses is corruption."""
+        try:
+            return parse(self.text(name, ""))
+        except ValidationError as error:
+            raise self.corrupt(name, error.detail) from None
+        except (msgspec.MsgspecError, ValueError):
+            raise self.corrupt(name, "cannot be decoded") from None
+
+    def pair(self, name: str) -> tuple[str, int] | None:
+        """`<uuid>/<number>`, the form of leases and attempts, or None when it is unset."""
+        if not self.is_set(name):
+            return None
+        parts = _is_pair(self.text(name))
+        if parts is None:
+            raise self.corrupt(name, "is not <id>/<number>")
+        return parts[1], int(parts[2])
