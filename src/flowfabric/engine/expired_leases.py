@@ -32,7 +32,7 @@ class LeaseReads(Upkeep):
         self,
         as_of: int | None = None,
         *,
-        after: Due | None = None,
+        after: tuple[int, str] | None = None,
         limit: int = 1000,
         max_partitions_per_call: int = 32,
         namespace: str | None = None,

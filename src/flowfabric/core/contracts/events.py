@@ -90,7 +90,7 @@ def _event(event_id: str, stored: Stored) -> Event:
     fields: dict[str, Any] = {}
     for name in stored.fields:
         if name in _PAIRS:
-            fields |= zip(_PAIRS[name], stored.pair(name) or (), strict=True)
+            fields |= zip(_PAIRS[name], stored.pair(name) or (None, None), strict=True)
         elif name == "w":
             fields["worker_id"], _, fields["worker_instance_id"] = stored.text(name).partition(" ")
         elif name not in _COMMON:
@@ -103,8 +103,10 @@ def _event(event_id: str, stored: Stored) -> Event:
     if kind == "revoked":
         fields["revoked_by"] = fields.pop("requested_by", "operator")
     if kind == "reclaimed":
+        for part in _PAIRS:
+            stored.text(part)
         for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
-            fields[f"new_{part}"] = fields.pop(part, None)
+            fields[f"new_{part}"] = fields.pop(part)
     if "result_ref" in fields:
         fields["result_ref"] = True
     if "tags" in fields:
