@@ -164,6 +164,9 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         for run in (asked[2], stuck, later):
             await run.cancel("enough")
             assert (await run.wait(timeout=30)).state.value == "cancelled"
+        await (await submit.app.client()).replay(stuck.id, "once more")
+        await reached(stuck, "active")
+        await stuck.cancel()
         late = await submit.app.submit(submit.impatient)
         assert await late.result(timeout=30) == "late"
         slow = await submit.app.submit(submit.slow)
