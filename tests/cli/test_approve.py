@@ -45,7 +45,7 @@ async def test_the_only_waitpoint_needs_no_name(cli: Cli, waits: Waits) -> None:
     execution_id = parked.handle.execution_id
     done = await cli("approve", execution_id.uuid[:12], "--as", "ada", "--payload", '{"ok": 1}')
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"{execution_id}  release  approved: it goes on\n"
+    assert done.out == f"{execution_id}  release  approved: the execution resumes\n"
     assert await answers(waits, parked) == [("approved", "ada", b'{"ok": 1}')]
 
 
@@ -70,14 +70,16 @@ async def test_two_distinct_people(cli: Cli, waits: Waits) -> None:
     pair = Count(n=2, waitpoints=("release",), count_kind=CountKind.DISTINCT_SOURCES)
     parked = await waits.park(pair)
     execution_id = parked.handle.execution_id
-    assert "more answers are needed" in (await cli("approve", execution_id, "--as", "ada")).out
+    assert "more signals are needed" in (await cli("approve", execution_id, "--as", "ada")).out
     again = await cli("approve", execution_id, "--as", "ada")
     assert again.code == 0
-    assert again.out.endswith("approved: nothing new: the same answer was given before\n")
+    assert again.out.endswith("approved: no change: the same signal was sent before\n")
     other = await cli("approve", execution_id, "--as", "ada", "--name", "sure")
-    assert "does not count" in other.out
+    assert "not counted" in other.out
     assert await waits.backend.read_execution_state(execution_id) is PublicState.SUSPENDED
-    assert (await cli("approve", execution_id, "--as", "bob")).out.endswith("it goes on\n")
+    assert (await cli("approve", execution_id, "--as", "bob")).out.endswith(
+        "the execution resumes\n"
+    )
 
 
 async def test_who_comes_too_late_is_told_the_answer(cli: Cli, waits: Waits) -> None:
@@ -105,19 +107,19 @@ async def test_several_open_waitpoints(cli: Cli, waits: Waits, given: str) -> No
     for one in (legal, boss):
         assert f"\n  {one.waitpoint_id}  {one.waitpoint_key}  (approved)" in unclear.err
     named = boss.waitpoint_id[:8] if given == "id" else "boss"
-    assert "more answers are needed" in (await cli("approve", execution_id, named)).out
+    assert "more signals are needed" in (await cli("approve", execution_id, named)).out
     unknown = await cli("approve", execution_id, "nobody")
-    assert unknown.err.startswith("error: waitpoint_not_found: 'nobody' is no open waitpoint")
-    assert (await cli("approve", execution_id, "legal")).out.endswith("it goes on\n")
+    assert unknown.err.startswith("error: waitpoint_not_found: 'nobody' is not an open waitpoint")
+    assert (await cli("approve", execution_id, "legal")).out.endswith("the execution resumes\n")
 
 
 @pytest.mark.parametrize(
     ("condition", "arguments", "said"),
     [
-        (Single("k", ("yes", "no")), (), "k does not ask for 'approved' but for yes, no"),
-        (Single("k", "approved"), ("--reject",), "k does not ask for 'rejected' but for approved"),
-        (TimeoutOnly(), (), "waits for its time only"),
-        (OperatorOnly(), ("--reject",), "it takes no other answer"),
+        (Single("k", ("yes", "no")), (), "k does not accept 'approved', only yes, no"),
+        (Single("k", "approved"), ("--reject",), "k does not accept 'rejected', only approved"),
+        (TimeoutOnly(), (), "only waits for its timeout"),
+        (OperatorOnly(), ("--reject",), "accepts no signal or payload"),
     ],
 )
 async def test_an_answer_that_nothing_asks_for_is_not_sent(
@@ -137,8 +139,10 @@ async def test_a_name_that_was_typed_is_sent(cli: Cli, waits: Waits) -> None:
     parked = await waits.park(Single("k", ("yes", "no")))
     execution_id = parked.handle.execution_id
     useless = await cli("approve", execution_id, "--name", "perhaps")
-    assert useless.out.endswith("perhaps: it is kept, but nothing asks for this name\n")
-    assert (await cli("approve", execution_id, "--name", "no")).out.endswith("it goes on\n")
+    assert useless.out.endswith("perhaps: stored, but this wait does not accept its name\n")
+    assert (await cli("approve", execution_id, "--name", "no")).out.endswith(
+        "the execution resumes\n"
+    )
 
 
 async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
@@ -155,7 +159,7 @@ async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
     ]
     again = await cli("approve", execution_id)
     assert "nothing_waiting: " in again.err
-    assert "its wait was ended by an operator" in again.err
+    assert "its wait was resumed by an operator" in again.err
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
     [
         (
             ("deadbeef",),
-            "error: execution_not_found: no execution has an id that begins with 'deadbeef'",
+            "error: execution_not_found: no execution has an id that starts with 'deadbeef'",
         ),
         (("RUNNING",), "error: nothing_waiting: "),
         (("PARKED", "--payload", "{oops"), "error: invalid_input: --payload: not JSON"),

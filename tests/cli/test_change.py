@@ -33,7 +33,7 @@ async def test_one_that_cannot_be_cancelled_does_not_keep_the_others(
     assert (await cli("cancel", "deadbeef", "no-id")).code == 2
     plain = await cli("cancel", ended.execution_id)
     assert plain.err.startswith(
-        f"error: execution_not_active: {ended.execution_id} is completed\nhint: it has ended"
+        f"error: execution_not_active: {ended.execution_id} is completed\nhint: it has finished"
     )
 
 
@@ -71,8 +71,8 @@ async def test_the_expected_count_makes_a_repeat_harmless(cli: Cli, engine: Engi
     refused = await cli("replay", execution_id, "--expected-replay-count", "1")
     assert refused.code == 1
     assert refused.err.splitlines() == [
-        f"error: replay_not_allowed: {execution_id} was replayed 0 times, not 1: it was left alone",
-        "hint: if one more replay is wanted, repeat with --expected-replay-count 0",
+        f"error: replay_not_allowed: {execution_id} was replayed 0 times, not 1; nothing changed",
+        "hint: to replay it once more, pass --expected-replay-count 0",
     ]
     assert await engine.backend.read_execution_state(execution_id) is PublicState.COMPLETED
     assert (await cli("replay", execution_id, "--expected-replay-count", "0")).code == 0

@@ -58,7 +58,7 @@ async def test_all_is_well(cli: Cli, engine: Engine) -> None:
     plain = await cli("doctor")
     assert (plain.code, plain.err) == (0, "")
     assert plain.out.count("✓") == len(CHECKS)
-    assert "All is well." in plain.lines[-1]
+    assert "All checks passed." in plain.lines[-1]
     assert "run by host:12 (host:pid)" in plain.out
     assert "1 execution examined" in plain.out
 
@@ -71,11 +71,11 @@ async def test_nobody_works(cli: Cli, engine: Engine) -> None:
     assert "flowfabric worker" in found["workers"]["advice"]
     plain = await cli("doctor")
     assert plain.out.count("⚠") == 2
-    assert "Nothing is broken, 2 warnings." in plain.lines[-1]
+    assert "No check failed, 2 warnings." in plain.lines[-1]
     await live(engine, "other")
     await engine.create(lane="mails")
     _, found = await examined(cli)
-    assert "work waits in mails, which nobody serves" in found["workers"]["detail"]
+    assert "no worker serves mails, where work waits" in found["workers"]["detail"]
     _, found = await examined(cli, "--namespace", "elsewhere")
     assert "0 live workers" in found["workers"]["detail"]
 
@@ -119,7 +119,7 @@ async def test_a_malformed_member_is_shown_as_it_is(cli: Cli, engine: Engine) ->
     await engine.backend.transport.call("ZADD", key, 0, b"\xff")
     _, found = await examined(cli)
     assert found["indexes"]["grade"] == "broken"
-    assert "1 are not where their record says, such as \\xff" in found["indexes"]["detail"]
+    assert "1 differ from their index, such as \\xff" in found["indexes"]["detail"]
 
 
 async def test_a_paused_lane(cli: Cli, engine: Engine) -> None:
@@ -156,14 +156,14 @@ async def test_index_drift_is_broken(cli: Cli, engine: Engine) -> None:
     plain = await cli("doctor")
     assert plain.code == 1
     assert plain.out.count("✗") == 1
-    assert "1 thing broken." in plain.lines[-1]
+    assert "1 check failed." in plain.lines[-1]
 
 
 async def test_counts_that_contradict_the_environment(cli: Cli) -> None:
     done, found = await examined(cli, FF_FLOW_PARTITIONS="128")
     assert done.code == 1
     assert found["partitions"]["grade"] == "broken"
-    assert "the environment asks for 128, 32, 32" in found["partitions"]["detail"]
+    assert "the environment sets 128, 32, 32" in found["partitions"]["detail"]
     same, found = await examined(cli, FF_FLOW_PARTITIONS="256")
     assert same.code == 0
     assert found["partitions"]["detail"] == "256 flow, 32 budget, 32 quota"
@@ -172,12 +172,12 @@ async def test_counts_that_contradict_the_environment(cli: Cli) -> None:
 async def test_without_a_secret_nobody_can_wait(cli: Cli, engine: Engine) -> None:
     _, found = await examined(cli)
     assert found["tokens"]["grade"] == "warning"
-    assert found["tokens"]["detail"].startswith("no secret signs tokens on the server:")
+    assert found["tokens"]["detail"].startswith("no secret to sign tokens on the server:")
     assert "FF_WAITPOINT_HMAC_SECRET" in found["tokens"]["advice"]
     await engine.backend.seed_at_boot(SECRET)
     await engine.backend.transport.call("DEL", "ff:sec:{fp:7}:waitpoint_hmac")
     _, found = await examined(cli)
-    assert found["tokens"]["detail"].startswith("no secret signs tokens on 1 partition:")
+    assert found["tokens"]["detail"].startswith("no secret to sign tokens on 1 partition:")
     assert SECRET not in str(found)
 
 

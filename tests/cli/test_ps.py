@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from flowfabric.cli.screen import Cell, narrowed
+from flowfabric.cli.views.screen import Cell, drop_columns
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from tests.cli.support import COMMAND, Cli
@@ -138,7 +138,7 @@ async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: En
     assert "1 waiting" in screen
     assert "1 cancelled" in screen
     limited = await asyncio.to_thread(on_terminal, cli, "ps", "--limit", "1")
-    assert "The newest 1 are shown, --all for all" in limited
+    assert "Showing the newest 1; --all for all" in limited
 
 
 async def test_short_ids_grow_until_they_differ(cli: Cli, engine: Engine) -> None:
@@ -226,11 +226,11 @@ def test_a_narrow_terminal_goes_without_what_matters_least() -> None:
     spare = ("ATTEMPTS", "AGE", "LANE", "WORKER")
 
     def shown(width: int) -> str:
-        return " ".join(narrowed(headers, [row], spare, width)[0])
+        return " ".join(drop_columns(headers, [row], spare, width)[0])
 
     assert shown(100) == shown(60) == " ".join(headers)
     assert shown(59) == "ID KIND LANE STATE AGE WORKER"
     assert shown(45) == "ID KIND LANE STATE WORKER"
     assert shown(20) == "ID KIND STATE"
-    _, rows = narrowed(headers, [row], spare, 59)
+    _, rows = drop_columns(headers, [row], spare, 59)
     assert rows == [[*row[:5], row[6]]]

@@ -65,7 +65,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
     assert detail["policy"]["retry_policy"]["max_retries"] == 2
     assert detail["policy"]["max_replay_count"] == 10
     assert "delay_until" not in detail["policy"]
-    assert "Policy (defaults left out: --full shows all)" in out
+    assert "Policy (without defaults; --full shows all)" in out
     assert "max_replay_count" not in out
     assert '"max_replay_count": 10' in await shown(cli, handle.execution_id, "--full")
     assert [a["attempt_state"] for a in detail["attempts"]] == ["ended_success"]
@@ -132,7 +132,7 @@ async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
 async def test_binary_and_long_payloads_are_shortened(cli: Cli, engine: Engine) -> None:
     binary = await engine.create(input_payload=b"\xff\x00" * 500)
     out = await shown(cli, binary)
-    assert "Payload (1,000 bytes, binary, shortened: --full shows all)" in out
+    assert "Payload (1,000 bytes, binary, cut; --full shows all)" in out
     assert "  ff00 ff00" in out
     assert len(max(out.splitlines(), key=len)) < 200
     assert (await as_json(cli, binary, "--full"))["payload"]["preview"].count("ff00") == 500
@@ -153,7 +153,7 @@ async def test_an_id_may_be_shortened_while_it_is_unique(cli: Cli, engine: Engin
         assert (await shown(cli, text)).splitlines()[1] == one
     done = await cli("show", "aaaa")
     assert (done.code, done.out) == (1, "")
-    assert done.err.startswith("error: ambiguous_id: 'aaaa' is the beginning of more than one id:")
+    assert done.err.startswith("error: ambiguous_id: more than one id starts with 'aaaa':")
     assert f"\n  {one}  first  waiting\n" in done.err
     assert f"\n  {two}  second  waiting\n" in done.err
     found = await cli("show", "aaaa", "--json")
@@ -175,7 +175,7 @@ async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("deadbeef", 1, "execution_not_found: no execution has an id that begins with"),
+        ("deadbeef", 1, "execution_not_found: no execution has an id that starts with"),
         ("11111111-2222-4333-8444-555555555555", 1, "execution_not_found: no execution has the id"),
         (
             "{fp:1}:11111111-2222-4333-8444-555555555555",

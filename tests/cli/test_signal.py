@@ -41,7 +41,7 @@ async def test_with_the_variable_and_the_key(cli: Cli, waits: Waits, tmp_path: P
         FF_WAITPOINT_TOKEN=token_of(parked),
     )
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"{execution_id}  paid  done: it goes on\n"
+    assert done.out == f"{execution_id}  paid  done: the execution resumes\n"
     assert await received(waits) == ("done", "bank", b'{"amount": 12}')
 
 
@@ -50,7 +50,7 @@ async def test_with_the_option_and_the_id(cli: Cli, waits: Waits) -> None:
     execution_id, token = parked.handle.execution_id, token_of(parked)
     wrong = await cli("signal", execution_id, "k", "go", "--token", token[:-1] + "x")
     assert (wrong.code, wrong.out) == (1, "")
-    assert wrong.err.startswith("error: invalid_token: the waitpoint's token was refused\nhint: ")
+    assert wrong.err.startswith("error: invalid_token: the token was refused\nhint: ")
     arguments = ("signal", execution_id, parked.details.waitpoint_id, "wait", "--token", token)
     for outcome, effect in (("accepted", "no_op"), ("duplicate", None)):
         done = await cli(*arguments, "--json", "--idempotency-key", "once")
@@ -58,7 +58,7 @@ async def test_with_the_option_and_the_id(cli: Cli, waits: Waits) -> None:
         assert (said["outcome"], said["effect"], said["resumed"]) == (outcome, effect, False)
         assert token not in done.out + done.err
     done = await cli(*arguments[:3], "go", *arguments[4:])
-    assert done.out.endswith("go: it goes on\n")
+    assert done.out.endswith("go: the execution resumes\n")
     late = await cli(*arguments[:3], "go", *arguments[4:])
     assert late.err.startswith(f"error: already_answered: {execution_id} is waiting; its wait was")
     assert token not in late.err + wrong.err
@@ -84,8 +84,8 @@ async def test_a_payload_from_standard_input(cli: Cli, waits: Waits) -> None:
     ("token", "said"),
     [
         (None, "error: missing_token: a signal needs the waitpoint's token\nhint: set FF_WAIT"),
-        ("nonsense", "error: invalid_token: the waitpoint's token was refused\nhint: "),
-        ("other", "error: invalid_token: the waitpoint's token was refused\nhint: "),
+        ("nonsense", "error: invalid_token: the token was refused\nhint: "),
+        ("other", "error: invalid_token: the token was refused\nhint: "),
     ],
 )
 async def test_refused_tokens_change_nothing(
@@ -106,10 +106,12 @@ async def test_unknown_places(cli: Cli, waits: Waits) -> None:
     variables = {"FF_WAITPOINT_TOKEN": token_of(parked)}
     nobody = await cli("signal", "deadbeef", "k", "go", **variables)
     assert nobody.err.startswith(
-        "error: execution_not_found: no execution has an id that begins with 'deadbeef'"
+        "error: execution_not_found: no execution has an id that starts with 'deadbeef'"
     )
     nowhere = await cli("signal", parked.handle.execution_id, "q", "go", **variables)
-    assert nowhere.err.startswith("error: waitpoint_not_found: 'q' is no open waitpoint; open on ")
+    assert nowhere.err.startswith(
+        "error: waitpoint_not_found: 'q' is not an open waitpoint; open on "
+    )
     usage = await cli("signal", parked.handle.execution_id, "k", **variables)
     assert (usage.code, "Missing argument 'NAME'" in usage.err) == (2, True)
     assert token_of(parked) not in nobody.err + nowhere.err + usage.err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.cli.tail_view import readable
+from flowfabric.cli.views.tail import readable
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.partition import PartitionCounts
@@ -65,7 +65,7 @@ async def test_live_over_a_retry_to_the_end(cli: Cli, engine: Engine) -> None:
     assert done.lines[-2:] == ["── attempt 1 succeeded", "── completed"]
     newest = await cli("tail", first.execution_id)
     assert newest.out == "two\n"
-    assert newest.err.startswith("── attempt 1 (retry) on w-1; --attempt 0 shows it from the first")
+    assert newest.err.startswith("── attempt 1 (retry) on w-1; --attempt 0 starts with the first")
     assert (await cli("tail", first.execution_id, "--attempt", "0")).out == "one\ntwo\n"
 
 
@@ -226,7 +226,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
         async with Cli(tmp_path, FF_URL=server.url).start("tail", handle.execution_id) as tail:
             await tail.line("before")
             server.kill()
-            await tail.line("── no answer from the server, trying again: ")
+            await tail.line("── no answer from the server, retrying: ")
             server.start()
             await write(engine, handle, "after\n")
             await tail.line("after")
@@ -243,7 +243,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
     [
         (
             ("deadbeef",),
-            "error: execution_not_found: no execution has an id that begins with 'deadbeef'",
+            "error: execution_not_found: no execution has an id that starts with 'deadbeef'",
         ),
         (("ID", "--attempt", "3"), "error: attempt_not_found: "),
         (("ID", "--from", "yesterday"), "error: usage: Invalid value for --from: Malformed"),

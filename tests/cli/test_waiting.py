@@ -29,7 +29,7 @@ def assert_no_token(done: Done, details: SuspensionDetails) -> None:
 async def test_nobody_waits(cli: Cli, engine: Engine) -> None:
     await engine.running()
     done = await cli("waiting")
-    assert (done.code, done.out, done.err) == (0, "Nobody waits for an answer.\n", "")
+    assert (done.code, done.out, done.err) == (0, "No execution waits for an answer.\n", "")
     assert (await cli("waiting", "--json")).out == ""
 
 
@@ -82,7 +82,7 @@ async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
     execution_id = handle.execution_id
     early = await waits.backend.create_waitpoint(handle, "early", HOUR)
     done = await cli("waiting", execution_id.uuid)
-    assert re.search(rf"early +not asked yet +\d+s +in 59m  {early.waitpoint_id}", done.out)
+    assert re.search(rf"early +not waiting yet +\d+s +in 59m  {early.waitpoint_id}", done.out)
     parked = await waits.park(Single("k", "go"), handle=handle)
     assert len((await cli("waiting", execution_id)).lines) == 3
     await waits.send(parked, source_identity="ada")
@@ -96,7 +96,7 @@ async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
 async def test_a_folder_without_data_has_nobody_waiting(cli: Cli) -> None:
     del cli.environment["FF_URL"]
     done = await cli("waiting")
-    assert (done.code, done.out) == (0, "Nobody waits for an answer.\n")
+    assert (done.code, done.out) == (0, "No execution waits for an answer.\n")
     assert not (cli.folder / ".flowfabric").exists()
 
 
@@ -107,7 +107,7 @@ async def test_show_tells_what_it_waits_for(cli: Cli, waits: Waits) -> None:
     done = await cli("show", execution_id)
     assert re.search(
         r"Why it is not running: it waits for release \(approved\), until .* \(in (59m|1h).*\): "
-        rf"`flowfabric approve {execution_id.uuid}` answers\n",
+        rf"answer with `flowfabric approve {execution_id.uuid}`\n",
         done.out,
     )
     token = parked.details.waitpoint_token
@@ -128,4 +128,4 @@ async def test_show_tells_of_pauses_without_signals(cli: Cli, waits: Waits) -> N
     assert "it waits for an operator: `flowfabric approve " in done.out
     timed = await waits.park(TimeoutOnly(), timeout_at=await waits.engine.now() + HOUR)
     done = await cli("show", timed.handle.execution_id)
-    assert "Why it is not running: it pauses, until " in done.out
+    assert "Why it is not running: it sleeps, until " in done.out

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfabric.cli.logs import JsonFormatter, TextFormatter
-from flowfabric.cli.words import age, clean, clock, duration, plural, preview, short_length
+from flowfabric.cli.views.text import age, clean, clock, duration, plural, preview, short_length
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> Non
         (("shop.inner:app",), 1, "import: no module named 'shop.inner'", ""),
         (("shop:ap",), 1, "import: module 'shop' has no attribute 'ap'", "shop:app or shop:empty"),
         (("shop:number",), 1, "import: shop:number is a int, not a Fabric", "did you mean"),
-        (("json:tool",), 1, "import: module 'json' has no attribute 'tool'", "holds no Fabric"),
+        (("json:tool",), 1, "import: module 'json' has no attribute 'tool'", "has no Fabric"),
         (("shop:empty",), 1, "config: there are no tasks", ""),
         (("shop:app", "--lanes", "x" * 300), 2, "usage: Invalid value for --lanes: 64 bytes", ""),
         (("shop",), 2, "usage: Invalid value for MODULE:APP", "flowfabric worker --help"),
@@ -227,7 +227,7 @@ async def test_a_module_that_fails_shows_its_own_traceback(
     (shop.folder / "broken.py").write_text(source)
     done = await shop("worker", "broken:app")
     assert (done.code, done.out) == (1, "")
-    assert f"error: import: module 'broken' failed while it was imported: {said}" in done.err
+    assert f"error: import: importing 'broken' failed: {said}" in done.err
     assert "broken.py" in done.err
     assert "importlib" not in done.err
     assert "loader.py" not in done.err

@@ -1,4 +1,4 @@
-"""What a person, or a program, reads when a command cannot do what was asked."""
+"""How commands report errors, to people and as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CliError", "Report", "UsageError", "describe", "exit_code", "print_e
 
 
 class CliError(FlowFabricError):
-    """A problem that only the command line knows."""
+    """An error of the command line itself."""
 
     def __init__(self, code: str, message: str, hint: str = "", *details: str) -> None:
         super().__init__(code, message, hint, *details)
@@ -30,11 +30,11 @@ class CliError(FlowFabricError):
 
 
 class UsageError(CliError):
-    """The command was typed wrongly, as only a look at its values tells."""
+    """A wrong argument that only the command itself can detect."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """An error in the parts that both forms of output are made of."""
+    """The parts of an error message."""
 
     code: str
     message: str
@@ -43,7 +43,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def describe(error: FlowFabricError) -> Report:
-    """The parts of any error of ours."""
+    """The parts of any FlowFabric error."""
     match error:
         case CliError():
             return Report(error.code, error.message, error.details, error.hint)
@@ -63,27 +63,27 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
-def print_error(what: Report, *, as_json: bool) -> None:
-    """One line on the error stream, and below it what to do; or one JSON object."""
+def print_error(error: Report, *, as_json: bool) -> None:
+    """Print the error and its hint to standard error, as text or as one JSON object."""
     if as_json:
-        line = msgspec.json.encode({"error": what}).decode()
+        line = msgspec.json.encode({"error": error}).decode()
     else:
         head = _coloured("error:", typer.colors.RED, bold=True)
-        body = f"{what.code}: {what.message}" if what.message else what.code
-        hint = f"\n{_coloured('hint:', typer.colors.CYAN)} {what.hint}" if what.hint else ""
+        body = f"{error.code}: {error.message}" if error.message else error.code
+        hint = f"\n{_coloured('hint:', typer.colors.CYAN)} {error.hint}" if error.hint else ""
         line = f"{head} {body}{hint}"
-    # A full disk behind the error stream must not hide the exit code behind a traceback.
+    # If standard error cannot be written, the exit code must still be right.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
 
 
 def exit_code(error: FlowFabricError) -> int:
-    """2 when the command was typed wrongly, 1 when it failed."""
+    """2 for a usage error, otherwise 1."""
     return 2 if isinstance(error, UsageError) else 1
 
 
 def report(error: FlowFabricError, *, as_json: bool) -> None:
-    """Print an error of ours."""
+    """Print a FlowFabric error."""
     print_error(describe(error), as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""Finding the application that `module:app` names."""
+"""Importing the application that `module:app` names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["load_app"]
 
 
 def load_app(spec: str) -> Fabric:
-    """Import the module and take the `Fabric` from it; the current folder is on the path."""
+    """Import the module, also from the current folder, and return its `Fabric`."""
     module_name, _, attribute = spec.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -31,7 +31,7 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # Only the module itself, or a package it is in; not something that it imports.
+        # The module itself or its package is missing, not something that it imports.
         if error.name is None or not (f"{name}.").startswith(f"{error.name}."):
             raise _broken(name, error) from error
         raise CliError("import", f"no module named {error.name!r}", _nearest(name)) from error
@@ -50,11 +50,11 @@ def _nearest(name: str) -> str:
     close = get_close_matches(name.partition(".")[0], known, 1)
     if close:
         return f"did you mean {close[0]!r}?"
-    return f"modules are looked for in {here} and among the installed packages"
+    return f"modules are imported from {here} and from the installed packages"
 
 
 def _broken(name: str, error: BaseException) -> CliError:
-    """The module was found but its code failed: the traceback is its author's, so it is shown."""
+    """Print the traceback of a module that failed to import, for its author."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [
         frame
@@ -65,8 +65,8 @@ def _broken(name: str, error: BaseException) -> CliError:
     sys.stderr.write(f"Traceback (most recent call last):\n{shown}" if ours else shown)
     return CliError(
         "import",
-        f"module {name!r} failed while it was imported: {type(error).__name__}: {error}",
-        "correct the module; the lines above say where it failed",
+        f"importing {name!r} failed: {type(error).__name__}: {error}",
+        "fix the module; the traceback above shows where it failed",
     )
 
 
@@ -88,4 +88,4 @@ def _candidates(module: ModuleType) -> str:
     fabrics = [name for name, value in vars(module).items() if isinstance(value, Fabric)]
     if fabrics:
         return f"did you mean {' or '.join(f'{module.__name__}:{name}' for name in fabrics)}?"
-    return f"{module.__name__} holds no Fabric: write `app = flowfabric.Fabric()` in it"
+    return f"{module.__name__} has no Fabric: add `app = flowfabric.Fabric()` to it"

@@ -13,11 +13,18 @@ from typing import Any, TextIO
 
 import msgspec
 
-from flowfabric.cli.words import clean
+from flowfabric.cli.views.text import clean
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.forks import forget_on_fork
 
-__all__ = ["LEVELS", "BackgroundHandler", "JsonFormatter", "TextFormatter", "flush", "set_up"]
+__all__ = [
+    "LEVELS",
+    "BackgroundHandler",
+    "JsonFormatter",
+    "TextFormatter",
+    "flush_logs",
+    "set_up_logs",
+]
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -28,7 +35,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
 
-def set_up(level: str | None, *, as_json: bool) -> bool:
+def set_up_logs(level: str | None, *, as_json: bool) -> bool:
     """Send everything at or above `level` to standard error; True when it is JSON.
 
     Without a level the environment decides: `FF_LOG_LEVEL` and `FF_LOG_FORMAT`.
@@ -44,8 +51,8 @@ def set_up(level: str | None, *, as_json: bool) -> bool:
     return as_json
 
 
-def flush() -> None:
-    """Have what was logged written, before something else is."""
+def flush_logs() -> None:
+    """Wait until everything logged so far is written."""
     for handler in logging.getLogger().handlers:
         handler.flush()
 

@@ -1,48 +1,102 @@
-"""The entry point: commands, global options, and how errors end a run."""
+"""The entry point: the table of commands, the global options, and exit codes."""
 
 from __future__ import annotations
 
 import errno
+import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
-from flowfabric.cli.approve import approve
-from flowfabric.cli.change import cancel, replay
-from flowfabric.cli.doctor import doctor
 from flowfabric.cli.errors import Report, exit_code, print_error, report
-from flowfabric.cli.help import Command
 from flowfabric.cli.options import Target
-from flowfabric.cli.ps import ps
-from flowfabric.cli.show import show
-from flowfabric.cli.signals import signal
-from flowfabric.cli.streams import discard_output, ready_streams
-from flowfabric.cli.tail import tail
-from flowfabric.cli.waiting import waiting
-from flowfabric.cli.worker import worker
+from flowfabric.cli.streams import discard_output, prepare_streams
 from flowfabric.core.errors import FlowFabricError
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "Command", "app", "load_command", "main"]
 
-_UNREAD = 141
-"""Whoever read the output had enough; shells know that end by the number of its signal."""
+COMMANDS = {
+    "worker": ("worker", "Run the tasks of an application until SIGTERM or Ctrl-C."),
+    "ps": ("executions", "List executions, newest first."),
+    "show": ("executions", "Show everything about one execution."),
+    "tail": ("tail", "Print the output of an execution live, until it ends."),
+    "waiting": ("waits", "List executions that wait for an answer."),
+    "approve": ("answers", "Answer a wait as an operator, without a token."),
+    "signal": ("answers", "Answer a wait with the token of its waitpoint."),
+    "cancel": ("executions", "Cancel executions that have not finished."),
+    "replay": ("executions", "Rerun a finished execution under the same id."),
+    "doctor": ("doctor", "Check the deployment and suggest fixes."),
+}
+"""The module of each command and its line in `flowfabric --help`.
+
+A command's module loads the engine. It is imported only to run the command or to show its help.
+"""
+
+_BROKEN_PIPE = 141
+"""The status of a process that SIGPIPE killed, as shells report it."""
+
+_required_argument = re.compile(r"\{([^|{}]+)\}(\.\.\.)?").fullmatch
+_type_mark = re.compile(r"^(  \S+)( <(?:str|list\[str\])>)", re.MULTILINE)
+
+
+class Command(TyperCommand):
+    """A command whose help says `ID...` instead of `{ID}...` and shows no `<str>`."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Required arguments as bare names; brackets are left for the optional ones."""
+        return [_bare(piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def get_help(self, ctx: Any) -> str:
+        """The text of `--help`."""
+        text = super().get_help(ctx)
+        return _type_mark.sub(lambda found: found[1] + " " * len(found[2]), text)
+
+
+def _bare(piece: str) -> str:
+    found = _required_argument(piece)
+    return piece if found is None else found[1] + (found[2] or "")
+
+
+class _Commands(TyperGroup):
+    """Loads a command when it is called; until then the table stands in for it."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name, and the rest of the arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in COMMANDS else command, rest
+
+
+def load_command(name: str) -> Any:
+    """Import a command of the table."""
+    module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
+    single = typer.Typer(**_SETTINGS)
+    single.command(name, cls=Command)(getattr(module, name.replace("-", "_")))
+    return typer.main.get_command(single)
+
+
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    # Rich's boxes and colours would double the time that `--help` takes.
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
 
 app = typer.Typer(
     name="flowfabric",
-    help="Durable execution for Python on Valkey: run workers, look at executions, change them.",
-    epilog="Without FF_URL or FF_HOST every command uses the project's own Valkey in .flowfabric.",
-    add_completion=False,
-    # Help and errors in colourful boxes would double the time that `--help` takes.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    cls=_Commands,
+    help="Durable execution for Python on Valkey: run workers, inspect executions, change them.",
+    epilog="Without FF_URL or FF_HOST, commands use the project's own Valkey in .flowfabric.",
+    **_SETTINGS,
 )
 
 
-def _version(wanted: bool) -> None:  # noqa: FBT001 - the form that option callbacks have
+def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of option callbacks
     if wanted:
         from flowfabric import __version__  # noqa: PLC0415
 
@@ -56,7 +110,7 @@ def options(
     *,
     url: Annotated[
         str | None,
-        typer.Option("--url", metavar="URL", help="The Valkey to use; wins over FF_URL."),
+        typer.Option("--url", metavar="URL", help="The Valkey to use. Overrides FF_URL."),
     ] = None,
     namespace: Annotated[
         str | None, typer.Option("--namespace", metavar="NAME", help="The namespace to use.")
@@ -66,7 +120,7 @@ def options(
         typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Remember what stands before the command."""
+    """Keep the options that precede the command."""
     context.obj = Target(url, namespace)
 
 
@@ -75,16 +129,16 @@ def version() -> None:
     _version(wanted=True)
 
 
-for command in (worker, ps, show, tail, waiting, approve, signal, cancel, replay, doctor):
-    app.command(cls=Command)(command)
+for _name, (_, _summary) in COMMANDS.items():
+    app.command(_name, help=_summary)(lambda: None)
 register_bench(app)
 app.command(cls=Command)(version)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and end the process: 0 done, 1 it failed, 2 it was typed wrongly."""
+    """Run a command and exit: 0 on success, 1 on failure, 2 on a usage error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    ready_streams()
+    prepare_streams()
     sys.exit(_run(given or ["--help"]))
 
 
@@ -92,25 +146,25 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         code: Any = app(arguments, prog_name="flowfabric", standalone_mode=False)
-        # What is still buffered is part of the command, too: it can fail here for the last time.
+        # Buffered output can still fail to be written.
         sys.stdout.flush()
     except (typer.TyperException, FlowFabricError) as error:
-        return _told(error, as_json=as_json)
+        return _print_failure(error, as_json=as_json)
     except typer.Abort:
         return 130
     except (OSError, SystemExit) as error:
-        # The libraries below us exit when nobody reads the output any more.
+        # Typer and Rich exit when the output is a broken pipe.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, OSError):
             raise
         discard_output()
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
-            return _UNREAD
-        print_error(_refused(error), as_json=as_json)
+            return _BROKEN_PIPE
+        print_error(_system_error(error), as_json=as_json)
         return 1
     return code if isinstance(code, int) else 0
 
 
-def _told(error: typer.TyperException | FlowFabricError, *, as_json: bool) -> int:
+def _print_failure(error: typer.TyperException | FlowFabricError, *, as_json: bool) -> int:
     if isinstance(error, FlowFabricError):
         report(error, as_json=as_json)
         return exit_code(error)
@@ -124,14 +178,13 @@ def _usage(error: typer.TyperException) -> Report:
     return Report("usage", error.format_message(), (), f"see `{where} --help`")
 
 
-_OUTPUT = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
-def _refused(error: OSError) -> Report:
-    """What the system said no to: the output, or a file."""
+def _system_error(error: OSError) -> Report:
     reason = error.strerror or str(error)
-    if error.filename is None and error.errno in _OUTPUT:
-        hint = "give it an output that takes what is written, such as a file on a disk with room"
+    if error.filename is None and error.errno in _OUTPUT_ERRORS:
+        hint = "redirect it to a file on a disk with free space"
         return Report("output", f"cannot write to standard output: {reason}", (), hint)
     what = f"{error.filename}: " if error.filename is not None else ""
     return Report("system", f"{what}{reason}")

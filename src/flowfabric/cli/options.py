@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they combine with the ones before the command."""
+"""Arguments and options that several commands share, and how their values are read."""
 
 from __future__ import annotations
 
@@ -14,53 +14,67 @@ from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import validate_lane, validate_namespace
 
 __all__ = [
+    "ID_HELP",
+    "IdArgument",
     "JsonOption",
+    "LaneOption",
+    "LimitOption",
     "NamespaceOption",
+    "PayloadOption",
     "Target",
     "UrlOption",
-    "checked",
-    "lane_name",
-    "names",
-    "pairs",
-    "seconds",
-    "within",
+    "check_option",
+    "parse_lane",
+    "parse_names",
+    "parse_seconds",
+    "parse_tags",
+    "seconds_between",
 ]
 
+ID_HELP = "The execution id, its UUID, or the first characters of the UUID."
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help=ID_HELP, show_default=False)]
 UrlOption = Annotated[
     str | None,
     typer.Option(
         "--url",
         metavar="URL",
-        help="The Valkey to use: valkey://host:port, unix://path, … Wins over FF_URL.",
+        help="The Valkey to use: valkey://host:port, unix://path, … Overrides FF_URL.",
     ),
 ]
 NamespaceOption = Annotated[
-    str | None,
-    typer.Option("--namespace", metavar="NAME", help="Look at this namespace only."),
+    str | None, typer.Option("--namespace", metavar="NAME", help="Use only this namespace.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+LaneOption = Annotated[str | None, typer.Option("--lane", metavar="NAME", help="Only this lane.")]
+LimitOption = Annotated[
+    int, typer.Option("--limit", min=1, metavar="N", help="Show at most N executions.")
+]
+PayloadOption = Annotated[
+    str | None,
+    typer.Option("--payload", metavar="JSON", help="The payload: JSON, @file, or - for stdin."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Which deployment, and which part of it, a command is about."""
+    """The deployment that a command works on, and the namespace if it names one."""
 
     url: str | None = None
     namespace: str | None = None
 
     @classmethod
     def of(cls, context: typer.Context, url: str | None, namespace: str | None) -> Target:
-        """What stands after the command wins over what stands before it."""
+        """Combine the options: those after the command override those before it."""
         before = context.obj if isinstance(context.obj, Target) else cls()
         target = cls(url or before.url, namespace or before.namespace)
         if target.url is not None:
             _check_url(target.url)
         if target.namespace is not None:
-            checked(validate_namespace, target.namespace, "--namespace")
+            check_option(validate_namespace, target.namespace, "--namespace")
         return target
 
 
 def _check_url(url: str) -> None:
-    # Only commands that were given one need the addresses.
+    # Imported here because few commands are given a url.
     from flowfabric.valkey.address import parse_url  # noqa: PLC0415
 
     try:
@@ -70,8 +84,8 @@ def _check_url(url: str) -> None:
         raise typer.BadParameter(problem, param_hint="--url") from error
 
 
-def checked(check: Callable[[str], object], value: str, option: str) -> str:
-    """A value as it is, or the mistake of whoever typed the option."""
+def check_option(check: Callable[[str], object], value: str, option: str) -> str:
+    """Return the value, or report it as a usage error of the option."""
     try:
         check(value)
     except EngineError as error:
@@ -80,33 +94,33 @@ def checked(check: Callable[[str], object], value: str, option: str) -> str:
     return value
 
 
-def lane_name(text: str | None) -> str | None:
-    """The lane of `--lane`, if there is one."""
-    return None if text is None else checked(validate_lane, text, "--lane")
+def parse_lane(text: str | None) -> str | None:
+    """The value of `--lane`."""
+    return None if text is None else check_option(validate_lane, text, "--lane")
 
 
-def within(low: str, high: str) -> Callable[[str], float]:
-    """A reader of durations between two others."""
+def seconds_between(low: str, high: str) -> Callable[[str], float]:
+    """A parser for durations from `low` to `high`."""
 
-    def read(text: str) -> float:
-        value = seconds(text)
-        if not seconds(low) <= value <= seconds(high):
+    def parse(text: str) -> float:
+        value = parse_seconds(text)
+        if not parse_seconds(low) <= value <= parse_seconds(high):
             raise typer.BadParameter(f"must be {low} to {high}, got {text}")
         return value
 
-    return read
+    return parse
 
 
-def seconds(text: str) -> float:
-    """A duration such as `30s` or `1h30m`, for options."""
+def parse_seconds(text: str) -> float:
+    """A duration such as `30s` or `1h30m`, in seconds."""
     try:
         return to_ms(text) / 1000
     except EngineError as error:
         raise typer.BadParameter(error.detail.removeprefix("duration: ")) from error
 
 
-def names(text: str | None, option: str) -> list[str]:
-    """A comma list without blanks; None is an empty one."""
+def parse_names(text: str | None, option: str) -> list[str]:
+    """A comma-separated list of names; empty for None."""
     if text is None:
         return []
     found = [name.strip() for name in text.split(",") if name.strip()]
@@ -115,8 +129,8 @@ def names(text: str | None, option: str) -> list[str]:
     return found
 
 
-def pairs(texts: list[str] | None) -> dict[str, str]:
-    """Repeated `key=value` options."""
+def parse_tags(texts: list[str] | None) -> dict[str, str]:
+    """The values of a repeated `--tag key=value`."""
     found: dict[str, str] = {}
     for text in texts or ():
         key, equals, value = text.partition("=")

@@ -1,58 +1,74 @@
-"""Reaching the deployment a command is about, without creating one by looking."""
+"""Connecting to the deployment, and finding the execution that a command names."""
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from flowfabric.app.place import Place
-from flowfabric.cli.errors import CliError
-from flowfabric.core.errors import ConfigError
+from flowfabric.cli.errors import CliError, UsageError
+from flowfabric.core.catalogue import CATALOGUE
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import join
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["CONNECT_S", "NoDataYet", "data_folder", "has_data", "opened"]
+__all__ = [
+    "CONNECT_S",
+    "NoDataYet",
+    "data_folder",
+    "find_execution",
+    "has_data",
+    "open_backend",
+    "user_name",
+]
 
 CONNECT_S = 3.0
-"""A person waits for the answer; a worker has the transport's patience."""
+"""Somebody is waiting for the answer, so commands give up sooner than workers."""
 
-_TRACES = ("appendonlydir", "valkey.sock")
+_DATA_FILES = ("appendonlydir", "valkey.sock")
+_MIN_PREFIX = 4
+_UUID_LENGTH = 36
+_MAX_LISTED = 10
+_is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
 
 
 class NoDataYet(CliError):
-    """The project's embedded Valkey was never started: there is nothing to look at."""
+    """The project's embedded Valkey was never started, so there is no data to read."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
             "no_data",
             f"there is no data in {folder} yet",
-            "start with `flowfabric worker module:app` or submit something from your program; "
-            "to look at another deployment set FF_URL (or --url), or FF_DATA_DIR",
+            "run `flowfabric worker module:app` or submit something from your program; "
+            "for another deployment, set FF_URL (or --url) or FF_DATA_DIR",
         )
 
 
 def data_folder() -> Path:
-    """Where the embedded Valkey of this project keeps its data."""
+    """The data folder of the project's embedded Valkey."""
     return Path(os.environ.get("FF_DATA_DIR") or ".flowfabric").expanduser().absolute()
 
 
 def has_data() -> bool:
     """Whether an embedded Valkey runs, or ever ran, in the project's folder."""
-    # Needs fcntl, which not every platform has; external servers do without.
+    # Needs fcntl, which some platforms lack; external servers work without it.
     from flowfabric.valkey.embedded_folder import explained  # noqa: PLC0415
 
     folder = data_folder()
     with explained(folder):
-        return any(_exists(folder / trace) for trace in _TRACES)
+        return any(_exists(folder / name) for name in _DATA_FILES)
 
 
 def _exists(path: Path) -> bool:
-    # Unlike Path.exists, a folder that may not be looked into is not the same as an empty one.
+    # Unlike Path.exists, raises for a folder that we may not read.
     try:
         path.lstat()
     except FileNotFoundError:
@@ -61,8 +77,8 @@ def _exists(path: Path) -> bool:
 
 
 @asynccontextmanager
-async def opened(url: str | None) -> AsyncGenerator[Backend]:
-    """A backend on data that exists; `NoDataYet` instead of a new folder."""
+async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
+    """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
     place = Place(url)
     if place.embedded and not has_data():
         raise NoDataYet(data_folder())
@@ -88,6 +104,72 @@ async def _join(transport: Transport, place: Place) -> PartitionCounts:
     except ConfigError as error:
         if not place.embedded or error.field != "partition_config":
             raise
-    # The first start was interrupted; any program that uses the folder would finish it.
+    # The first start was interrupted. Any program that uses the folder may finish it.
     await (await place.open(name="flowfabric-cli")).aclose()
     return await join(transport, owned=True)
+
+
+def user_name() -> str:
+    """The name of the account that runs the command; empty if there is none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # A container may run under a user id without an account.
+        return ""
+
+
+async def find_execution(backend: Backend, text: str, namespace: str | None = None) -> ExecutionId:
+    """The execution with this id, this UUID, or a UUID that only it starts with."""
+    found = await _candidates(backend, text.strip().lower())
+    if namespace is not None:
+        found = [each for each in found if await backend.get_execution_namespace(each) == namespace]
+    if not found:
+        raise _not_found(text, namespace)
+    if len(found) > 1:
+        raise await _ambiguous(backend, text, found)
+    return found[0]
+
+
+async def _candidates(backend: Backend, text: str) -> list[ExecutionId]:
+    if text.startswith("{"):
+        try:
+            exact = backend.checked(ExecutionId.parse(text))
+        except EngineError as error:
+            raise _invalid_id(error.explanation) from error
+        known = await backend.get_execution_namespace(exact)
+        return [] if known is None else [exact]
+    if not _is_prefix(text):
+        raise _invalid_id(f"{text!r} is neither an execution id nor a UUID")
+    if len(text) < _MIN_PREFIX:
+        raise _invalid_id(f"{text!r} is too short: give at least {_MIN_PREFIX} characters")
+    return await backend.find_executions(text, _MAX_LISTED + 1)
+
+
+def _not_found(text: str, namespace: str | None) -> CliError:
+    how = "has the id" if len(text.strip()) >= _UUID_LENGTH else "has an id that starts with"
+    where = "" if namespace is None else f" in namespace {namespace}"
+    code = "execution_not_found"
+    return CliError(code, f"no execution{where} {how} {text!r}", CATALOGUE[code].hint, text)
+
+
+def _invalid_id(problem: str) -> UsageError:
+    return UsageError("invalid_input", problem, "`flowfabric ps` lists executions and their ids")
+
+
+async def _ambiguous(backend: Backend, text: str, found: list[ExecutionId]) -> CliError:
+    lines: list[str] = []
+    for execution_id in found[:_MAX_LISTED]:
+        try:
+            info = await backend.read_execution_info(execution_id)
+            lines.append(f"{execution_id}  {info.execution_kind}  {info.public_state.value}")
+        except EngineError:
+            lines.append(str(execution_id))
+    if len(found) > _MAX_LISTED:
+        lines.append("…")
+    listed = "".join(f"\n  {line}" for line in lines)
+    return CliError(
+        "ambiguous_id",
+        f"more than one id starts with {text!r}:{listed}",
+        "give more of the id",
+        *(str(each) for each in found[:_MAX_LISTED]),
+    )

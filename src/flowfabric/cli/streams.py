@@ -1,4 +1,4 @@
-"""The process's standard streams, which may be closed, full, or unable to show a character."""
+"""Standard output and error: usable even when closed, full, or limited in their encoding."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import os
 import sys
 from typing import Any, Literal
 
-__all__ = ["discard_output", "ready_streams"]
+__all__ = ["discard_output", "prepare_streams"]
 
 
-def ready_streams() -> None:
-    """Give output and error stream a file each, and let them show any text."""
-    # Read-only: writing to an output that is closed fails as it would have. Errors about errors
-    # help nobody, so a closed error stream takes everything.
+def prepare_streams() -> None:
+    """Open the streams that are closed, and let both print any text."""
+    # Read-only, so that writing to a closed output still fails. A closed error stream discards
+    # everything: there is nowhere to report its errors.
     sys.stdout = sys.stdout or _opened(1, os.O_RDONLY)
     sys.stderr = sys.stderr or _opened(2, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
-        # What the terminal cannot show must not end the command.
+        # A character that the terminal cannot show must not end the command.
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
 
 
 def discard_output() -> None:
-    """Let what is still buffered go nowhere: the interpreter would try once more at its end."""
-    _take_place(sys.stdout.fileno(), os.O_WRONLY)
+    """Drop buffered output: the interpreter would try to write it again at exit."""
+    _redirect_to_null(sys.stdout.fileno(), os.O_WRONLY)
 
 
 def _opened(number: Literal[1, 2], mode: int) -> Any:
-    """A stream on its usual number, so that no socket gets it."""
-    _take_place(number, mode)
+    """A stream on its usual descriptor, so that no socket gets that number."""
+    _redirect_to_null(number, mode)
     return open(number, "w", encoding="utf-8", closefd=False)
 
 
-def _take_place(number: int, mode: int) -> None:
+def _redirect_to_null(number: int, mode: int) -> None:
     null = os.open(os.devnull, mode)
     if null != number:
         os.dup2(null, number)

@@ -1,64 +1,60 @@
-"""How `flowfabric doctor` goes about it, and looks."""
+"""`flowfabric doctor`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from flowfabric import __version__
 from flowfabric.app.place import Place
-from flowfabric.cli.checks import check_deployment, check_server_side
+from flowfabric.cli.checks.deployment import check_deployment
+from flowfabric.cli.checks.server import check_server_side
 from flowfabric.cli.errors import describe
-from flowfabric.cli.options import Target
-from flowfabric.cli.screen import Screen, print_json
+from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
 from flowfabric.cli.session import CONNECT_S, NoDataYet, data_folder, has_data
-from flowfabric.cli.words import plural
+from flowfabric.cli.views.doctor import print_findings
+from flowfabric.cli.views.screen import print_json
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import read_counts
 from flowfabric.engine.health import Finding, Grade
 from flowfabric.valkey.connect import connect
 
-__all__ = ["examine"]
-
-_MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
+__all__ = ["doctor"]
 
 
-def examine(target: Target, *, prepare: bool, as_json: bool) -> bool:
-    """Run every check that can be run; whether nothing is broken."""
-    place = Place(target.url)
-    # What preparing warns of in the log is among the findings.
+def doctor(
+    context: typer.Context,
+    *,
+    prepare: Annotated[
+        bool,
+        typer.Option(
+            "--prepare", help="Set up the Valkey first: partition counts and function library."
+        ),
+    ] = False,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the deployment and suggest fixes.
+
+    Exits with status 1 if a check fails; warnings do not count.
+    """
+    target = Target.of(context, url, namespace)
+    # Preparing logs warnings that are also among the findings.
     logging.disable(logging.WARNING)
-    where, checks = asyncio.run(_checks(place, target.namespace, prepare=prepare))
-    grades = Counter(check.grade for check in checks)
-    sound = not grades[Grade.BROKEN]
+    where, checks = asyncio.run(_run_checks(Place(target.url), target.namespace, prepare=prepare))
+    sound = all(check.grade is not Grade.BROKEN for check in checks)
     if as_json:
         print_json({"ok": sound, "version": __version__, "address": where, "checks": checks})
-        return sound
-    screen = Screen()
-    screen.line(("FlowFabric ", "bold"), (__version__, "bold"), "  ", (where, "bright_black"))
-    screen.line()
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        mark, style = _MARKS[check.grade]
-        screen.line("  ", (mark, style), f" {check.name:<{width}}  ", check.detail)
-        if check.advice:
-            screen.line(" " * (width + 6), ("→ ", "cyan"), check.advice)
-    screen.line()
-    screen.line(_verdict(grades))
-    return sound
-
-
-def _verdict(grades: Counter[Grade]) -> tuple[str, str]:
-    warnings, broken = grades[Grade.WARNING], grades[Grade.BROKEN]
-    if broken:
-        more = f", {plural(warnings, 'warning')}" if warnings else ""
-        return f"{plural(broken, 'thing')} broken{more}.", "bold red"
-    if warnings:
-        return f"Nothing is broken, {plural(warnings, 'warning')}.", "yellow"
-    return "All is well.", "green"
+    else:
+        print_findings(where, checks)
+    if not sound:
+        raise typer.Exit(1)
 
 
 async def _prepare(place: Place) -> None:
@@ -70,7 +66,7 @@ async def _prepare(place: Place) -> None:
     await backend.aclose()
 
 
-async def _checks(
+async def _run_checks(
     place: Place, namespace: str | None, *, prepare: bool
 ) -> tuple[str, list[Finding]]:
     folder = data_folder()
@@ -88,7 +84,7 @@ async def _checks(
             if prepare:
                 await _prepare(place)
                 checks.append(
-                    Finding("prepare", Grade.OK, "partition counts and functions are in place")
+                    Finding("prepare", Grade.OK, "partition counts and functions are set up")
                 )
             checks += await check_server_side(transport, owned=place.embedded)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
@@ -106,8 +102,8 @@ async def _checks(
 
 
 def _before_first_start(folder: Path) -> list[Finding]:
-    # Needs fcntl, which not every platform has; external servers do without.
-    from flowfabric.cli.embedded_checks import check_new_folder  # noqa: PLC0415
+    # Needs fcntl, which some platforms lack; external servers work without it.
+    from flowfabric.cli.checks.embedded import check_new_folder  # noqa: PLC0415
 
     nothing = NoDataYet(folder)
     return [
@@ -121,10 +117,10 @@ def _broken(error: FlowFabricError, place: Place) -> Finding:
     if isinstance(error, ConfigError) and error.field == "partition_config":
         if place.embedded:
             detail = "the first start in this folder was interrupted"
-            advice = "nothing to do: the next worker, program or command sets it up"
+            advice = "no action needed: the next worker, program or command completes it"
             return Finding("partitions", Grade.WARNING, detail, advice)
         advice = "run `flowfabric doctor --prepare` once"
-        return Finding("partitions", Grade.BROKEN, "this Valkey was never prepared", advice)
+        return Finding("partitions", Grade.BROKEN, "this Valkey is not prepared", advice)
     name = "connection" if what.code == "transport" else "deployment"
     if isinstance(error, ConfigError) and error.context == "embedded":
         name = {"data_dir": "folder", "binary": "server"}.get(error.field or "", "server")

@@ -1,4 +1,4 @@
-"""What `flowfabric doctor` can say of a project whose embedded Valkey never ran."""
+"""Checks of a project whose embedded Valkey never ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _version = re.compile(r"Valkey server v=(\d+)\.(\d+)").search
 
 
 def check_new_folder(folder: Path) -> list[Finding]:
-    """Whether a worker could start its server there. Leaves nothing behind."""
+    """Check whether a worker can start its server there. Leaves no files behind."""
     return [_folder(folder), _binary()]
 
 
@@ -29,18 +29,18 @@ def _folder(folder: Path) -> Finding:
     try:
         with explained(folder):
             there = _nearest(folder)
-            # Permissions alone do not tell: the disk may be read-only, full, or no disk at all.
+            # Permissions are not enough: the disk may be read-only or full.
             Path(tempfile.mkdtemp(prefix=".flowfabric-", dir=there)).rmdir()
             if there == folder:
                 check_owner(folder, folder.stat())
     except ConfigError as error:
         return Finding("folder", Grade.BROKEN, error.message)
-    how = "can be written" if there == folder else "can be made"
+    how = "is writable" if there == folder else "can be created"
     return Finding("folder", Grade.OK, f"{folder} {how}")
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the one above it that is there already."""
+    """The folder, or its nearest parent that exists."""
     try:
         folder.stat()
     except FileNotFoundError:
@@ -66,15 +66,15 @@ def _binary() -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        reason = getattr(error, "strerror", None) or "it does not end"
+        reason = getattr(error, "strerror", None) or "it does not exit"
         return Finding(name, Grade.BROKEN, f"{binary} cannot be run: {reason}", advice)
     found = _version(done.stdout.decode(errors="replace"))
     if found is None:
         return Finding(name, Grade.BROKEN, f"{binary} is not a Valkey server", advice)
     version = int(found[1]), int(found[2])
-    told = f"Valkey {found[1]}.{found[2]}"
+    name_and_version = f"Valkey {found[1]}.{found[2]}"
     if version < MINIMUM_VERSION:
         needed = ".".join(map(str, MINIMUM_VERSION))
-        detail = f"{binary} is {told}; {needed} or newer is needed"
+        detail = f"{binary} is {name_and_version}; {needed} or newer is needed"
         return Finding(name, Grade.BROKEN, detail, advice)
-    return Finding(name, Grade.OK, f"{told} in {binary}")
+    return Finding(name, Grade.OK, f"{name_and_version} in {binary}")

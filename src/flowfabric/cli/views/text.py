@@ -1,4 +1,4 @@
-"""Values as people read them: ages, times, sizes, and text that cannot harm a terminal."""
+"""Values as people read them: ages, times, counts, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 __all__ = ["age", "clean", "clock", "duration", "plural", "preview", "short_length"]
 
 _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
-_SHORT = 8
+_MIN_SHORT = 8
 _HEX_BYTES = 64
 
 
@@ -26,7 +26,7 @@ def _escaped(letter: str) -> str:
 
 
 def age(ms: int) -> str:
-    """A rough length of time: one unit is enough to compare rows.
+    """A rough length of time, in one unit.
 
     >>> age(200), age(61_000), age(7_200_000)
     ('0s', '1m', '2h')
@@ -38,7 +38,7 @@ def age(ms: int) -> str:
 
 
 def duration(ms: int) -> str:
-    """A length of time with what matters of it.
+    """A length of time in at most two units.
 
     >>> duration(12), duration(2345), duration(125_000)
     ('12 ms', '2.3 s', '2m 5s')
@@ -56,7 +56,7 @@ def duration(ms: int) -> str:
 
 
 def clock(ms: int) -> str:
-    """A moment in this machine's time zone."""
+    """A time in this machine's time zone."""
     try:
         moment = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
     except (ValueError, OverflowError, OSError):
@@ -65,7 +65,7 @@ def clock(ms: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """A counted noun.
+    """A number and its noun.
 
     >>> plural(1, "task"), plural(1200, "task")
     ('1 task', '1,200 tasks')
@@ -74,16 +74,16 @@ def plural(count: int, noun: str) -> str:
 
 
 def short_length(uuids: Iterable[str]) -> int:
-    """How much of each UUID tells all of them apart; at least 8 characters."""
+    """How many characters of each UUID make it unique among these; at least 8."""
     known = set(uuids)
-    length = _SHORT
+    length = _MIN_SHORT
     while length < 36 and len({uuid[:length] for uuid in known}) < len(known):
         length += 1
     return length
 
 
 def preview(data: bytes, limit: int | None) -> tuple[str, str, bool]:
-    """Bytes as text, or as hex when they are none; which of them, and whether it was shortened."""
+    """Bytes as text or, if they are not UTF-8, as hex; `text` or `hex`; whether it was cut."""
     try:
         text = data.decode()
     except UnicodeDecodeError:

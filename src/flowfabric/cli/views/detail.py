@@ -1,26 +1,22 @@
-"""How `flowfabric show` looks."""
+"""What `flowfabric show` prints."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
 
-from flowfabric.cli.detail import Blob, Detail, read_detail
-from flowfabric.cli.options import Target
-from flowfabric.cli.resolve import resolve
-from flowfabric.cli.screen import Cell, Screen, print_json, state_style
-from flowfabric.cli.session import opened
-from flowfabric.cli.waiting_words import until, wanted
-from flowfabric.cli.why import sentence
-from flowfabric.cli.words import age, clean, clock, duration
+from flowfabric.cli.reads.detail import Blob, Detail
+from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
+from flowfabric.cli.views.text import age, clean, clock, duration
+from flowfabric.cli.views.waits import accepted_signals, time_left
+from flowfabric.cli.views.why import why_not_running
 from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.policy import NO_POLICY
 
-__all__ = ["show"]
+__all__ = ["print_detail"]
 
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
@@ -36,13 +32,12 @@ _EVENT_FIELDS = {
     "revoked_by": "by",
     "requested_by": "by",
 }
-_ENDINGS = ("failure_category", "cancellation_reason", "cancelled_by")
+_END_FIELDS = ("failure_category", "cancellation_reason", "cancelled_by")
 
 
-def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
+def print_detail(detail: Detail, *, full: bool, as_json: bool) -> None:
     """Print one execution."""
-    detail = asyncio.run(_read(target, text, full=full))
-    why = sentence(detail)
+    why = why_not_running(detail)
     if as_json:
         plain: dict[str, Any] = msgspec.to_builtins(detail, enc_hook=enc_hook)
         print_json(plain | {"policy": detail.policy.normalised(), "summary": why or None})
@@ -56,12 +51,6 @@ def show(target: Target, text: str, *, full: bool, as_json: bool) -> None:
     _extras(screen, detail, full=full)
     _blob(screen, "Payload", detail.payload)
     _blob(screen, "Result", detail.result)
-
-
-async def _read(target: Target, text: str, *, full: bool) -> Detail:
-    async with opened(target.url) as backend:
-        execution_id = await resolve(backend, text, target.namespace)
-        return await read_detail(backend, execution_id, full=full)
 
 
 def _head(screen: Screen, detail: Detail, why: str) -> None:
@@ -102,12 +91,12 @@ def _facts(detail: Detail) -> list[tuple[str, Cell]]:
         ("lane", clean(info.lane_id)),
         ("namespace", clean(info.namespace)),
         ("priority", str(info.priority)),
-        ("created", _moment(int(info.created_at), now)),
+        ("created", _past_time(int(info.created_at), now)),
     ]
     if info.started_at is not None:
-        facts.append(("started", _moment(int(info.started_at), now)))
+        facts.append(("started", _past_time(int(info.started_at), now)))
     if info.completed_at is not None:
-        facts.append(("ended", _moment(int(info.completed_at), now)))
+        facts.append(("finished", _past_time(int(info.completed_at), now)))
         if info.started_at is not None:
             took = int(info.completed_at) - int(info.started_at)
             facts.append(("took", duration(took)))
@@ -119,11 +108,11 @@ def _facts(detail: Detail) -> list[tuple[str, Cell]]:
         facts.append(("needs", ", ".join(clean(each) for each in info.required_capabilities)))
     if info.flow_id is not None:
         facts.append(("flow", info.flow_id))
-    return facts + _course(info) + _lease(detail)
+    return facts + _progress(info) + _lease(detail)
 
 
-def _course(info: ExecutionInfo) -> list[tuple[str, Cell]]:
-    """How it went so far: counts, progress, and how it ended."""
+def _progress(info: ExecutionInfo) -> list[tuple[str, Cell]]:
+    """Counts, progress, and how it ended."""
     counts = {
         "attempts": info.total_attempt_count,
         "retries": info.retry_count,
@@ -136,7 +125,7 @@ def _course(info: ExecutionInfo) -> list[tuple[str, Cell]]:
         facts.append(("progress", f"{percent} {clean(info.progress_message or '')}".strip()))
     if info.failure_reason:
         facts.append(("failure", (_first_line(info.failure_reason), "red")))
-    for name in _ENDINGS:
+    for name in _END_FIELDS:
         value: str | None = getattr(info, name)
         if value:
             facts.append((name.replace("_", " "), clean(value)))
@@ -148,12 +137,12 @@ def _lease(detail: Detail) -> list[tuple[str, Cell]]:
     if lease is None:
         return []
     left = lease.expires_at - detail.now_ms
-    held = f"for another {duration(left)}" if left > 0 else f"lapsed {duration(-left)} ago"
+    held = f"for another {duration(left)}" if left > 0 else f"expired {duration(-left)} ago"
     worker = clean(lease.worker_instance_id)
     return [("worker", worker), ("lease", f"epoch {lease.lease_epoch}, {held}")]
 
 
-def _moment(at_ms: int, now_ms: int) -> str:
+def _past_time(at_ms: int, now_ms: int) -> str:
     return f"{clock(at_ms)} ({age(now_ms - at_ms)} ago)"
 
 
@@ -170,9 +159,9 @@ def _waitpoints(screen: Screen, detail: Detail) -> None:
             [
                 (clean(one.waitpoint_key), "magenta"),
                 one.state,
-                wanted(one),
+                accepted_signals(one),
                 age(detail.now_ms - since),
-                until(one.expires_at if one.state == "pending" else limit, detail.now_ms),
+                time_left(one.expires_at if one.state == "pending" else limit, detail.now_ms),
                 one.waitpoint_id,
                 (f"{clean(one.token_kid)} {one.token_fingerprint}", "bright_black"),
             ]
@@ -190,8 +179,8 @@ def _attempts(screen: Screen, detail: Detail) -> None:
 
 def _attempt(attempt: AttemptRecord, now_ms: int) -> list[Cell]:
     took = (attempt.ended_at or now_ms) - attempt.started_at
-    told = attempt.failure_reason or attempt.reclaim_reason or attempt.replay_reason or ""
-    reason, category = _first_line(told), attempt.failure_category
+    text = attempt.failure_reason or attempt.reclaim_reason or attempt.replay_reason or ""
+    reason, category = _first_line(text), attempt.failure_category
     return [
         str(attempt.attempt_index),
         attempt.attempt_type,
@@ -208,12 +197,13 @@ def _history(screen: Screen, detail: Detail) -> None:
         return
     screen.section("History")
     rows: list[list[Cell]] = [
-        [clock(event.at), (event.type, "bold"), clean(_said(event))] for event in detail.history
+        [clock(event.at), (event.type, "bold"), clean(_event_detail(event))]
+        for event in detail.history
     ]
     screen.table(["AT", "EVENT", "DETAIL"], rows)
 
 
-def _said(event: Event) -> str:
+def _event_detail(event: Event) -> str:
     parts: list[str] = [str(event.get("reason", "")), str(event.get("branch", ""))]
     for name, label in _EVENT_FIELDS.items():
         value = event.get(name)
@@ -223,7 +213,7 @@ def _said(event: Event) -> str:
 
 
 def _failure(screen: Screen, info: ExecutionInfo) -> None:
-    """A reason of several lines carries the handler's own traceback."""
+    """Print the traceback, which follows the first line of the reason."""
     if info.failure_reason and "\n" in info.failure_reason:
         screen.section("Failure")
         screen.block(clean(info.failure_reason))
@@ -235,7 +225,7 @@ def _extras(screen: Screen, detail: Detail, *, full: bool) -> None:
         screen.facts([(clean(key), clean(value)) for key, value in sorted(detail.tags.items())])
     if full or detail.policy != NO_POLICY:
         shown = detail.policy.normalised() if full else detail.policy.to_dict()
-        screen.section("Policy" if full else "Policy (defaults left out: --full shows all)")
+        screen.section("Policy" if full else "Policy (without defaults; --full shows all)")
         screen.block(msgspec.json.format(msgspec.json.encode(shown)).decode())
 
 
@@ -243,6 +233,6 @@ def _blob(screen: Screen, title: str, blob: Blob | None) -> None:
     if blob is None:
         return
     kind = blob.encoding or ("text" if blob.form == "text" else "binary")
-    more = ", shortened: --full shows all" if blob.truncated else ""
+    more = ", cut; --full shows all" if blob.truncated else ""
     screen.section(f"{title} ({blob.size:,} bytes, {clean(kind)}{more})")
     screen.block(clean(blob.preview) + (" …" if blob.truncated else ""))

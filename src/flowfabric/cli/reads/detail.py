@@ -1,4 +1,4 @@
-"""Everything the engine knows about one execution, read together."""
+"""Everything the engine knows about one execution."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from flowfabric.cli.fleet import live_workers, server_now_ms
-from flowfabric.cli.waiting_read import LastWait, open_waitpoints, read_last_wait
-from flowfabric.cli.words import preview
+from flowfabric.cli.reads.waits import LastWait, read_last_wait, read_open_waitpoints
+from flowfabric.cli.reads.workers import read_live_workers
+from flowfabric.cli.views.text import preview
 from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
@@ -30,7 +30,7 @@ _PREVIEW = 400
 
 
 class Blob(msgspec.Struct, frozen=True):
-    """Payload or result bytes: text where they are text, otherwise hex."""
+    """A payload or result: as text if it is UTF-8, otherwise as hex."""
 
     size: int
     encoding: str
@@ -58,38 +58,38 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     result: Blob | None
     why_not_running: WhyWaiting | None
     workers_of_lane: list[str] | None
-    """Live workers that could take it; None when it does not wait for one."""
+    """Live workers that can run it; None if it has finished."""
     waitpoints: list[OpenWaitpoint]
-    """Where answers can be given now; without their tokens."""
+    """Open waitpoints, without their tokens."""
     wait: LastWait | None
-    """The newest suspension, open or not."""
+    """The newest suspension, open or closed."""
     now_ms: int
 
     @property
     def running(self) -> bool:
-        """Whether a live lease is held on it."""
+        """Whether a worker holds a live lease on it."""
         return self.lease is not None and self.lease.expires_at > self.now_ms
 
 
 async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool) -> Detail:
-    """Read it all; an execution that vanished meanwhile is `execution_not_found`."""
+    """Read it all. Raises `execution_not_found` if the execution is deleted meanwhile."""
     (info, result), snapshot, policy, context, now = await asyncio.gather(
         backend.read_outcome(execution_id),
         backend.describe_execution(execution_id),
         backend.read_execution_policy(execution_id),
         backend.read_execution_context(execution_id),
-        server_now_ms(backend),
+        backend.server_time_ms(),
     )
     attempts, history, why, waitpoints, wait = await asyncio.gather(
         backend.read_attempts(execution_id),
         backend.read_execution_history(execution_id),
         backend.explain_execution(execution_id),
-        open_waitpoints(backend, execution_id),
+        read_open_waitpoints(backend, execution_id),
         read_last_wait(backend, execution_id),
     )
     if snapshot is None:
         raise NotFoundError("execution_not_found", str(execution_id))
-    waiting = info.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL
+    unfinished = info.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL
     return Detail(
         execution=info,
         lease=snapshot.current_lease,
@@ -99,8 +99,8 @@ async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool
         history=history,
         payload=_blob(context.input_payload or None, info.payload_encoding, full=full),
         result=_blob(result, info.result_encoding, full=full),
-        why_not_running=why if waiting else None,
-        workers_of_lane=await _takers(backend, info, now) if waiting else None,
+        why_not_running=why if unfinished else None,
+        workers_of_lane=await _able_workers(backend, info, now) if unfinished else None,
         waitpoints=waitpoints,
         wait=wait,
         now_ms=now,
@@ -111,10 +111,10 @@ def _blob(data: bytes | None, encoding: str, *, full: bool) -> Blob | None:
     return None if data is None else Blob.of(data, encoding, full=full)
 
 
-async def _takers(backend: Backend, info: ExecutionInfo, now_ms: int) -> list[str]:
+async def _able_workers(backend: Backend, info: ExecutionInfo, now_ms: int) -> list[str]:
     needed = set(info.required_capabilities)
     return [
         worker.worker_instance_id
-        for worker in await live_workers(backend, now_ms)
+        for worker in await read_live_workers(backend, now_ms)
         if info.lane_id in worker.lanes and needed <= set(worker.capabilities)
     ]

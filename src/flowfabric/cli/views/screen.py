@@ -1,4 +1,4 @@
-"""Tables and lists: coloured and fitted on a terminal, plain and complete elsewhere."""
+"""Tables and lists: coloured and fitted to a terminal, plain and complete in a pipe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rich.text import Text
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.state import PublicState
 
-__all__ = ["Cell", "Screen", "narrowed", "print_json", "state_style"]
+__all__ = ["Cell", "Screen", "drop_columns", "print_json", "state_style"]
 
 Cell = str | tuple[str, str]
-"""Text, or text and its style."""
+"""Text, or text with a style."""
 
 _WIDEST = 40
-"""A column other than the last keeps its width up to here."""
+"""Only the last column may need more than this."""
 
 _STYLES = {
     PublicState.WAITING: "yellow",
@@ -39,7 +39,7 @@ _STYLES = {
 
 
 def state_style(state: str) -> str:
-    """The colour of a public state."""
+    """The style of a public state; empty for an unknown one."""
     try:
         return _STYLES[PublicState(state)]
     except ValueError:
@@ -47,12 +47,12 @@ def state_style(state: str) -> str:
 
 
 def print_json(value: object) -> None:
-    """One JSON value on a line of its own."""
+    """Print one JSON value on its own line."""
     sys.stdout.write(msgspec.json.encode(value, enc_hook=enc_hook).decode() + "\n")
 
 
 def _text(cell: Cell) -> Text:
-    # Never as markup: stored text may contain brackets.
+    # Not markup: stored text may contain brackets.
     return Text(cell) if isinstance(cell, str) else Text(cell[0], cell[1])
 
 
@@ -62,18 +62,18 @@ def _plain(cell: Cell) -> str:
 
 
 class Screen:
-    """Standard output, as a terminal or as a pipe."""
+    """Standard output: a terminal or a pipe."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, emoji=False, markup=False)
         self.terminal = self.console.is_terminal
 
     def line(self, *cells: Cell) -> None:
-        """One line of styled pieces, never wrapped by us."""
+        """Print one line of styled pieces, without wrapping it."""
         self.console.print(Text.assemble(*(_text(cell) for cell in cells)), soft_wrap=True)
 
     def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Columns under headers. In a pipe nothing is cut and nothing is coloured."""
+        """Print a table. A pipe gets no colours and nothing is cut."""
         if self.terminal:
             self.console.print(self.render_table(headers, rows, wrap=True))
             return
@@ -83,7 +83,7 @@ class Screen:
     def render_table(
         self, headers: Sequence[str], rows: Sequence[Sequence[Cell]], *, wrap: bool = False
     ) -> Table:
-        """The table of a terminal: when it is too wide, the last column is wrapped or cut."""
+        """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
         table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
         for column, header in enumerate(headers):
             last = column == len(headers) - 1
@@ -97,12 +97,12 @@ class Screen:
         return table
 
     def section(self, title: str) -> None:
-        """A heading with an empty line above it."""
+        """Print a heading with an empty line above it."""
         self.line()
         self.line((title, "bold"))
 
     def facts(self, facts: Sequence[tuple[str, Cell]]) -> None:
-        """Names and values below each other; a long value wraps beside its name."""
+        """Print names and values; a long value wraps beside its name."""
         if not self.terminal:
             width = max((len(name) for name, _ in facts), default=0)
             for name, cell in facts:
@@ -116,7 +116,7 @@ class Screen:
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def block(self, text: str) -> None:
-        """Longer text, indented."""
+        """Print text of several lines, indented."""
         for line in text.splitlines() or [""]:
             if self.terminal:
                 self.console.print(Padding(Text(line), (0, 0, 0, 2)))
@@ -124,16 +124,16 @@ class Screen:
                 sys.stdout.write(f"  {line}\n")
 
     def stack(self, *parts: RenderableType) -> Group:
-        """Several things below each other, for a live display."""
+        """Several renderables below each other, for a live display."""
         return Group(*parts)
 
 
-def narrowed(
-    headers: list[str], rows: list[list[Cell]], spare: Sequence[str], width: int
+def drop_columns(
+    headers: list[str], rows: list[list[Cell]], optional: Sequence[str], width: int
 ) -> tuple[list[str], list[list[Cell]]]:
-    """The table without as many of its `spare` columns as its width asks for."""
-    for name in spare:
-        if _needed(headers, rows) <= width:
+    """Drop optional columns, in the order given, until the table fits the width."""
+    for name in optional:
+        if _min_width(headers, rows) <= width:
             break
         column = headers.index(name)
         headers = headers[:column] + headers[column + 1 :]
@@ -141,8 +141,8 @@ def narrowed(
     return headers, rows
 
 
-def _needed(headers: list[str], rows: list[list[Cell]]) -> int:
-    # The last column can be folded, but not below its own name.
+def _min_width(headers: list[str], rows: list[list[Cell]]) -> int:
+    # The last column can be folded down to the width of its header.
     widths = [
         min(_WIDEST, max([len(header), *(len(_plain(row[column])) for row in rows)]))
         for column, header in enumerate(headers[:-1])

@@ -1,24 +1,29 @@
-"""Why an execution is not running, in a sentence."""
+"""Why an execution is not running, in one sentence."""
 
 from __future__ import annotations
 
-from flowfabric.cli.detail import Detail
-from flowfabric.cli.waiting_words import OPERATOR_ONLY, TIMEOUT_ONLY, asked, moment
-from flowfabric.cli.words import clean, clock, duration
+from flowfabric.cli.reads.detail import Detail
+from flowfabric.cli.views.text import clean, clock, duration
+from flowfabric.cli.views.waits import (
+    OPERATOR_ONLY,
+    TIMEOUT_ONLY,
+    describe_waitpoints,
+    future_time,
+)
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.state import OwnershipState, PublicState
 
-__all__ = ["sentence"]
+__all__ = ["why_not_running"]
 
 _TIMED = {
-    "waiting_for_retry_backoff": "the last attempt failed; the next one may start",
-    "waiting_for_resume_delay": "the handler asked for a pause; it goes on",
-    "waiting_for_delay": "it was submitted for later; it may start",
+    "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
+    "waiting_for_resume_delay": "the handler asked for a delay; it resumes",
+    "waiting_for_delay": "it was submitted with a delay; it starts",
 }
 
 
-def sentence(detail: Detail) -> str:
-    """What it waits for and, where a person can help, how; empty when it runs or has ended."""
+def why_not_running(detail: Detail) -> str:
+    """What it waits for and how to help; empty if it runs or has finished."""
     why = detail.why_not_running
     if why is None:
         return ""
@@ -32,15 +37,15 @@ def sentence(detail: Detail) -> str:
 def _waiting(detail: Detail, why: WhyWaiting) -> str:
     info = detail.execution
     if why.lane_state != "active":
-        return f"lane {clean(info.lane_id)} is {why.lane_state}: nothing in it starts"
+        return f"lane {clean(info.lane_id)} is {why.lane_state}: none of its executions start"
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
-        return f"{timed} {_when(why.retry_at, detail.now_ms)}"
+        return f"{timed} {_start_time(why.retry_at, detail.now_ms)}"
     if why.unresolved_edges:
-        return f"it waits for {why.unresolved_edges} executions that it depends on"
+        return f"it depends on {why.unresolved_edges} executions that have not finished"
     if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
         return _for_worker(info, why, detail.workers_of_lane or [])
-    return _other(why)
+    return _blocking_reason(why)
 
 
 def _active(detail: Detail) -> str:
@@ -56,40 +61,40 @@ def _active(detail: Detail) -> str:
 
 def _suspended(detail: Detail) -> str:
     active = [one for one in detail.waitpoints if one.state == "active"]
-    for_what = asked(active) or "an answer"
+    for_what = describe_waitpoints(active) or "an answer"
     limit = detail.wait.until if detail.wait is not None else None
-    until = "" if limit is None else f", until {moment(limit, detail.now_ms)}"
+    until = "" if limit is None else f", until {future_time(limit, detail.now_ms)}"
     names = {name for one in active for name in one.required_signal_names}
     if TIMEOUT_ONLY in names:
-        return f"it pauses{until}"
+        return f"it sleeps{until}"
     uuid = detail.execution.execution_id.uuid
     if OPERATOR_ONLY in names:
-        return f"it waits for an operator{until}: `flowfabric approve {uuid}` lets it go on"
+        return f"it waits for an operator{until}: `flowfabric approve {uuid}` resumes it"
     which = "" if len(active) == 1 else " WAITPOINT"
-    return f"it waits for {for_what}{until}: `flowfabric approve {uuid}{which}` answers"
+    return f"it waits for {for_what}{until}: answer with `flowfabric approve {uuid}{which}`"
 
 
-def _when(at_ms: int, now_ms: int) -> str:
+def _start_time(at_ms: int, now_ms: int) -> str:
     left = at_ms - now_ms
     return f"at {clock(at_ms)} (in {duration(left)})" if left > 0 else "any moment now"
 
 
-def _for_worker(info: ExecutionInfo, why: WhyWaiting, takers: list[str]) -> str:
+def _for_worker(info: ExecutionInfo, why: WhyWaiting, able_workers: list[str]) -> str:
     lane = clean(info.lane_id)
     needs = ", ".join(clean(each) for each in info.required_capabilities)
-    asked_for = needs.replace(" ", "")
-    if takers:
-        return f"{_count(len(takers))} lane {lane}; it starts as soon as one is free"
+    option = needs.replace(" ", "")
+    if able_workers:
+        return f"{_workers_serve(len(able_workers))} lane {lane}; it starts as soon as one is free"
     if why.live_workers and why.missing_capabilities:
         lacks = ", ".join(clean(each) for each in why.missing_capabilities)
         return (
-            f"{_count(why.live_workers)} lane {lane}, but the nearest lacks {lacks}: "
-            f"start one with `flowfabric worker module:app --capabilities {asked_for}`"
+            f"{_workers_serve(why.live_workers)} lane {lane}, but the nearest lacks {lacks}: "
+            f"start one with `flowfabric worker module:app --capabilities {option}`"
         )
     if needs:
         return (
             f"no live worker serves lane {lane} and offers {needs}: "
-            f"start one with `flowfabric worker module:app --capabilities {asked_for}`"
+            f"start one with `flowfabric worker module:app --capabilities {option}`"
         )
     return (
         f"no live worker serves lane {lane}: start one with "
@@ -97,10 +102,10 @@ def _for_worker(info: ExecutionInfo, why: WhyWaiting, takers: list[str]) -> str:
     )
 
 
-def _count(workers: int) -> str:
+def _workers_serve(workers: int) -> str:
     return "1 live worker serves" if workers == 1 else f"{workers} live workers serve"
 
 
-def _other(why: WhyWaiting) -> str:
+def _blocking_reason(why: WhyWaiting) -> str:
     reason = why.blocking_reason.replace("_", " ")
     return f"{reason}: {clean(why.blocking_detail)}" if why.blocking_detail else reason

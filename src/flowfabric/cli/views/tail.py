@@ -1,4 +1,4 @@
-"""How `flowfabric tail` looks: output on one stream, what happens around it on the other."""
+"""What `flowfabric tail` prints: frames on standard output, notes on standard error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zlib import crc32
 from rich.console import Console
 from rich.text import Text
 
-from flowfabric.cli.screen import Cell, Screen, print_json, state_style
-from flowfabric.cli.waiting_read import Wait
-from flowfabric.cli.waiting_words import asked, moment
-from flowfabric.cli.words import clean, preview
+from flowfabric.cli.reads.waits import Wait
+from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
+from flowfabric.cli.views.text import clean, preview
+from flowfabric.cli.views.waits import describe_waitpoints, future_time
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame
 
@@ -24,7 +24,7 @@ __all__ = ["JsonPrinter", "Printer", "TextPrinter", "readable"]
 
 _PLAIN_TYPES = frozenset({"delta", "stdout"})
 _STYLES = {"stderr": "red", "event": "cyan", "blob": "magenta", "progress": "yellow"}
-_OTHERS = ("blue", "green", "bright_cyan", "bright_magenta", "bright_yellow", "bright_blue")
+_OTHER_STYLES = ("blue", "green", "bright_cyan", "bright_magenta", "bright_yellow", "bright_blue")
 _HEX_BYTES = 32
 _colours = re.compile(r"\x1b\[[0-9;]*m")
 _unsafe = re.compile(r"[^\n\t]+")
@@ -32,18 +32,18 @@ _REASONS = {
     "attempt_success": "succeeded",
     "attempt_failure": "failed",
     "attempt_cancelled": "was cancelled",
-    "lease_expired": "stopped: its worker does not renew the lease",
+    "lease_expired": "stopped: its worker did not renew the lease",
     "lease_revoked": "stopped: its lease was revoked",
-    "reclaimed": "was cut off: another worker took over",
-    "max_reclaims_exceeded": "failed: too many workers were lost with it",
-    "expired": "ran out of time",
-    "suspension_timeout": "ended: nobody answered in time",
-    "dependency_impossible": "was skipped: what it depends on cannot succeed",
+    "reclaimed": "stopped: another worker took over",
+    "max_reclaims_exceeded": "failed: too many of its workers died",
+    "expired": "timed out",
+    "suspension_timeout": "stopped: no answer came in time",
+    "dependency_impossible": "was skipped: an execution it depends on cannot succeed",
 }
 
 
 def readable(text: str) -> str:
-    """Text that cannot move the cursor: colours are dropped, line ends unified, the rest shown."""
+    """Text that cannot move the cursor: without colours, other control characters escaped."""
     text = _colours.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
     return _unsafe.sub(lambda part: clean(part[0]), text)
 
@@ -53,28 +53,28 @@ def _style(frame: StreamedFrame) -> str:
     if name in _PLAIN_TYPES:
         style = ""
     else:
-        # The same type has the same colour in every run.
-        style = _STYLES.get(name) or _OTHERS[crc32(name.encode()) % len(_OTHERS)]
+        # A type has the same colour in every run.
+        style = _STYLES.get(name) or _OTHER_STYLES[crc32(name.encode()) % len(_OTHER_STYLES)]
     return f"{style} dim".strip() if frame.mode == "best_effort" else style
 
 
 class Printer(ABC):
-    """Where frames and news about the execution go."""
+    """Prints frames and what happens to the execution."""
 
     index = 0
-    """The attempt that the news are about."""
+    """The attempt that is being printed."""
 
     @abstractmethod
     def frame(self, frame: StreamedFrame) -> None:
-        """One frame."""
+        """Print one frame."""
 
     @abstractmethod
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
-        """An attempt begins; `first` when it is merely where the printing begins."""
+        """An attempt starts; `first` if printing starts with it."""
 
     @abstractmethod
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        """An attempt is over."""
+        """An attempt ended."""
 
     @abstractmethod
     def waiting(self, wait: Wait, now_ms: int) -> None:
@@ -82,27 +82,27 @@ class Printer(ABC):
 
     @abstractmethod
     def resumed(self) -> None:
-        """Somebody answered, or the time was over: the handler starts again."""
+        """The wait was answered or timed out; the handler starts again."""
 
     @abstractmethod
     def gap(self) -> None:
-        """Older frames are gone."""
+        """Older frames were trimmed."""
 
     @abstractmethod
     def interrupted(self, problem: str) -> None:
-        """The server cannot be asked at the moment."""
+        """The server does not answer at the moment."""
 
     @abstractmethod
     def end(self, info: ExecutionInfo) -> None:
-        """The execution has ended."""
+        """The execution finished."""
 
     def flush(self) -> None:
-        """Let a reader at the other end of a pipe see it."""
+        """Write out what is buffered."""
         sys.stdout.flush()
 
 
 class TextPrinter(Printer):
-    """For people; in a pipe the frames alone are on standard output."""
+    """Prints for people; a pipe gets only the frames."""
 
     def __init__(self) -> None:
         self._screen = Screen()
@@ -147,7 +147,7 @@ class TextPrinter(Printer):
             self._end_line()
             self.flush()
         elif self._mid_line and not self._set_apart:
-            # Both streams may lead to one place; but the line end is ours, not the handler's.
+            # Both streams may go to one terminal. The line end is not part of the output.
             sys.stderr.write("\n")
             self._set_apart = True
         styled = [(cell, "bright_black") if isinstance(cell, str) else cell for cell in cells]
@@ -157,28 +157,28 @@ class TextPrinter(Printer):
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
         kind = f" ({record.attempt_type})" if record is not None else ""
         worker = f" on {clean(record.worker_instance_id)}" if record is not None else ""
-        hint = "; --attempt 0 shows it from the first" if first else ""
+        hint = "; --attempt 0 starts with the first" if first else ""
         self._note((f"attempt {self.index}", "bold"), f"{kind}{worker}{hint}")
 
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        told = _REASONS.get(reason, clean(reason))
+        ending = _REASONS.get(reason, clean(reason))
         why = record.failure_reason if record is not None else None
         because = f": {clean(why.partition(chr(10))[0])}" if why else ""
-        self._note((f"attempt {self.index}", "bold"), f" {told}{because}")
+        self._note((f"attempt {self.index}", "bold"), f" {ending}{because}")
         self._decoder.reset()
 
     def waiting(self, wait: Wait, now_ms: int) -> None:
-        limit = f" until {moment(wait.until, now_ms)}" if wait.until is not None else ""
-        self._note(("suspended", state_style("suspended")), f": waits for {_asked(wait)}{limit}")
+        limit = f" until {future_time(wait.until, now_ms)}" if wait.until is not None else ""
+        self._note(("suspended", state_style("suspended")), f": waits for {_awaited(wait)}{limit}")
 
     def resumed(self) -> None:
         self._note(("resumed", "cyan"), ": the handler starts again")
 
     def gap(self) -> None:
-        self._note("older output was trimmed away")
+        self._note("older output was trimmed")
 
     def interrupted(self, problem: str) -> None:
-        self._note(("no answer from the server", "yellow"), f", trying again: {clean(problem)}")
+        self._note(("no answer from the server", "yellow"), f", retrying: {clean(problem)}")
 
     def end(self, info: ExecutionInfo) -> None:
         state = info.public_state.value
@@ -189,12 +189,12 @@ def _is_text(frame: StreamedFrame) -> bool:
     return frame.encoding != "binary"
 
 
-def _asked(wait: Wait) -> str:
-    return asked(wait.waitpoints) or wait.reason.replace("_", " ")
+def _awaited(wait: Wait) -> str:
+    return describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
 
 
 class JsonPrinter(Printer):
-    """For programs: one object a line, told apart by `type`."""
+    """Prints one JSON object per line; `type` says what it is."""
 
     def frame(self, frame: StreamedFrame) -> None:
         try:
@@ -202,13 +202,13 @@ class JsonPrinter(Printer):
         except UnicodeDecodeError:
             payload, form = base64.b64encode(frame.payload).decode(), "base64"
         rest = {name: value for name, value in frame.fields.items() if name != "payload"}
-        self._say("frame", id=frame.id, payload=payload, payload_form=form, **rest)
+        self._print("frame", id=frame.id, payload=payload, payload_form=form, **rest)
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def _print(self, kind: str, **fields: Any) -> None:
         print_json({"type": kind, "attempt": self.index} | fields)
 
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
-        self._say(
+        self._print(
             "attempt",
             new=not first,
             attempt_type=None if record is None else record.attempt_type,
@@ -218,23 +218,23 @@ class JsonPrinter(Printer):
 
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
         why = None if record is None else record.failure_reason
-        self._say("closed", reason=reason, failure_reason=why)
+        self._print("closed", reason=reason, failure_reason=why)
         self.flush()
 
     def waiting(self, wait: Wait, now_ms: int) -> None:
-        self._say("waiting", at=now_ms, wait=wait)
+        self._print("waiting", at=now_ms, wait=wait)
         self.flush()
 
     def resumed(self) -> None:
-        self._say("resumed")
+        self._print("resumed")
 
     def gap(self) -> None:
-        self._say("gap")
+        self._print("gap")
 
     def interrupted(self, problem: str) -> None:
-        self._say("interrupted", problem=problem)
+        self._print("interrupted", problem=problem)
         self.flush()
 
     def end(self, info: ExecutionInfo) -> None:
-        self._say("end", public_state=info.public_state.value)
+        self._print("end", public_state=info.public_state.value)
         self.flush()

@@ -1,4 +1,4 @@
-"""The newest executions, each read as it is now."""
+"""The newest executions, with their current state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections import Counter
 
 import msgspec
 
-from flowfabric.cli.fleet import server_now_ms
 from flowfabric.core.contracts.executions import ExecutionSummary
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.listing import Filter
 
-__all__ = ["Listed", "Row", "collect"]
+__all__ = ["ExecutionListing", "Row", "read_newest"]
 
 _PAGE = 1000
 _PAGES = 10
-"""So many pages are walked unless everything is asked for: about a second of work."""
+"""Pages read unless the caller asks for everything: about a second of work."""
 _FIELDS = (
     "public_state",
     "total_attempt_count",
@@ -28,7 +27,7 @@ _FIELDS = (
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One execution in the list; the fields of a line of `--json`."""
+    """One execution; the fields of a line of `ps --json`."""
 
     execution_id: ExecutionId
     execution_kind: str
@@ -37,29 +36,30 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     public_state: str
     priority: int
     created_at: str
-    """Milliseconds as decimal text, as everywhere in answers for programs."""
+    """Milliseconds as decimal text."""
     total_attempt_count: int
     completed_at: str | None = None
     progress_pct: int | None = None
     worker_instance_id: str | None = None
 
 
-class Listed(msgspec.Struct, frozen=True):
-    """The newest executions of all that were looked at."""
+class ExecutionListing(msgspec.Struct, frozen=True):
+    """The newest executions, and how many there are in each state."""
 
     rows: list[Row]
     states: Counter[str]
     complete: bool
+    """Whether every execution was read, or only the first pages."""
     now_ms: int
 
     @property
     def total(self) -> int:
-        """How many executions matched."""
+        """How many executions match."""
         return self.states.total()
 
 
-async def collect(backend: Backend, where: Filter, limit: int | None) -> Listed:
-    """Walk the listing page by page, keep the newest, and read those once more as they are now."""
+async def read_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:
+    """Page through the listing, keep the newest, and read the current state of those."""
     found: list[ExecutionSummary] = []
     states: Counter[str] = Counter()
     cursor: str | None = ""
@@ -75,7 +75,7 @@ async def collect(backend: Backend, where: Filter, limit: int | None) -> Listed:
         rows += await asyncio.gather(
             *(_row(backend, each) for each in found[start : start + _PAGE])
         )
-    return Listed(rows, states, cursor is None, await server_now_ms(backend))
+    return ExecutionListing(rows, states, cursor is None, await backend.server_time_ms())
 
 
 def _newest(found: list[ExecutionSummary], limit: int | None) -> list[ExecutionSummary]:

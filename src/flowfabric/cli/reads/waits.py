@@ -1,4 +1,4 @@
-"""What executions wait for, and how their waits ended; never a token."""
+"""What executions wait for and how their waits ended. Tokens are never read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 
-__all__ = ["LastWait", "Wait", "collect", "open_waitpoints", "read_last_wait", "read_wait"]
+__all__ = [
+    "LastWait",
+    "Wait",
+    "read_last_wait",
+    "read_open_waitpoints",
+    "read_wait",
+    "read_waits",
+]
 
 _PAGE = 1000
-_FAR = 2**63
+_NEVER = 2**63
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """An execution and the waitpoints that are open on it; a line of `waiting --json`."""
+    """An execution and its open waitpoints; the fields of a line of `waiting --json`."""
 
     execution_id: ExecutionId
     execution_kind: str
@@ -30,14 +37,14 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     public_state: PublicState
     reason: str
     since: int | None
-    """When it was suspended; None while it only prepares to wait."""
+    """When it was suspended; None before that."""
     until: int | None
-    """When the wait ends by itself; None for never."""
+    """When the wait times out; None if it does not."""
     waitpoints: list[OpenWaitpoint]
 
 
 class LastWait(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest suspension of an execution, open or not."""
+    """The newest suspension of an execution, open or closed."""
 
     reason: str
     since: int
@@ -49,7 +56,7 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def read_last_wait(backend: Backend, execution_id: ExecutionId) -> LastWait | None:
-    """The newest suspension; None when there was none yet."""
+    """The newest suspension; None if there was none."""
     key = keys.suspension(execution_id.tag, execution_id)
     raw: Any = await backend.transport.call("HGETALL", key, key=key)
     fields = {name.decode(): value.decode(errors="replace") for name, value in raw.items()}
@@ -71,8 +78,8 @@ def _number(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-async def open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
-    """All of them, those that a suspension uses before those that only keep signals so far."""
+async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
+    """All open waitpoints; those of the current suspension first."""
     found: list[OpenWaitpoint] = []
     after: str | None = ""
     while after is not None:
@@ -83,10 +90,10 @@ async def open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[O
 
 
 async def read_wait(backend: Backend, execution_id: ExecutionId) -> Wait:
-    """What one execution waits for, whatever its state."""
+    """What one execution waits for, in any state."""
     info, waitpoints, last = await asyncio.gather(
         backend.read_execution_info(execution_id),
-        open_waitpoints(backend, execution_id),
+        read_open_waitpoints(backend, execution_id),
         read_last_wait(backend, execution_id),
     )
     current = last if info.public_state is PublicState.SUSPENDED else None
@@ -103,10 +110,10 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> Wait:
     )
 
 
-async def collect(
+async def read_waits(
     backend: Backend, *, lane: str | None, namespace: str | None, limit: int
 ) -> tuple[list[Wait], int]:
-    """Suspended executions, the soonest to time out first; and how many were left out."""
+    """Suspended executions, soonest timeout first, and how many the limit left out."""
     entries: list[SuspendedEntry] = []
     cursor: str | None = ""
     while cursor is not None:
@@ -114,20 +121,20 @@ async def collect(
         entries += [one for one in page.entries if lane is None or one.lane_id == lane]
         cursor = page.next_cursor
     if namespace is not None:
-        entries = [one for one in entries if await _lives_in(backend, one, namespace)]
-    entries.sort(key=lambda one: (one.timeout_at or _FAR, one.suspended_at, one.execution_id))
+        entries = [
+            one
+            for one in entries
+            if await backend.get_execution_namespace(one.execution_id) == namespace
+        ]
+    entries.sort(key=lambda one: (one.timeout_at or _NEVER, one.suspended_at, one.execution_id))
     read = await asyncio.gather(
-        *(_still_waiting(backend, one.execution_id) for one in entries[:limit])
+        *(_read_if_suspended(backend, one.execution_id) for one in entries[:limit])
     )
     return [wait for wait in read if wait is not None], max(0, len(entries) - limit)
 
 
-async def _lives_in(backend: Backend, entry: SuspendedEntry, namespace: str) -> bool:
-    return await backend.get_execution_namespace(entry.execution_id) == namespace
-
-
-async def _still_waiting(backend: Backend, execution_id: ExecutionId) -> Wait | None:
-    """It may have been answered, or even deleted, since it was listed."""
+async def _read_if_suspended(backend: Backend, execution_id: ExecutionId) -> Wait | None:
+    """None if it was answered or deleted since it was listed."""
     try:
         wait = await read_wait(backend, execution_id)
     except NotFoundError:

@@ -1,4 +1,4 @@
-"""Which workers are alive, by the server's clock."""
+"""Live workers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from flowfabric.core import keys
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.registry import WorkerEntry
 
-__all__ = ["live_workers", "server_now_ms"]
+__all__ = ["read_live_workers"]
 
 
-async def server_now_ms(backend: Backend) -> int:
-    """The server's time."""
-    reply: Any = await backend.transport.call("TIME", key="")
-    return int(reply[0]) * 1000 + int(reply[1]) // 1000
-
-
-async def live_workers(
+async def read_live_workers(
     backend: Backend, now_ms: int, namespace: str | None = None
 ) -> list[WorkerEntry]:
-    """Workers whose last heartbeat still counts, of one namespace or of all.
+    """Workers whose heartbeat has not expired, of one namespace or of all.
 
-    A worker takes work of any namespace; its own only says where it is registered.
+    A worker runs executions of every namespace; its own is only where it is registered.
     """
     if namespace is None:
         members: Any = await backend.transport.call(

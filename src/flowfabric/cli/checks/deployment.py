@@ -1,122 +1,35 @@
-"""What `flowfabric doctor` looks at, one check a function."""
+"""Checks of a prepared deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Sized
 from typing import Any
 
-from flowfabric.cli.fleet import live_workers, server_now_ms
-from flowfabric.cli.words import clean, duration, plural
+from flowfabric.cli.checks.server import server_seconds
+from flowfabric.cli.reads.workers import read_live_workers
+from flowfabric.cli.views.text import clean, plural
 from flowfabric.core import keys
-from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import configured_counts
-from flowfabric.engine.health import Finding, Grade, health_findings
+from flowfabric.engine.health import Finding, Grade
 from flowfabric.engine.registry import WorkerEntry
 from flowfabric.scanners.leader import read_leaders
-from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
-from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
-from flowfabric.valkey.transport import Transport
 
-__all__ = ["check_deployment", "check_server_side"]
+__all__ = ["check_deployment"]
 
 _SAMPLE = 1000
-_SKEW_MS = 1000
-_VERSION_BUDGET_S = 1.0
 _COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
 
 
-def _failed(name: str, error: EngineError) -> Finding:
-    return Finding(name, Grade.BROKEN, str(error).partition(" — ")[0], error.hint)
-
-
-# --- the server -------------------------------------------------------------------------------
-
-
-async def check_server_side(transport: Transport, *, owned: bool = False) -> list[Finding]:
-    """What can be said of the server alone, whether or not it was prepared."""
-    checks = [await _connection(transport), await _version(transport)]
-    if checks[-1].grade is Grade.BROKEN:
-        return checks
-    library = await _library(transport, owned=owned)
-    return [*checks, library, *await health_findings(transport), await _skew(transport)]
-
-
-async def _connection(transport: Transport) -> Finding:
-    started = time.perf_counter()
-    await transport.call("PING", key="", replay_safe=True)
-    took = (time.perf_counter() - started) * 1000
-    return Finding("connection", Grade.OK, f"answers in {took:.1f} ms")
-
-
-async def _version(transport: Transport) -> Finding:
-    needed = ".".join(map(str, MINIMUM_VERSION))
-    try:
-        version = await check_server(transport, budget=_VERSION_BUDGET_S)
-    except EngineError as error:
-        return _failed("version", error)
-    found = ".".join(map(str, version))
-    return Finding("version", Grade.OK, f"Valkey {found} ({needed} or newer is needed)")
-
-
-async def _library(transport: Transport, *, owned: bool) -> Finding:
-    stored = await read_library(transport)
-    if stored is None:
-        advice = "run `flowfabric doctor --prepare`; a worker would load it too"
-        return Finding("functions", Grade.WARNING, "the function library is not loaded", advice)
-    found = f"version {stored.version}, content {stored.content_hash}"
-    if stored.version < LIBRARY_VERSION:
-        advice = "run `flowfabric doctor --prepare` to load ours; older processes can still use it"
-        detail = f"{found}; this program has version {LIBRARY_VERSION}"
-        return Finding("functions", Grade.WARNING, detail, advice)
-    try:
-        fits = await library_fits(transport, owned=owned)
-    except EngineError as error:
-        return _failed("functions", error)
-    if fits:
-        return Finding("functions", Grade.OK, found)
-    return Finding(
-        "functions",
-        Grade.WARNING,
-        f"{found}; this program has other content or settings",
-        "run `flowfabric doctor --prepare` to load ours",
-    )
-
-
-async def _skew(transport: Transport) -> Finding:
-    before = time.time()
-    reply: Any = await transport.call("TIME", key="")
-    after = time.time()
-    server = int(reply[0]) + int(reply[1]) / 1_000_000
-    # Anything inside the round trip may be its own delay.
-    skew_ms = round(1000 * (server - min(max(server, before), after)))
-    if abs(skew_ms) < _SKEW_MS:
-        return Finding(
-            "clock skew", Grade.OK, f"{abs(skew_ms)} ms between the server and this host"
-        )
-    side = "ahead of" if skew_ms > 0 else "behind"
-    return Finding(
-        "clock skew",
-        Grade.WARNING,
-        f"the server's clock is {duration(abs(skew_ms))} {side} this host's",
-        "synchronise both with NTP: durations count on the server, but a point in time that a "
-        "program works out here is this host's",
-    )
-
-
-# --- the deployment ---------------------------------------------------------------------------
-
-
 async def check_deployment(backend: Backend, namespace: str | None) -> list[Finding]:
-    """What can be said once the partition counts are known."""
-    now = await server_now_ms(backend)
+    """Run the checks that need the partition counts."""
+    now = round(1000 * await server_seconds(backend.transport))
     lanes = await backend.lanes_in_use()
-    workers = await live_workers(backend, now, namespace)
+    workers = await read_live_workers(backend, now, namespace)
     leader = await _leader(backend)
     return [
         await _partitions(backend),
@@ -132,9 +45,9 @@ async def check_deployment(backend: Backend, namespace: str | None) -> list[Find
 async def _malformed(
     backend: Backend, registry: str, read: Callable[[], Awaitable[Sized]]
 ) -> Finding | None:
-    """Names that nobody can have registered; scanners and listings leave them out."""
+    """A finding if a registry holds names that it cannot hold; scanners and listings skip them."""
     stored: Any = await backend.transport.call("SCARD", registry, key=registry)
-    # Read second: what is registered in between is not malformed.
+    # Read second, so that a name registered in between does not count as malformed.
     odd = stored - len(await read())
     if odd <= 0:
         return None
@@ -142,7 +55,7 @@ async def _malformed(
         registry.rpartition(":")[2],
         Grade.BROKEN,
         f"{registry} holds {plural(odd, 'malformed name')}",
-        f"find them with SMEMBERS {registry}, and take them out with SREM",
+        f"list them with SMEMBERS {registry} and remove them with SREM",
     )
 
 
@@ -156,15 +69,14 @@ async def _partitions(backend: Backend) -> Finding:
             return Finding(
                 "partitions",
                 Grade.BROKEN,
-                f"{stored} are stored, the environment asks for {wanted}",
-                f"unset {', '.join(_COUNT_VARIABLES)}: the counts never change",
+                f"{stored} are stored, but the environment sets {wanted}",
+                f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change",
             )
     odd = await _malformed(backend, keys.PARTITIONS, backend.partitions_in_use)
     return odd or Finding("partitions", Grade.OK, stored)
 
 
 async def _tokens(backend: Backend) -> Finding:
-    """Each partition signs the tokens of its own waitpoints."""
     names = [keys.secrets(f"{{fp:{index}}}") for index in range(backend.counts.flow)]
     found: list[Any] = await asyncio.gather(
         *(backend.transport.call("HGET", name, "current_kid", key=name) for name in names)
@@ -177,9 +89,9 @@ async def _tokens(backend: Backend) -> Finding:
     return Finding(
         "tokens",
         Grade.WARNING,
-        f"no secret signs tokens on {where}: handlers there cannot wait for answers",
-        "set FF_WAITPOINT_HMAC_SECRET, for example to what `openssl rand -hex 32` prints, and run "
-        "`flowfabric doctor --prepare`",
+        f"no secret to sign tokens on {where}: handlers there cannot wait for answers",
+        "set FF_WAITPOINT_HMAC_SECRET, for example to the output of `openssl rand -hex 32`, and "
+        "run `flowfabric doctor --prepare`",
     )
 
 
@@ -197,7 +109,7 @@ async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
     if stopped:
         detail = f"{plural(len(lanes), 'lane')}; {', '.join(stopped)}"
         return Finding(
-            "lanes", Grade.WARNING, detail, "activate them again when their work may go on"
+            "lanes", Grade.WARNING, detail, "reactivate them when their work may continue"
         )
     return Finding("lanes", Grade.OK, f"{plural(len(lanes), 'lane')}: {shown}")
 
@@ -205,7 +117,7 @@ async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
 def _collisions(lanes: list[str], counts: PartitionCounts) -> Finding:
     found = lane_collisions(lanes, counts)
     if found.grade is CollisionGrade.CLEAN:
-        return Finding("lane placement", Grade.OK, "clean: no two lanes share a partition")
+        return Finding("lane placement", Grade.OK, "no two lanes share a partition")
     groups = "; ".join(" + ".join(map(clean, group)) for group in found.shared.values())
     serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
     return Finding(
@@ -225,19 +137,19 @@ async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry
         return Finding(
             "workers",
             Grade.WARNING,
-            f"{plural(len(workers), 'live worker')}; work waits in {', '.join(waiting)}, "
-            "which nobody serves",
+            f"{plural(len(workers), 'live worker')}; no worker serves "
+            f"{', '.join(waiting)}, where work waits",
             f"run `flowfabric worker module:app --lanes {','.join(waiting)}`",
         )
     if not workers:
         advice = "run `flowfabric worker module:app`"
-        return Finding("workers", Grade.WARNING, "no live worker: nothing is run", advice)
+        return Finding("workers", Grade.WARNING, "no live worker: nothing runs", advice)
     return Finding("workers", Grade.OK, plural(len(workers), "live worker"))
 
 
 async def _holds_work(backend: Backend, lane: str) -> bool:
     tags = await backend.used_partitions()
-    # In a cluster the engine cannot tell cheaply, and says so by answering yes.
+    # In a cluster this is expensive to find out, and `any_work` always says yes.
     return bool(tags) and not backend.transport.is_cluster and await backend.any_work(lane, tags)
 
 
@@ -252,31 +164,32 @@ async def _leader(backend: Backend) -> Finding:
     return Finding(
         "scanners",
         Grade.WARNING,
-        "nobody runs them: lost leases, retries and deadlines are not acted upon",
+        "none run: expired leases, retries and deadlines are not handled",
         "run a worker without --no-scanners",
     )
 
 
 async def _indexes(backend: Backend) -> Finding:
-    looked = 0
+    examined = 0
     drifted: list[str] = []
     for tag in await backend.used_partitions():
         key = keys.index(tag, "all_executions")
-        members: Any = await backend.transport.call("ZRANGE", key, 0, _SAMPLE - looked - 1, key=key)
+        members: Any = await backend.transport.call(
+            "ZRANGE", key, 0, _SAMPLE - examined - 1, key=key
+        )
         ids = [lossless(member) for member in members]
-        looked += len(ids)
+        examined += len(ids)
         drifted += await _inconsistent(backend, tag, ids)
-        if looked >= _SAMPLE:
+        if examined >= _SAMPLE:
             break
-    detail = f"{plural(looked, 'execution')} examined"
+    detail = f"{plural(examined, 'execution')} examined"
     if not drifted:
-        return Finding("indexes", Grade.OK, f"{detail}, each is where its record says")
+        return Finding("indexes", Grade.OK, f"{detail}, all indexes match their records")
     return Finding(
         "indexes",
         Grade.BROKEN,
-        f"{detail}, {len(drifted)} are not where their record says, such as "
-        f"{clean(shown(drifted[0]))}",
-        "the scanners repair this within two minutes; run doctor again, and report it if it stays",
+        f"{detail}, {len(drifted)} differ from their index, such as {clean(shown(drifted[0]))}",
+        "the scanners repair this within two minutes; if it persists, report it",
     )
 
 

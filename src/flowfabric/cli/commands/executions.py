@@ -1,0 +1,242 @@
+"""`flowfabric ps`, `show`, `cancel` and `replay`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Annotated
+
+import typer
+
+from flowfabric.cli.errors import CliError, exit_code, report
+from flowfabric.cli.options import (
+    ID_HELP,
+    IdArgument,
+    JsonOption,
+    LaneOption,
+    LimitOption,
+    NamespaceOption,
+    Target,
+    UrlOption,
+    parse_lane,
+    parse_tags,
+)
+from flowfabric.cli.reads.detail import Detail, read_detail
+from flowfabric.cli.reads.listing import read_newest
+from flowfabric.cli.session import NoDataYet, find_execution, open_backend, user_name
+from flowfabric.cli.views.detail import print_detail
+from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
+from flowfabric.cli.views.screen import Screen, print_json, state_style
+from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.engine.backend import Backend
+from flowfabric.engine.listing import Filter
+
+__all__ = ["cancel", "ps", "replay", "show"]
+
+_REFRESH_S = 1.0
+_HINTS = {
+    "execution_not_active": "it has finished, so there is nothing to cancel; `flowfabric replay` "
+    "reruns it",
+    "execution_not_terminal": "only a finished execution can be replayed; cancel it first, or wait",
+}
+
+
+def ps(
+    context: typer.Context,
+    *,
+    lane: LaneOption = None,
+    state: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this state, such as active, waiting or failed."),
+    ] = None,
+    kind: Annotated[str | None, typer.Option(metavar="NAME", help="Only this task.")] = None,
+    tag: Annotated[
+        list[str] | None,
+        typer.Option("--tag", metavar="KEY=VALUE", help="Only with this tag. Repeat for more."),
+    ] = None,
+    limit: LimitOption = 50,
+    everything: Annotated[bool, typer.Option("--all", help="Show all executions.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing changes.")] = False,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List executions, newest first.
+
+    With --json, prints one JSON object per line. With --watch and without a terminal, prints an
+    execution again whenever it changes.
+    """
+    target = Target.of(context, url, namespace)
+    where = Filter(
+        namespace=target.namespace,
+        lane=parse_lane(lane),
+        kind=kind,
+        state=None if state is None else _parse_state(state),
+        tags=parse_tags(tag),
+    )
+    most = None if everything else limit
+    if watch:
+        # Ctrl-C is the normal way to stop.
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_watch(target.url, where, most, as_json=as_json))
+        return
+    try:
+        asyncio.run(_list(target.url, where, most, as_json=as_json))
+    except NoDataYet as nothing:
+        if not as_json:
+            print_no_data(nothing)
+
+
+def _parse_state(text: str) -> str:
+    known = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
+    if text not in known:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}", param_hint="--state")
+    return text
+
+
+async def _list(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
+    async with open_backend(url) as backend:
+        listing = await read_newest(backend, where, limit)
+    if not as_json:
+        print_listing(listing, filtered=where != Filter())
+        return
+    for row in listing.rows:
+        print_json(row)
+
+
+async def _watch(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
+    screen = Screen()
+    async with open_backend(url) as backend:
+        live = screen.terminal and not as_json
+        with LiveTable(screen) if live else ChangePrinter(as_json=as_json) as view:
+            while True:
+                view.update(await read_newest(backend, where, limit))
+                await asyncio.sleep(_REFRESH_S)
+
+
+def show(
+    context: typer.Context,
+    id_: IdArgument,
+    *,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print payload, result and policy in full.")
+    ] = False,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show everything about one execution.
+
+    State, attempts, history, tags, policy, payload and result. If it is not running, also why.
+    """
+    detail = asyncio.run(_read_detail(Target.of(context, url, namespace), id_, full=full))
+    print_detail(detail, full=full, as_json=as_json)
+
+
+async def _read_detail(target: Target, text: str, *, full: bool) -> Detail:
+    async with open_backend(target.url) as backend:
+        execution_id = await find_execution(backend, text, target.namespace)
+        return await read_detail(backend, execution_id, full=full)
+
+
+def cancel(
+    context: typer.Context,
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help=ID_HELP, show_default=False)],
+    *,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the execution.")] = "",
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel executions that have not finished.
+
+    A running handler is cancelled when its worker next renews the lease. If one execution has
+    already finished, the others are still cancelled.
+    """
+    target = Target.of(context, url, namespace)
+    raise typer.Exit(asyncio.run(_cancel_all(target, ids, reason, as_json=as_json)))
+
+
+async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: bool) -> int:
+    code = 0
+    async with open_backend(target.url) as backend:
+        for text in dict.fromkeys(ids):
+            try:
+                execution_id = await find_execution(backend, text, target.namespace)
+                try:
+                    done = await backend.cancel_execution(execution_id, reason)
+                except EngineError as error:
+                    raise await _with_state(backend, execution_id, error) from error
+            except TransportError:
+                raise
+            except FlowFabricError as error:
+                code = max(code, exit_code(error))
+                report(error, as_json=as_json)
+            else:
+                _print_state(execution_id, done.public_state.value, as_json=as_json)
+    return code
+
+
+async def _with_state(
+    backend: Backend, execution_id: ExecutionId, error: EngineError
+) -> FlowFabricError:
+    """Name the execution's state when that is why the call was refused."""
+    hint = _HINTS.get(error.code)
+    if hint is None:
+        return error
+    state = (await backend.read_execution_state(execution_id)).value
+    return CliError(error.code, f"{execution_id} is {state}", hint, *error.details)
+
+
+def replay(
+    context: typer.Context,
+    id_: IdArgument,
+    *,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the new attempt.")] = "",
+    expected_replay_count: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Only if it was replayed N times so far. Makes repeats safe."
+        ),
+    ] = None,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Rerun a finished execution under the same id."""
+    target = Target.of(context, url, namespace)
+    asyncio.run(_replay(target, id_, reason, expected_replay_count, as_json=as_json))
+
+
+async def _replay(
+    target: Target, text: str, reason: str, expected: int | None, *, as_json: bool
+) -> None:
+    async with open_backend(target.url) as backend:
+        execution_id = await find_execution(backend, text, target.namespace)
+        try:
+            done = await backend.replay_execution(
+                execution_id,
+                reason=reason,
+                requested_by=user_name(),
+                expected_replay_count=expected,
+            )
+        except EngineError as error:
+            if error.code == "replay_not_allowed":
+                raise CliError(
+                    error.code,
+                    f"{execution_id} was replayed {error.detail} times, not {expected}; "
+                    "nothing changed",
+                    f"to replay it once more, pass --expected-replay-count {error.detail}",
+                    *error.details,
+                ) from error
+            raise await _with_state(backend, execution_id, error) from error
+    _print_state(execution_id, done.public_state.value, as_json=as_json)
+
+
+def _print_state(execution_id: ExecutionId, state: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"execution_id": str(execution_id), "public_state": state})
+    else:
+        Screen().line(f"{execution_id}  ", (state, state_style(state)))

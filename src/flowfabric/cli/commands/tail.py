@@ -1,0 +1,224 @@
+"""`flowfabric tail`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from typing import Annotated
+
+import typer
+
+from flowfabric.cli.errors import CliError
+from flowfabric.cli.options import (
+    IdArgument,
+    JsonOption,
+    NamespaceOption,
+    Target,
+    UrlOption,
+    check_option,
+)
+from flowfabric.cli.reads.waits import read_wait
+from flowfabric.cli.session import find_execution, open_backend
+from flowfabric.cli.streams import discard_output
+from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
+from flowfabric.cli.views.text import plural
+from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
+from flowfabric.core.contracts.streams import StreamFrames
+from flowfabric.core.cursors import START, StreamCursor
+from flowfabric.core.errors import TransportError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import LifecyclePhase, PublicState
+from flowfabric.engine.backend import Backend
+
+__all__ = ["tail"]
+
+_IDLE_MS = 1000
+"""How long without a frame until the state of the execution is read."""
+_PAGE = 500
+_RETRY_S = 0.5
+
+
+def tail(
+    context: typer.Context,
+    id_: IdArgument,
+    *,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Start with this attempt instead of the newest."),
+    ] = None,
+    from_: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="CURSOR",
+            help="Start after this frame: an id from --json, milliseconds, start or end.",
+        ),
+    ] = "start",
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="Wait for more, or stop at the newest.")
+    ] = True,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the output of an execution live, until it ends.
+
+    After a retry, continues with the next attempt. Frames go to standard output, notes about the
+    execution to standard error. With --json, prints one JSON object per line; bytes that are not
+    text are base64.
+    """
+    target = Target.of(context, url, namespace)
+    check_option(StreamCursor.parse, from_, "--from")
+    printer = JsonPrinter() if as_json else TextPrinter()
+
+    async def run() -> None:
+        async with open_backend(target.url) as backend:
+            execution_id = await find_execution(backend, id_, target.namespace)
+            await _Follower(backend, execution_id, printer, follow=follow).run(attempt, from_)
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(run())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+
+
+def _finished(info: ExecutionInfo) -> bool:
+    return info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL
+
+
+class _Follower:
+    def __init__(
+        self, backend: Backend, execution_id: ExecutionId, printer: Printer, *, follow: bool
+    ) -> None:
+        self._backend = backend
+        self._id = execution_id
+        self._follow = follow
+        self._printer = printer
+        self._index = 0
+        self._cursor = START.text
+        self._announced = True
+        self._announced_wait: int | None = None
+
+    async def run(self, attempt: int | None, from_: str) -> None:
+        """Print from this attempt and cursor until the execution finishes."""
+        await self._begin(attempt, StreamCursor.parse(from_))
+        reported = False
+        while True:
+            try:
+                if await self._step():
+                    return
+                reported = False
+            except TransportError as error:
+                if not (self._follow and error.retryable):
+                    raise
+                if not reported:
+                    self._printer.interrupted(error.message or error.kind)
+                reported = True
+                await asyncio.sleep(_RETRY_S)
+
+    async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
+        info = await self._backend.read_execution_info(self._id)
+        count = max(1, info.total_attempt_count)
+        if attempt is not None and attempt >= count:
+            raise CliError(
+                "attempt_not_found",
+                f"{self._id} has {plural(count, 'attempt')}; the newest is {count - 1}",
+                "omit --attempt to start with the newest",
+            )
+        self._index = self._printer.index = count - 1 if attempt is None else attempt
+        if cursor.is_concrete:
+            self._cursor = cursor.text
+        elif cursor.text == "end":
+            self._cursor = await self._newest()
+        if self._index:
+            self._printer.attempt(await self._record(), first=True)
+
+    async def _newest(self) -> str:
+        page = await self._backend.read_stream(
+            self._id, self._index, from_="end", to="end", count_limit=1
+        )
+        return page.frames[-1].id if page.frames else START.text
+
+    async def _record(self) -> AttemptRecord | None:
+        attempts = await self._backend.read_attempts(self._id)
+        return attempts[self._index] if self._index < len(attempts) else None
+
+    async def _step(self) -> bool:
+        """Read the stream once. Returns whether everything was printed."""
+        page = await self._backend.tail_stream(
+            self._id,
+            self._index,
+            after=self._cursor,
+            block_ms=_IDLE_MS if self._follow else 0,
+            count_limit=_PAGE,
+        )
+        if page.frames:
+            await self._print(page)
+            return False
+        if page.closed_at is not None:
+            return await self._closed(page)
+        if not self._follow:
+            self._printer.flush()
+            return True
+        return await self._check_execution()
+
+    async def _print(self, page: StreamFrames) -> None:
+        await self._announce_attempt()
+        self._announce_resume()
+        if page.truncated:
+            self._printer.gap()
+        for frame in page.frames:
+            self._printer.frame(frame)
+        self._printer.flush()
+        self._cursor = page.next_cursor
+
+    async def _announce_attempt(self) -> None:
+        if not self._announced:
+            self._announced = True
+            self._printer.attempt(await self._record(), first=False)
+
+    async def _closed(self, page: StreamFrames) -> bool:
+        """The attempt ended: continue with the next one, unless there will be none."""
+        await self._announce_attempt()
+        info = await self._backend.read_execution_info(self._id)
+        self._printer.closed(page.closed_reason or "", await self._record())
+        if info.total_attempt_count <= self._index + 1:
+            if _finished(info):
+                self._printer.end(info)
+                return True
+            if not self._follow:
+                return True
+        self._index += 1
+        self._printer.index = self._index
+        self._cursor = START.text
+        self._announced = False
+        return False
+
+    async def _check_execution(self) -> bool:
+        """No frame came for a while: see what the execution does."""
+        info = await self._backend.read_execution_info(self._id)
+        if info.total_attempt_count > self._index:
+            await self._announce_attempt()
+        elif _finished(info):
+            # It finished between two attempts, or before the first.
+            self._printer.end(info)
+            return True
+        if info.public_state is PublicState.SUSPENDED:
+            await self._announce_wait()
+        elif not _finished(info):
+            self._announce_resume()
+        return False
+
+    def _announce_resume(self) -> None:
+        if self._announced_wait is not None:
+            self._announced_wait = None
+            self._printer.resumed()
+
+    async def _announce_wait(self) -> None:
+        wait = await read_wait(self._backend, self._id)
+        if wait.since is not None and wait.since != self._announced_wait:
+            self._announced_wait = wait.since
+            self._printer.waiting(wait, await self._backend.server_time_ms())

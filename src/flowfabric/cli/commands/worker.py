@@ -1,0 +1,276 @@
+"""`flowfabric worker`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import typer
+
+from flowfabric import __version__
+from flowfabric.app.fabric import Fabric
+from flowfabric.app.place import Place
+from flowfabric.app.stopping import Overdue, ends_within, on_signals
+from flowfabric.app.worker import AppWorker
+from flowfabric.cli.errors import report
+from flowfabric.cli.loader import load_app
+from flowfabric.cli.logs import LEVELS, flush_logs, set_up_logs
+from flowfabric.cli.options import (
+    Target,
+    UrlOption,
+    check_option,
+    parse_names,
+    parse_seconds,
+    seconds_between,
+)
+from flowfabric.cli.session import data_folder
+from flowfabric.cli.views.screen import Screen
+from flowfabric.cli.views.text import clean, duration, plural
+from flowfabric.core.capabilities import normalise
+from flowfabric.core.errors import FlowFabricError
+from flowfabric.core.ids import validate_lane
+from flowfabric.sdk.runtime import RunSummary
+
+__all__ = ["worker"]
+
+log = logging.getLogger(__name__)
+
+_MAX_LISTED_TASKS = 12
+_CLOSING_S = 2.0
+
+
+class OnUnknown(StrEnum):
+    """The values of `--on-unknown`."""
+
+    FAIL = "fail"
+    RELEASE = "release"
+
+
+def worker(
+    context: typer.Context,
+    application: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:APP",
+            help="The Fabric to serve, such as `app:app` or `shop.tasks:fabric`.",
+            show_default=False,
+        ),
+    ],
+    *,
+    concurrency: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, metavar="N", help="How many tasks run at once."),
+    ] = 64,
+    lanes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Serve these lanes instead of those of the tasks."),
+    ] = None,
+    capabilities: Annotated[
+        str | None, typer.Option(metavar="GPU,…", help="Capabilities that this machine offers.")
+    ] = None,
+    lease_ttl: Annotated[
+        float,
+        typer.Option(
+            parser=seconds_between("1s", "7d"),
+            metavar="DURATION",
+            help="How long a dead worker keeps its tasks.",
+        ),
+    ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
+    scanners: Annotated[
+        bool,
+        typer.Option(
+            "--scanners/--no-scanners",
+            help="Run background jobs: retries, expired leases, deadlines.",
+        ),
+    ] = True,
+    grace: Annotated[
+        float,
+        typer.Option(
+            parser=parse_seconds,
+            metavar="DURATION",
+            help="How long to wait for running tasks before releasing them.",
+        ),
+    ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
+    on_unknown: Annotated[
+        OnUnknown,
+        typer.Option(
+            metavar="fail|release",
+            help="What to do with a task that this app does not have. Release it for another "
+            "worker while two versions of an app serve one lane.",
+        ),
+    ] = OnUnknown.FAIL,
+    log_level: Annotated[
+        str | None,
+        typer.Option(metavar="LEVEL", help="debug, info, warning or error."),
+    ] = None,
+    json_logs: Annotated[
+        bool, typer.Option("--json-logs", help="Log one JSON object per line.")
+    ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="Override the app's namespace."),
+    ] = None,
+    url: UrlOption = None,
+) -> None:
+    """Run the tasks of an application until SIGTERM or Ctrl-C.
+
+    The first signal stops the worker after running tasks finish, the second stops it at once. A
+    task that ignores cancellation or blocks the process delays the stop by at most the grace
+    period and a few seconds.
+    """
+    module, colon, attribute = application.partition(":")
+    if not colon or not module or not attribute or "/" in module or module.endswith(".py"):
+        raise typer.BadParameter(_wrong_form(application), param_hint="MODULE:APP")
+    if log_level is not None and log_level not in LEVELS:
+        raise typer.BadParameter(
+            f"{log_level!r} is not one of {', '.join(LEVELS)}", param_hint="--log-level"
+        )
+    served, offered = parse_names(lanes, "--lanes"), parse_names(capabilities, "--capabilities")
+    for lane in served:
+        check_option(validate_lane, lane, "--lanes")
+    for capability in offered:
+        check_option(lambda one: normalise([one], "worker"), capability, "--capabilities")
+    target = Target.of(context, url, namespace)
+    as_json = set_up_logs(log_level, as_json=json_logs)
+    app = load_app(application)
+    if target.url is not None:
+        app.place = Place(target.url)
+    if target.namespace is not None:
+        app.namespace = target.namespace
+    runner = app.worker(
+        concurrency=concurrency,
+        lanes=served or None,
+        capabilities=offered,
+        lease_ttl=lease_ttl,
+        scanners=scanners,
+        on_unknown_kind=on_unknown.value,
+    )
+    _serve(app, runner, grace, as_json=as_json)
+
+
+def _wrong_form(text: str) -> str:
+    module, _, attribute = text.partition(":")
+    module = module.removesuffix(".py").strip("./").replace("/", ".")
+    suggestion = f"{module or 'app'}:{attribute or 'app'}"
+    return f"{text!r} does not have the form module:app; did you mean {suggestion}?"
+
+
+def _serve(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> None:
+    """Run the worker until a signal stops it, and print a summary."""
+    started = time.monotonic()
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    try:
+        summary = runner.run(_run(app, worker, grace_s, as_json=as_json))
+    except BaseException as error:
+        problem = error
+        flush_logs()
+        with ends_within(_CLOSING_S, 1, lambda: _print_if_ours(problem)):
+            runner.close()
+        raise
+    _print_summary(summary, round((time.monotonic() - started) * 1000), as_json=as_json)
+    # Closing waits for threads and for tasks that ignore cancellation.
+    with ends_within(_CLOSING_S, 0, lambda: None):
+        runner.close()
+
+
+def _print_if_ours(error: BaseException) -> None:
+    if isinstance(error, FlowFabricError):
+        report(error, as_json=False)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # noqa: PLC0415 - not on every platform
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
+    if app.place.embedded:
+        # The worker starts the server, after it has checked the settings.
+        where = f"embedded Valkey in {data_folder()}"
+    else:
+        where = (await app.place.address()).peer
+
+    overdue = Overdue(grace_s, worker.give_back)
+
+    with contextlib.ExitStack() as signals:
+
+        def ready() -> None:
+            signals.enter_context(on_signals(worker.stop, overdue))
+            _print_banner(app, worker, where, as_json=as_json)
+            _warn_of_unserved_lanes(app, worker)
+
+        try:
+            return await worker.run(grace_s=grace_s, signals=False, ready=ready)
+        finally:
+            await app.aclose()
+
+
+def _print_banner(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) -> None:
+    config = worker.config
+    facts = {
+        "address": where,
+        "namespace": app.namespace,
+        "lanes": ", ".join(map(clean, config.lanes)),
+        "tasks": _task_list(sorted(app.tasks)),
+        "concurrency": str(config.permits),
+        "capabilities": ", ".join(map(clean, config.capabilities)),
+        "worker": config.worker_instance_id,
+    }
+    if as_json:
+        log.info(
+            "worker ready",
+            extra={
+                "action": "worker_ready",
+                **facts,
+                "lanes": list(config.lanes),
+                "tasks": sorted(app.tasks),
+                "concurrency": config.permits,
+                "capabilities": list(config.capabilities),
+            },
+        )
+        return
+    screen = Screen()
+    screen.line((f"FlowFabric {__version__} worker", "bold"))
+    screen.facts([(name, value) for name, value in facts.items() if value])
+    screen.line(("Ready. Ctrl-C or SIGTERM stops it after running tasks finish.", "green"))
+    sys.stdout.flush()
+
+
+def _task_list(tasks: list[str]) -> str:
+    shown = ", ".join(map(clean, tasks[:_MAX_LISTED_TASKS]))
+    more = len(tasks) - _MAX_LISTED_TASKS
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _warn_of_unserved_lanes(app: Fabric, worker: AppWorker) -> None:
+    """A mistyped lane would otherwise look like a lane without work."""
+    served = set(worker.config.lanes)
+    named = {task.lane for task in app.tasks.values()}
+    for lane in sorted(named - served):
+        log.warning(
+            "lane %s has tasks in this app, but this worker does not serve it",
+            lane,
+            extra={"action": "lane_not_served"},
+        )
+
+
+def _print_summary(summary: RunSummary, ran_ms: int, *, as_json: bool) -> None:
+    counts: dict[str, int] = msgspec.structs.asdict(summary)
+    if as_json:
+        log.info("worker stopped", extra={"action": "worker_stopped", "ran_ms": ran_ms, **counts})
+        return
+    flush_logs()
+    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
+    work = ", ".join(parts) or plural(0, "task")
+    Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {work}.")
+    sys.stdout.flush()
