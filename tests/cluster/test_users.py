@@ -221,7 +221,7 @@ def called() -> dict[str, set[str]]:
     """The commands that the package sends, from Python and from Lua."""
     found: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.lua"):
-        for name in re.findall(r"call\('([A-Z]+)'", path.read_text()):
+        for name in re.findall(r"call(?:\(|, )'([A-Z]+)'", path.read_text()):
             found.setdefault(name, set()).add(path.name)
     for path in SOURCE.rglob("*.py"):
         if "bench" in path.parts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowfabric.app.secret_file import folder_secret
 from flowfabric.core.errors import ConfigError
 from flowfabric.engine.backend import Backend, check_settings
-from flowfabric.valkey.address import Address, from_env, parse_url
+from flowfabric.valkey.address import Address, from_env, from_url
 
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded import EmbeddedServer
@@ -25,7 +25,7 @@ class Place:
     """Opens backends on one deployment. The embedded server starts with the first one."""
 
     def __init__(self, url: str | None = None) -> None:
-        self._address = parse_url(url, name="url") if url else from_env(os.environ)
+        self._address = from_url(url) if url else from_env(os.environ)
         self._server: EmbeddedServer | None = None
         self._closings = 0
         self._lock = threading.Lock()

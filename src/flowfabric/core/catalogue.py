@@ -269,3 +269,36 @@ def _build() -> dict[str, CatalogueEntry]:
 
 #: Every known error code.
 CATALOGUE: dict[str, CatalogueEntry] = _build()
+
+
+class FaultKind(NamedTuple):
+    """What is known about one `kind` of transport fault."""
+
+    retryable: bool
+    passing: bool
+    """Usually over within seconds without anyone's help: the transport sends the call again."""
+    hint: str
+
+
+# `P` passes by itself, `R` is retryable once someone has acted, `T` is terminal.
+_FAULTS = """
+transport P Check that Valkey is reachable.
+protocol T Check that the address is a Valkey server and not a proxy or another service.
+timeout P Valkey did not answer in time; check its load, or raise the deadline.
+auth T Check user, password and ACL of the connection.
+cluster P The cluster is moving slots or is down; retry shortly.
+busy_loading P Valkey is loading its data; retry shortly.
+script_not_loaded T The function library is missing and could not be loaded; run doctor.
+other T Look at the server's message and log.
+out_of_memory R Valkey is at maxmemory; free memory or raise the limit, then retry.
+read_only P This node is a replica; a failover may be under way, retry shortly.
+busy_script P A long script blocks Valkey; retry shortly.
+cannot_persist R Valkey cannot write its disk and so refuses writes; free space on it.
+no_replicas P Too few replicas are in step (min-replicas-to-write); retry when they are.
+"""
+
+#: Every kind of transport fault.
+FAULT_KINDS: dict[str, FaultKind] = {
+    kind: FaultKind(mark != "T", mark == "P", hint)
+    for kind, mark, hint in (line.split(" ", 2) for line in _FAULTS.strip().splitlines())
+}

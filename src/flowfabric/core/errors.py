@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
-from flowfabric.core.catalogue import CATALOGUE, CatalogueEntry, ErrorClass, explained
+from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, CatalogueEntry, ErrorClass, explained
 
 __all__ = [
     "AuthError",
@@ -327,36 +327,6 @@ class TimeoutError_(EngineError):  # noqa: N801 - the name in the public excepti
     """A deadline passed; the caller decides whether to repeat."""
 
 
-_TRANSPORT_HINTS: Mapping[str, str] = {
-    "transport": "Check that Valkey is reachable.",
-    "protocol": "Check that the address is a Valkey server and not a proxy or another service.",
-    "timeout": "Valkey did not answer in time; check its load, or raise the deadline.",
-    "auth": "Check user, password and ACL of the connection.",
-    "cluster": "The cluster is moving or down; repeat shortly.",
-    "busy_loading": "Valkey is loading its data; repeat shortly.",
-    "script_not_loaded": "The function library is missing and could not be loaded; run doctor.",
-    "other": "Look at the server's message and log.",
-    "out_of_memory": "Valkey is at maxmemory; free memory or raise the limit, then repeat.",
-    "read_only": "This node is a replica; a failover may be under way, repeat shortly.",
-    "busy_script": "A long script blocks Valkey; repeat shortly.",
-    "cannot_persist": "Valkey cannot write its disk and so refuses writes; free space on it.",
-    "no_replicas": "Too few replicas are in step (min-replicas-to-write); repeat when they are.",
-}
-_RETRYABLE_KINDS = frozenset(
-    {
-        "transport",
-        "timeout",
-        "cluster",
-        "busy_loading",
-        "out_of_memory",
-        "read_only",
-        "busy_script",
-        "cannot_persist",
-        "no_replicas",
-    }
-)
-
-
 class TransportError(EngineError):
     """Valkey could not be asked, or its answer was lost or unusable.
 
@@ -364,12 +334,12 @@ class TransportError(EngineError):
     """
 
     #: Every fault kind.
-    KINDS = frozenset(_TRANSPORT_HINTS)
+    KINDS = frozenset(FAULT_KINDS)
 
     def __init__(
         self, kind: str, message: str = "", *, ambiguous: bool = False, op: str = ""
     ) -> None:
-        if kind not in _TRANSPORT_HINTS:
+        if kind not in FAULT_KINDS:
             raise ValueError(f"unknown transport fault kind {kind!r}")
         super().__init__("transport", kind, message, op=op)
         self.args = (kind, message)
@@ -380,19 +350,25 @@ class TransportError(EngineError):
     @property
     def error_class(self) -> ErrorClass:
         """Retryable or terminal, by kind."""
-        return ErrorClass.RETRYABLE if self.kind in _RETRYABLE_KINDS else ErrorClass.TERMINAL
+        retryable = FAULT_KINDS[self.kind].retryable
+        return ErrorClass.RETRYABLE if retryable else ErrorClass.TERMINAL
+
+    @property
+    def passing(self) -> bool:
+        """Whether the fault is usually over within seconds, without anyone's help."""
+        return FAULT_KINDS[self.kind].passing
 
     @property
     def safe_to_repeat(self) -> bool:
         """Whether any operation may be repeated; if not, only a replay-safe one."""
-        return not self.ambiguous and self.kind in _RETRYABLE_KINDS
+        return not self.ambiguous and self.retryable
 
     @property
     def hint(self) -> str:
         """One sentence: what the user can do next."""
         if self.ambiguous:
             return "The call may have taken effect; read the state before repeating it."
-        return _TRANSPORT_HINTS[self.kind]
+        return FAULT_KINDS[self.kind].hint
 
     def __str__(self) -> str:
         # The commonest kind has the name of the code; once is enough.

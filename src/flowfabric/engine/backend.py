@@ -142,7 +142,7 @@ class Backend(
 
     async def ping(self) -> None:
         """One round trip."""
-        await self.transport.call("PING", key="", replay_safe=True)
+        await self.transport.call("PING", key="")
 
     async def _close(self) -> None:
         """Close every connection; pending calls fail."""

@@ -124,7 +124,7 @@ async def prepare(
 async def _has_secret(transport: Transport) -> bool:
     """Whether tokens are signed already; the library may not be loaded yet."""
     store = keys.secrets("{fp:0}")
-    kid = await transport.call("HGET", store, "current_kid", key=store, replay_safe=True)
+    kid = await transport.call("HGET", store, "current_kid", key=store)
     return kid is not None
 
 

@@ -25,6 +25,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import checked_tag, fence_text
 from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.reads import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
 __all__ = ["Calls", "Limits", "as_stored", "decoding", "proof", "refusal", "refused", "text"]
@@ -67,7 +68,8 @@ def unreadable(answer: object, function: str, op: str, execution_id: str = "") -
 
     It shows the shape only: a reply may carry tokens and payloads.
     """
-    return ReplyError(function, _shape(answer), execution_id, op=op)
+    changes = function not in READ_FUNCTIONS
+    return ReplyError(function, _shape(answer), execution_id, op=op, ambiguous=changes)
 
 
 def _shape(answer: object) -> str:

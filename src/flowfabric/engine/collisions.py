@@ -24,7 +24,7 @@ _SHOWN = 16
 
 async def report_collisions(transport: Transport, counts: PartitionCounts) -> None:
     """Log how many registered lanes share their home partition, and which."""
-    members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES, replay_safe=True)
+    members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
     lanes = [member.decode(errors="replace") for member in members]
     found = lane_collisions(lanes, counts)
     level = _LEVELS[found.grade]

@@ -130,7 +130,7 @@ class _Reader:
         if tag not in self._positions:
             feed = keys.events(tag)
             last: Any = await self._backend.transport.call(
-                "XREVRANGE", feed, "+", "-", "COUNT", 1, key=feed, replay_safe=True
+                "XREVRANGE", feed, "+", "-", "COUNT", 1, key=feed
             )
             if tag not in self._waiters:
                 return
@@ -225,7 +225,7 @@ class _Reader:
         """The feed is capped: a reader far behind may have missed entries."""
         feed = keys.events(tag)
         first: Any = await self._backend.transport.call(
-            "XRANGE", feed, "-", "+", "COUNT", 1, key=feed, replay_safe=True
+            "XRANGE", feed, "-", "+", "COUNT", 1, key=feed
         )
         if first and _entry_id(first[0][0].decode()) > _entry_id(before):
             _wake(self._waiters.get(tag, {}))

@@ -147,9 +147,7 @@ class FeedReader:
         names = [keys.events(_tag(partition)) for partition in feeds]
         ends: list[Any] = await asyncio.gather(
             *(
-                self._calls.transport.call(
-                    "XREVRANGE", name, "+", "-", "COUNT", 1, key=name, replay_safe=True
-                )
+                self._calls.transport.call("XREVRANGE", name, "+", "-", "COUNT", 1, key=name)
                 for name in names
             )
         )
@@ -244,7 +242,6 @@ class FeedReader:
                     *("XREAD", "COUNT", _PAGE, "STREAMS", name),
                     entry_id(self._position(partition)),
                     key=name,
-                    replay_safe=True,
                 )
                 for name, partition in zip(names, feeds, strict=True)
             )
@@ -308,9 +305,7 @@ class FeedReader:
     async def _feed(self, partition: int) -> _Feed | None:
         name = keys.events(_tag(partition))
         try:
-            raw: Any = await self._calls.transport.call(
-                "XINFO", "STREAM", name, key=name, replay_safe=True
-            )
+            raw: Any = await self._calls.transport.call("XINFO", "STREAM", name, key=name)
         except TransportError as error:
             if "no such key" in error.message:
                 return None

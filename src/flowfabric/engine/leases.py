@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -350,13 +349,9 @@ class Leases(Calls):
         lease_id: str | None = None,
         attempt_id: str | None = None,
     ) -> ReclaimOutcome:
-        """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails.
-
-        A grant that is over by this process's clock is refused as a `ConfigError`, unsent.
-        """
+        """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails."""
         execution_id = self._granted(instance(grant, ReclaimGrant, "grant"))
-        if whole(grant.expires_at_ms, "expires_at_ms") <= time.time() * 1000:
-            raise ConfigError("grant", "has expired: ask for a new grant", "expires_at_ms")
+        whole(grant.expires_at_ms, "expires_at_ms")
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (
             execution_id,

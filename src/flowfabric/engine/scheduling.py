@@ -255,7 +255,7 @@ class Scheduling(Executions):
                 keys.lane(tag, lane_id, "reclaimable"),
             )
         ]
-        count: Any = await self.transport.call("EXISTS", *names, key=names[0], replay_safe=True)
+        count: Any = await self.transport.call("EXISTS", *names, key=names[0])
         return count > 0
 
     # --- lanes ------------------------------------------------------------------

@@ -26,7 +26,6 @@ _TAIL_GRACE_S = 0.5
 # How soon a close is noticed that rings no bell: of an execution that does not exist yet.
 _UNNOTICED_S = 0.1
 _VISIBILITIES = ("all", "exclude_best_effort")
-_REPEATED = frozenset({"transport", "cluster", "read_only"})
 
 T = TypeVar("T")
 
@@ -125,17 +124,19 @@ class Streams(Appends):
         return _Reader(self, self.checked(execution_id), index, visibility)
 
     async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Reading changes nothing, so a call that lost its connection is made once more."""
-        try:
-            async with self.stream_pool.connection(reader.tag) as conn:
-                return await work(conn)
-        except TransportError as error:
-            if error.kind not in _REPEATED or self.stream_pool.closed:
-                raise
-        # The client's own connection waits for the server, and learns where the key has moved.
-        await self.transport.call("EXISTS", reader.stream, key=reader.tag, replay_safe=True)
-        async with self.stream_pool.connection(reader.tag) as conn:
-            return await work(conn)
+        """Read on a pooled connection, once more after an outage; a read is never ambiguous."""
+        for again in (True, False):
+            try:
+                async with self.stream_pool.connection(reader.tag) as conn:
+                    return await work(conn)
+            except TransportError as error:
+                error.ambiguous = False
+                waitable = error.passing and error.kind != "timeout"
+                if not (again and waitable) or self.stream_pool.closed:
+                    raise
+            # The client's own connection rides the outage out, and learns where the key has moved.
+            await self.transport.call("EXISTS", reader.stream, key=reader.tag)
+        raise AssertionError("unreachable")
 
     async def load_library(self) -> None:
         """Load the function library where it is missing."""

@@ -119,7 +119,7 @@ class Upkeep(Calls):
         """Drop feed entries from before a time."""
         key, edge = keys.events(tag), f"{older_than_ms}-0"
         newest: Any = await self.transport.call(
-            "XREVRANGE", key, f"({edge}", "-", "COUNT", 1, key=key, replay_safe=True
+            "XREVRANGE", key, f"({edge}", "-", "COUNT", 1, key=key
         )
         if not newest:
             return 0
@@ -196,11 +196,11 @@ class Upkeep(Calls):
         """
         names = [keys.index(tag, "all_executions") for tag in tags]
         if not self.transport.is_cluster and (
-            not names or not await self.transport.call("EXISTS", *names, key="", replay_safe=True)
+            not names or not await self.transport.call("EXISTS", *names, key="")
         ):
             return []
         found: list[Any] = await asyncio.gather(
-            *(self.transport.call("EXISTS", name, key=name, replay_safe=True) for name in names)
+            *(self.transport.call("EXISTS", name, key=name) for name in names)
         )
         return [tag for tag, exists in zip(tags, found, strict=True) if exists]
 

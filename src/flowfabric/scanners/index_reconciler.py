@@ -228,7 +228,7 @@ class IndexReconciler:
         if ids:
             listed = keys.index(place.tag, "all_executions")
             scores: Any = await backend.transport.call(
-                "ZMSCORE", listed, *as_stored(ids), key=listed, replay_safe=True
+                "ZMSCORE", listed, *as_stored(ids), key=listed
             )
             strays = [each for each, score in zip(ids, scores, strict=True) if score != 0]
             for start in range(0, len(strays), _PAGE):
@@ -374,9 +374,7 @@ class IndexReconciler:
 async def _members(backend: Backend, key: str, *span: str | int) -> list[str]:
     """Part of an index, malformed members as they are."""
     name = raw(key)
-    found: Any = await backend.transport.call(
-        "ZRANGE", name, *as_stored(span), key=name, replay_safe=True
-    )
+    found: Any = await backend.transport.call("ZRANGE", name, *as_stored(span), key=name)
     return [lossless(member) for member in found]
 
 

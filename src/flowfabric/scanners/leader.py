@@ -48,11 +48,9 @@ class Leader(msgspec.Struct, frozen=True):
 async def read_leaders(backend: Backend) -> list[Leader]:
     """Who runs scanners now, those for everything first."""
     call = backend.transport.call
-    listed: Any = await call("SMEMBERS", keys.LEADERS, key=keys.LEADERS, replay_safe=True)
+    listed: Any = await call("SMEMBERS", keys.LEADERS, key=keys.LEADERS)
     names = [keys.LEADER, *sorted(lossless(name) for name in listed if name.isascii())]
-    owners: list[Any] = await asyncio.gather(
-        *(call("GET", name, key=name, replay_safe=True) for name in names)
-    )
+    owners: list[Any] = await asyncio.gather(*(call("GET", name, key=name) for name in names))
     return [
         Leader(shown(lossless(owner)).rpartition(":")[0], name != keys.LEADER)
         for name, owner in zip(names, owners, strict=True)

@@ -123,7 +123,7 @@ class DueWatch:
             group = tag if self._backend.transport.is_cluster else ""
             groups.setdefault(group, []).append(keys.index(tag, index))
         calls = [
-            self._backend.transport.call("EXISTS", *part, key=part[0], replay_safe=True)
+            self._backend.transport.call("EXISTS", *part, key=part[0])
             for names in groups.values()
             for part in _parts(names)
         ]
@@ -135,7 +135,7 @@ class DueWatch:
         name = keys.index(*key)
         try:
             found: Any = await self._backend.transport.call(
-                "ZRANGE", name, 0, 0, "WITHSCORES", key=name, replay_safe=True
+                "ZRANGE", name, 0, 0, "WITHSCORES", key=name
             )
         except EngineError as error:
             if error.retryable:

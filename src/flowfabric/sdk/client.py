@@ -40,7 +40,7 @@ from flowfabric.engine.feed_reader import Start
 from flowfabric.engine.listing import Filter
 from flowfabric.sdk.client_signals import ClientSignals
 from flowfabric.sdk.lease_feed import LeaseFeed
-from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.closing import ClosedOnce
 
 __all__ = [
@@ -138,7 +138,7 @@ class Client(ClientSignals, ClosedOnce):
     @classmethod
     async def connect(cls, place: Address | str, namespace: str = "default") -> Self:
         """A client of the deployment at an address or url."""
-        address = parse_url(place) if isinstance(place, str) else place
+        address = from_url(place) if isinstance(place, str) else place
         namespace = validate_namespace(namespace)
         return cls(await Backend.connect(address), namespace)
 

@@ -67,7 +67,7 @@ class ClusterBell:
                     raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
                 # It has moved: a call that is redirected learns where to.
                 refused = left[0]
-                await self._backend.transport.call("EXISTS", refused, key=refused, replay_safe=True)
+                await self._backend.transport.call("EXISTS", refused, key=refused)
             left = rest
         self._moved = False
         # Whatever rang before was not heard.

@@ -92,7 +92,7 @@ class Doorbell:
         for key, lane_id in self._keys.items():
             try:
                 rings: Any = await self._backend.transport.call(
-                    "ZRANGE", key, 0, _GLANCE - 1, key=key, replay_safe=True
+                    "ZRANGE", key, 0, _GLANCE - 1, key=key
                 )
                 found += [(lane_id, f"{{fp:{ring.decode()}}}") for ring in rings]
             except EngineError as error:

@@ -36,7 +36,7 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import DROP_PAUSE_S, ClaimedTask, warn_dropped
-from flowfabric.valkey.address import Address, parse_url
+from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.closing import ClosedOnce
 
 __all__ = ["Connect", "Worker"]
@@ -49,7 +49,7 @@ its scanners."""
 
 
 def _opener(place: Address | str) -> Connect:
-    address = parse_url(place) if isinstance(place, str) else place
+    address = from_url(place) if isinstance(place, str) else place
     return lambda: Backend.connect(address)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Final
@@ -12,6 +13,8 @@ import msgspec
 from flowfabric.core.environment import flag, invalid, whole_number
 
 DEFAULT_PORT: Final = 6379
+_MAX_DB: Final = 2**31 - 1
+_ESCAPE: Final = "in a password, write @ / ? # and [ as %40 %2F %3F %23 and %5B"
 _is_host = re.compile(r"[\w.-]+(:\d+)?(/\d+)?|\[[0-9a-fA-F:]+\](:\d+)?").fullmatch
 FORMS: Final = (
     "valkey://[user:password@]host:port[/db], valkeys://…, "
@@ -35,6 +38,8 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     db: int = 0
     tls: bool = False
     tls_ca: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
     cluster: bool = False
     seeds: tuple[tuple[str, int], ...] = ()
 
@@ -59,21 +64,36 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_url(text: str, *, name: str = "FF_URL") -> Address:
-    """Read one of the URL forms; a bad one is a `ConfigError` that names the variable `name`."""
+    """Read one of the URL forms; a bad one is a `ConfigError` that names the variable `name`.
+
+    No part of a bad url is repeated: unescaped characters may have put the password anywhere.
+    """
     try:
         return _parse(text.strip())
     except ValueError as error:
         raise invalid(name, str(error)) from None
 
 
+def from_url(text: str, environ: Mapping[str, str] = os.environ, *, name: str = "url") -> Address:
+    """A url, with what it leaves open (login, database, certificates) from the environment."""
+    address = parse_url(text, name=name)
+    if flag(environ, "FF_TLS") and not (address.tls or address.socket_path):
+        raise invalid(
+            "FF_TLS",
+            f"it asks for TLS, but {name} names a connection without it: write valkeys:// "
+            f"instead of valkey://, or unset FF_TLS",
+        )
+    return _with_extras(address, environ)
+
+
 def from_env(environ: Mapping[str, str]) -> Address | None:
     """The address the environment asks for; None means: use the embedded server."""
     # Each is read even where it is not used: a mistyped one must not wait for its day.
     port = whole_number(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
-    db = whole_number(environ, "FF_DB", 0, 0, 2**31 - 1)
+    whole_number(environ, "FF_DB", 0, 0, _MAX_DB)
     tls, cluster = flag(environ, "FF_TLS"), flag(environ, "FF_CLUSTER")
     if url := environ.get("FF_URL", "").strip():
-        return _with_extras(parse_url(url), environ, db)
+        return from_url(url, environ, name="FF_URL")
     host = environ.get("FF_HOST", "").strip()
     if not host:
         return None
@@ -84,28 +104,34 @@ def from_env(environ: Mapping[str, str]) -> Address | None:
         cluster=cluster,
         seeds=((host, port),) if cluster else (),
     )
-    return _with_extras(address, environ, db)
+    return _with_extras(address, environ)
 
 
-def _with_extras(address: Address, environ: Mapping[str, str], db: int) -> Address:
+def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
     """Add what the URL left open; what the URL says wins."""
-    db = address.db or db
+    db = address.db or whole_number(environ, "FF_DB", 0, 0, _MAX_DB)
     if address.cluster and db:
         raise invalid("FF_DB", "a cluster has only database 0")
-    tls_ca = environ.get("FF_TLS_CA") or None
     username, password = address.username, address.password
     if password is None:
         username = username or environ.get("FF_USERNAME") or None
         password = environ.get("FF_PASSWORD") or None
     if username is not None and password is None:
         raise invalid("FF_USERNAME", "a user name needs a password (FF_PASSWORD)")
-    return msgspec.structs.replace(
-        address, username=username, password=password, db=db, tls_ca=tls_ca
-    )
+    files = {
+        field: environ.get(f"FF_{field.upper()}") or None
+        for field in ("tls_ca", "tls_cert", "tls_key")
+    }
+    if files["tls_key"] and not files["tls_cert"]:
+        raise invalid("FF_TLS_KEY", "a key needs its certificate (FF_TLS_CERT)")
+    return msgspec.structs.replace(address, username=username, password=password, db=db, **files)
 
 
 def _parse(text: str) -> Address:
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ValueError(f"it cannot be read as a url; {_ESCAPE}") from None
     if parts.fragment:
         raise ValueError("a '#' is not allowed; write it as %23 inside a password")
     if parts.scheme == "unix":
@@ -113,7 +139,7 @@ def _parse(text: str) -> Address:
     if parts.scheme not in {"valkey", "valkeys", "valkey+cluster", "valkeys+cluster"}:
         raise ValueError(_unknown_form(text, parts.scheme))
     if parts.query:
-        raise ValueError("options after '?' are only known for unix://path?db=N")
+        raise ValueError(f"options after '?' are only known for unix://path?db=N; {_ESCAPE}")
     userinfo, _, hosts = parts.netloc.rpartition("@")
     seeds = [_host_port(item) for item in hosts.split(",")]
     cluster = parts.scheme.endswith("+cluster")
@@ -148,15 +174,17 @@ def _unknown_form(text: str, scheme: str) -> str:
 
 def _parse_unix(parts: SplitResult) -> Address:
     userinfo, at, first = parts.netloc.rpartition("@")
-    path = unquote((first if at else parts.netloc) + parts.path)
-    if not path:
+    raw_path = (first if at else parts.netloc) + parts.path
+    if not raw_path:
         raise ValueError("unix:// needs a socket path")
+    if "@" in raw_path:
+        raise ValueError(f"the socket path holds an '@': write it as %40; {_ESCAPE}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     db = _database(options.pop("db", ""))
     if options:
-        raise ValueError(f"unknown option {min(options)!r}; only db is known")
+        raise ValueError(f"the only option of unix:// is db; {_ESCAPE}")
     username, password = _credentials(userinfo)
-    return Address(socket_path=path, username=username, password=password, db=db)
+    return Address(socket_path=unquote(raw_path), username=username, password=password, db=db)
 
 
 def _credentials(userinfo: str) -> tuple[str | None, str | None]:
@@ -174,7 +202,7 @@ def _host_port(text: str) -> tuple[str, int]:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise ValueError(f"bad host or port in {text!r}") from None
+        raise ValueError(f"the host or the port is wrong; {_ESCAPE}") from None
     if not host:
         raise ValueError("the host is missing")
     if port == 0:
@@ -186,5 +214,5 @@ def _database(text: str) -> int:
     if not text:
         return 0
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"the database must be a number, not {text!r}")
+        raise ValueError(f"the database must be a number; {_ESCAPE}")
     return int(text)

@@ -1,7 +1,11 @@
 """The cluster face of the transport: a slot map, one connection a primary, redirects followed.
 
 A call goes to the primary that serves its hash tag. When the map is wrong or a node is gone, the
-call learns, waits and goes again until its deadline, as long as it cannot have run.
+map is read again before the call is repeated.
+
+A slot that is moved key by key answers ASK for a key that the old primary does not have (any
+more). A plain command follows it. A function does not: it would run on the new primary and miss
+what has not arrived yet, or write what the move then overwrites. It waits until the slot is whole.
 """
 
 from __future__ import annotations
@@ -28,16 +32,8 @@ from flowfabric.valkey.connection import (
 )
 from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
-from flowfabric.valkey.transport import (
-    FIRST_BACKOFF,
-    LAST_BACKOFF,
-    Ask,
-    Link,
-    jittered,
-    keep_ambiguity,
-    repeatable,
-    until_pong,
-)
+from flowfabric.valkey.patience import PatientCall
+from flowfabric.valkey.transport import Ask, Link, check_pong
 
 SLOTS: Final = 16384
 
@@ -45,7 +41,6 @@ SLOTS: Final = 16384
 _MAP_TIMEOUT: Final = 1.0
 # Redirects followed without a pause; more means that two nodes disagree.
 _FREE_REDIRECTS: Final = 5
-_REFUSALS: Final = frozenset({"cluster", "read_only"})
 # A node that does not know its own name leaves it to the client: the host that was asked.
 _SAME_HOST: Final = frozenset({"", "?"})
 
@@ -143,24 +138,21 @@ class ClusterClient:
     ) -> Connection:
         """A connection of its own to the primary of `tag`, or to any; the caller closes it."""
         slot = None if tag is None else slot_of(tag)
-        deadline = asyncio.get_running_loop().time() + self._connect_timeout
-        backoff = FIRST_BACKOFF
-        if not self._nodes:
-            await self._learn(deadline)
-        while True:
-            try:
-                link = self._route(slot)
-                if link is None:
-                    raise self._no_route(slot)
-                return await link.dedicated(on_push)
-            except TransportError as error:
-                if not error.safe_to_repeat:
-                    raise
-                backoff = await self._pause(backoff, deadline, error)
+
+        async def attempt(failed: TransportError | None) -> Connection:
+            await self._learn_if(failed, call)
+            link = self._route(slot)
+            if link is None:
+                raise self._no_route(slot)
+            return await link.dedicated(on_push)
+
+        # Dialling has no effect that could be repeated.
+        call = self._patient(("PING",), self._connect_timeout)
+        return await call.run(attempt)
 
     async def primaries(self) -> dict[str, Ask]:
         """For every primary, by node name, a way to ask it alone."""
-        return {link.address.peer: partial(self._ask, link) for link in await self._all_links()}
+        return {link.address.peer: partial(_ask, link) for link in await self._all_links()}
 
     async def call_all_primaries(
         self, *args: Arg, timeout: float | None = None
@@ -180,7 +172,8 @@ class ClusterClient:
         """Return when every slot has a primary that answers PING."""
         if not patient:
             await self.refresh()
-        await until_pong(self._ping, self._connect_timeout if timeout is None else timeout)
+        call = self._patient(("PING",), self._connect_timeout if timeout is None else timeout)
+        await call.run(partial(self._ping, call))
 
     async def refresh(self) -> None:
         """Read the slot map again; raises if no node shows one."""
@@ -222,97 +215,101 @@ class ClusterClient:
     ) -> Reply:
         limit = self._request_timeout if timeout is None else timeout
         link = None if slot is None else self._routes[slot]
+        failed: TransportError | None = None
         if link is None or (conn := link.conn) is None:
-            deadline = asyncio.get_running_loop().time() + limit
-            if not self._nodes:
-                await self._learn(deadline)
-            return await self._send_routed(args, slot, deadline, replay_safe)
-        deadline = conn.loop.time() + limit
-        try:
-            return await conn.send(args, deadline)
-        except TransportError as error:
-            failed = error
-        return await self._send_routed(args, slot, deadline, replay_safe, failed, link)
+            begun = asyncio.get_running_loop().time()
+        else:
+            begun = conn.loop.time()
+            try:
+                return await conn.send(args, begun + limit)
+            except TransportError as error:
+                failed = error
+        return await self._send_routed(
+            self._patient(args, timeout, begun, replay_safe=replay_safe), slot, link, failed
+        )
+
+    def _patient(
+        self,
+        args: tuple[Arg, ...],
+        timeout: float | None,
+        begun: float | None = None,
+        *,
+        replay_safe: bool = False,
+    ) -> PatientCall:
+        return PatientCall(
+            args,
+            asyncio.get_running_loop().time() if begun is None else begun,
+            timeout,
+            self._request_timeout,
+            replay_safe=replay_safe,
+            leaving=lambda: self._closed or self._hurried,
+        )
 
     async def _send_routed(
-        self,
-        args: tuple[Arg, ...],
-        slot: int | None,
-        deadline: float,
-        replay_safe: bool,  # noqa: FBT001
-        failed: TransportError | None = None,
-        link: Link | None = None,
+        self, call: PatientCall, slot: int | None, link: Link | None, failed: TransportError | None
     ) -> Reply:
-        """Go again after `failed`, learning from each failure, until an answer or the deadline."""
-        backoff, redirects = FIRST_BACKOFF, 0
-        while True:
-            asking = False
-            if failed is None:
-                link = self._route(slot)
-            elif isinstance(failed, RedirectError) and redirects < _FREE_REDIRECTS:
-                redirects += 1
-                asking = failed.asking
-                link = self._follow(failed, link)
-            elif _may_go_again(failed, replay_safe=replay_safe):
-                backoff = await self._pause(backoff, deadline, failed)
-                redirects = 0
-                link = self._route(slot)
-            else:
-                self._suspect(failed)
-                raise failed
-            try:
-                return await self._try(link, args, deadline, slot, asking=asking)
-            except TransportError as error:
-                failed = keep_ambiguity(failed, error)
+        """Go again after `failed`, learning from each failure."""
+        redirect = failed if isinstance(failed, RedirectError) else None
 
-    async def _try(
+        async def attempt(failed: TransportError | None) -> Reply:
+            nonlocal link, redirect
+            if redirect is None:
+                await self._learn_if(failed, call)
+                link = self._route(slot)
+            known, redirect = redirect, None
+            return await self._hop(call, slot, link, known)
+
+        try:
+            return await call.run(attempt, None if redirect else failed)
+        except TransportError as error:
+            self._suspect(error)
+            raise
+
+    async def _hop(
         self,
+        call: PatientCall,
+        slot: int | None,
         link: Link | None,
-        args: tuple[Arg, ...],
-        deadline: float,
-        slot: int | None,
-        *,
-        asking: bool,
+        redirect: RedirectError | None,
     ) -> Reply:
-        if link is None:
-            raise self._no_route(slot)
-        conn = await link.acquire(deadline, patient=False)
-        if asking:
-            # Its failure shows again in the reply of the call itself.
-            conn.send(("ASKING",), deadline).add_done_callback(_ignore_outcome)
-        return await conn.send(args, deadline)
+        """Send to this node, or to the one that a redirect names, and follow where that leads."""
+        for _ in range(_FREE_REDIRECTS):
+            if redirect is not None:
+                if redirect.asking and call.args[0] == "FCALL":
+                    where = f"slot {redirect.slot} is moving to {redirect.endpoint}"
+                    raise TransportError("cluster", where)
+                link = self._follow(redirect, link)
+            if link is None:
+                raise self._no_route(slot)
+            conn = await link.acquire(call.give_up, patient=False)
+            if redirect is not None and redirect.asking:
+                # Its failure shows again in the reply of the call itself.
+                conn.send(("ASKING",), call.deadline).add_done_callback(_ignore_outcome)
+            try:
+                return await conn.send(call.args, call.deadline)
+            except RedirectError as error:
+                redirect = error
+        assert redirect is not None
+        raise redirect
 
-    async def _pause(self, backoff: float, deadline: float, failed: TransportError) -> float:
-        """Wait, learn the map again, and return the next backoff; at the deadline, give up."""
-        pause = jittered(backoff)
-        over = self._closed or self._hurried
-        if over or asyncio.get_running_loop().time() + pause >= deadline:
-            self._suspect(failed)
-            raise failed
-        await asyncio.sleep(pause)
-        await self._learn(deadline)
-        return min(backoff * 2, LAST_BACKOFF)
+    async def _learn_if(self, failed: TransportError | None, call: PatientCall) -> None:
+        if failed is not None or not self._nodes:
+            await self._learn(call.give_up)
 
     async def _call_all(
         self, args: tuple[Arg, ...], timeout: float | None, *, replicas: bool
     ) -> dict[str, Reply]:
-        limit = self._request_timeout if timeout is None else timeout
-        deadline = asyncio.get_running_loop().time() + limit
-        links = await self._all_links(deadline, replicas=replicas)
-        asked = (self._ask_by(link, args, deadline) for link in links)
+        links = await self._all_links(replicas=replicas)
+        asked = (link.ask(args, timeout) for link in links)
         replies = await asyncio.gather(*asked, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
         return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
 
-    async def _all_links(
-        self, deadline: float | None = None, *, replicas: bool = False
-    ) -> list[Link]:
-        if deadline is None:
-            deadline = asyncio.get_running_loop().time() + self._request_timeout
+    async def _all_links(self, *, replicas: bool = False) -> list[Link]:
         # A node that joined a moment ago must not be missed.
-        await self._learn(deadline)
+        await self._learn(asyncio.get_running_loop().time() + self._request_timeout)
         if not self._nodes:
             raise self._no_route(None)
         return [
@@ -321,20 +318,13 @@ class ClusterClient:
             if replicas or node.primary
         ]
 
-    def _ask(
-        self, link: Link, *args: Arg, timeout: float | None = None
-    ) -> Coroutine[Any, Any, Reply]:
-        limit = self._request_timeout if timeout is None else timeout
-        return self._ask_by(link, args, asyncio.get_running_loop().time() + limit)
-
-    async def _ask_by(self, link: Link, args: tuple[Arg, ...], deadline: float) -> Reply:
-        return await (await link.acquire(deadline)).send(args, deadline)
-
-    async def _ping(self, *args: Arg, timeout: float) -> Reply:
-        replies = await self.call_all_primaries(*args, timeout=timeout)
+    async def _ping(self, call: PatientCall, _: TransportError | None) -> None:
+        left = call.give_up - asyncio.get_running_loop().time()
+        replies = await self.call_all_primaries("PING", timeout=left)
         if not all(self._routes):
             raise TransportError("cluster", "not every slot has a primary")
-        return next((reply for reply in replies.values() if reply != b"PONG"), b"PONG")
+        for reply in replies.values():
+            check_pong(reply)
 
     # -- the map --------------------------------------------------------------------------------
 
@@ -446,9 +436,8 @@ class ClusterClient:
             task.add_done_callback(self._retiring.discard)
 
 
-def _may_go_again(error: TransportError, *, replay_safe: bool) -> bool:
-    """The node refused without running the call, or the connection rule allows it."""
-    return error.kind in _REFUSALS or repeatable(error, replay_safe=replay_safe)
+def _ask(link: Link, *args: Arg, timeout: float | None = None) -> Coroutine[Any, Any, Reply]:
+    return link.ask(args, timeout)
 
 
 def _ignore_outcome(future: asyncio.Future[Reply]) -> None:

@@ -197,7 +197,7 @@ class Connection(asyncio.Protocol):
     def _refuse(self, future: asyncio.Future[Reply], error: TransportError) -> None:
         if not future.done():
             future.set_exception(error)
-        if error.kind == "read_only" and self._on_demoted is not None:
+        if self._on_demoted is not None and faults.is_from_replica(error):
             self._on_demoted(self)
 
     def pause_writing(self) -> None:
@@ -374,7 +374,10 @@ async def dial(
         conn.abort("the handshake failed")
         if isinstance(error, TransportError):
             if error.ambiguous:
-                raise faults.no_handshake(address.peer, error.kind, conn.why) from None
+                unknown = address.tls and address.tls_cert is None
+                raise faults.no_handshake(
+                    address.peer, error.kind, conn.why, unknown=unknown
+                ) from None
             raise
         if isinstance(error, Exception):
             raise faults.from_connect(error, address.peer, tls=address.tls) from error
@@ -414,13 +417,17 @@ def wrong_peer(sock: socket.socket, path: str, owner: int) -> str | None:
 def _tls_context(address: Address) -> ssl.SSLContext | None:
     if not address.tls:
         return None
+    what = f"the CA file {address.tls_ca}", "FF_TLS_CA"
     try:
-        return ssl.create_default_context(cafile=address.tls_ca)
+        context = ssl.create_default_context(cafile=address.tls_ca)
+        if address.tls_cert is not None:
+            what = f"the client certificate {address.tls_cert}", "FF_TLS_CERT and FF_TLS_KEY"
+            # Without a passphrase here, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(address.tls_cert, address.tls_key, password="")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise TransportError(
-            "auth", f"cannot read the CA file {address.tls_ca}: {reason} (see FF_TLS_CA)"
-        ) from None
+        raise TransportError("auth", f"cannot use {what[0]}: {reason} (see {what[1]})") from None
+    return context
 
 
 async def _greet(conn: Connection, address: Address, name: str, timeout: float) -> None:

@@ -15,11 +15,11 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
         "it wants a password: set FF_PASSWORD, and FF_USERNAME, or write valkey://user:password@…",
     ),
     "WRONGPASS": ("auth", "the user name or password is wrong, or the ACL user is off"),
-    "NOPERM": ("auth", "the ACL user lacks this command or its keys"),
+    "NOPERM": ("auth", "grant it to the ACL user of this connection"),
     "LOADING": ("busy_loading", ""),
     "OOM": ("out_of_memory", ""),
     "READONLY": ("read_only", ""),
-    "MASTERDOWN": ("read_only", "the replica lost its primary"),
+    "MASTERDOWN": ("cluster", "the replica lost its primary"),
     "UNBLOCKED": ("read_only", "the wait ended because the server became a replica"),
     "BUSY": ("busy_script", "FUNCTION KILL ends a function that has not written"),
     "CLUSTERDOWN": ("cluster", "not every slot is served; see CLUSTER INFO"),
@@ -32,6 +32,12 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
 _NO_TLS: Final = "is this its port for TLS? for one without, write valkey:// or FF_TLS=0"
 _SINGLE: Final = "this is a single server: write valkey:// without +cluster, or FF_CLUSTER=0"
 _MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
+# Refusals that lose their first word when a function meets them.
+_IN_FUNCTION: Final = {
+    "ACL failure in script": "NOPERM",
+    "access a non local key": "TRYAGAIN",
+    "while the cluster is down": "CLUSTERDOWN",
+}
 
 
 class RedirectError(TransportError):
@@ -42,6 +48,7 @@ class RedirectError(TransportError):
         self.args = (text,)
         word, slot, endpoint = text.split()[:3]
         host, _, port = endpoint.rpartition(":")
+        self.endpoint = endpoint
         self.asking = word == "ASK"
         self.slot = int(slot)
         # An empty host means: the one that answered.
@@ -65,8 +72,16 @@ def from_reply(text: str) -> TransportError:
         return TransportError("other", f"{text} ({_SINGLE})")
     if lowered.startswith("err max number of clients"):
         return TransportError("transport", f"{text} (raise maxclients)")
-    kind, advice = _WORDS.get(text.partition(" ")[0], ("other", ""))
+    word = text.partition(" ")[0]
+    if word == "ERR":
+        word = next((w for mark, w in _IN_FUNCTION.items() if mark in text), word)
+    kind, advice = _WORDS.get(word, ("other", ""))
     return TransportError(kind, f"{text} ({advice})" if advice else text)
+
+
+def is_from_replica(error: TransportError) -> bool:
+    """Whether a replica answered: the address may lead to the primary by now."""
+    return error.kind == "read_only" or error.message.startswith("MASTERDOWN")
 
 
 def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> TransportError:
@@ -88,20 +103,23 @@ def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> Trans
     return TransportError("transport", f"no connection to {peer}: {reason}{advice}")
 
 
-def no_handshake(peer: str, kind: str, reason: str) -> TransportError:
+def no_handshake(peer: str, kind: str, reason: str, *, unknown: bool = False) -> TransportError:
     """The peer did not greet as a server does: no call was made, so nothing is ambiguous."""
+    if unknown:
+        # TLS 1.3 refuses a client without a certificate only after the handshake.
+        reason += " (if it asks for client certificates, set FF_TLS_CERT and FF_TLS_KEY)"
     return TransportError(kind, f"no connection to {peer}: {reason}")
 
 
 def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> TransportError:
     """The connection ended under a call; a call that was sent may have run."""
-    fate = "its effect is unknown" if sent else "it was not sent"
-    return TransportError(kind, f"{peer}: {reason}; {fate}", ambiguous=sent)
+    fate = "" if sent else "; the call was not sent"
+    return TransportError(kind, f"{peer}: {reason}{fate}", ambiguous=sent)
 
 
 def timed_out(peer: str, *, sent: bool) -> TransportError:
     """The deadline of a call passed; a call that was sent may still run."""
-    fate = "no reply before the deadline; its effect is unknown"
+    fate = "no reply before the deadline"
     if not sent:
         fate = "the deadline passed before the call could be sent"
     return TransportError("timeout", f"{peer}: {fate}", ambiguous=sent)

@@ -1,16 +1,15 @@
 """The narrow interface to a Valkey deployment, and its face for one server.
 
 Every non-blocking call of a process shares one connection; a lost one is dialled again. A call
-is sent once: only a caller that says `replay_safe` has it repeated after a lost reply.
+that meets an outage is repeated by the rules of `patience`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey import faults
@@ -26,6 +25,7 @@ from flowfabric.valkey.connection import (
     dial,
 )
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
+from flowfabric.valkey.patience import FIRST_BACKOFF, LAST_BACKOFF, PatientCall, jittered
 
 __all__ = [
     "Arg",
@@ -41,9 +41,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-FIRST_BACKOFF: Final = 0.020
-LAST_BACKOFF: Final = 1.0
 
 
 Revive = Callable[[], object]
@@ -179,6 +176,32 @@ class Link:
             if not done or (error is not None and not (patient and error.safe_to_repeat)):
                 raise self._failure(error)
         return self.conn
+
+    async def send(self, call: PatientCall, failed: TransportError | None = None) -> Reply:
+        """Send a call to this server, again after `failed`, for as long as it has patience."""
+
+        async def attempt(_: TransportError | None) -> Reply:
+            return await self.send_once(call)
+
+        return await call.run(attempt, failed)
+
+    async def send_once(self, call: PatientCall) -> Reply:
+        """Send a call as soon as the server can be reached."""
+        conn = await self.acquire(call.give_up)
+        return await conn.send(call.args, call.deadline)
+
+    async def ask(self, args: tuple[Arg, ...], timeout: float | None) -> Reply:
+        """Send one command to this server and no other: a read until it is answered, else once."""
+        begun = asyncio.get_running_loop().time()
+        call = PatientCall(
+            args, begun, timeout, self._request_timeout, leaving=lambda: self.is_leaving
+        )
+        return await (self.send(call) if call.reads else self.send_once(call))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether no call waits any more."""
+        return self.hurried or self._closed
 
     async def dedicated(self, on_push: OnPush | None) -> Connection:
         """Another connection to the same server, owned by the caller."""
@@ -350,7 +373,7 @@ class Client:
         timeout: float | None = None,
         replay_safe: bool = False,
     ) -> Coroutine[Any, Any, Reply]:
-        """Send one command. `replay_safe`: repeat it if the connection is lost under it."""
+        """Send one command. `replay_safe`: repeat it if its reply is lost."""
         return self._send(args, timeout, replay_safe)
 
     def fcall(
@@ -376,7 +399,7 @@ class Client:
 
     async def primaries(self) -> dict[str, Ask]:
         """The one server there is."""
-        return {self.address.peer: self.call}
+        return {self.address.peer: self._ask}
 
     async def call_all_primaries(
         self, *args: Arg, timeout: float | None = None
@@ -393,7 +416,7 @@ class Client:
         limit = self._connect_timeout if timeout is None else timeout
         if not patient:
             await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
-        await until_pong(self.call, limit)
+        check_pong(await self.call("PING", timeout=limit))
 
     def hurry(self, *, leaving: bool = True) -> None:
         """From now on no call waits for a server that cannot be reached: its user is leaving."""
@@ -403,6 +426,9 @@ class Client:
         """Fail what is pending and close the connection. A closed client stays closed."""
         await self._link.aclose()
 
+    def _ask(self, *args: Arg, timeout: float | None = None) -> Coroutine[Any, Any, Reply]:
+        return self._link.ask(args, timeout)
+
     async def _send(
         self,
         args: tuple[Arg, ...],
@@ -411,70 +437,27 @@ class Client:
     ) -> Reply:
         conn = self._link.conn
         limit = self._request_timeout if timeout is None else timeout
+        failed: TransportError | None = None
         if conn is None:
-            deadline = asyncio.get_running_loop().time() + limit
-            return await self._send_when_up(args, deadline, replay_safe, None)
-        deadline = conn.loop.time() + limit
-        try:
-            return await conn.send(args, deadline)
-        except TransportError as error:
-            if not repeatable(error, replay_safe=replay_safe):
-                raise
-            first = error
-        return await self._send_when_up(args, deadline, replay_safe, first)
-
-    async def _send_when_up(
-        self,
-        args: tuple[Arg, ...],
-        deadline: float,
-        replay_safe: bool,  # noqa: FBT001
-        before: TransportError | None,
-    ) -> Reply:
-        while True:
+            begun = asyncio.get_running_loop().time()
+        else:
+            begun = conn.loop.time()
             try:
-                conn = await self._link.acquire(deadline)
+                return await conn.send(args, begun + limit)
             except TransportError as error:
-                raise keep_ambiguity(before, error) from before
-            try:
-                return await conn.send(args, deadline)
-            except TransportError as error:
-                if not repeatable(error, replay_safe=replay_safe):
-                    raise keep_ambiguity(before, error) from before
-                before = keep_ambiguity(before, error)
+                failed = error
+        call = PatientCall(
+            args,
+            begun,
+            timeout,
+            self._request_timeout,
+            replay_safe=replay_safe,
+            leaving=lambda: self._link.is_leaving,
+        )
+        return await self._link.send(call, failed)
 
 
-def jittered(delay: float) -> float:
-    """Half to all of a delay, so that many clients do not come back together."""
-    return delay * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
-
-
-def repeatable(error: TransportError, *, replay_safe: bool) -> bool:
-    """Whether a lost connection may be answered by sending the call on the next one."""
-    return error.kind == "transport" and (replay_safe or not error.ambiguous)
-
-
-def keep_ambiguity(before: TransportError | None, error: TransportError) -> TransportError:
-    """A later clean failure does not undo that an earlier send may have run."""
-    if before is not None and before.ambiguous:
-        error.ambiguous = True
-    return error
-
-
-async def until_pong(call: Callable[..., Coroutine[Any, Any, Reply]], timeout: float) -> None:
-    """Ask PING until it is answered; a server that is loading is asked again."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
-    backoff = FIRST_BACKOFF
-    while True:
-        try:
-            reply = await call("PING", timeout=max(0.001, deadline - loop.time()))
-        except TransportError as error:
-            pause = jittered(backoff)
-            if not error.safe_to_repeat or loop.time() + pause >= deadline:
-                raise
-            await asyncio.sleep(pause)
-            backoff = min(backoff * 2, LAST_BACKOFF)
-            continue
-        if reply != b"PONG":
-            raise TransportError("protocol", f"PING was answered with {reply!r}")
-        return
+def check_pong(reply: Reply) -> None:
+    """Raise unless this is the answer to PING."""
+    if reply != b"PONG":
+        raise TransportError("protocol", f"PING was answered with {reply!r}")

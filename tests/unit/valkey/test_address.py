@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.valkey.address import Address, from_env, parse_url
+from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 
 
 @pytest.mark.parametrize(
@@ -92,10 +94,34 @@ def test_other_forms_lead_to_the_right_one(url: str, advice: str) -> None:
     assert "hunter2" not in caught.value.message
 
 
-def test_a_bad_url_never_shows_the_password() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "valkey://user:hunter2@db:notaport",
+        "valkey://user:hunter2",
+        "valkey://:hunter2",
+        "valkey://user:a/hunter2@db:1",
+        "valkey://user:1/hunter2@db:1",
+        "valkey://user:a?hunter2@db:1",
+        "valkey://user:a#hunter2@db:1",
+        "valkey://user:a[hunter2@db:1",
+        "valkey://user:a]hunter2@db:1",
+        "valkey://user:hunter2\u2100@db:1",
+        "valkey://user:hunter2 @db:x",
+        "valkey+cluster://user:hunter2@a:1,b:x",
+        "valkey:user:hunter2@db",
+        "user:hunter2@db",
+        "unix://user:a/hunter2@/run/v.sock",
+        "unix://user:a?hunter2@/run/v.sock",
+        "unix:///run/v.sock?db=hunter2",
+        "https://user:hunter2@db",
+    ],
+)
+def test_a_bad_url_never_shows_the_password(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_url("valkey://user:hunter2@db:notaport")
+        parse_url(url)
     assert "hunter2" not in str(caught.value)
+    assert "invalid value for FF_URL: " in str(caught.value)
 
 
 def test_the_password_is_not_in_the_repr() -> None:
@@ -175,3 +201,39 @@ def test_a_node_keeps_credentials_and_drops_the_seeds() -> None:
     assert node.peer == "c:3"
     assert parse_url("valkey://[::1]:5").peer == "[::1]:5"
     assert parse_url("unix:///x.sock").peer == "unix:/x.sock"
+
+
+@pytest.mark.parametrize("url", ["valkey://db", "valkey+cluster://db", "valkey://u:hunter2@db"])
+def test_tls_is_not_dropped_in_silence(url: str) -> None:
+    for ask in (
+        lambda: from_env({"FF_URL": url, "FF_TLS": "1"}),
+        lambda: from_url(url, {"FF_TLS": "1"}),
+    ):
+        with pytest.raises(ConfigError, match=r"FF_TLS.*write valkeys:// instead") as caught:
+            ask()
+        assert "hunter2" not in str(caught.value)
+    assert from_url(url.replace("valkey", "valkeys"), {"FF_TLS": "1"}).tls
+    assert from_url("unix:///run/v.sock", {"FF_TLS": "1"}) == Address(socket_path="/run/v.sock")
+
+
+def test_a_url_in_code_is_completed_from_the_environment() -> None:
+    environ = {
+        "FF_USERNAME": "u",
+        "FF_PASSWORD": "p",
+        "FF_TLS_CA": "ca.pem",
+        "FF_TLS_CERT": "me.pem",
+        "FF_TLS_KEY": "me.key",
+        "FF_URL": "valkey://another",
+        "FF_HOST": "another",
+    }
+    files: dict[str, Any] = {"tls_ca": "ca.pem", "tls_cert": "me.pem", "tls_key": "me.key"}
+    expected = Address(host="db", tls=True, username="u", password="p", **files)
+    assert from_url("valkeys://db", environ) == expected
+    own = from_url("valkeys://v:q@db", environ)
+    assert (own.username, own.password) == ("v", "q")
+    assert from_env(environ) == Address(host="another", username="u", password="p", **files)
+
+
+def test_a_key_without_its_certificate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="FF_TLS_KEY"):
+        from_url("valkeys://db", {"FF_TLS_KEY": "me.key"})

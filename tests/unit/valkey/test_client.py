@@ -153,17 +153,77 @@ async def test_kill_9_and_restart(keep: Keeper) -> None:
         server.stop()
 
 
-async def test_a_server_that_is_loading_is_waited_for(keep: Keeper) -> None:
-    answers = [b"-LOADING Valkey is loading the dataset in memory\r\n"] * 3 + [b"+PONG\r\n"]
+REFUSALS = {
+    "busy_loading": "LOADING Valkey is loading the dataset in memory",
+    "cluster": "MASTERDOWN Link with MASTER is down",
+    "read_only": "READONLY You can't write against a read only replica.",
+    "busy_script": "BUSY Valkey is busy running a script.",
+    "no_replicas": "NOREPLICAS Not enough good replicas to write.",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+async def test_a_refusal_that_passes_is_ridden_out_by_every_call(keep: Keeper, kind: str) -> None:
+    left = 3
 
     def answer(command: list[bytes]) -> bytes:
-        return HELLO if command[0] == b"HELLO" else answers.pop(0)
+        nonlocal left
+        if command[0] == b"HELLO":
+            return HELLO
+        left -= 1
+        return f"-{REFUSALS[kind]}\r\n".encode() if left >= 0 else b":1\r\n"
 
     async with scripted_peer(answer) as port:
         client = keep(Client(parse_url(f"valkey://127.0.0.1:{port}")))
-        assert (await failure(client.call("PING"))).kind == "busy_loading"
-        await client.wait_ready()
-        assert not answers
+        assert await client.call("INCR", "n") == 1
+        left = 10_000
+        loop = asyncio.get_running_loop()
+        client._request_timeout, begun = 0.1, loop.time()
+        error = await failure(client.call("INCR", "n"))
+        assert (error.kind, error.ambiguous) == (kind, False)
+        assert 0.05 < loop.time() - begun < 5
+        client.hurry()
+        client._request_timeout = 60
+        await failure(client.call("INCR", "n"))
+
+
+@pytest.mark.parametrize("word", ["OOM command not allowed", "MISCONF cannot save", "ERR no"])
+async def test_what_somebody_must_mend_is_raised_at_once(keep: Keeper, word: str) -> None:
+    asked = 0
+
+    def answer(command: list[bytes]) -> bytes:
+        nonlocal asked
+        asked += command[0] == b"INCR"
+        return HELLO if command[0] == b"HELLO" else f"-{word}\r\n".encode()
+
+    async with scripted_peer(answer) as port:
+        client = keep(Client(parse_url(f"valkey://127.0.0.1:{port}")))
+        await failure(client.call("INCR", "n", replay_safe=True))
+    assert asked == 1
+
+
+async def test_a_lost_read_is_sent_again_and_never_ambiguous(
+    far: Client, proxy: FaultProxy
+) -> None:
+    for command in (("GET", "n"), ("HGETALL", "h"), ("CONFIG", "GET", "maxmemory")):
+        proxy.drop_next_reply(command[0].encode())
+        await far.call(*command)
+    proxy.pause()
+    for command in (("GET", "n"), ("FCALL", "ff_scan_due", 1, "{fp:0}")):
+        error = await failure(far.call(*command, timeout=0.05))
+        assert (error.kind, error.ambiguous) == ("timeout", False)
+        assert "taken effect" not in str(error)
+
+
+async def test_a_replay_safe_call_without_a_reply_in_time_is_sent_again(
+    far: Client, client: Client, proxy: FaultProxy
+) -> None:
+    far._request_timeout = 0.3
+    proxy.mute()
+    call = asyncio.ensure_future(far.call("INCR", "n", replay_safe=True))
+    await until(lambda: proxy.dropped)
+    proxy.cut()
+    assert await call == 2
 
 
 async def test_a_server_that_drops_every_connection_is_not_hammered(keep: Keeper) -> None:
@@ -215,7 +275,7 @@ async def test_cancelling_while_waiting_for_the_connection_leaves_others_waiting
 
 async def test_closing_fails_pending_and_later_calls(far: Client, proxy: FaultProxy) -> None:
     proxy.pause()
-    pending = asyncio.ensure_future(far.call("PING"))
+    pending = asyncio.ensure_future(far.call("INCR", "n"))
     await until(lambda: far._link.conn is not None and far._link.conn.in_flight)
     await far.aclose()
     assert (await failure(pending)).ambiguous

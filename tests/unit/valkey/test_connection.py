@@ -167,7 +167,7 @@ async def test_a_peer_that_stays_silent_is_given_up(
     monkeypatch.setattr(connection, "STALL_GRACE", 0.1)
     proxy.pause()
     timed_out = asyncio.ensure_future(far.call("PING", timeout=0.05))
-    waiting = asyncio.ensure_future(far.call("PING", timeout=30))
+    waiting = asyncio.ensure_future(far.call("INCR", "n", timeout=30))
     assert (await failure(timed_out)).kind == "timeout"
     error = await failure(waiting)
     assert (error.kind, error.ambiguous) == ("transport", True)

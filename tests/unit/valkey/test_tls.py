@@ -6,11 +6,12 @@ import asyncio
 import ssl
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowfabric.core.errors import TransportError
-from flowfabric.valkey.address import Address
+from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Client
 from tests.support.listening import listening
@@ -21,7 +22,7 @@ from tests.unit.valkey.test_connection import failure
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A throw-away CA (`ca.pem`), a server certificate it signed, and a stranger's CA."""
+    """A throw-away CA with a server and a client certificate, and a stranger's with one."""
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*args: str) -> None:
@@ -32,12 +33,16 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
         names = ("-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
         usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
         openssl("req", "-x509", *key, *names, *usage, "-days", "2")
-    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server")
     (folder / "names").write_text(
         "subjectAltName=IP:127.0.0.1\nkeyUsage=digitalSignature\nauthorityKeyIdentifier=keyid\n"
     )
-    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names")
-    openssl("x509", "-req", "-in", "server.csr", *signing, "-out", "server.pem", "-days", "2")
+    for name, ca in (("server", "ca"), ("client", "ca"), ("stranger", "other")):
+        request = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        openssl("req", *key, *request)
+        signing = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", "2")
+        signed = ("-in", f"{name}.csr", "-out", f"{name}.pem", "-extfile", "names")
+        openssl("x509", "-req", *signed, *signing)
+    openssl("ec", "-in", "client.key", "-aes256", "-passout", "pass:x", "-out", "locked.key")
     return folder
 
 
@@ -102,3 +107,52 @@ async def test_a_port_without_tls_is_told_as_such() -> None:
         for patient in (True, False):
             with pytest.raises(TransportError, match=r"is this its port for TLS\?"):
                 await connect(address, connect_timeout=0.3, patient=patient)
+
+
+@pytest.fixture
+def asking_side(certificates: Path, server_side: ssl.SSLContext) -> ssl.SSLContext:
+    """A server that admits only clients with a certificate of its own authority."""
+    server_side.verify_mode = ssl.CERT_REQUIRED
+    server_side.load_verify_locations(certificates / "ca.pem")
+    return server_side
+
+
+async def test_a_client_certificate_opens_the_door(
+    keep: Keeper, certificates: Path, asking_side: ssl.SSLContext
+) -> None:
+    async with scripted_peer(answer, tls=asking_side) as port:
+        environ = {
+            "FF_TLS_CA": str(certificates / "ca.pem"),
+            "FF_TLS_CERT": str(certificates / "client.pem"),
+            "FF_TLS_KEY": str(certificates / "client.key"),
+        }
+        client = keep(Client(from_url(f"valkeys://127.0.0.1:{port}", environ)))
+        assert await client.call("ECHO", "known") == b"known"
+
+
+async def test_without_a_client_certificate_the_missing_setting_is_named(
+    keep: Keeper, certificates: Path, asking_side: ssl.SSLContext
+) -> None:
+    async with scripted_peer(answer, tls=asking_side) as port:
+        address = Address(port=port, tls=True, tls_ca=str(certificates / "ca.pem"))
+        error = await failure(keep(Client(address)).call("ECHO", "x", timeout=0.3))
+        assert "FF_TLS_CERT" in error.message
+
+
+@pytest.mark.parametrize(
+    ("cert", "key"),
+    [("none.pem", "client.key"), ("client.pem", "server.key"), ("client.pem", "locked.key")],
+)
+async def test_a_certificate_that_cannot_be_used_is_named(
+    keep: Keeper, certificates: Path, cert: str, key: str
+) -> None:
+    ca = str(certificates / "ca.pem")
+    files: dict[str, Any] = {
+        "tls_cert": str(certificates / cert),
+        "tls_key": str(certificates / key),
+    }
+    client = keep(Client(Address(port=1, tls=True, tls_ca=ca, **files)))
+    error = await failure(client.call("PING", timeout=30))
+    assert cert in error.message
+    assert "FF_TLS_CERT" in error.message
+    assert not error.retryable

@@ -82,9 +82,9 @@ end
 local function look_into(piece, key, command)
   if piece.looked[key] then return end
   piece.looked[key] = true
-  local ok, answers = pcall(server.call, command, key, unpack(piece.ids))
+  local ok, answers = try(server.call, command, key, unpack(piece.ids))
   if not ok then
-    piece.unreadable[key] = batch.why(answers)
+    piece.unreadable[key] = answers
     return
   end
   for i, id in ipairs(piece.ids) do
@@ -108,8 +108,8 @@ local function look_into_lanes(c, piece, lanes)
     if not lane then
       look_into(piece, key, 'ZMSCORE')
     else
-      local ok, stored = pcall(server.call, 'SMEMBERS', key)
-      if not ok then piece.unreadable[key] = batch.why(stored) end
+      local ok, stored = try(server.call, 'SMEMBERS', key)
+      if not ok then piece.unreadable[key] = stored end
       for _, signature in ipairs(ok and stored or {}) do
         piece.signatures[K.eligible(c.tag, lane, signature)] = true
         look_into(piece, K.eligible(c.tag, lane, signature), 'ZMSCORE')
@@ -121,7 +121,7 @@ end
 
 -- Workers that took something lately: whose record is gone may still be in their sets.
 local function add_recent_workers(c, workers)
-  local ok, entries = pcall(server.call, 'XREVRANGE', K.events(c.tag), '+', '-', 'COUNT', FEED)
+  local ok, entries = try(server.call, 'XREVRANGE', K.events(c.tag), '+', '-', 'COUNT', FEED)
   for _, entry in ipairs(ok and entries or {}) do
     for i = 1, #entry[2], 2 do
       if entry[2][i] == 'w' then workers[record.instance_of(entry[2][i + 1])] = true end

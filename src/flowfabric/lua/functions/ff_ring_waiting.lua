@@ -14,11 +14,11 @@ register('ff_ring_waiting', function(_, args)
   for t = 2 + count, #args do
     local c = Context.open(args[t])
     for i = 2, 1 + count do
-      local ok, answer = pcall(ring, c, args[i])
+      local ok, answer = try(ring, c, args[i])
       if ok then
         rings = rings + answer
       else
-        problem = args[t] .. ': lane ' .. args[i] .. ': ' .. batch.why(answer)
+        problem = args[t] .. ': lane ' .. args[i] .. ': ' .. answer
       end
     end
   end

@@ -22,9 +22,9 @@ register('ff_scan_due', function(_, args)
   local pages, armed, unreadable = {}, {}, {}
   for t = 4 + count, #args do
     for i = 4, 3 + count do
-      local ok, ids, earliest = pcall(look, K.index(args[t], args[i]), now, offset, limit)
+      local ok, ids, earliest = try(look, K.index(args[t], args[i]), now, offset, limit)
       if not ok then
-        unreadable[#unreadable + 1] = { args[t], args[i], batch.why(ids) }
+        unreadable[#unreadable + 1] = { args[t], args[i], ids }
       elseif earliest then
         armed[#armed + 1] = { args[t], args[i], earliest }
       elseif ids and #ids > 0 then

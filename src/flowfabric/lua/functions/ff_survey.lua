@@ -53,8 +53,8 @@ end
 local function note(seen, name)
   if seen.done[name] then return end
   seen.done[name] = true
-  local ok, content = pcall(told, seen, name)
-  if not ok then content = 'unreadable ' .. batch.why(content) end
+  local ok, content = try(told, seen, name)
+  if not ok then content = 'unreadable ' .. content end
   if not content then return end
   seen.present[#seen.present + 1] = name
   seen.lines[#seen.lines + 1] = name .. '=' .. content
@@ -62,9 +62,9 @@ end
 
 -- How many executions there are; and, while they are few, how many of them have a record.
 local function note_executions(seen, tag)
-  local ok, ids, content = pcall(entries, seen.prefix .. 'all_executions', 'all_executions')
+  local ok, ids, content = try(entries, seen.prefix .. 'all_executions', 'all_executions')
   if not ok then
-    seen.lines[#seen.lines + 1] = 'unreadable ' .. batch.why(ids)
+    seen.lines[#seen.lines + 1] = 'unreadable ' .. ids
     return 0
   end
   seen.lines[#seen.lines + 1] = content
@@ -90,7 +90,7 @@ local function survey(tag, known)
   for _, name in ipairs(seen.more) do note(seen, name) end
   if seen.large then
     -- Counts alone could miss a change that the feed tells of.
-    local ok, last = pcall(server.call, 'XREVRANGE', K.events(tag), '+', '-', 'COUNT', 1)
+    local ok, last = try(server.call, 'XREVRANGE', K.events(tag), '+', '-', 'COUNT', 1)
     seen.lines[#seen.lines + 1] = ok and last[1] and last[1][1] or ''
   end
   table.sort(seen.lines)

@@ -19,7 +19,7 @@ local DEDUP_MAX_MS = 604800000
 local function repeated(c, id, text, want)
   if want.idem == '' then return nil end
   local key = K.suspend_dedup(c.tag, id, want.idem)
-  local readable, known = pcall(server.call, 'HMGET', key, 'reply', 'lease')
+  local readable, known = try(server.call, 'HMGET', key, 'reply', 'lease')
   if not readable or not known[1] then return nil end
   local answer
   readable, answer = pcall(cmsgpack.unpack, known[1])

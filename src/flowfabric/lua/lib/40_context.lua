@@ -140,12 +140,14 @@ function Context:holds_work(lane)
 end
 
 -- Tells idle workers that a lane of this partition has claimable work. One ring
--- wakes one worker; a claim that leaves work behind rings again.
+-- wakes one worker; a claim that leaves work behind rings again. A ring that is refused, for want
+-- of a right for example, undoes nothing: the sweep of the workers finds the work.
 function Context:ring(lane)
   if SETTINGS.cluster then
-    server.call('SPUBLISH', K.wake(self.tag, lane), lane)
+    pcall(server.call, 'SPUBLISH', K.wake(self.tag, lane), lane)
   else
-    server.call('ZADD', K.wake(self.tag, lane), 'NX', self:text(self.now), K.partition(self.tag))
+    pcall(server.call, 'ZADD', K.wake(self.tag, lane), 'NX', self:text(self.now),
+      K.partition(self.tag))
   end
 end
 

@@ -15,11 +15,10 @@ end
 
 -- What to answer when handling an execution has failed: `<id>: <field>: <why>`. Only now is
 -- the record searched for the cause.
-local function unreadable(tag, id, cause)
-  local why = tostring(type(cause) == 'table' and cause.err or cause)
+local function unreadable(tag, id, why)
   local context = id .. ': '
   if string.sub(why, 1, #context) == context then return reply.err('corruption', why) end
-  local readable, flat = pcall(server.call, 'HGETALL', K.core(tag, id))
+  local readable, flat = try(server.call, 'HGETALL', K.core(tag, id))
   if not readable then return reply.err('corruption', context .. 'record: is not a hash') end
   local rec = values.fields(flat)
   local problem = #flat > 0 and (record.problem(rec) or record.lease_problem(rec))
@@ -29,7 +28,7 @@ end
 -- The answer for one item of a batch. A record that cannot be read fails alone: it must
 -- not undo what the call has done for the others.
 function reply.guarded(handle, c, id, ...)
-  local ok, answer = pcall(handle, c, id, ...)
+  local ok, answer = try(handle, c, id, ...)
   if ok then return answer end
   return unreadable(c.tag, id, answer)
 end
@@ -37,7 +36,7 @@ end
 -- Registers a function for one execution, which its first argument names.
 function reply.register_function(name, handle, flags)
   register(name, function(keys, args)
-    local ok, answer = pcall(handle, keys, args)
+    local ok, answer = try(handle, keys, args)
     if ok then return answer end
     return unreadable(keys[1], args[1], answer)
   end, flags)

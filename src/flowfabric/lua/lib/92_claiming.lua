@@ -201,7 +201,7 @@ local function replayed(c, want)
   local found = {}
   local leases = K.worker_leases(c.tag, record.instance_of(want.worker))
   for _, id in ipairs(server.call('SMEMBERS', leases)) do
-    local readable, rec = pcall(record.read, c, id)
+    local readable, rec = try(record.read, c, id)
     if readable and rec and rec.state == S.ACTIVE and tonumber(rec.lease_expires_at) > c.now
         and string.sub(rec.lease, 1, 32) == want.lease_prefix then
       found[#found + 1] = { id = id, rec = rec }
@@ -268,7 +268,7 @@ end
 
 -- `consider`, but a record that cannot be read stays where it is and hides nobody.
 local function stays(...)
-  local ok, answer = pcall(consider, ...)
+  local ok, answer = try(consider, ...)
   return not ok or answer
 end
 
