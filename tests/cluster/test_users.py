@@ -26,6 +26,8 @@ from tests.support.server import TestServer, free_port
 
 SOURCE = ROOT / "src" / "flowfabric"
 SECRET = "ff:sec:{fp:0}:waitpoint_hmac"
+# Only the operator may read settings; a worker skips its checks of them.
+OPTIONAL = {"ff-worker: config|get"}
 # Words in the sources that are commands too, and commands that need no permission.
 NOT_CALLED = {"AUTH", "DEBUG", "HELLO", "READONLY", "TYPE"}
 # Those with subcommands: the users get only the ones that are called.
@@ -153,6 +155,12 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         asked = [await submit.app.submit(submit.ask, name) for name in ("a", "b", "c")]
         for run in asked:
             await reached(run, "suspended")
+        assert await deployment.refusals() <= OPTIONAL
+        for refused in (asked[0].signal("a", "yes"), asked[0].approve("a")):
+            with pytest.raises(TransportError) as caught:
+                await refused
+            assert caught.value.kind == "auth"
+        await deployment.admin("ACL", "LOG", "RESET")
         await worker.app.get_run(str(asked[0].id)).signal("a", "yes")
         await worker.app.get_run(str(asked[2].id)).signal("c", "perhaps")
         await operator.app.get_run(str(asked[1].id)).approve("b", decided_by="ada")
@@ -177,8 +185,7 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         for name in supervisor.status():
             assert (await supervisor.scan_once(name)).errors == 0
         await backend.list_executions(limit=100)
-    # Only the operator may read settings; a worker skips its checks of them.
-    assert await deployment.refusals() <= {"ff-worker: config|get"}
+    assert await deployment.refusals() <= OPTIONAL
 
 
 async def test_the_users_can_do_no_more(deployment: Deployment) -> None:
