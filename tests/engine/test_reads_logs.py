@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.audit import acting_as, caller
@@ -17,6 +18,7 @@ from flowfabric.engine.executions import Completion
 from tests.engine.exec_support import POLICY, mark
 from tests.engine.probes import reclaim
 from tests.support.engine import LANE, TTL, Engine
+from tests.support.suspension import Waits
 
 Records = pytest.LogCaptureFixture
 
@@ -237,3 +239,62 @@ async def test_a_reclaim_at_the_cap_is_an_end(engine: Engine, caplog: Records) -
     )
     (call,) = said(caplog, "operator_call")
     assert (call["op"], call["outcome"]) == ("issue_reclaim_grant", "failed")
+
+
+async def test_reading_a_token_is_audited(engine: Engine, caplog: Records) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    where = parked.handle.execution_id, parked.details.waitpoint_id
+    caplog.set_level(logging.DEBUG, "flowfabric.engine")
+    with acting_as("ada"):
+        token = await engine.backend.read_waitpoint_token(*where)
+        assert await engine.backend.read_waitpoint_token(where[0], new_uuid()) is None
+    assert token is not None
+    read, missed = said(caplog, "operator_call")
+    assert (read["op"], read["caller"]) == ("read_waitpoint_token", "ada")
+    assert (read["execution_id"], read["waitpoint_id"]) == where
+    assert (read["token_kid"], read["token_fingerprint"]) == (token.kid, token.fingerprint)
+    assert "token_fingerprint" not in missed
+    await engine.backend.verify_and_deliver(*where, token, "go")
+    assert len(said(caplog, "operator_call")) == 2, "comparing a token discloses nothing"
+    for shown in (caplog.text, repr([vars(record) for record in caplog.records])):
+        assert token.reveal().partition(":")[2] not in shown
+
+
+async def test_closing_a_waitpoint_as_an_operator_is_audited(
+    engine: Engine, caplog: Records
+) -> None:
+    await Waits.open(engine)
+    handle = await engine.running()
+    backend = engine.backend
+    mine, other = [await backend.create_waitpoint(handle, "k", 60_000) for _ in range(2)]
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    eid = handle.execution_id
+    await backend.close_waitpoint(eid, mine.waitpoint_id, handle=handle)
+    await backend.close_waitpoint(eid, other.waitpoint_id, "abandoned")
+    (call,) = said(caplog, "operator_call")
+    assert (call["op"], call["code"], call["reason"]) == ("close_waitpoint", "ok", "abandoned")
+    assert (call["execution_id"], call["waitpoint_id"]) == (eid, other.waitpoint_id)
+
+
+async def test_rotating_the_secret_is_audited(engine: Engine, caplog: Records) -> None:
+    await Waits.open(engine)
+    backend, secret = engine.backend, "cd" * 32
+    await backend.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
+    caplog.set_level(logging.INFO, "flowfabric.engine")
+    with acting_as("ada"):
+        summary = await backend.rotate_waitpoint_hmac_secret_all("k2", secret)
+    assert summary.failed == (3,)
+    (done,) = said(caplog, "waitpoint_hmac_rotation_complete")
+    total = backend.counts.flow
+    assert (done["caller"], done["new_kid"], done["levelname"]) == ("ada", "k2", "INFO")
+    counted = (done["total_partitions"], done["rotated"], done["failed_count"])
+    assert counted == (total, total - 1, 1)
+    (failed,) = said(caplog, "waitpoint_hmac_rotation_failed")
+    assert (failed["partition"], failed["levelname"]) == (3, "ERROR")
+    assert said(caplog, "operator_call") == [], "not one record for each partition"
+    await backend.rotate_waitpoint_hmac_secret(0, "k3", secret)
+    (one,) = said(caplog, "operator_call")
+    assert (one["partition"], one["new_kid"]) == (0, "k3")
+    for shown in (caplog.text, repr([vars(record) for record in caplog.records])):
+        assert secret not in shown

@@ -312,8 +312,24 @@ async def test_a_batch_is_all_or_nothing(engine: Engine) -> None:
     assert error.code == "stale_owner_cannot_append"
 
 
-@pytest.mark.parametrize("name", ["x" * 129, "ü" * 65, "a\nb", "\x00", "tab\t", "\x7f"])
-async def test_frame_types_are_printable_and_short(engine: Engine, name: str) -> None:
+ODD_NAMES = ["日志", "naïve", "a\u00a0b", "\u200d", "\ue000", "\u2028", "👩\u200d🚀", "x" * 128]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+async def test_frame_types_may_be_any_text(engine: Engine, name: str) -> None:
+    handle = await engine.running()
+    await engine.backend.append_frame(handle, Frame(payload=b"", frame_type=name))
+    (frame,) = (await engine.backend.read_stream(handle.execution_id, 0)).frames
+    assert frame.frame_type == name
+
+
+CONTROLS = ["a\nb", "\x00", "tab\t", "\x7f", "\x9b", "\ud800"]
+
+
+@pytest.mark.parametrize("name", ["x" * 129, "ü" * 65, *CONTROLS])
+async def test_frame_types_are_short_and_have_no_control_characters(
+    engine: Engine, name: str
+) -> None:
     handle = await engine.running()
     error = await refused(
         engine.backend.append_frame(handle, Frame(payload=b"", frame_type=name)),

@@ -193,18 +193,19 @@ async def test_an_operator_overrides_every_condition(
         assert waitpoint["close_reason"] == waitpoint["condition_closed_reason"] == "resumed"
         assert "satisfied_at" not in waitpoint
     suspension = await waits.suspension(execution_id)
-    assert suspension["resume_trigger"] == trigger
+    cause = "timeout" if trigger == "auto_resume" else trigger
+    assert suspension["resume_trigger"] == cause
     assert "satisfied_at" not in suspension
     (event,) = [e for e in await engine.events(execution_id) if e.type == "resumed"]
     assert event.fields == {
         "suspension_id": parked.details.suspension_id,
-        "trigger": trigger,
+        "trigger": cause,
         "close_reason": "resumed",
     }
     assert list(await placed(engine, execution_id)) == [f"lane:{LANE}:eligible"]
     await refused("target_not_signalable", waits.send(parked))
     claim = await engine.claim()
-    assert claim.resume_cause == ResumeCause(parked.details.suspension_id, trigger, "resumed", None)
+    assert claim.resume_cause == ResumeCause(parked.details.suspension_id, cause, "resumed", None)
     assert await waits.backend.observe_signals(claim.handle) == []
 
 

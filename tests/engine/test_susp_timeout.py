@@ -104,7 +104,7 @@ async def test_auto_resume(engine: Engine, given: str) -> None:
     (event,) = [e for e in await engine.events(execution_id) if e.type == "resumed"]
     assert event.fields == {
         "suspension_id": parked.details.suspension_id,
-        "trigger": "auto_resume",
+        "trigger": "timeout",
         "close_reason": closed,
     }
     indexes = await placed(engine, execution_id)

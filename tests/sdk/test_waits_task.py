@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from flowfabric.core.conditions import AllOf, OperatorOnly, Single
+from flowfabric.core.contracts.leases import ResumeCause
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import (
     Accepted,
@@ -114,6 +115,9 @@ async def test_strict_and_lenient_forms_of_already_satisfied(
     outcome = await task.try_suspend_on_pending(pending, GO)
     assert isinstance(outcome, AlreadySatisfiedSuspension)
     assert task.is_lease_healthy()
+    suspension_id = outcome.details.suspension_id
+    cause = ResumeCause(suspension_id, "already_satisfied", "resumed", sent.signal_id)
+    assert task.resume_cause == cause
     (signal,) = await task.resume_signals()
     assert (signal.signal_name, signal.payload) == ("go", b"\x00\xff")
     assert not await task.close_waitpoint(pending.waitpoint_id)

@@ -18,7 +18,9 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from flowfabric.core.contracts.executions import Cancelled, Completed, TerminalFailed
 from flowfabric.core.contracts.leases import Handle, ReclaimCapExceeded
+from flowfabric.core.contracts.suspension import RotationSummary
 from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import WaitpointToken
 from flowfabric.engine.executions import Completion
 
 __all__ = [
@@ -60,6 +62,7 @@ _TOLD = (
     *("source", "lane_id", "reason", "revoked_by", "requested_by", "new_priority", "state"),
     *("failure_category", "signal_name", "waitpoint_id", "decided_by", "trigger_type"),
     *("worker_id", "worker_instance_id", "priority_weight_ms", "reclaim_grace_ms"),
+    *("partition", "kid", "new_kid", "grace_ms"),
 )
 """Arguments worth a field; whatever else a call takes stays out of the log."""
 
@@ -93,9 +96,14 @@ def _account() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def operator_call(method: Method[P, R]) -> Method[P, R]:
-    """Log every call of this operation with its caller, the refused ones too."""
-    return _logged(method, lambda _: True)
+def operator_call(
+    method: Method[P, R], *, by: Callable[[Mapping[str, Any]], bool] = lambda _: True
+) -> Method[P, R]:
+    """Log calls of this operation with their caller, the refused ones too.
+
+    `by` tells from the arguments whether an operator makes the call.
+    """
+    return _logged(method, by)
 
 
 def audited(method: Method[P, R]) -> Method[P, R]:
@@ -123,7 +131,7 @@ def _logged(method: Method[P, R], by_operator: Callable[[Mapping[str, Any]], boo
             raise
         end = _OUTCOMES.get(type(outcome), "")
         if operator:
-            _tell_operator(op, given, "ok", end)
+            _tell_operator(op, given, "ok", end, **_details(outcome))
         elif end:
             ended(op, end, **_subject(given), source=given.get("source", ""))
         return outcome
@@ -131,8 +139,24 @@ def _logged(method: Method[P, R], by_operator: Callable[[Mapping[str, Any]], boo
     return call
 
 
-def _tell_operator(op: str, given: Mapping[str, Any], code: str, outcome: str) -> None:
-    fields = {name: given[name] for name in _TOLD if given.get(name)}
+def _details(outcome: object) -> dict[str, Any]:
+    """What an outcome adds to the record; never a token or a secret."""
+    if isinstance(outcome, WaitpointToken):
+        return {"token_kid": outcome.kid, "token_fingerprint": outcome.fingerprint}
+    if isinstance(outcome, RotationSummary):
+        return {
+            "action": "waitpoint_hmac_rotation_complete",
+            "total_partitions": len(outcome.entries),
+            "rotated": outcome.rotated,
+            "failed_count": len(outcome.failed),
+        }
+    return {}
+
+
+def _tell_operator(
+    op: str, given: Mapping[str, Any], code: str, outcome: str, **details: Any
+) -> None:
+    fields = {name: given[name] for name in _TOLD if given.get(name) not in (None, "")}
     if outcome:
         fields["outcome"] = outcome
     who = caller()
@@ -148,6 +172,7 @@ def _tell_operator(op: str, given: Mapping[str, Any], code: str, outcome: str) -
             "caller": who,
             **_subject(given),
             **fields,
+            **details,
         },
     )
 

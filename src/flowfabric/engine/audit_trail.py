@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, cast
 
 from flowfabric.core import keys
@@ -24,6 +24,7 @@ from flowfabric.engine.audit import (
 from flowfabric.engine.executions import Completion
 from flowfabric.engine.leases import Leases
 from flowfabric.engine.scheduling import Scheduling, Want
+from flowfabric.engine.secrets import Secrets
 from flowfabric.engine.signals import Signals
 from flowfabric.engine.suspensions import Suspensions
 from flowfabric.engine.upkeep import Upkeep
@@ -60,7 +61,11 @@ def _worn(claims: Sequence[Claim]) -> list[Handle]:
     ]
 
 
-class AuditTrail(Scheduling, Leases, Suspensions, Signals, Upkeep):
+def _without_a_lease(given: Mapping[str, Any]) -> bool:
+    return given.get("handle") is None
+
+
+class AuditTrail(Scheduling, Leases, Suspensions, Signals, Secrets, Upkeep):
     """Adds records to operations that stand for themselves; the hot ones pay one level check."""
 
     complete_execution = audited(Scheduling.complete_execution)
@@ -76,7 +81,12 @@ class AuditTrail(Scheduling, Leases, Suspensions, Signals, Upkeep):
     issue_grant_and_claim = operator_call(Leases.issue_grant_and_claim)
     issue_reclaim_grant = operator_call(Leases.issue_reclaim_grant)
     resume_execution = operator_call(Suspensions.resume_execution)
+    close_waitpoint = operator_call(Suspensions.close_waitpoint, by=_without_a_lease)
     deliver_approval_signal = operator_call(Signals.deliver_approval_signal)
+    read_waitpoint_token = operator_call(Signals.read_waitpoint_token)
+    rotate_waitpoint_hmac_secret = operator_call(Secrets.rotate_waitpoint_hmac_secret)
+    rotate_waitpoint_hmac_secret_all = operator_call(Secrets.rotate_waitpoint_hmac_secret_all)
+    seed_waitpoint_hmac_secret = operator_call(Secrets.seed_waitpoint_hmac_secret)
     reclaim_execution = audited(_watched(Leases.reclaim_execution))
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:

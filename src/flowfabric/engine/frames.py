@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unicodedata import category
 
 import msgspec
 
@@ -43,6 +44,8 @@ MAX_BATCH_BYTES = 1_048_576
 U32 = 2**32 - 1
 U64 = 2**64 - 1
 _FRAME_TYPE_BYTES = 128
+# Control characters, and surrogates, which UTF-8 cannot represent.
+_REFUSED = frozenset({"Cc", "Cs"})
 _LONGEST = {"correlation_id": 1024, "encoding": 128, "source": 128}
 _MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
 _MODE_NAMES: dict[str, FrameMode] = {"d": "durable", "s": "summary", "b": "best_effort"}
@@ -131,9 +134,13 @@ def _check_names(frame: Frame) -> None:
     checked_text(frame.kind, "kind")
     instance(frame.frame_type, str, "frame_type")
     name = frame.name
-    if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or not name.isprintable():
+    # Most names are printable, which is quick to tell; of the others, few have control characters.
+    if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or (
+        not name.isprintable() and any(category(letter) in _REFUSED for letter in name)
+    ):
         raise ValidationError(
-            "invalid_frame_type", f"must be 1 to {_FRAME_TYPE_BYTES} printable bytes"
+            "invalid_frame_type",
+            f"must be 1 to {_FRAME_TYPE_BYTES} bytes of UTF-8 without control characters",
         )
     for field, longest in _LONGEST.items():
         _check_text(field, getattr(frame, field), longest)

@@ -128,8 +128,12 @@ class Secrets(Calls):
         grace_ms: int = DEFAULT_GRACE_MS,
     ) -> Rotation:
         """Make a new secret current on one partition; the old verifies until its grace ends."""
-        secret = _check_rotation(new_kid, new_secret_hex, grace_ms)
-        args = (new_kid, secret, grace_ms)
+        return await self._rotate(
+            partition, new_kid, _check_rotation(new_kid, new_secret_hex, grace_ms), grace_ms
+        )
+
+    async def _rotate(self, partition: int, kid: str, secret: str, grace_ms: int) -> Rotation:
+        args = (kid, secret, grace_ms)
 
         def rotated(reply: list[Any]) -> Rotation:
             if reply[2] == b"noop":
@@ -148,20 +152,30 @@ class Secrets(Calls):
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
     ) -> RotationSummary:
         """Rotate every partition; one that fails never stops the others, and a re-run converges."""
-        _check_rotation(new_kid, new_secret_hex, grace_ms)
+        secret = _check_rotation(new_kid, new_secret_hex, grace_ms)
         gate = asyncio.Semaphore(_FAN_OUT)
 
         async def rotate(partition: int) -> Rotation:
             async with gate:
                 try:
-                    return await self.rotate_waitpoint_hmac_secret(
-                        partition, new_kid, new_secret_hex, grace_ms
-                    )
+                    return await self._rotate(partition, new_kid, secret, grace_ms)
                 except EngineError as error:
                     status = "conflict" if error.code == "rotation_conflict" else "failed"
                     return Rotation(partition=partition, status=status, error=str(error))
 
         entries = await asyncio.gather(*(rotate(index) for index in range(self.counts.flow)))
+        for entry in entries:
+            if entry.error is not None:
+                log.error(
+                    "The waitpoint secret of partition %d was not rotated: %s",
+                    entry.partition,
+                    entry.error,
+                    extra={
+                        "action": "waitpoint_hmac_rotation_failed",
+                        "partition": entry.partition,
+                        "err": entry.error,
+                    },
+                )
         return RotationSummary(new_kid=new_kid, entries=tuple(entries))
 
     async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:

@@ -182,6 +182,11 @@ class Signals(Calls):
         self, execution_id: ExecutionId, waitpoint_id: str
     ) -> WaitpointToken | None:
         """The token of an open waitpoint, minted again when its key has expired; authorise this."""
+        return await self._stored_token(execution_id, waitpoint_id)
+
+    async def _stored_token(
+        self, execution_id: ExecutionId, waitpoint_id: str
+    ) -> WaitpointToken | None:
         execution_id = self.checked(execution_id)
         args = (execution_id, validate_uuid(waitpoint_id, "waitpoint_id"))
         return await self.ask(
@@ -202,7 +207,7 @@ class Signals(Calls):
         that outsiders reach must answer the same to both. The engine checks the token again.
         """
         raw = _revealed(presented, "presented")
-        stored = await self.read_waitpoint_token(execution_id, waitpoint_id)
+        stored = await self._stored_token(execution_id, waitpoint_id)
         if stored is None:
             raise NotFoundError("waitpoint_token_not_found", op="verify_and_deliver")
         if not hmac.compare_digest(stored.reveal().encode(), raw.encode(errors="surrogatepass")):

@@ -325,15 +325,14 @@ def _binding(binding: Binding) -> list[str]:
 
 def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> SuspendOutcome:
     word, attempt, lane, instance = (text(part) for part in reply[2:6])
-    details = _details(reply[6:])
     if word == "already_satisfied":
-        return AlreadySatisfiedSuspension(details)
+        return AlreadySatisfiedSuspension(_details(reply[6:-1]), text(reply[-1]))
     if word != "suspended":
         raise ValueError(word)
     parked = msgspec.structs.replace(
         handle, attempt=attempt, lane_id=lane, worker_instance_id=instance, kind="suspended"
     )
-    return Suspended(details, parked)
+    return Suspended(_details(reply[6:]), parked)
 
 
 def _details(parts: Sequence[Any]) -> SuspensionDetails:

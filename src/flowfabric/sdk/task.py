@@ -83,6 +83,7 @@ class ClaimedTask(TaskWaits):
         "finished_by",
         "lease_lost",
         "on_lease_lost",
+        "resume_cause",
     )
 
     def __init__(self, owner: TaskOwner, claim: Claim, since: float) -> None:
@@ -93,6 +94,8 @@ class ClaimedTask(TaskWaits):
         """Why the lease is gone; None while it is ours."""
         self.on_lease_lost: Callable[[LeaseLost], None] | None = None
         """Called once when the lease is lost, from the keeper's thread."""
+        self.resume_cause: ResumeCause | None = claim.resume_cause
+        """Why this attempt goes on: the last suspension that led to this lease or did not pause."""
         self._landing: str | None = None
         self._late_loss: LeaseLost | None = None
         self._writer: FrameWriter | None = None
@@ -116,11 +119,6 @@ class ClaimedTask(TaskWaits):
     def backend(self) -> Backend:
         """The engine this task was claimed from."""
         return self._owner.backend
-
-    @property
-    def resume_cause(self) -> ResumeCause | None:
-        """Why this attempt goes on, when a suspension led to this lease."""
-        return self.claim.resume_cause
 
     @property
     def execution_id(self) -> ExecutionId:

@@ -17,6 +17,7 @@ from flowfabric.core.contracts.streams import (
     Visibility,
 )
 from flowfabric.core.contracts.suspension import (
+    AlreadySatisfiedSuspension,
     PastWait,
     PendingWaitpoint,
     ResumePolicy,
@@ -52,6 +53,7 @@ class TaskWaits(ABC):
     __slots__ = ()
 
     _writer: FrameWriter | None
+    resume_cause: ResumeCause | None
 
     @property
     @abstractmethod
@@ -77,11 +79,6 @@ class TaskWaits(ABC):
         errors_finish: bool = True,
     ) -> T:
         """Carry a lease-releasing call out, repeating it after transport faults."""
-
-    @property
-    @abstractmethod
-    def resume_cause(self) -> ResumeCause | None:
-        """Why this attempt goes on, when a suspension led to this lease."""
 
     # --- waiting ------------------------------------------------------------------------
 
@@ -127,12 +124,20 @@ class TaskWaits(ABC):
         # Once for all repeats of the call, so that one after a lost reply finds the first.
         options.setdefault("suspension_id", new_uuid())
         backend, handle = self.backend, self.handle
-        return await self._land(
+        outcome = await self._land(
             "suspend",
             lambda: backend.suspend(handle, **options),
             finishes=_is_suspended,
             errors_finish=False,
         )
+        if isinstance(outcome, AlreadySatisfiedSuspension):
+            self.resume_cause = ResumeCause(
+                outcome.details.suspension_id,
+                "already_satisfied",
+                "resumed",
+                outcome.closer_signal_id,
+            )
+        return outcome
 
     async def create_pending_waitpoint(
         self, waitpoint_key: str, expires_in_ms: int

@@ -201,10 +201,11 @@ def _decode(opaque: bytes, kind: HandleKind) -> Handle:
 
 
 class ResumeCause(msgspec.Struct, frozen=True):
-    """Why a resumed attempt goes on: the suspension, and what ended it."""
+    """Why an attempt goes on after a suspension."""
 
     suspension_id: str
     trigger: str
+    """`signal`, `operator`, `timeout`, or `already_satisfied`: it never paused."""
     close_reason: str
     closer_signal_id: str | None = None
 

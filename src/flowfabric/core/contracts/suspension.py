@@ -113,6 +113,8 @@ class AlreadySatisfiedSuspension(msgspec.Struct, frozen=True):
 
     kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
     details: SuspensionDetails
+    closer_signal_id: str
+    """The signal that completed the condition."""
 
 
 SuspendOutcome = Suspended | AlreadySatisfiedSuspension

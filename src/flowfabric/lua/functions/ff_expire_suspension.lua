@@ -25,7 +25,7 @@ end
 
 local function auto_resume(c, id, rec, open)
   suspension.resume(c, id, rec, open, { reason = 'timed_out_auto_resume', trigger = 'timeout' })
-  events.emit(c, 'resumed', id, rec, 'su', open.suspension_id, 'tr', 'auto_resume',
+  events.emit(c, 'resumed', id, rec, 'su', open.suspension_id, 'tr', 'timeout',
     'cr', 'timed_out_auto_resume')
   return 'auto_resume'
 end

@@ -4,7 +4,8 @@
 -- Replies: public_state. Errors: execution_not_found, execution_not_suspended. Events: resumed.
 reply.register_function('ff_resume', function(keys, args)
   local c = Context.open(keys[1])
-  local id, trigger = args[1], args[2]
+  -- What is recorded says why the attempt goes on: signal, operator, timeout (05 ★13).
+  local id, trigger = args[1], args[2] == 'auto_resume' and 'timeout' or args[2]
   local rec = record.checked(c, id)
   if not rec then return reply.err('execution_not_found') end
   local open = S.is_suspended(rec.state) and suspension.open(c, id)

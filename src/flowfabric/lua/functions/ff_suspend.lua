@@ -5,7 +5,7 @@
 -- Arguments: execution_id, fence, options (msgpack map: suspension_id, waitpoints [[kind, id, key]],
 --   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem).
 -- Replies: `suspended` | `already_satisfied`, attempt, lane, worker, suspension_id, then waitpoint
---   id, key and token of each binding. Errors: execution_not_found, those of the fence,
+--   id, key and token of each binding, and for the latter the signal that satisfied. Errors: execution_not_found, those of the fence,
 --   invalid_lease_for_suspend, already_suspended,
 --   use_pending_with_extras_unsupported, waitpoint_not_found, waitpoint_not_pending,
 --   invalid_waitpoint_for_execution, pending_waitpoint_expired, waitpoint_not_token_bound,
@@ -134,7 +134,9 @@ local function already_satisfied(c, id, rec, want, binding, satisfiers)
   suspension.forget_pending(c, id, binding.id)
   server.call('HSET', K.met(c.tag, id), 'epoch', record.epoch(rec),
     'suspension_id', want.suspension_id, 'signals', table.concat(satisfiers, ','))
-  return remember(c, id, want, rec, details('already_satisfied', rec, want, { binding }))
+  local answer = details('already_satisfied', rec, want, { binding })
+  answer[#answer + 1] = satisfiers[#satisfiers]
+  return remember(c, id, want, rec, answer)
 end
 
 local function write_waitpoint(c, id, rec, want, binding)
