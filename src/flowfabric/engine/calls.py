@@ -183,7 +183,7 @@ class Calls:
     async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
         """The reply to one reading command; a key of the wrong type is corruption of `place`."""
         try:
-            return await self.transport.call(command, key, *args, key=key, replay_safe=True)
+            return await self.transport.call(command, key, *args, key=key)
         except TransportError as error:
             raise _typed(error, place) from None
 

@@ -21,7 +21,7 @@ local function first_behind(key, score, id)
 end
 
 local function details(c, row)
-  local readable, found = pcall(server.call, 'HMGET', K.suspension(c.tag, row.id), 'suspension_id',
+  local readable, found = try(server.call, 'HMGET', K.suspension(c.tag, row.id), 'suspension_id',
     'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at')
   if not readable then return { row.id, row.score, row.lane, false } end
   if found[6] or not (found[1] or found[4]) then return { row.id, row.score, row.lane } end
