@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +76,45 @@ async def test_prepare_creates_the_folder_when_asked(project: Cli) -> None:
     assert done.code == 0
     assert "✓ prepare" in done.out
     assert (await project("ps")).out == "No executions yet.\n"
+
+
+async def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    """A name is bytes to the system; how it is shown must not stop anything."""
+    folder = tmp_path / os.fsdecode(b"pr\xff%41 j")
+    folder.mkdir()
+    project = Cli(folder)
+    nothing = await project("show", "deadbeef", "--json")
+    assert (nothing.code, nothing.error["code"]) == (1, "no_data")
+    assert "pr\\xff%41 j" in nothing.error["message"]
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", PROGRAM],
+        cwd=folder,
+        env=project.environment,
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout == b"27\n"
+    listed = await project("ps", "--json")
+    assert [row["public_state"] for row in listed.objects] == ["completed"]
+    examined = await project("doctor", "--json")
+    assert (examined.code, examined.err) == (0, "")
+    assert "pr\\xff%41 j" in examined.objects[0]["address"]
+
+
+PROGRAM = """
+import asyncio
+import flowfabric as ff
+
+app = ff.Fabric()
+
+@app.task()
+async def cube(n: int) -> int:
+    return n**3
+
+async def main():
+    async with app, app.worker():
+        print(await (await app.submit(cube, 3)).result(timeout=30))
+
+asyncio.run(main())
+"""

@@ -15,6 +15,7 @@ from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import join
 from flowfabric.valkey.connect import connect
@@ -46,7 +47,7 @@ class NoDataYet(CliError):
     def __init__(self, folder: Path) -> None:
         super().__init__(
             "no_data",
-            f"there is no data in {folder} yet",
+            f"there is no data in {shown(str(folder))} yet",
             "run `flowfabric worker module:app` or submit something from your program; "
             "for another deployment, set FF_URL (or --url) or FF_DATA_DIR",
         )

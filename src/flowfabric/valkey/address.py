@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from flowfabric.core.environment import flag, invalid, whole_number
+from flowfabric.core.text import shown
 
 DEFAULT_PORT: Final = 6379
 _MAX_DB: Final = 2**31 - 1
@@ -47,7 +48,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     def peer(self) -> str:
         """The server's name in messages: `unix:/path` or `host:port`, never a secret."""
         if self.socket_path is not None:
-            return f"unix:{self.socket_path}"
+            return f"unix:{shown(self.socket_path)}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def node(self, host: str, port: int) -> Address:
@@ -57,10 +58,10 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __repr__(self) -> str:
-        shown = {name: getattr(self, name) for name in self.__struct_fields__}
+        told = {name: getattr(self, name) for name in self.__struct_fields__}
         if self.password is not None:
-            shown["password"] = "***"  # noqa: S105
-        return f"Address({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+            told["password"] = "***"  # noqa: S105
+        return f"Address({', '.join(f'{name}={value!r}' for name, value in told.items())})"
 
 
 def parse_url(text: str, *, name: str = "FF_URL") -> Address:
@@ -184,7 +185,9 @@ def _parse_unix(parts: SplitResult) -> Address:
     if options:
         raise ValueError(f"the only option of unix:// is db; {_ESCAPE}")
     username, password = _credentials(userinfo)
-    return Address(socket_path=unquote(raw_path), username=username, password=password, db=db)
+    # As Python spells paths: bytes that are not UTF-8 are kept.
+    path = unquote(raw_path, errors="surrogateescape")
+    return Address(socket_path=path, username=username, password=password, db=db)
 
 
 def _credentials(userinfo: str) -> tuple[str | None, str | None]:

@@ -19,6 +19,7 @@ from flowfabric.cli.session import CONNECT_S, NoDataYet, data_folder, has_data
 from flowfabric.cli.views.doctor import print_findings
 from flowfabric.cli.views.screen import print_json
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
+from flowfabric.core.text import shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.boot import read_counts
 from flowfabric.engine.health import Finding, Grade
@@ -70,7 +71,7 @@ async def _run_checks(
     place: Place, namespace: str | None, *, prepare: bool
 ) -> tuple[str, list[Finding]]:
     folder = data_folder()
-    where = f"embedded Valkey in {folder}" if place.embedded else ""
+    where = f"embedded Valkey in {shown(str(folder))}" if place.embedded else ""
     try:
         if place.embedded and not prepare and not has_data():
             return where, _before_first_start(folder)

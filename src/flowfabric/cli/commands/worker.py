@@ -36,6 +36,7 @@ from flowfabric.cli.views.text import clean, duration, plural
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
+from flowfabric.core.text import shown
 from flowfabric.sdk.runtime import RunSummary
 
 __all__ = ["worker"]
@@ -196,7 +197,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
     if app.place.embedded:
         # The worker starts the server, after it has checked the settings.
-        where = f"embedded Valkey in {data_folder()}"
+        where = f"embedded Valkey in {shown(str(data_folder()))}"
     else:
         where = (await app.place.address()).peer
 
