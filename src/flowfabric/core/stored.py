@@ -61,8 +61,8 @@ class Stored:
 
     @classmethod
     def from_row(cls, context: str, names: Sequence[str], row: Sequence[Any]) -> Self:
-        """From the positions of a function's reply."""
-        return cls(context, dict(zip(names, row, strict=True)))
+        """From the positions of a function's reply; a newer library may add more."""
+        return cls(context, {name: row[position] for position, name in enumerate(names)})
 
     def corrupt(self, name: str, problem: str) -> CorruptionError:
         """The error for one field."""

@@ -326,7 +326,8 @@ def _binding(binding: Binding) -> list[str]:
 def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> SuspendOutcome:
     word, attempt, lane, instance = (text(part) for part in reply[2:6])
     if word == "already_satisfied":
-        return AlreadySatisfiedSuspension(_details(reply[6:-1]), text(reply[-1]))
+        # A pending waitpoint is bound alone.
+        return AlreadySatisfiedSuspension(_details(reply[6:10]), text(reply[10]))
     if word != "suspended":
         raise ValueError(word)
     parked = msgspec.structs.replace(

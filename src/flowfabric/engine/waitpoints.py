@@ -184,7 +184,7 @@ class Waitpoints(Calls):
         args = (execution_id, *each_text(wanted, "wanted"))
         return await self.ask(
             *("ff_read_waits", execution_id.tag, args),
-            lambda reply: [_past_wait(*row) for row in reply[2]],
+            lambda reply: [_past_wait(*row[:4]) for row in reply[2]],
             op="read_waits",
         )
 
