@@ -28,7 +28,7 @@ Given = dict[str, Any]
 Call = Callable[[Engine], Awaitable[Given]]
 
 # How calls get to the server, and how a backend comes to be.
-_PLUMBING = {"connect", "connect_and_prepare", "fcall", "ask", "ask_each"}
+_PLUMBING = {"connect", "connect_and_prepare", "fcall", "ask", "ask_each", "read"}
 
 # Upkeep that the contract names: a person may call it, too.
 _OFFERED = {
@@ -314,7 +314,7 @@ CALLS: Mapping[str, Call] = {
     "read_waitpoint_token": waiting(),
     "read_waits": waits,
     "reclaim_execution": reclaim,
-    "register_places": fixed(lanes=[LANE], tags=["{fp:0}"]),
+    "register_places": fixed(places={"{fp:0}": [LANE]}),
     "register_worker": a_worker,
     "renew": held(),
     "renew_lease": fenced(lease_ttl_ms=TTL),

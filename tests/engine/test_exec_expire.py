@@ -72,10 +72,10 @@ async def test_deadline_of_a_never_claimed_execution(engine: Engine) -> None:
 
 async def test_a_past_deadline_expires_at_the_first_scan(engine: Engine) -> None:
     execution_id = await engine.create(execution_deadline_at=1)
-    scan = await engine.backend.scan_due(["execution_deadline"], [execution_id.tag], 50)
+    scan = await engine.backend.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
     assert [page.ids for page in scan.pages] == [[execution_id]]
     assert await expire_deadline(engine, execution_id) == "expired"
-    scan = await engine.backend.scan_due(["execution_deadline"], [execution_id.tag], 50)
+    scan = await engine.backend.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
     assert list(scan.pages) == []
 
 

@@ -116,10 +116,10 @@ async def test_a_lapsed_lease_is_found_by_the_due_scan_once(engine: Engine) -> N
     handle = await engine.running()
     tag = handle.execution_id.tag
     await engine.advance(TTL + 1)
-    pages = await engine.backend.scan_due(["lease_expiry"], [tag], 50)
+    pages = await engine.backend.scan_due({tag: ["lease_expiry"]}, 50)
     assert [page.ids for page in _pages(pages)] == [[handle.execution_id]]
     await mark(engine, [handle.execution_id])
-    assert _pages(await engine.backend.scan_due(["lease_expiry"], [tag], 50)) == []
+    assert _pages(await engine.backend.scan_due({tag: ["lease_expiry"]}, 50)) == []
 
 
 def _pages(scanned: Any) -> list[Any]:

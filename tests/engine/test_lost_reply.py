@@ -55,6 +55,11 @@ def new(n: int, **fields: Any) -> NewExecution:
     )
 
 
+async def placed(engine: Engine) -> dict[str, str]:
+    await engine.backend.register_places({"{fp:7}": ["mail"]})
+    return (await engine.backend.places_in_use())["{fp:7}"]
+
+
 async def nothing(_: Engine) -> None:
     return None
 
@@ -348,8 +353,20 @@ CASES: dict[str, Case] = {
     "set_lane": Case(
         "ff_set_lane", waiting, lambda backend, _: backend.set_lane_state(LANE, "paused", "why")
     ),
+    "register_places": Case(
+        "ff_register_places",
+        nothing,
+        lambda backend, _: backend.register_places({"{fp:7}": ["mail"]}),
+        no_answer,
+    ),
+    "forget_places": Case(
+        "ff_forget_places",
+        placed,
+        lambda backend, stamps: backend.forget_places("{fp:7}", stamps),
+        no_answer,
+    ),
     "ring_waiting": Case(
-        "ff_ring_waiting", waiting, lambda backend, eid: backend.ring_waiting([eid.tag], [LANE])
+        "ff_ring_waiting", waiting, lambda backend, eid: backend.ring_waiting({eid.tag: [LANE]})
     ),
     "reconcile": Case(
         "ff_reconcile",
@@ -425,8 +442,8 @@ async def run(engine: Engine, proxy: FaultProxy, case: Case, *, lose: bool) -> t
     """Answer and keyspace after the call, from an empty start."""
     backend = engine.backend
     await backend.transport.call("FLUSHALL")
-    for known in (backend.known_lanes, backend.known_partitions, backend.known_namespaces):
-        known.clear()
+    backend.known_places.clear()
+    backend.known_namespaces.clear()
     await backend.prepare()
     await freeze(engine, EPOCH)
     given = await case.setup(engine)

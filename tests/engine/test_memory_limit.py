@@ -75,7 +75,7 @@ async def test_a_handler_and_those_who_watch_it_notice_nothing(full: Engine) -> 
     await backend.progress(handle, 50, "half")
     page = await backend.read_stream(handle.execution_id, 0)
     assert [frame.payload for frame in page.frames] == [b"said before"]
-    assert await backend.ring_waiting([handle.execution_id.tag], ["default"]) == 1
+    assert await backend.ring_waiting({handle.execution_id.tag: ["default"]}) == 1
     await backend.set_lane_state("default", "paused", "out of memory")
 
 

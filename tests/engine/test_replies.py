@@ -129,10 +129,10 @@ OTHERS: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
     "seed": ("ff_seed_secret", lambda b: b.seed_at_boot(SECRET)),
     "rotate": ("ff_rotate_secret", lambda b: b.rotate_waitpoint_hmac_secret(0, "k2", SECRET)),
     "kids": ("ff_list_kids", lambda b: b.list_waitpoint_hmac_kids()),
-    "due": ("ff_scan_due", lambda b: b.scan_due(["lease_expiry"], ["{fp:0}"], 1)),
+    "due": ("ff_scan_due", lambda b: b.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
     "time": ("ff_scan_due", lambda b: b.server_time_ms()),
     "purge": ("ff_purge", lambda b: b.purge("{fp:0}")),
-    "ring": ("ff_ring_waiting", lambda b: b.ring_waiting(["{fp:0}"], ["default"])),
+    "ring": ("ff_ring_waiting", lambda b: b.ring_waiting({"{fp:0}": ["default"]})),
 }
 # What answers one word per item takes any word.
 SCANNED: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {

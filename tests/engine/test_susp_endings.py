@@ -171,7 +171,7 @@ async def test_a_lost_timer_is_found_again(engine: Engine) -> None:
     await call("DEL", f"ff:idx:{tag}:suspension_timeout")
     await engine.backend.reconcile_execution_index(tag, [execution_id], "repair")
     await engine.advance(1001)
-    scan = await engine.backend.scan_due(["suspension_timeout"], [tag], 10)
+    scan = await engine.backend.scan_due({tag: ["suspension_timeout"]}, 10)
     assert scan.pages[0].ids == [execution_id]
     assert await waits.expire(execution_id) == "fail"
 

@@ -130,12 +130,8 @@ class Pauses(RuleBasedStateMachine):
     def begin(self) -> None:
         self.harness.reset()
         self.backend: Backend = self.harness.backend
-        for known in (
-            self.backend.known_lanes,
-            self.backend.known_partitions,
-            self.backend.known_namespaces,
-        ):
-            known.clear()
+        self.backend.known_places.clear()
+        self.backend.known_namespaces.clear()
         self.harness.run(self.backend.prepare())
         self.harness.freeze(T0)
         self.harness.run(self.backend.seed_at_boot(SECRET))

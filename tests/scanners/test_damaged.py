@@ -139,7 +139,7 @@ async def test_scores_that_are_no_time(engine: Engine, score: str, due: int) -> 
     ghost = engine.new_id()
     key = keys.index(ghost.tag, "lease_expiry")
     await engine.backend.transport.call("ZADD", key, score, ghost)
-    scan = await engine.backend.scan_due(["lease_expiry"], [ghost.tag], 10)
+    scan = await engine.backend.scan_due({ghost.tag: ["lease_expiry"]}, 10)
     assert (len(scan.pages), list(scan.armed.values())) == (due, [2**53 - 1][due:])
     runner = idle(engine)._runners["lease_expiry"]
     for _ in range(3):
@@ -239,7 +239,7 @@ async def test_registries_with_malformed_names(
 
 
 @pytest.mark.corrupts
-@pytest.mark.parametrize("registry", [keys.LANES, keys.PARTITIONS])
+@pytest.mark.parametrize("registry", [keys.PLACES, keys.PARTITIONS])
 async def test_a_registry_that_is_none(
     engine: Engine, caplog: pytest.LogCaptureFixture, registry: str
 ) -> None:
@@ -247,8 +247,7 @@ async def test_a_registry_that_is_none(
     (delayed,) = await create_delayed(engine, 1)
     supervisor = idle(engine)
     await supervisor.scan_once("lease_expiry")
-    engine.backend.known_lanes.clear()
-    engine.backend.known_partitions.clear()
+    engine.backend.known_places.clear()
     await garble(engine, registry)
     await engine.advance(1001)
     results = [await supervisor.scan_once("delayed_promoter") for _ in range(3)]

@@ -365,15 +365,15 @@ async def test_a_lane_that_nobody_registered(
     await engine.create(lane="mail", execution_id=engine.new_id("elsewhere"))
     async with await Backend.connect(parse_url(valkey.url)) as fresh:
         supervisor = idle(Engine(fresh))
-        await fresh.transport.call("DEL", keys.LANES, keys.PARTITIONS)
+        await fresh.transport.call("DEL", keys.LANES, keys.PLACES, keys.PARTITIONS)
         await engine.advance(1001)
         found = await supervisor.scan_once("index_reconciler")
         assert found == ScanResult(processed=3), "two partitions and a lane"
         assert await fresh.lanes_in_use() == ["mail"]
         assert await supervisor.scan_once("delayed_promoter") == ScanResult(processed=1)
         # Lost once more, while nothing changes in the partition.
-        fresh.known_lanes.clear()
-        await fresh.transport.call("DEL", keys.LANES)
+        fresh.known_places.clear()
+        await fresh.transport.call("DEL", keys.LANES, keys.PLACES)
         await supervisor.scan_once("index_reconciler")
         assert await fresh.lanes_in_use() == ["mail"]
     assert await engine.backend.read_execution_state(delayed) is PublicState.WAITING

@@ -67,18 +67,17 @@ async def test_idle_with_something_armed_far_ahead(engine: Engine) -> None:
 async def _watch(engine: Engine) -> tuple[DueWatch, Territory]:
     scanners = [LeaseExpiry(), DelayedPromoter()]
     watch = DueWatch(engine.backend, {s.name: s.indexes for s in scanners}, 60.0)
-    territory = Territory((engine.new_id().tag,), ("default",))
+    territory = Territory({engine.new_id().tag: frozenset({"default"})})
     for scanner in scanners:
-        indexes = list(scanner.indexes(territory.lanes))
-        watch.learn(
-            indexes, territory.tags, await engine.backend.scan_due(indexes, territory.tags, 50)
-        )
+        indexes = {tag: list(scanner.indexes(lanes)) for tag, lanes in territory.lanes.items()}
+        scanned = [(tag, index) for tag, names in indexes.items() for index in names]
+        watch.learn(scanned, await engine.backend.scan_due(indexes, 50))
     return watch, territory
 
 
 async def test_unknown_indexes_must_be_scanned(engine: Engine) -> None:
     watch = DueWatch(engine.backend, {"lease_expiry": LeaseExpiry().indexes}, 60.0)
-    assert not await watch.quiet("lease_expiry", Territory(("{fp:0}",), ("default",)))
+    assert not await watch.quiet("lease_expiry", Territory({"{fp:0}": frozenset({"default"})}))
 
 
 async def test_one_look_covers_every_scanner(engine: Engine) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import ConfigError, TransportError
-from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS
+from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS, PLACES
 from flowfabric.engine.backend import Backend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
@@ -27,7 +27,7 @@ async def nothing(task: ClaimedTask) -> None:
 
 async def lose(engine: Engine) -> None:
     """What a failover to a lagging replica does."""
-    await engine.backend.transport.call("DEL", LANES, PARTITIONS, NAMESPACES)
+    await engine.backend.transport.call("DEL", LANES, PLACES, PARTITIONS, NAMESPACES)
 
 
 async def knows_namespace(engine: Engine) -> bool:

@@ -18,7 +18,7 @@ import pytest
 import flowfabric as ff
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.keys import LEADER, PARTITIONS
+from flowfabric.core.keys import LEADER, PARTITIONS, PLACES
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings
@@ -326,12 +326,13 @@ async def test_forked_child_leaves_the_scanners_alone(
 async def test_they_look_where_the_worker_found_work(engine: Engine, valkey: TestServer) -> None:
     (execution_id,) = await submit(engine.backend, partition=77, delay_ms=1)
     await engine.backend.transport.call("SREM", PARTITIONS, 77)
+    await engine.backend.transport.call("DEL", PLACES)
     settings = ScannerSettings(disabled=frozenset({"index_reconciler"}))
     async with await Backend.connect(parse_url(valkey.url)) as worker:
         scanners = ScannerThread(opener(valkey.url), settings, worker)
         await asyncio.to_thread(scanners.start)
         try:
-            worker.known_partitions.add("{fp:77}")
+            worker.known_places["{fp:77}"] = {"default"}
             # Sooner than they read the list of partitions again.
             await until(is_in(engine, execution_id, "waiting"), "the promotion", 3)
         finally:

@@ -25,7 +25,7 @@ _INDEX = re.compile(
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(
-    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions)|ff:lane:.+:config"
+    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+|ff:dedup:suspend:.+"
     r"|ff:part:\{fp:\d+\}:events|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"

@@ -5,10 +5,12 @@ from __future__ import annotations
 __all__ = [
     "CONFIG_PARTITIONS",
     "LANES",
+    "LANES_TAG",
     "LEADER",
     "LEADERS",
     "NAMESPACES",
     "PARTITIONS",
+    "PLACES",
     "approval_dedup",
     "attempt",
     "core",
@@ -60,6 +62,9 @@ __all__ = [
 
 CONFIG_PARTITIONS = "ff:config:partitions"
 LANES = "ff:idx:lanes"
+LANES_TAG = f"{{{LANES}}}"
+PLACES = f"ff:idx:{LANES_TAG}:places"
+"""Which lanes are in use in which partitions; in the slot of the lane registry."""
 NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""

@@ -12,6 +12,7 @@ from flowfabric.engine.audit_trail import AuditTrail
 from flowfabric.engine.boot import (
     MintSecret,
     configured_counts,
+    configured_lanes,
     configured_secret,
     join,
     prepare,
@@ -44,6 +45,7 @@ def check_settings() -> None:
     limits_from_env()
     ceiling_from_env()
     configured_counts()
+    configured_lanes()
     configured_secret()
 
 
@@ -67,8 +69,8 @@ class Backend(
         limits: Limits | None = None,
     ) -> None:
         super().__init__(transport, counts, limits or limits_from_env())
-        self.known_lanes = set()
-        self.known_partitions = set()
+        self.known_places = {}
+        self._older_places = {}
         self.known_namespaces = set()
         self.subscribed = set()
         self.stream_pool = StreamPool(transport)
@@ -94,6 +96,7 @@ class Backend(
         limits = limits or limits_from_env()
         ceiling_from_env()
         if prepare_with is not None:
+            configured_lanes()
             configured_secret()
         transport = await connect(
             address, request_timeout=request_timeout, name=name, revive=revive

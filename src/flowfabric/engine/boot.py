@@ -11,10 +11,11 @@ from typing import Any
 from flowfabric.core import keys
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
+from flowfabric.core.ids import validate_lanes
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.calls import Calls, Limits
 from flowfabric.engine.health import log_findings
-from flowfabric.engine.registration import add_names
+from flowfabric.engine.registration import keep_lanes
 from flowfabric.engine.secrets import Secrets, check_secret
 from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.library import ensure_library, read_primaries
@@ -24,6 +25,7 @@ __all__ = [
     "SECRET_VARIABLE",
     "MintSecret",
     "configured_counts",
+    "configured_lanes",
     "configured_secret",
     "join",
     "prepare",
@@ -33,6 +35,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
+_LANES_VARIABLE = "FF_LANES"
 MintSecret = Callable[[], str]
 """Gives the waitpoint secret of a deployment that nobody configured one for."""
 
@@ -69,6 +72,23 @@ def configured_secret(environ: dict[str, str] | None = None) -> str | None:
         raise invalid(SECRET_VARIABLE, error.detail) from None
 
 
+def configured_lanes(environ: dict[str, str] | None = None) -> list[str]:
+    """The lanes that `FF_LANES` declares: they stay registered when they are empty."""
+    text = (os.environ if environ is None else environ).get(_LANES_VARIABLE, "")
+    if not text:
+        return ["default"]
+    lanes = [lane for name in text.split(",") if (lane := name.strip())]
+    if not lanes:
+        raise invalid(_LANES_VARIABLE, "name at least one lane")
+    if len(set(lanes)) < len(lanes):
+        twice = sorted(lane for lane in set(lanes) if lanes.count(lane) > 1)
+        raise invalid(_LANES_VARIABLE, f"{', '.join(twice)} is listed more than once")
+    try:
+        return list(validate_lanes(lanes))
+    except ValidationError as error:
+        raise invalid(_LANES_VARIABLE, error.detail) from None
+
+
 def _stored(values: Sequence[Any]) -> tuple[int, ...]:
     """Missing or unreadable counts as 0, which no configuration equals."""
     return tuple(int(value) if value and value.isdigit() else 0 for value in values)
@@ -92,7 +112,7 @@ async def prepare(
     is loaded over it. The same version means the same calls and replies, so a process that still
     runs is not disturbed.
     """
-    secret = configured_secret()
+    secret, lanes = configured_secret(), configured_lanes()
     await check_server(transport)
     if secret is None and mint_secret is not None and not await _has_secret(transport):
         secret = check_secret(mint_secret())
@@ -116,7 +136,7 @@ async def prepare(
     if secret is not None:
         # Compared at every boot: a stored one wins, and what differs is logged.
         await Secrets(transport, counts, Limits()).seed_at_boot(secret)
-    await add_names(transport, keys.LANES, ["default"])
+    await keep_lanes(Calls(transport, counts, Limits()), lanes)
     await log_findings(transport)
     return loaded
 

@@ -210,7 +210,7 @@ class Calls:
     async def server_time_ms(self) -> int:
         """The engine's clock."""
         return await self.ask(
-            "ff_scan_due", "{fp:0}", (1, 0, 0), lambda reply: int(reply[2]), op="server_time_ms"
+            "ff_scan_due", "{fp:0}", (1, 0), lambda reply: int(reply[2]), op="server_time_ms"
         )
 
     async def signatures(self, tag: str, lane_id: str) -> list[str]:
@@ -231,11 +231,15 @@ class Calls:
         """Registered partitions, in order. An entry that is none is told of once and left out."""
         found: list[int] = []
         for stored in await self._registered(keys.PARTITIONS):
-            if _is_number(stored) and int(stored) < self.counts.flow:
+            if self.is_partition(stored):
                 found.append(int(stored))
             else:
                 self._tell(keys.PARTITIONS, stored)
         return sorted(found)
+
+    def is_partition(self, stored: str) -> bool:
+        """Whether this is how one of the partitions is registered."""
+        return _is_number(stored) and int(stored) < self.counts.flow
 
     async def lanes_in_use(self) -> list[str]:
         """Registered lanes, in order. An entry that is none is told of once and left out."""

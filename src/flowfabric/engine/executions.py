@@ -54,7 +54,7 @@ from flowfabric.engine.arguments import (
 )
 from flowfabric.engine.calls import decoding, proof, refusal, text, unreadable
 from flowfabric.engine.creation import PUBLIC, creation_options, creation_outcome, policy_json
-from flowfabric.engine.registration import Registration
+from flowfabric.engine.registration import Registration, lane_limit
 
 __all__ = ["BATCH", "Completion", "Executions"]
 
@@ -100,14 +100,25 @@ class Executions(Registration):
             else:
                 batches.setdefault(tag, []).append(position)
         for tag, positions in batches.items():
-            await self._register(tag, {items[i].lane_id for i in positions})
-            await self._create_parts(tag, items, positions, outcomes)
+            accepted = positions
+            try:
+                await self._register(tag, {items[i].lane_id for i in positions})
+            except ValidationError as error:
+                if error.code != "lane_limit_exceeded":
+                    raise
+                for i in positions:
+                    if items[i].lane_id not in self.known_places[tag]:
+                        outcomes[i] = lane_limit(items[i].lane_id)
+                accepted = [i for i in positions if outcomes[i] is None]
+            await self._create_parts(tag, items, accepted, outcomes)
         return outcomes  # pyright: ignore[reportReturnType]
 
     async def _create_parts(
         self, tag: str, items: Sequence[NewExecution], positions: list[int], outcomes: list[Any]
     ) -> None:
         """A few parts are under way at once: the next is packed while the server works."""
+        if not positions:
+            return
         if len(positions) <= BATCH:
             await self._create_part(tag, [items[i] for i in positions], positions, outcomes)
             return

@@ -1,88 +1,200 @@
-"""Which lanes, partitions and namespaces are in use: scanners and listings look nowhere else."""
+"""Which lanes are in use in which partitions: scanners and listings look nowhere else."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
 
-from flowfabric.core.ids import PartitionKey, validate_lanes
-from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS
-from flowfabric.engine.arguments import listed
-from flowfabric.engine.calls import Calls
+from flowfabric.core import keys
+from flowfabric.core.errors import CorruptionError, EngineError, engine_error, invalid_input
+from flowfabric.core.ids import PartitionKey, stored_lane, validate_lanes
+from flowfabric.core.text import lossless
+from flowfabric.engine.calls import Calls, text
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["Registration", "add_names"]
+__all__ = [
+    "ANYWHERE",
+    "KEPT",
+    "MAX_LANES",
+    "Registration",
+    "add_names",
+    "keep_lanes",
+    "lane_limit",
+]
+
+MAX_LANES = 10_000
+"""How many lanes a deployment may have at a time."""
+ANYWHERE = "*"
+"""Stands for all partitions where the registry speaks of a lane as a whole."""
+KEPT = "kept"
+"""The stamp of a lane that was declared or has settings: it stays although it is empty."""
 
 _REPEAT_S = 10.0
+# A process goes on registering what it used in the last so many seconds.
+_FORGET_S = 300.0
+_AT_ONCE = 500
 # A plain SADD is refused at the memory limit, and then no worker could start that frees memory.
 _ADD = """#!lua flags=allow-oom
 return redis.call('SADD', KEYS[1], unpack(ARGV))
 """
+T = TypeVar("T")
+
+
+def _parts(items: Iterable[T]) -> Iterable[list[T]]:
+    given = list(items)
+    return (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
 
 
 async def add_names(transport: Transport, key: str, names: Iterable[str | int]) -> None:
     """Add to one of the registries of names in use."""
-    given = list(names)
-    if given:
-        await transport.call("EVAL", _ADD, 1, key, *given, key=key, replay_safe=True)
+    for part in _parts(names):
+        await transport.call("EVAL", _ADD, 1, key, *part, key=key, replay_safe=True)
+
+
+def lane_limit(lane: str) -> EngineError:
+    """The error for a lane that does not fit into the registry."""
+    return engine_error("lane_limit_exceeded", [f"{lane}: {MAX_LANES} lanes are in use"])
+
+
+async def _stamp(calls: Calls, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Note that these pairs of partition number and lane are in use; the lanes refused."""
+    return await calls.ask(
+        *("ff_register_places", keys.LANES_TAG, (MAX_LANES, *chain.from_iterable(pairs))),
+        lambda reply: [text(lane) for lane in reply[2]],
+        op="register_places",
+    )
+
+
+async def keep_lanes(calls: Calls, lanes: Iterable[str]) -> None:
+    """Register lanes that stay in the registry when they are empty."""
+    for part in _parts(lanes):
+        if refused := await _stamp(calls, [(ANYWHERE, lane) for lane in part]):
+            raise lane_limit(refused[0])
 
 
 class Registration(Calls):
-    """Registers places before their first use, and all of them again now and then.
+    """Registers places before their first use, and again as long as they are used.
 
     A failover to a replica that lags forgets registrations, and nobody is told: only repeating
-    them brings them back.
+    them brings them back. A place that nobody repeats leaves the registry once it is empty.
     """
 
-    # What this process has registered or seen in use.
-    known_lanes: set[str]
-    known_partitions: set[str]
+    known_places: dict[str, set[str]]
+    """The lanes of each partition's tag that this process uses or has seen in use."""
     known_namespaces: set[str]
 
+    # Those of the last period, which no use has confirmed in this one.
+    _older_places: dict[str, set[str]]
+    _forget_at: float | None = None
     _repeat_at: float | None = None
     """When, on the monotonic clock, to register everything again; None: at the next call."""
 
-    async def register_places(self, lanes: Iterable[str], tags: Iterable[str]) -> None:
-        """Make sure that scanners visit these lanes and partitions."""
-        lanes = set(validate_lanes(lanes))
-        tags = {self.checked_tag(tag, "tags") for tag in listed(tags, "tags")}
+    async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
+        """Make sure that scanners visit these lanes of these partitions.
+
+        `lane_limit_exceeded` when a lane is new and the registry is full; the others are
+        registered.
+        """
+        wanted = self._checked(places)
         if self._repeat_is_due():
-            self.known_lanes |= lanes
-            self.known_partitions |= tags
             await self.register_again()
+        new = {
+            tag: lanes - self.known_places.get(tag, set())
+            for tag, lanes in wanted.items()
+            if tag not in self.known_places or not lanes <= self.known_places[tag]
+        }
+        if not new:
             return
-        lanes -= self.known_lanes
-        tags -= self.known_partitions
-        await add_names(self.transport, LANES, lanes)
-        self.known_lanes |= lanes
-        await add_names(self.transport, PARTITIONS, _numbers(tags))
-        self.known_partitions |= tags
+        refused = await self._store(new)
+        for tag, lanes in new.items():
+            self.known_places.setdefault(tag, set()).update(lanes - refused)
+        if refused:
+            raise lane_limit(min(refused))
+
+    def _checked(self, places: Any) -> dict[str, set[str]]:
+        if not isinstance(places, Mapping):
+            raise invalid_input("places", "must map partitions to lanes", undecodable=True)
+        given = cast("Mapping[Any, Any]", places)
+        return {
+            self.checked_tag(tag, "places"): set(validate_lanes(lanes))
+            for tag, lanes in given.items()
+        }
 
     async def register_again(self) -> None:
-        """Register everything this process knows, whatever the server still remembers."""
+        """Register everything this process uses, whatever the server still remembers."""
         # Calls under way at the same time need not do the same.
-        self._repeat_at = time.monotonic() + _REPEAT_S
+        now = time.monotonic()
+        self._repeat_at = now + _REPEAT_S
+        # Copies: the places may be shared with another thread, which adds to them.
+        used = {tag: lanes.copy() for tag, lanes in self.known_places.copy().items()}
+        for tag, lanes in self._older_places.items():
+            used.setdefault(tag, set()).update(lanes)
         try:
-            # Copies: the sets may be shared with another thread, which adds to them.
-            await add_names(self.transport, LANES, self.known_lanes.copy())
-            await add_names(self.transport, PARTITIONS, _numbers(self.known_partitions.copy()))
-            await add_names(self.transport, NAMESPACES, self.known_namespaces.copy())
+            refused = await self._store(used)
+            await add_names(self.transport, keys.NAMESPACES, self.known_namespaces.copy())
         except BaseException:
             self._repeat_at = None
             raise
+        for lanes in self.known_places.copy().values():
+            lanes.difference_update(refused)
+        if self._forget_at is None or now >= self._forget_at:
+            self._forget_at = now + _FORGET_S
+            self._older_places = self.known_places.copy()
+            self.known_places.clear()
 
     def _repeat_is_due(self) -> bool:
         return self._repeat_at is None or time.monotonic() >= self._repeat_at
 
+    async def _store(self, places: Mapping[str, set[str]]) -> set[str]:
+        """Write the registries; the lanes that do not fit."""
+        refused: set[str] = set()
+        pairs = [(_number(tag), lane) for tag, lanes in places.items() for lane in sorted(lanes)]
+        for part in _parts(pairs):
+            refused.update(await _stamp(self, part))
+        await add_names(self.transport, keys.PARTITIONS, map(_number, places))
+        return refused
+
     async def _register(self, tag: str, lanes: set[str]) -> None:
         """What every creation asks for, as cheaply as it can be answered."""
-        if (
-            tag not in self.known_partitions
-            or not lanes <= self.known_lanes
-            or self._repeat_is_due()
-        ):
-            await self.register_places(lanes, (tag,))
+        known = self.known_places.get(tag)
+        if known is None or not lanes <= known or self._repeat_is_due():
+            await self.register_places({tag: lanes})
+
+    # --- what is registered ---------------------------------------------------------------
+
+    async def places_in_use(self) -> dict[str, dict[str, str]]:
+        """The lanes of each partition's tag with the time of their last registration.
+
+        Under `ANYWHERE` stand those of lanes as a whole. What is malformed is told of once.
+        """
+        places: dict[str, dict[str, str]] = {}
+        cursor: Any = 0
+        while True:
+            reply: Any = await self.transport.call(
+                *("HSCAN", keys.PLACES, cursor, "COUNT", 1000), key=keys.PLACES
+            )
+            cursor, flat = int(reply[0]), reply[1]
+            for place, stamp in zip(flat[::2], flat[1::2], strict=True):
+                self._take_place(places, lossless(place), lossless(stamp))
+            if cursor == 0:
+                return places
+
+    def _take_place(self, places: dict[str, dict[str, str]], place: str, stamp: str) -> None:
+        number, _, lane = place.partition(" ")
+        try:
+            stored_lane(lane, "places_in_use")
+        except CorruptionError:
+            self._tell(keys.PLACES, place)
+            return
+        if number == ANYWHERE:
+            places.setdefault(ANYWHERE, {})[lane] = stamp
+        elif self.is_partition(number):
+            places.setdefault(f"{{fp:{number}}}", {})[lane] = stamp
+        else:
+            self._tell(keys.PLACES, place)
 
 
-def _numbers(tags: Iterable[str]) -> list[int]:
-    return [PartitionKey.trusted(tag).index_number for tag in tags]
+def _number(tag: str) -> str:
+    return str(PartitionKey.trusted(tag).index_number)

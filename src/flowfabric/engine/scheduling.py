@@ -40,7 +40,7 @@ from flowfabric.engine.damage import Damage
 from flowfabric.engine.executions import BATCH, Completion, Executions
 from flowfabric.engine.leases import claim_from_row, worker_pair
 from flowfabric.engine.page_cursor import given_cursor
-from flowfabric.engine.registration import add_names
+from flowfabric.engine.registration import keep_lanes
 
 __all__ = ["LaneSettings", "Scheduling", "Want"]
 
@@ -321,7 +321,7 @@ class Scheduling(Executions):
         Returns the state the lane had.
         """
         key = keys.lane_config(validate_lane(lane_id))
-        await add_names(self.transport, keys.LANES, [lane_id])
+        await keep_lanes(self, [lane_id])
         before: Any = await self.transport.call(
             "EVAL", _STORE_LANE, 1, key, *fields, key=key, replay_safe=True
         )

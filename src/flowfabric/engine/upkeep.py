@@ -9,18 +9,18 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from flowfabric.core import keys
-from flowfabric.core.errors import CorruptionError
-from flowfabric.core.ids import validate_lane
+from flowfabric.core.ids import PartitionKey, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.arguments import each_stored, instance, one_of
 from flowfabric.engine.calls import Calls, as_stored, text
+from flowfabric.engine.registration import ANYWHERE
 
-__all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "Upkeep"]
+__all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "SurveyPart", "Upkeep"]
 
 Mode = Literal["check", "repair"]
 
-_LANES_SEARCHED = 500
+_LANES_SEARCHED = 100
 
 
 class DuePage(msgspec.Struct, frozen=True):
@@ -49,8 +49,19 @@ class Audit(msgspec.Struct, frozen=True):
     lanes: list[str]
 
 
+class SurveyPart(msgspec.Struct, frozen=True):
+    """What a survey is to look at in a partition."""
+
+    tag: str
+    lanes: Sequence[str]
+    known: Sequence[str]
+    """Indexes that existed before: they are found more cheaply."""
+    whole: bool
+    """Look at the indexes of the partition itself, too."""
+
+
 class Survey(msgspec.Struct, frozen=True):
-    """What the indexes of a partition look like."""
+    """What the indexes of a partition, or of some of its lanes, look like."""
 
     tag: str
     looks: str
@@ -64,27 +75,15 @@ class Upkeep(Calls):
     """Engine-internal operations. Each re-checks its own condition, so a late call is harmless."""
 
     async def scan_due(
-        self, indexes: Sequence[str], tags: Sequence[str], limit: int, offset: int = 0
+        self, indexes: Mapping[str, Sequence[str]], limit: int, offset: int = 0
     ) -> DueScan:
-        """Members of the named indexes whose time has come, for every partition named.
+        """Members of each partition's named indexes whose time has come.
 
-        On a single server one call covers all partitions; in a cluster each takes its own.
+        In a cluster a call covers one partition. Name at most a few hundred indexes.
         """
-        groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
-        now = 0
-        pages: list[DuePage] = []
-        armed: dict[tuple[str, str], int] = {}
-        unreadable: dict[tuple[str, str], str] = {}
-        for group in groups:
-            if not group:
-                continue
-            args = (limit, offset, len(indexes), *indexes, *group)
-            found = await self.ask("ff_scan_due", group[0], args, _due, op="scan_due")
-            now = found.now_ms
-            pages += found.pages
-            armed |= found.armed
-            unreadable |= found.unreadable
-        return DueScan(now, pages, armed, unreadable)
+        places = [part for tag, names in indexes.items() for part in (tag, len(names), *names)]
+        args = (limit, offset, *places)
+        return await self.ask("ff_scan_due", next(iter(indexes)), args, _due, op="scan_due")
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
         """Move lapsed leases to where the next claim finds them."""
@@ -152,38 +151,44 @@ class Upkeep(Calls):
         args = as_stored((mode, len(lanes), *lanes, *ids))
         return await self.ask("ff_reconcile", tag, args, _audit, op="reconcile")
 
-    async def survey_indexes(
-        self, lanes: Sequence[str], known: Mapping[str, Sequence[str]]
-    ) -> list[Survey]:
-        """What the indexes of these partitions look like; `known` ones are found more cheaply."""
-        cluster = self.transport.is_cluster
-        groups = [[tag] for tag in known] if cluster else [list(known)]
-        surveys: list[Survey] = []
-        for group in filter(None, groups):
-            places = [part for tag in group for part in (tag, len(known[tag]), *known[tag])]
-            args = as_stored((len(lanes), *lanes, *places))
-            surveys += await self.ask("ff_survey", group[0], args, _surveys, op="survey")
-        return surveys
+    async def survey_indexes(self, parts: Sequence[SurveyPart]) -> list[Survey]:
+        """What these parts of partitions look like. In a cluster a call covers one partition."""
+        args: list[str | int] = []
+        for part in parts:
+            args += (part.tag, int(part.whole), len(part.lanes), *part.lanes)
+            args += (len(part.known), *part.known)
+        return await self.ask("ff_survey", parts[0].tag, as_stored(args), _surveys, op="survey")
 
-    async def ring_waiting(self, tags: Sequence[str], lanes: Sequence[str]) -> int:
-        """Ring the doorbells of lanes that hold claimable work, in case a ring was lost."""
-        groups = [[tag] for tag in tags] if self.transport.is_cluster else [list(tags)]
-        rings = 0
-        damage: CorruptionError | None = None
-        for group in groups:
-            if not group or not lanes:
-                continue
-            args = (len(lanes), *lanes, *group)
-            try:
-                rings += await self.ask(
-                    *("ff_ring_waiting", group[0], args), _count, op="ring_waiting"
-                )
-            except CorruptionError as error:
-                # All others were rung, and those of the next partitions are to be.
-                damage = error
-        if damage is not None:
-            raise damage
-        return rings
+    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
+        """Ring the doorbells of each partition's lanes that hold claimable work.
+
+        In a cluster a call covers one partition. Name at most a few hundred lanes.
+        """
+        places = [part for tag, names in lanes.items() for part in (tag, len(names), *names)]
+        return await self.ask(
+            "ff_ring_waiting", next(iter(lanes)), places, _count, op="ring_waiting"
+        )
+
+    async def idle_lanes(self, tag: str, lanes: Sequence[str]) -> list[str]:
+        """Those of the lanes of which nothing is stored in a partition."""
+        return await self.ask(
+            *("ff_idle_lanes", tag, lanes),
+            lambda reply: [text(lane) for lane in reply[2]],
+            op="idle_lanes",
+        )
+
+    async def forget_places(self, tag: str, stamps: Mapping[str, str]) -> int:
+        """Take lanes out of the registry whose stamp is still the same; how many left.
+
+        The tag is a partition's, or `ANYWHERE` for lanes that no partition has.
+        """
+        number = tag if tag == ANYWHERE else PartitionKey.trusted(tag).index_number
+        args = [part for lane, stamp in stamps.items() for part in (number, lane, stamp)]
+        return await self.ask(
+            *("ff_forget_places", keys.LANES_TAG, args),
+            lambda reply: int(reply[2]),
+            op="forget_places",
+        )
 
     async def used_partitions(self) -> list[str]:
         """The tags of partitions that hold or held work."""

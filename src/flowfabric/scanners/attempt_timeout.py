@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
@@ -20,7 +20,7 @@ class AttemptTimeout(DueScanner):
     )
     left = frozenset({"not_yet_due"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
         """One index for all lanes."""
         return {"attempt_timeout": ""}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.due import DueScanner, lane_indexes
@@ -19,7 +19,7 @@ class DelayedPromoter(DueScanner):
     )
     left = frozenset({"not_yet_due"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:
         """One index per lane."""
         return lane_indexes(lanes, "delayed")
 

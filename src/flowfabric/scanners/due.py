@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
@@ -15,15 +15,17 @@ from flowfabric.engine.backend import Backend
 from flowfabric.engine.upkeep import DuePage, DueScan
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.tracker import FailureTracker
+from flowfabric.scanners.watch import Key, by_partition, grouped
 
 __all__ = ["DueScanner", "lane_indexes"]
 
 log = logging.getLogger(__name__)
 
-_INDEXES_PER_CALL = 512
+_INDEXES_PER_CALL = 200
+_UNDER_WAY = 16
 
 
-def lane_indexes(lanes: Sequence[str], suffix: str) -> dict[str, str]:
+def lane_indexes(lanes: Iterable[str], suffix: str) -> dict[str, str]:
     """The index of each lane, with the lane it belongs to."""
     return {f"lane:{keys.lane_part(lane)}:{suffix}": lane for lane in lanes}
 
@@ -46,7 +48,7 @@ class DueScanner(ABC):
         self.tracker = FailureTracker()
 
     @abstractmethod
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:
         """Index names after `ff:idx:T:`, each with its lane (empty: not lane-scoped)."""
 
     @abstractmethod
@@ -70,26 +72,28 @@ class DueScanner(ABC):
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """One cycle over every index of the territory."""
         self.tracker.begin_cycle()
-        indexes = self.indexes(scope.territory.lanes)
+        owners = {
+            (tag, index): lane
+            for tag, lanes in scope.territory.lanes.items()
+            for index, lane in self.indexes(lanes).items()
+        }
         tally = Tally()
-        for page in await self._survey(backend, scope, list(indexes), tally):
-            if scope.spent():
-                tally.more = True
-                break
-            await self._drain(backend, scope, page, indexes[page.index], tally)
+        groups = grouped(owners, _INDEXES_PER_CALL, apart=backend.transport.is_cluster)
+        for start in range(0, len(groups), _UNDER_WAY):
+            wave = groups[start : start + _UNDER_WAY]
+            for page in await self._survey(backend, scope, wave, tally):
+                if scope.spent():
+                    tally.more = True
+                    return tally.result()
+                await self._drain(backend, scope, page, owners[page.tag, page.index], tally)
         return tally.result()
 
     async def _survey(
-        self, backend: Backend, scope: Scope, indexes: list[str], tally: Tally
+        self, backend: Backend, scope: Scope, groups: list[list[Key]], tally: Tally
     ) -> list[DuePage]:
-        """The first page of every index; one call where all partitions are on one server."""
-        tags = scope.territory.tags
-        if not indexes or not tags:
-            return []
-        size = 1 if backend.transport.is_cluster else max(1, _INDEXES_PER_CALL // len(indexes))
-        groups = [tags[start : start + size] for start in range(0, len(tags), size)]
+        """The first page of every index of a few groups, each read by one call."""
         scans: list[DueScan | BaseException] = await asyncio.gather(
-            *(backend.scan_due(indexes, group, self.page) for group in groups),
+            *(backend.scan_due(by_partition(group), self.page) for group in groups),
             return_exceptions=True,
         )
         if all(isinstance(scan, EngineError) for scan in scans):
@@ -101,10 +105,10 @@ class DueScanner(ABC):
                 pages += scan.pages
                 _unreadable(scope, scan, tally)
                 if scope.watch is not None:
-                    scope.watch.learn(indexes, group, scan)
+                    scope.watch.learn(group, scan)
             elif isinstance(scan, EngineError):
                 tally.errors += 1
-                scope.trouble("index not readable", scan, partition=",".join(group))
+                scope.trouble("index not readable", scan, partition=",".join(by_partition(group)))
             else:
                 raise scan
         return pages
@@ -126,7 +130,7 @@ class DueScanner(ABC):
                 return
             offset += len(ids) - gone
             try:
-                scan = await backend.scan_due([page.index], [tag], self.page, offset)
+                scan = await backend.scan_due({tag: [page.index]}, self.page, offset)
             except EngineError as error:
                 tally.errors += 1
                 scope.trouble("index not readable", error, partition=tag)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.backend import Backend
@@ -18,7 +18,7 @@ class ExecutionDeadline(DueScanner):
     settled = frozenset({"expired", "already_terminal", "not_found_cleaned"})
     left = frozenset({"not_yet_due"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
         """One index for all lanes."""
         return {"execution_deadline": ""}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flowfabric.core import keys
@@ -13,14 +13,17 @@ from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.calls import as_stored
+from flowfabric.engine.upkeep import Survey
 from flowfabric.scanners.base import ScanResult, Scope, Tally
-from flowfabric.scanners.places import Place, Places
+from flowfabric.scanners.places import Place, Places, calls
 
 __all__ = ["IndexReconciler"]
 
 log = logging.getLogger(__name__)
 
 _PAGE = 100
+# Records of as many lanes make an audit look into the indexes of all of them.
+_CROWDED_PAGE = 20
 _STRAYS_PAGE = 500
 # Reading an entry costs about a tenth of reading a record.
 _ENTRIES_PER_EXECUTION = 10
@@ -51,23 +54,24 @@ class IndexReconciler:
 
     def __init__(self) -> None:
         self.repaired = 0
-        # tag and execution id → the verdict of the last cycle
-        self._suspects: dict[tuple[str, str], str] = {}
+        # tag and execution id → the verdict of the last cycle, and the lanes it searched
+        self._suspects: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {}
         self._places = Places()
         # whose turn it is among the partitions at rest
         self._turn = 0
         # the first partition of the next part that is searched for unregistered work
         self._sought = 0
-        # the lanes that records named
-        self._lanes: set[str] = set()
+        # the partitions surveyed in this cycle
+        self._surveyed: list[Place] = []
 
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
         """Repair what drifted before and still does, then look at the next part."""
         tally = Tally()
-        before, self._suspects = self._suspects, {}
+        before, self._suspects, self._surveyed = self._suspects, {}, []
         await self._settle(backend, scope, before, tally)
         found = await self._seek(backend, scope, tally)
-        await self._round(backend, scope, (*scope.territory.tags, *found), tally)
+        places = {**scope.territory.lanes, **{tag: frozenset[str]() for tag in found}}
+        await self._round(backend, scope, places, tally)
         await self._register_lanes(backend, scope, tally)
         return tally.result()
 
@@ -86,7 +90,7 @@ class IndexReconciler:
                 # One that was registered a moment ago is not lost.
                 registered = set(await backend.used_partitions())
                 lost = [tag for tag in lost if tag not in registered]
-                await backend.register_places((), lost)
+                await backend.register_places(dict.fromkeys(lost, ()))
         except EngineError as error:
             tally.errors += 1
             scope.trouble("partitions not searched", error)
@@ -102,18 +106,24 @@ class IndexReconciler:
         return lost
 
     async def _register_lanes(self, backend: Backend, scope: Scope, tally: Tally) -> None:
-        """Register lanes that records name and no registry does."""
-        lost = self._lanes.difference(scope.territory.lanes)
+        """Register lanes that have an index, or that records name, and no registry does."""
+        here = scope.territory.lanes
+        lost = {
+            place.tag: lanes
+            for place in self._surveyed
+            if (lanes := {*place.lanes, *place.named}.difference(here.get(place.tag, ())))
+        }
         if not lost:
             return
         try:
-            lost.difference_update(await backend.lanes_in_use())
-            await backend.register_places(lost, ())
+            registered = await backend.places_in_use()
+            lost = {tag: lanes.difference(registered.get(tag, ())) for tag, lanes in lost.items()}
+            await backend.register_places(lost)
         except EngineError as error:
             tally.errors += 1
             scope.trouble("lanes not registered", error)
             return
-        for lane in sorted(lost):
+        for lane in sorted(set[str]().union(*lost.values())):
             tally.processed += 1
             log.warning(
                 "lane %s holds work but was not registered: registered again",
@@ -124,24 +134,25 @@ class IndexReconciler:
     def _note_lanes(self, place: Place, lanes: Iterable[str]) -> None:
         for lane in lanes:
             try:
-                self._lanes.add(stored_lane(lane, self.name))
+                place.named.add(stored_lane(lane, self.name))
             except CorruptionError:
                 log.debug("%s is no lane", shown(lane))
-            else:
-                place.note(lane)
 
     # --- the round ------------------------------------------------------------------
 
     async def _round(
-        self, backend: Backend, scope: Scope, tags: Sequence[str], tally: Tally
+        self,
+        backend: Backend,
+        scope: Scope,
+        lanes: Mapping[str, frozenset[str]],
+        tally: Tally,
     ) -> None:
         """Look at partitions until all had their turn, or the cycle has done enough."""
         cluster = backend.transport.is_cluster
-        lanes = self._places.lanes({*scope.territory.lanes, *self._lanes})
         budget = _MAX_PER_CYCLE
         resting: list[Place] = []
         most = _AT_REST_PER_CYCLE_CLUSTER if cluster else _AT_REST_PER_CYCLE
-        for group in self._places.round(tags, len(lanes), apart=cluster):
+        for group in self._places.round(lanes, apart=cluster):
             if scope.spent() or len(resting) >= most:
                 tally.more = len(resting) < most
                 self._places.begin_with(group[0].tag)
@@ -166,22 +177,25 @@ class IndexReconciler:
         self,
         backend: Backend,
         scope: Scope,
-        lanes: Sequence[str],
+        lanes: Mapping[str, frozenset[str]],
         group: list[Place],
         tally: Tally,
     ) -> list[Place]:
+        found: dict[str, list[Survey]] = {}
         try:
-            known = {place.tag: place.names for place in group}
-            wanted = {*lanes, *(lane for place in group for lane in place.named)}
-            surveys = await backend.survey_indexes(sorted(wanted), known)
+            parts = [part for place in group for part in place.parts(lanes[place.tag])]
+            for some in calls(parts):
+                for survey in await backend.survey_indexes(some):
+                    found.setdefault(survey.tag, []).append(survey)
+                scope.progress()
         except EngineError as error:
             tally.errors += 1
             tags = ",".join(place.tag for place in group)
             scope.trouble("partition not readable", error, partition=tags)
             return []
-        scope.progress()
-        for survey in surveys:
-            self._places[survey.tag].take(survey)
+        for place in group:
+            place.take(found[place.tag])
+        self._surveyed += group
         return group
 
     async def _walk(
@@ -210,7 +224,7 @@ class IndexReconciler:
         self, backend: Backend, scope: Scope, place: Place, room: int, tally: Tally
     ) -> int:
         """Audit the next executions of a partition."""
-        size = min(_PAGE, room)
+        size = min(_CROWDED_PAGE if place.crowded else _PAGE, room)
         first = "-" if place.cursor is None else f"({place.cursor}"
         key = keys.index(place.tag, "all_executions")
         ids = await _members(backend, key, first, "+", "BYLEX", "LIMIT", 0, size)
@@ -230,9 +244,13 @@ class IndexReconciler:
             scores: Any = await backend.transport.call(
                 "ZMSCORE", listed, *as_stored(ids), key=listed
             )
-            strays = [each for each, score in zip(ids, scores, strict=True) if score != 0]
+            # A crowded partition is searched for entries under wrong lanes here, too.
+            strays = [
+                each for each, score in zip(ids, scores, strict=True) if score != 0 or place.crowded
+            ]
             for start in range(0, len(strays), _PAGE):
-                await self._audit(backend, scope, place, strays[start : start + _PAGE], tally)
+                some = strays[start : start + _PAGE]
+                await self._audit(backend, scope, place, some, tally, place.index)
         if len(ids) < _STRAYS_PAGE:
             place.advance()
         else:
@@ -251,7 +269,7 @@ class IndexReconciler:
                     ids = await _members(
                         backend, keys.index(place.tag, name), rank, rank + _PAGE - 1
                     )
-                    await self._audit(backend, scope, place, ids, tally)
+                    await self._audit(backend, scope, place, ids, tally, name)
                     rank += _PAGE
                     done += len(ids)
                     if len(ids) < _PAGE:
@@ -264,16 +282,23 @@ class IndexReconciler:
     # --- verdicts -------------------------------------------------------------------
 
     async def _audit(
-        self, backend: Backend, scope: Scope, place: Place, ids: list[str], tally: Tally
+        self,
+        backend: Backend,
+        scope: Scope,
+        place: Place,
+        ids: list[str],
+        tally: Tally,
+        index: str | None = None,
     ) -> None:
         accepted = await scope.filter.accepted(backend, ids)
         if not accepted:
             return
-        audit = await backend.audit_indexes(place.tag, accepted, place.lanes, "check")
+        lanes = place.searched(index)
+        audit = await backend.audit_indexes(place.tag, accepted, lanes, "check")
         self._note_lanes(place, audit.lanes)
         for member, verdict in zip(accepted, audit.verdicts, strict=True):
             if verdict == "orphan" or verdict.startswith("drifted:"):
-                self._suspects[place.tag, member] = verdict
+                self._suspects.setdefault((place.tag, member), (verdict, lanes))
             elif verdict != "consistent":
                 tally.errors += 1
                 self._warn("audit failed", member, place.tag, verdict)
@@ -282,25 +307,35 @@ class IndexReconciler:
         self,
         backend: Backend,
         scope: Scope,
-        suspects: dict[tuple[str, str], str],
+        suspects: dict[tuple[str, str], tuple[str, tuple[str, ...]]],
         tally: Tally,
     ) -> None:
         """Repair what the last cycle saw too."""
-        by_tag: dict[str, list[str]] = {}
-        for tag, member in suspects:
-            by_tag.setdefault(tag, []).append(member)
-        for tag, members in by_tag.items():
-            for start in range(0, len(members), _PAGE):
-                part = {each: suspects[tag, each] for each in members[start : start + _PAGE]}
-                if tag in scope.territory.tags and not scope.spent():
-                    await self._settle_some(backend, scope, tag, part, tally)
+        groups: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+        for (tag, member), (verdict, lanes) in suspects.items():
+            groups.setdefault((tag, lanes), {})[member] = verdict
+        for (tag, lanes), members in groups.items():
+            page = _CROWDED_PAGE if self._places[tag].crowded else _PAGE
+            for start in range(0, len(members), page):
+                part = dict(list(members.items())[start : start + page])
+                if tag in scope.territory.lanes and not scope.spent():
+                    await self._settle_some(backend, scope, tag, lanes, part, tally)
                 else:
-                    self._suspects.update({(tag, each): part[each] for each in part})
+                    self._suspect(tag, lanes, part)
+
+    def _suspect(self, tag: str, lanes: tuple[str, ...], verdicts: dict[str, str]) -> None:
+        for member, verdict in verdicts.items():
+            self._suspects[tag, member] = verdict, lanes
 
     async def _settle_some(
-        self, backend: Backend, scope: Scope, tag: str, part: dict[str, str], tally: Tally
+        self,
+        backend: Backend,
+        scope: Scope,
+        tag: str,
+        lanes: tuple[str, ...],
+        part: dict[str, str],
+        tally: Tally,
     ) -> None:
-        lanes = self._places[tag].lanes
         try:
             audit = await backend.audit_indexes(tag, part, lanes, "check")
             drifted: list[str] = []
@@ -308,7 +343,7 @@ class IndexReconciler:
                 if now == before:
                     drifted.append(member)
                 elif now == "orphan" or now.startswith("drifted:"):
-                    self._suspects[tag, member] = now
+                    self._suspect(tag, lanes, {member: now})
             if not drifted:
                 return
             states = await asyncio.gather(*(_state(backend, member) for member in drifted))
@@ -316,7 +351,7 @@ class IndexReconciler:
         except EngineError as error:
             tally.errors += 1
             scope.trouble("repair failed", error, partition=tag)
-            self._suspects.update({(tag, each): part[each] for each in part})
+            self._suspect(tag, lanes, part)
             return
         for member, state, answer in zip(drifted, states, repair.verdicts, strict=True):
             self._repaired(tag, member, part[member], answer, state, tally)

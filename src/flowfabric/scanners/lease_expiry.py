@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.due import DueScanner
@@ -26,7 +26,7 @@ class LeaseExpiry(DueScanner):
     )
     left = frozenset({"not_yet_expired"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
         """One index for all lanes."""
         return {"lease_expiry": ""}
 

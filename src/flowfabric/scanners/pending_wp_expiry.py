@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
@@ -25,7 +25,7 @@ class PendingWpExpiry(DueScanner):
     settled = frozenset({"closed", "not_pending_cleaned", "not_found_cleaned"})
     left = frozenset({"not_yet_due"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
         """One index for all lanes."""
         return {"pending_waitpoint_expiry": ""}
 

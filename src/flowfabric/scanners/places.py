@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flowfabric.core import keys
-from flowfabric.engine.upkeep import Survey
+from flowfabric.engine.upkeep import Survey, SurveyPart
 
-__all__ = ["Place", "Places"]
+__all__ = ["Place", "Places", "calls"]
 
 # What one survey may cover, so that it never holds the server for long.
 _AT_ONCE_EXECUTIONS = 600
-_AT_ONCE_INDEXES = 4000
 _AT_ONCE_PARTITIONS = 32
-_AT_ONCE_LANES = 256
-_INDEXES_OF_LANE = 14
+_AT_ONCE_LANES = 64
 # A survey looks no closer at more than this; a partition not yet seen counts as such.
 _MANY = 500
 # What a lane may have that holds no executions.
@@ -38,18 +36,34 @@ class Place:
         self.lanes: tuple[str, ...] = ()
         """The lanes that have an index here."""
         self.named: set[str] = set()
-        """Lanes that records named here, not too many."""
+        """Lanes that records named here since the last survey."""
         # The indexes still to be searched; None while the executions are walked.
         self._left: list[str] | None = None
         # How it looked when the walk under way began, and before the last that came to its end.
         self._begun: str | None = None
         self._clean: str | None = None
 
-    def take(self, survey: Survey) -> None:
-        """Take over what a survey found."""
-        self.names, self.executions, self.looks = survey.names, survey.executions, survey.looks
-        parts = {name.split(":")[1] for name in self.names if name.startswith("lane:")}
-        self.lanes = tuple(sorted(map(keys.lane_of, parts)))
+    def parts(self, lanes: Iterable[str]) -> list[SurveyPart]:
+        """What to survey, in parts of which one call can cover each."""
+        known: dict[str, list[str]] = {}
+        for name in self.names:
+            known.setdefault(_lane_of(name), []).append(name)
+        order = sorted({*lanes, *self.named, *known} - {""})
+        parts: list[SurveyPart] = []
+        # The first part covers the partition's own indexes, too.
+        for start in range(0, max(1, len(order)), _AT_ONCE_LANES):
+            chunk = order[start : start + _AT_ONCE_LANES]
+            names = [n for lane in ("", *chunk) if lane or not start for n in known.get(lane, ())]
+            parts.append(SurveyPart(self.tag, chunk, names, whole=not start))
+        return parts
+
+    def take(self, surveys: Sequence[Survey]) -> None:
+        """Take over what the surveys of all parts found."""
+        self.names = tuple(name for survey in surveys for name in survey.names)
+        self.executions = sum(survey.executions for survey in surveys)
+        self.looks = " ".join(survey.looks for survey in surveys)
+        self.lanes = tuple(sorted({_lane_of(name) for name in self.names} - {""}))
+        self.named.clear()
 
     @property
     def at_rest(self) -> bool:
@@ -71,10 +85,20 @@ class Place:
         """Where the executions that workers hold stand."""
         return [name for name in self.names if name.endswith(":active")]
 
-    def note(self, lane: str) -> None:
-        """A record named this lane."""
-        if len(self.named) < _AT_ONCE_LANES:
-            self.named.add(lane)
+    def searched(self, index: str | None = None) -> tuple[str, ...]:
+        """The lanes in which an audit looks for entries that do not belong there.
+
+        Of very many only that of the index whose entries are audited: all have their turn.
+        """
+        if len(self.lanes) <= _AT_ONCE_LANES:
+            return self.lanes
+        lane = _lane_of(index or "")
+        return (lane,) if lane else ()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether audits cannot look into all lanes at once."""
+        return len(self.lanes) > _AT_ONCE_LANES
 
     def begin(self) -> None:
         """Begin a walk, unless one is under way.
@@ -103,8 +127,6 @@ class Places:
         self._places: dict[str, Place] = {}
         # The partition that the next round begins with.
         self._next = ""
-        # The lane after which those begin that the next round looks for.
-        self._last_lane = ""
 
     def __getitem__(self, tag: str) -> Place:
         return self._places.setdefault(tag, Place(tag))
@@ -113,28 +135,39 @@ class Places:
         """Let the next round begin there."""
         self._next = tag
 
-    def lanes(self, lanes: Iterable[str]) -> list[str]:
-        """The lanes whose indexes this round looks for: all, or the next so many of very many."""
-        order = sorted(set(lanes), key=lambda lane: (lane <= self._last_lane, lane))
-        if len(order) <= _AT_ONCE_LANES:
-            return order
-        self._last_lane = order[_AT_ONCE_LANES - 1]
-        return order[:_AT_ONCE_LANES]
-
-    def round(self, tags: Iterable[str], lanes: int, *, apart: bool) -> Iterator[list[Place]]:
+    def round(self, lanes: Mapping[str, Collection[str]], *, apart: bool) -> Iterator[list[Place]]:
         """Every partition once, from where the last round stopped, in groups that one call covers.
 
-        `apart` is for clusters, where no call covers two.
+        One with very many lanes is a group of its own and takes several calls. `apart` is for
+        clusters, where no call covers two.
         """
-        order = sorted(set(tags), key=lambda tag: (tag < self._next, tag))
-        most = min(_AT_ONCE_PARTITIONS, _AT_ONCE_INDEXES // (_INDEXES_OF_LANE * (lanes + 1)))
         group: list[Place] = []
-        size = 0
-        for tag in order:
-            if group and (apart or len(group) >= most or size >= _AT_ONCE_EXECUTIONS):
+        executions = named = 0
+        for tag in sorted(lanes, key=lambda tag: (tag < self._next, tag)):
+            named += len(lanes[tag])
+            full = len(group) >= _AT_ONCE_PARTITIONS or executions >= _AT_ONCE_EXECUTIONS
+            if group and (apart or full or named > _AT_ONCE_LANES):
                 yield group
-                group, size = [], 0
+                group, executions, named = [], 0, len(lanes[tag])
             group.append(self[tag])
-            size += min(self[tag].executions, _MANY)
+            executions += min(self[tag].executions, _MANY)
         if group:
             yield group
+
+
+def calls(parts: Sequence[SurveyPart]) -> list[list[SurveyPart]]:
+    """The parts that one call covers together."""
+    groups: list[list[SurveyPart]] = []
+    lanes = 0
+    for part in parts:
+        lanes += len(part.lanes)
+        if not groups or lanes > _AT_ONCE_LANES:
+            groups.append([])
+            lanes = len(part.lanes)
+        groups[-1].append(part)
+    return groups
+
+
+def _lane_of(index: str) -> str:
+    """The lane of an index, empty for those of the partition."""
+    return keys.lane_of(index.split(":")[1]) if index.startswith("lane:") else ""

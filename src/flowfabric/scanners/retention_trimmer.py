@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import keys
@@ -11,6 +11,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.due import DueScanner, lane_indexes
+from flowfabric.scanners.idle_lanes import forget_idle_lanes
 
 __all__ = ["RetentionTrimmer"]
 
@@ -27,7 +28,7 @@ class RetentionTrimmer(DueScanner):
         super().__init__()
         self._events_retention_ms = events_retention_ms
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:
         """One index per lane, ordered by the end of retention."""
         return lane_indexes(lanes, "terminal")
 
@@ -36,7 +37,7 @@ class RetentionTrimmer(DueScanner):
         return await backend.trim_retention(tag, lane, ids)
 
     async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
-        """Trim executions, then what large ones left behind, then event feeds."""
+        """Trim executions, then what large ones left behind, event feeds and empty lanes."""
         trimmed = await super().scan(backend, scope)
         tally = Tally()
         tally.processed, tally.errors, tally.more = trimmed.processed, trimmed.errors, trimmed.more
@@ -48,6 +49,11 @@ class RetentionTrimmer(DueScanner):
                     tally.more = True
                     break
                 await self._finish(backend, scope, tag, oldest, tally)
+        try:
+            await forget_idle_lanes(backend, scope)
+        except EngineError as error:
+            tally.errors += 1
+            scope.trouble("lanes not swept", error)
         return tally.result()
 
     async def _finish(

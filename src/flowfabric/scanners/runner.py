@@ -218,7 +218,7 @@ class Runner:
         shared = self._shared
         territory = await shared.territory.current(fresh=thorough)
         if partition is not None:
-            territory = Territory((partition,), territory.lanes)
+            territory = Territory({partition: territory.lanes.get(partition, frozenset())})
         elif self._watched and not thorough and await shared.watch.quiet(self.name, territory):
             self._progress()
             return ScanResult()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.due import DueScanner
@@ -22,7 +22,7 @@ class SuspensionTimeout(DueScanner):
     )
     left = frozenset({"not_yet_due"})
 
-    def indexes(self, lanes: Sequence[str]) -> Mapping[str, str]:  # noqa: ARG002
+    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:  # noqa: ARG002
         """One index for all lanes."""
         return {"suspension_timeout": ""}
 

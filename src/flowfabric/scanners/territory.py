@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.backend import Backend
+from flowfabric.engine.registration import ANYWHERE
 
 __all__ = ["Territory", "TerritoryMap", "read_territory"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Territory(msgspec.Struct, frozen=True):
-    """Hash tags of the partitions in use, and every registered lane."""
+    """The partitions in use by their hash tags, each with the lanes in use there."""
 
-    tags: tuple[str, ...] = ()
-    lanes: tuple[str, ...] = ()
+    lanes: Mapping[str, frozenset[str]] = {}
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The partitions, in order."""
+        return tuple(self.lanes)
 
 
 async def read_territory(backend: Backend) -> Territory:
-    """The lanes and partitions as registered now."""
-    lanes, tags = await asyncio.gather(backend.lanes_in_use(), backend.used_partitions())
-    return Territory(tuple(tags), tuple(lanes))
+    """The places as registered now."""
+    return await TerritoryMap(backend, 0).current()
 
 
 class TerritoryMap:
@@ -37,7 +44,8 @@ class TerritoryMap:
         self._backend = backend
         self._refresh_s = refresh_s
         self._read_at: float | None = None
-        self._stored = Territory()
+        self._places: Mapping[str, Mapping[str, str]] = {}
+        self._partitions: Sequence[str] = ()
         self._current = Territory()
         self._gate = asyncio.Lock()
         # Registries that could not be read the last time.
@@ -48,25 +56,33 @@ class TerritoryMap:
         async with self._gate:
             now = asyncio.get_running_loop().time()
             if fresh or self._read_at is None or now - self._read_at >= self._refresh_s:
-                self._stored = await self._read()
+                await self._read()
                 self._read_at = now
-        tags = {*self._stored.tags, *self._backend.known_partitions}
-        lanes = {*self._stored.lanes, *self._backend.known_lanes}
-        if tags != set(self._current.tags) or lanes != set(self._current.lanes):
-            self._current = Territory(tuple(sorted(tags)), tuple(sorted(lanes)))
+                self._take({tag: frozenset(lanes) for tag, lanes in self._places.items()})
+        known = self._backend.known_places.copy()
+        current = self._current.lanes
+        if any(tag not in current or not lanes <= current[tag] for tag, lanes in known.items()):
+            self._take(dict(current))
         return self._current
 
-    async def _read(self) -> Territory:
-        backend, before = self._backend, self._stored
-        lanes, tags = await asyncio.gather(
-            self._or(before.lanes, keys.LANES, backend.lanes_in_use()),
-            self._or(before.tags, keys.PARTITIONS, backend.used_partitions()),
-        )
-        return Territory(tuple(tags), tuple(lanes))
+    def _take(self, lanes: dict[str, frozenset[str]]) -> None:
+        """Join the registered places with what this process knows itself."""
+        lanes.pop(ANYWHERE, None)
+        for tag in self._partitions:
+            lanes.setdefault(tag, frozenset())
+        for tag, own in self._backend.known_places.copy().items():
+            lanes[tag] = lanes.get(tag, frozenset()) | own
+        if lanes != self._current.lanes:
+            self._current = Territory(dict(sorted(lanes.items())))
 
-    async def _or(
-        self, before: Sequence[str], registry: str, read: Awaitable[Sequence[str]]
-    ) -> Sequence[str]:
+    async def _read(self) -> None:
+        backend = self._backend
+        self._places, self._partitions = await asyncio.gather(
+            self._or(self._places, keys.PLACES, backend.places_in_use()),
+            self._or(self._partitions, keys.PARTITIONS, backend.used_partitions()),
+        )
+
+    async def _or(self, before: T, registry: str, read: Awaitable[T]) -> T:
         """What a registry holds; what it held before when the key is none."""
         try:
             found = await read

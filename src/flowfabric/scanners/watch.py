@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flowfabric.core import keys
@@ -13,16 +13,17 @@ from flowfabric.engine.upkeep import DueScan
 from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory
 
-__all__ = ["DueWatch", "Indexes"]
+__all__ = ["DueWatch", "Indexes", "Key", "by_partition", "grouped"]
 
 Key = tuple[str, str]
 """A partition's tag and the name of an index there."""
-Indexes = Callable[[Sequence[str]], Iterable[str]]
+Indexes = Callable[[Iterable[str]], Iterable[str]]
 """The index names a scanner reads, given the lanes."""
 
 _LAST_TIME = 2**53 - 1
 _MAX_PEEKS = 16
 _EXISTS_KEYS = 1000
+_UNDER_WAY = 16
 
 
 class DueWatch:
@@ -58,20 +59,19 @@ class DueWatch:
         known = [head for head in heads if head is not None]
         return self.clock.loop_time(min(known)) if known else None
 
-    def learn(self, indexes: Sequence[str], tags: Sequence[str], scan: DueScan) -> None:
+    def learn(self, scanned: Iterable[Key], scan: DueScan) -> None:
         """Take over what a scan of these indexes found."""
         self.clock.observe(scan.now_ms)
         again = {(page.tag, page.index) for page in scan.pages} | scan.unreadable.keys()
-        for tag in tags:
-            for index in indexes:
-                if (tag, index) in again:
-                    self._heads.pop((tag, index), None)
-                else:
-                    self._heads[tag, index] = scan.armed.get((tag, index))
+        for key in scanned:
+            if key in again:
+                self._heads.pop(key, None)
+            else:
+                self._heads[key] = scan.armed.get(key)
 
-    def absent(self, indexes: Iterable[str], tags: Sequence[str]) -> None:
+    def absent(self, absent: Iterable[Key]) -> None:
         """Take over that none of these indexes exists."""
-        self._heads.update({(tag, index): None for index in indexes for tag in tags})
+        self._heads.update(dict.fromkeys(absent))
 
     async def quiet(self, scanner: str, territory: Territory) -> bool:
         """Whether the scanner can be left out; False when only a scan can tell."""
@@ -105,7 +105,9 @@ class DueWatch:
             return
         self._territory = territory
         self._keys = {
-            scanner: [(tag, index) for tag in territory.tags for index in indexes(territory.lanes)]
+            scanner: [
+                (tag, index) for tag, lanes in territory.lanes.items() for index in indexes(lanes)
+            ]
             for scanner, indexes in self._indexes.items()
         }
         known = {key for own in self._keys.values() for key in own}
@@ -118,17 +120,18 @@ class DueWatch:
                 self._covered[scanner] = asked_at
 
     async def _any_exists(self, absent: list[Key]) -> bool:
-        groups: dict[str, list[str]] = {}
-        for tag, index in absent:
-            group = tag if self._backend.transport.is_cluster else ""
-            groups.setdefault(group, []).append(keys.index(tag, index))
-        calls = [
-            self._backend.transport.call("EXISTS", *part, key=part[0])
-            for names in groups.values()
-            for part in _parts(names)
-        ]
-        counts: list[Any] = await asyncio.gather(*calls)
-        return any(counts)
+        groups = grouped(absent, _EXISTS_KEYS, apart=self._backend.transport.is_cluster)
+        # A few at once: the server does other work in between.
+        for start in range(0, len(groups), _UNDER_WAY):
+            part = groups[start : start + _UNDER_WAY]
+            if any(await asyncio.gather(*(self._exists(group) for group in part))):
+                return True
+        return False
+
+    async def _exists(self, group: list[Key]) -> bool:
+        names = [keys.index(*key) for key in group]
+        found: Any = await self._backend.transport.call("EXISTS", *names, key=names[0])
+        return found > 0
 
     async def _head(self, key: Key) -> int | None:
         """The earliest time. What cannot be read counts as due: the scan says why."""
@@ -145,5 +148,19 @@ class DueWatch:
         return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
 
 
-def _parts(names: list[str]) -> list[list[str]]:
-    return [names[start : start + _EXISTS_KEYS] for start in range(0, len(names), _EXISTS_KEYS)]
+def grouped(keys: Iterable[Key], size: int, *, apart: bool) -> list[list[Key]]:
+    """Parts of at most so many; `apart` is for clusters, where no call covers two partitions."""
+    groups: list[list[Key]] = []
+    for key in sorted(keys) if apart else keys:
+        if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != key[0]):
+            groups.append([])
+        groups[-1].append(key)
+    return groups
+
+
+def by_partition(keys: Iterable[Key]) -> dict[str, list[str]]:
+    """The names of each partition."""
+    names: dict[str, list[str]] = {}
+    for tag, name in keys:
+        names.setdefault(tag, []).append(name)
+    return names

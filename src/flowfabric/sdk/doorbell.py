@@ -126,7 +126,7 @@ class Doorbell:
             return False
         self._rung.discard((lane_id, tag))
         try:
-            return await self._backend.ring_waiting([tag], [lane_id]) > 0
+            return await self._backend.ring_waiting({tag: [lane_id]}) > 0
         except EngineError as error:
             log.debug("ring not passed on: %s", error)
             return False

@@ -161,9 +161,8 @@ class ScannerThread:
         return None
 
     async def _scan(self, backend: Backend, stop: asyncio.Event) -> None:
-        # The very sets: one thread's copy or addition is a single step for the other.
-        backend.known_lanes = self._worker.known_lanes
-        backend.known_partitions = self._worker.known_partitions
+        # The very object: one thread's copy or addition is a single step for the other.
+        backend.known_places = self._worker.known_places
         self.supervisor = supervisor = ScannerSupervisor(backend, self._settings)
         supervisor.start()
         self._pass_on()

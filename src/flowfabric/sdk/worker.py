@@ -154,7 +154,14 @@ class Worker(ClosedOnce):
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
-        await self.backend.register_places(config.lanes, [lane.home for lane in self.lanes])
+        await self.backend.register_places(self._places())
+
+    def _places(self) -> dict[str, list[str]]:
+        """Where this worker looks for work by default."""
+        places: dict[str, list[str]] = {}
+        for lane in self.lanes:
+            places.setdefault(lane.home, []).append(lane.lane_id)
+        return places
 
     async def _beat(self) -> None:
         config = self.config
@@ -166,6 +173,8 @@ class Worker(ClosedOnce):
                 )
                 if expiry is None:
                     await self._register(only_if_absent=False)
+                for tag, lanes in self._places().items():
+                    self.backend.known_places.setdefault(tag, set()).update(lanes)
                 await self.backend.register_again()
             except (EngineError, ConfigError) as error:
                 log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
@@ -254,7 +263,7 @@ class Worker(ClosedOnce):
             # The answer to an earlier request, when there was more room.
             await self.give_back(claim.handle for claim in claimed.claims[reserved:])
         if tasks:
-            self._found(tag)
+            self._found(lane_id, tag)
         lane = self.lanes[lane_id]
         # Who got nothing although there is something was shown all that it may take: a ring or
         # the next sweep tells when that has changed. A repeat only gave what it gave before.
@@ -265,18 +274,18 @@ class Worker(ClosedOnce):
             lane.drop(tag)
         return tasks, more
 
-    def _found(self, tag: str) -> None:
+    def _found(self, lane_id: str, tag: str) -> None:
         """There is work: our scanners look here from now on, others once it is registered."""
-        if tag not in self.backend.known_partitions:
-            self.backend.known_partitions.add(tag)
-            self._in_background(self._register_again())
+        lanes = self.backend.known_places.get(tag)
+        if lanes is None or lane_id not in lanes:
+            self._in_background(self._register_place(lane_id, tag))
 
-    async def _register_again(self) -> None:
+    async def _register_place(self, lane_id: str, tag: str) -> None:
         try:
-            await self.backend.register_again()
+            await self.backend.register_places({tag: [lane_id]})
         except EngineError as error:
-            # The next heartbeat repeats it.
-            log.debug("partition not registered: %s", error)
+            # The next claim there repeats it.
+            log.debug("place not registered: %s", error)
 
     def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
         """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
@@ -382,7 +391,7 @@ class Worker(ClosedOnce):
             self.unreserve(1)
             raise
         if isinstance(outcome, Claim):
-            self._found(outcome.handle.execution_id.tag)
+            self._found(outcome.handle.lane_id, outcome.handle.execution_id.tag)
             return self.adopt(outcome, since)
         self.unreserve(1)
         return outcome
@@ -396,7 +405,7 @@ class Worker(ClosedOnce):
         except BaseException:
             self.unreserve(1)
             raise
-        self._found(claim.handle.execution_id.tag)
+        self._found(claim.handle.lane_id, claim.handle.execution_id.tag)
         return self.adopt(claim, since)
 
     # --- signals ----------------------------------------------------------------------------

@@ -32,10 +32,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LIBRARY_VERSION = 6
+LIBRARY_VERSION = 7
 """Rises whenever a function's arguments, reply or the set of names change."""
 
-MIN_CLIENT = 6
+MIN_CLIENT = 7
 """The oldest library version whose callers this library still serves."""
 
 _EVENTS_MAXLEN = 10_000

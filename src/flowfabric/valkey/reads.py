@@ -9,6 +9,7 @@ __all__ = ["READ_FUNCTIONS", "is_read"]
 
 READ_FUNCTIONS: Final = frozenset(
     {
+        "ff_idle_lanes",
         "ff_list_kids",
         "ff_list_suspended",
         "ff_read_waits",
@@ -24,7 +25,7 @@ READ_FUNCTIONS: Final = frozenset(
 _COMMANDS: Final = frozenset(
     {
         *("PING", "TIME", "INFO", "GET", "EXISTS"),
-        *("HGET", "HMGET", "HGETALL", "SMEMBERS", "SISMEMBER", "SCARD", "LRANGE"),
+        *("HGET", "HMGET", "HGETALL", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "LRANGE"),
         *("ZRANGE", "ZMSCORE", "ZCARD"),
         *("XRANGE", "XREVRANGE", "XREAD", "XINFO"),
     }

@@ -1,6 +1,6 @@
 -- ff_ring_waiting: ring the doorbell of lanes that hold claimable work, in case a ring was lost.
--- Keys: lane eligible, sigs, reclaimable, config. Arguments: number of lanes, then the
---   lanes, then partition tags.
+-- Keys: lane eligible, sigs, reclaimable, config. Arguments: per partition: tag, number of lanes,
+--   lanes.
 -- Replies: number of rings. Errors: corruption, where keys of a lane cannot be read; the others are
 --   rung all the same. Events: none.
 local function ring(c, lane)
@@ -10,17 +10,19 @@ local function ring(c, lane)
 end
 
 register('ff_ring_waiting', function(_, args)
-  local count, rings, problem = tonumber(args[1]), 0, nil
-  for t = 2 + count, #args do
-    local c = Context.open(args[t])
-    for i = 2, 1 + count do
+  local rings, problem = 0, nil
+  local at = 1
+  while at <= #args do
+    local c, last = Context.open(args[at]), at + 1 + tonumber(args[at + 1])
+    for i = at + 2, last do
       local ok, answer = try(ring, c, args[i])
       if ok then
         rings = rings + answer
       else
-        problem = args[t] .. ': lane ' .. args[i] .. ': ' .. answer
+        problem = args[at] .. ': lane ' .. args[i] .. ': ' .. answer
       end
     end
+    at = last + 1
   end
   if problem then return reply.err('corruption', problem) end
   return reply.ok(rings)

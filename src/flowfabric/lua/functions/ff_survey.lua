@@ -1,23 +1,26 @@
 -- ff_survey: what the indexes of partitions look like, so that unchanged records need not be read
 -- again. On a single server one call may name many partitions; in a cluster each gets its own.
--- Keys: every index, core. Arguments: number of lanes, then the lanes, then per partition: tag, number of
---   indexes that existed before, their names (after `ff:idx:T:`).
+-- Keys: every index, core. Arguments: per partition: tag, whether to look at its own indexes
+--   (1 | 0), number of lanes, lanes, number of indexes that existed before, their names (after
+--   `ff:idx:T:`).
 -- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist].
 --   The fingerprint tells whatever is added to an index, lost from it or scored anew; of an index
 --   with very many entries only how many there are. Renewals of leases do not change it.
 -- Errors: none.
 
--- The largest index whose entries are looked at.
-local SMALL = 500
+-- The largest index whose entries are looked at, and how many entries one call looks at in all.
+local SMALL, AT_ONCE = 500, 10000
 
 local function is_lease_index(name)
   return name == 'lease_expiry' or string.find(name, ':active$') ~= nil
 end
 
 -- The ids of an index and a text that tells its content; no ids where there are too many.
-local function entries(key, name)
-  local flat = server.call('ZRANGE', key, 0, SMALL, 'WITHSCORES')
-  if #flat > 2 * SMALL then return nil, 'many ' .. server.call('ZCARD', key) end
+local function entries(seen, key, name)
+  local most = math.min(SMALL, seen.room.left)
+  local flat = server.call('ZRANGE', key, 0, most, 'WITHSCORES')
+  if #flat > 2 * most then return nil, 'many ' .. server.call('ZCARD', key) end
+  seen.room.left = seen.room.left - #flat / 2
   local ids = {}
   for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
   if not is_lease_index(name) then return ids, table.concat(flat, ' ') end
@@ -45,7 +48,7 @@ local function told(seen, name)
     end
     return #signatures > 0 and table.concat(signatures, ' ') or nil
   end
-  local ids, content = entries(key, name)
+  local ids, content = entries(seen, key, name)
   if not ids then seen.large = true end
   return content ~= '' and content or nil
 end
@@ -62,7 +65,7 @@ end
 
 -- How many executions there are; and, while they are few, how many of them have a record.
 local function note_executions(seen, tag)
-  local ok, ids, content = try(entries, seen.prefix .. 'all_executions', 'all_executions')
+  local ok, ids, content = try(entries, seen, seen.prefix .. 'all_executions', 'all_executions')
   if not ok then
     seen.lines[#seen.lines + 1] = 'unreadable ' .. ids
     return 0
@@ -81,12 +84,14 @@ local function note_executions(seen, tag)
   return #ids
 end
 
-local function survey(tag, known)
+local function survey(place, room)
+  local tag, executions = place.tag, 0
   local seen = {
     prefix = K.index(tag, ''), done = {}, present = {}, lines = {}, more = {}, large = false,
+    room = room,
   }
-  local executions = note_executions(seen, tag)
-  for _, name in ipairs(known) do note(seen, name) end
+  if place.whole then executions = note_executions(seen, tag) end
+  for _, name in ipairs(place.known) do note(seen, name) end
   for _, name in ipairs(seen.more) do note(seen, name) end
   if seen.large then
     -- Counts alone could miss a change that the feed tells of.
@@ -97,40 +102,49 @@ local function survey(tag, known)
   return { tag, server.sha1hex(table.concat(seen.lines, '\n')), executions, seen.present }
 end
 
--- The keys that may exist in a partition, without those known to, and whose each is.
-local function add_candidates(names, owners, tag, lanes, known)
-  local all, prefix = {}, K.index(tag, '')
-  for _, timer in ipairs(indexes.TIMERS) do all[#all + 1] = prefix .. timer end
-  for _, lane in ipairs(lanes) do
-    indexes.add_lane(all, tag, lane)
+-- The keys that may exist in a partition, without those known to, and where each belongs.
+local function add_candidates(names, owners, place)
+  local all, known, prefix = {}, {}, K.index(place.tag, '')
+  if place.whole then
+    for _, timer in ipairs(indexes.TIMERS) do all[#all + 1] = prefix .. timer end
+  end
+  for _, lane in ipairs(place.lanes) do
+    indexes.add_lane(all, place.tag, lane)
     all[#all + 1] = prefix .. 'lane:' .. K.lane_part(lane) .. ':config'
   end
-  local expected = {}
-  for _, name in ipairs(known) do expected[prefix .. name] = true end
+  for _, name in ipairs(place.known) do known[prefix .. name] = true end
   for _, name in ipairs(all) do
-    if not expected[name] then
+    if not known[name] then
       names[#names + 1] = name
-      owners[name] = tag
+      owners[name] = place
     end
   end
 end
 
 register('ff_survey', function(_, args)
-  local lanes, places, names, owners, at = {}, {}, {}, {}, 2 + tonumber(args[1])
-  for i = 2, at - 1 do lanes[#lanes + 1] = args[i] end
-  while at <= #args do
-    local tag, known, last = args[at], {}, at + 1 + tonumber(args[at + 1])
-    for i = at + 2, last do known[#known + 1] = args[i] end
-    places[#places + 1] = { tag = tag, known = known }
-    places[tag] = known
-    add_candidates(names, owners, tag, lanes, known)
+  local places, names, owners = {}, {}, {}
+  local at = 1
+
+  local function take()
+    local first, last = at + 1, at + tonumber(args[at])
     at = last + 1
+    local taken = {}
+    for i = first, last do taken[#taken + 1] = args[i] end
+    return taken
+  end
+
+  while at <= #args do
+    local place = { tag = args[at], whole = args[at + 1] == '1' }
+    at = at + 2
+    place.lanes, place.known = take(), take()
+    add_candidates(names, owners, place)
+    places[#places + 1] = place
   end
   for _, key in ipairs(indexes.existing(names)) do
-    local tag = owners[key]
-    table.insert(places[tag], string.sub(key, #K.index(tag, '') + 1))
+    local place = owners[key]
+    place.known[#place.known + 1] = string.sub(key, #K.index(place.tag, '') + 1)
   end
-  local surveys = {}
-  for i, place in ipairs(places) do surveys[i] = survey(place.tag, place.known) end
+  local surveys, room = {}, { left = AT_ONCE }
+  for i, place in ipairs(places) do surveys[i] = survey(place, room) end
   return reply.ok(surveys)
 end, { 'no-writes' })

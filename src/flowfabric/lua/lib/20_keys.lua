@@ -1,6 +1,8 @@
 -- Every key name, built from the partition's hash tag (`{fp:N}`) and ids.
 -- core/keys.py builds the same names; a test compares the two.
 
+K.LANES = 'ff:idx:lanes'
+
 -- `:` separates the parts of a key, so a lane name is escaped to stay one part.
 function K.lane_part(lane)
   if string.find(lane, '[:%%]') then

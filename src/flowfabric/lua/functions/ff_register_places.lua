@@ -1,0 +1,28 @@
+-- ff_register_places: note that lanes are in use in partitions, with the time.
+-- Keys (tag = that of the lane registry): lanes, places.
+-- Arguments: how many lanes there may be, then per place: partition number, lane. `*` instead of a
+--   number registers a lane that stays when it is empty.
+-- Replies: the lanes refused because they are new and the registry is full. Errors: none.
+-- Events: none.
+register('ff_register_places', function(keys, args)
+  local places, now = K.index(keys[1], 'places'), string.format('%d', clock.now())
+  local room = tonumber(args[1]) - server.call('SCARD', K.LANES)
+  local refused = {}
+  for i = 2, #args, 2 do
+    local number, lane = args[i], args[i + 1]
+    if room <= 0 and server.call('SISMEMBER', K.LANES, lane) == 0 then
+      refused[#refused + 1] = lane
+    else
+      room = room - server.call('SADD', K.LANES, lane)
+      local whole = '* ' .. lane
+      if number == '*' then
+        server.call('HSET', places, whole, 'kept')
+      elseif server.call('HGET', places, whole) == 'kept' then
+        server.call('HSET', places, number .. ' ' .. lane, now)
+      else
+        server.call('HSET', places, number .. ' ' .. lane, now, whole, now)
+      end
+    end
+  end
+  return reply.ok(refused)
+end, { 'allow-oom' })
