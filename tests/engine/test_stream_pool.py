@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,34 @@ async def test_a_failed_call_gives_its_permit_back(small: Engine) -> None:
 
 
 # --- shutdown -----------------------------------------------------------------------------------
+
+
+async def test_the_pool_shrinks_again(engine: Engine, backend: Backend) -> None:
+    """A burst of followers leaves no connections behind; a steady reader keeps its own."""
+    await engine.backend.stream_pool.aclose()
+    pool = engine.backend.stream_pool = StreamPool(engine.backend.transport, 8, idle_s=0.2)
+    handle = await engine.running()
+    before = await connected(backend)
+    tails = [await waiting_tail(engine, handle.execution_id) for _ in range(8)]
+    await append(engine, handle, "x")
+    await asyncio.gather(*tails)
+    assert await connected(backend) == before + 8
+    async with asyncio.timeout(10):
+        while await connected(backend) > before + 1:
+            await engine.backend.read_stream(handle.execution_id, 0)
+        (steady,) = pool._idle[""]
+        await engine.backend.read_stream(handle.execution_id, 0)
+        assert pool._idle[""] == [steady]
+        while pool._idle[""]:
+            await connected(backend)
+        await steady.aclose()
+    assert await connected(backend) == before
+
+
+async def connected(backend: Backend) -> int:
+    raw: Any = await backend.transport.call("INFO", "clients")
+    text = raw if isinstance(raw, str) else raw.decode()
+    return int(text.partition("connected_clients:")[2].split()[0])
 
 
 async def test_shutdown_waits_for_the_calls_under_way(engine: Engine) -> None:

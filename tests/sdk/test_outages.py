@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
@@ -145,6 +146,39 @@ async def rewritten(site: Site) -> bool:
     raw: Any = await site.command("INFO", "persistence")
     text = raw if isinstance(raw, str) else raw.decode()
     return "aof_rewrite_in_progress:0" in text and "aof_rewrite_scheduled:0" in text
+
+
+@pytest.mark.parametrize("loads", [False, True])
+async def test_a_short_restart_shows_in_no_handler(site: Site, loads: bool) -> None:
+    """Frames and progress are repeated while the lease lasts; no frame is lost."""
+    half_way = asyncio.Event()
+
+    async def talks(task: ClaimedTask) -> None:
+        await task.append_frame("delta", b"0")
+        for number in range(1, 100):
+            await task.write_frame(Frame(payload=str(number).encode()))
+            await task.update_progress(number)
+            if number == 20:
+                half_way.set()
+
+    site.runtime.on("talks", talks)
+    backend = site.client.backend
+    await submit(backend, 300, lane="elsewhere")
+    await site.command("BGREWRITEAOF")
+    await until(lambda: rewritten(site), "the rewrite")
+    (execution_id,) = await submit(backend, kind="talks")
+    await half_way.wait()
+    site.gate.set()
+    site.server.kill()
+    site.server._extra = (*SETTINGS, "--key-load-delay", "1500" if loads else "0")
+    await asyncio.to_thread(site.server.start)
+    await until(lambda: written(site.client), "a connection")
+    await site.client.result(execution_id, timeout=20)
+    ended = await backend.read_execution_info(execution_id)
+    assert (ended.public_state.value, ended.total_attempt_count) == ("completed", 1)
+    assert ended.progress_pct == 99
+    page = await backend.read_stream(execution_id, 0, count_limit=200)
+    assert [int(frame.payload) for frame in page.frames] == list(range(100))
 
 
 async def test_out_of_memory(site: Site) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,9 @@ class _Appends(Protocol):
     ) -> AppendOutcome: ...
 
 
+Repeat = Callable[[Callable[[], Awaitable[AppendOutcome]]], Awaitable[AppendOutcome]]
+
+
 class _Way(msgspec.Struct, frozen=True):
     """How a frame is appended; only frames of one way share a call."""
 
@@ -68,9 +71,13 @@ class FrameWriter:
     >>> await writer.flush()  # doctest: +SKIP
     """
 
-    def __init__(self, appends: _Appends, handle: Handle) -> None:
+    def __init__(
+        self, appends: _Appends, handle: Handle, repeat: Repeat = lambda call: call()
+    ) -> None:
         self._appends = appends
         self._handle = handle
+        self._repeat = repeat
+        """Makes a call, and repeats it after faults for as long as that makes sense."""
         self._number = handle.lease_epoch * _NUMBERS_OF_ONE_LEASE
         self._waiting: deque[_Item] = deque()
         self._sender: asyncio.Task[None] | None = None
@@ -155,13 +162,15 @@ class FrameWriter:
         way = batch[0].way
         self._number += len(batch)
         try:
-            outcome = await self._appends.append_frames(
-                self._handle,
-                [item.frame for item in batch],
-                mode=way.mode,
-                best_effort=way.best_effort,
-                retention_maxlen=way.retention_maxlen,
-                seq=self._number,
+            outcome = await self._repeat(
+                lambda: self._appends.append_frames(
+                    self._handle,
+                    [item.frame for item in batch],
+                    mode=way.mode,
+                    best_effort=way.best_effort,
+                    retention_maxlen=way.retention_maxlen,
+                    seq=self._number,
+                )
             )
         except Exception as error:  # noqa: BLE001 - whoever waits for a frame is told, whatever it is
             for item in batch:

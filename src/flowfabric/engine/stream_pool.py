@@ -17,6 +17,7 @@ __all__ = ["StreamPool", "ceiling_from_env"]
 POOL = "stream_ops"
 _DEFAULT_CEILING = 64
 _SHORTEST_PAUSE_MS = 25
+_IDLE_S = 30.0
 
 
 def ceiling_from_env(environ: Mapping[str, str] | None = None) -> int:
@@ -30,14 +31,20 @@ class StreamPool:
     """The permits of stream reads and tails, and the connections they take turns on.
 
     Calls that wait share `ceiling` permits. Calls that do not wait have a quarter more, so that
-    idle followers cannot keep readers out.
+    idle followers cannot keep readers out. Connections that nobody needed for `idle_s` are closed.
     """
 
-    def __init__(self, transport: Transport, ceiling: int | None = None) -> None:
+    def __init__(
+        self, transport: Transport, ceiling: int | None = None, idle_s: float = _IDLE_S
+    ) -> None:
         self._transport = transport
         self.ceiling = ceiling_from_env() if ceiling is None else ceiling
         self.held = 0
         self._idle: dict[str, list[Connection]] = {}
+        self._idle_s = idle_s
+        # How many stayed idle, per node, since the last look.
+        self._spare: dict[str, int] = {}
+        self._looking: asyncio.TimerHandle | None = None
         self._busy: set[Connection] = set()
         # Where the connection of a hash tag led, in a cluster.
         self._node_of: dict[str, str] = {}
@@ -47,8 +54,9 @@ class StreamPool:
 
     def forget(self) -> None:
         """In a forked child: the connections are closed there, and nobody reads."""
-        leave_behind(self._busy, self._empty)
-        self._idle, self._busy, self._node_of = {}, set(), {}
+        leave_behind(self._busy, self._empty, self._looking)
+        self._idle, self._busy, self._node_of, self._spare = {}, set(), {}, {}
+        self._looking = None
         self._empty = asyncio.Event()
         self.held = 0
 
@@ -91,9 +99,12 @@ class StreamPool:
 
     def _take(self, tag: str) -> Connection | None:
         node = self._node_of.get(tag) if self._transport.is_cluster else ""
-        idle = self._idle.get(node) if node is not None else None
+        if node is None:
+            return None
+        idle = self._idle.get(node)
         while idle:
             conn = idle.pop()
+            self._spare[node] = min(self._spare.get(node, 0), len(idle))
             if conn.is_open:
                 return conn
         return None
@@ -103,6 +114,19 @@ class StreamPool:
         if node:
             self._node_of[tag] = node
         self._idle.setdefault(node, []).append(conn)
+        if self._looking is None:
+            self._looking = conn.loop.call_later(self._idle_s, self._shrink, conn.loop)
+
+    def _shrink(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close what was idle all the time since the last look: the oldest of each node."""
+        for node, conns in self._idle.items():
+            spare = self._spare.get(node, 0)
+            for conn in conns[:spare]:
+                conn.close()
+            del conns[:spare]
+        self._spare = {node: len(conns) for node, conns in self._idle.items() if conns}
+        again = self._spare and not self.closed
+        self._looking = loop.call_later(self._idle_s, self._shrink, loop) if again else None
 
     async def drain(self, grace_s: float) -> bool:
         """Refuse new calls and wait for those under way; False when some outlast the grace."""
@@ -119,6 +143,8 @@ class StreamPool:
     async def aclose(self) -> None:
         """Refuse new calls and close every connection; calls under way fail."""
         self.closed = True
+        if self._looking is not None:
+            self._looking.cancel()
         for conn in self._busy:
             conn.abort("the client is closed")
         idle, self._idle = self._idle, {}

@@ -303,6 +303,18 @@ class ClaimedTask(TaskWaits):
             pause = min(pause * 2, _LAST_PAUSE_S)
         raise AssertionError("unreachable")
 
+    async def _while_leased(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a replay-safe call while the lease may last, as results are."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await call()
+            except TransportError as error:
+                if not error.retryable or not self.may_hold_lease:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
     def _usable(self) -> None:
         if self.finished_by is not None:
             raise TaskFinishedError(str(self.execution_id), self.finished_by)
@@ -343,7 +355,8 @@ class ClaimedTask(TaskWaits):
     async def update_progress(self, pct: int | None = None, message: str | None = None) -> None:
         """Note how far the attempt is; only what is given is written."""
         self._usable()
-        await self._owner.backend.progress(self.handle, pct, message)
+        backend = self._owner.backend
+        await self._while_leased(lambda: backend.progress(self.handle, pct, message))
 
     # --- as a context manager ---------------------------------------------------------------
 

@@ -80,6 +80,10 @@ class TaskWaits(ABC):
     ) -> T:
         """Carry a lease-releasing call out, repeating it after transport faults."""
 
+    @abstractmethod
+    async def _while_leased(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a replay-safe call while the lease may last."""
+
     # --- waiting ------------------------------------------------------------------------
 
     async def try_suspend(
@@ -177,7 +181,7 @@ class TaskWaits(ABC):
     def output(self) -> FrameWriter:
         """The writing end of this attempt's stream."""
         if self._writer is None:
-            self._writer = FrameWriter(self.backend, self.handle)
+            self._writer = FrameWriter(self.backend, self.handle, self._while_leased)
         return self._writer
 
     async def append_frame(
