@@ -14,6 +14,7 @@ from flowfabric.core.text import lossless
 __all__ = ["Stored", "corrupt", "stored_text"]
 
 T = TypeVar("T")
+_UNSET = (None, b"")
 _is_number = re.compile(rb"-?[0-9]{1,19}").fullmatch
 _is_pair = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,19})").fullmatch
 
@@ -70,15 +71,16 @@ class Stored:
 
     def is_set(self, name: str) -> bool:
         """Whether the field has a value."""
-        return self.fields.get(name) not in (None, b"", "")
+        return self.fields.get(name) not in _UNSET
 
     def text(self, name: str, default: str | None = None) -> str:
         """A text field; without a default it must be set."""
-        if not self.is_set(name):
-            if default is None:
-                raise self.corrupt(name, "is missing")
-            return default
-        return stored_text(self.fields[name], self.context, name)
+        value = self.fields.get(name)
+        if value not in _UNSET:
+            return stored_text(value, self.context, name)
+        if default is None:
+            raise self.corrupt(name, "is missing")
+        return default
 
     def maybe_text(self, name: str) -> str | None:
         """A text field, or None when it is unset."""
