@@ -89,15 +89,11 @@ class Stored:
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number; without a default it must be set."""
         value = self.fields.get(name)
-        if type(value) is int:
-            return value
-        if not self.is_set(name):
-            if default is None:
-                raise self.corrupt(name, "is missing")
-            return default
-        if not isinstance(value, bytes) or not _is_number(value):
-            raise self.corrupt(name, "is not a whole number")
-        return int(value)
+        if type(value) is int or (isinstance(value, bytes) and _is_number(value)):
+            return int(value)
+        if default is None or value not in _UNSET:
+            raise self.corrupt(name, "is missing" if value in _UNSET else "is not a whole number")
+        return default
 
     def maybe_number(self, name: str) -> int | None:
         """A whole number, or None when it is unset."""
