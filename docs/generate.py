@@ -37,7 +37,8 @@ DUTIES = {
     "pending_wp_expiry": "closes waitpoints that were handed out and never waited for",
     "doorbell": "wakes workers again for work that waits, in case a wake-up was lost",
     "index_reconciler": "compares every execution with the indexes its record demands; repairs",
-    "retention_trimmer": "deletes finished executions and old events when their time is over",
+    "retention_trimmer": "deletes finished executions, old events and empty lanes",
+    "worker_sweeper": "removes worker processes whose registration has expired",
 }
 
 

@@ -408,6 +408,12 @@ CASES: dict[str, Case] = {
     "worker_heartbeat": Case(
         "ff_worker_heartbeat", known_worker, lambda backend, _: backend.heartbeat_worker("w-1")
     ),
+    "worker_sweep": Case(
+        "ff_worker_sweep",
+        nothing,
+        lambda backend, _: backend.sweep_workers("default"),
+        no_answer,
+    ),
     "worker_dead": Case(
         "ff_worker_dead",
         known_worker,

@@ -152,7 +152,7 @@ async def test_signals_before_the_pause_are_kept_for_it(engine: Engine) -> None:
         f"ff:idx:{tag}:pending_waitpoint_expiry",
         f"{prefix}waitpoints:pending",
         f"{prefix}suspension:met",
-        f"ff:dedup:suspend:{tag}:{execution_id}:{outcome.details.suspension_id}",
+        f"ff:dedup:suspend:{tag}:{execution_id}",
     }, "core, lease, attempt and indexes are as they were"
     stored = await waits.waitpoint(execution_id, pending.waitpoint_id)
     assert (stored["state"], stored["close_reason"]) == ("closed", "resumed")

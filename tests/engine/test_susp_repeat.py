@@ -9,6 +9,7 @@ import pytest
 
 from flowfabric.core.conditions import Count, CountKind, Single
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.keys import suspend_dedup
 from tests.engine.probes import freeze, refused, untouched
 from tests.support.engine import Engine
 from tests.support.suspension import GO, Waits
@@ -99,7 +100,7 @@ async def test_how_long_a_key_lives(engine: Engine, timeout_in: int | None, ttl:
     timeout = None if timeout_in is None else await engine.now() + timeout_in
     await waits.park(handle=handle, idempotency_key="x", timeout_at=timeout)
     left: Any = await engine.backend.transport.call(
-        "PTTL", f"ff:dedup:suspend:{handle.execution_id.tag}:{handle.execution_id}:x"
+        "PTTL", suspend_dedup(handle.execution_id.tag, handle.execution_id)
     )
     assert ttl - 5_000 < left <= ttl
 
@@ -109,13 +110,14 @@ async def test_how_long_a_key_lives(engine: Engine, timeout_in: int | None, ttl:
 async def test_an_unreadable_entry_is_a_miss(engine: Engine, damage: str) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    key = f"ff:dedup:suspend:{handle.execution_id.tag}:{handle.execution_id}:x"
+    key = suspend_dedup(handle.execution_id.tag, handle.execution_id)
     if damage == "string":
         await engine.backend.transport.call("SET", key, "x")
     elif damage == "garbage":
-        await waits.write(key, reply=b"\xc1", lease=handle.lease)
+        await waits.write(key, x=b"\xc1")
     else:
-        await waits.write(key, reply=msgspec.msgpack.encode(7), lease=handle.lease)
+        stored: dict[str, object] = {"reply": 7, "lease": handle.lease, "expires_at": 2**45}
+        await waits.write(key, x=msgspec.msgpack.encode(stored))
     first = await waits.park(handle=handle, idempotency_key="x")
     assert await waits.backend.suspend(handle, condition=GO, idempotency_key="x") == first
 
@@ -142,3 +144,41 @@ async def test_core_is_named_like_elsewhere(engine: Engine) -> None:
     assert found["current_waitpoint_id"] == parked.details.waitpoint_id
     assert found["lifecycle_phase"] == "suspended"
     assert found["waitpointed"] is None
+
+
+async def test_answers_go_with_the_execution(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running(policy={"stream_policy": {"retention_ttl_ms": 1}})
+    await waits.park(handle=handle, idempotency_key="x")
+    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.advance(2)
+    assert await waits.trim(handle.execution_id) == ["purged"]
+    names: Any = await engine.backend.transport.call("KEYS", "ff:dedup:*")
+    assert names == []
+
+
+async def test_an_execution_keeps_so_many_answers(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    for number in range(105):
+        parked = await waits.park(handle=handle, idempotency_key=f"k-{number}")
+        await waits.send(parked)
+        handle = (await engine.claim()).handle
+    name = suspend_dedup(handle.execution_id.tag, handle.execution_id)
+    assert await engine.backend.transport.call("HLEN", name) == 5
+
+
+async def test_an_answer_ends_before_others_of_its_execution(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    handle = await engine.running()
+    now = await engine.now()
+    parked = await waits.park(handle=handle, idempotency_key="short", timeout_at=now + 1000)
+    await waits.send(parked)
+    claim = await engine.claim()
+    await waits.park(handle=claim.handle, idempotency_key="long")
+    await engine.advance(62_000)
+    # The lease is over, and there is no answer left that could be given again.
+    await refused(
+        "execution_not_active",
+        waits.backend.suspend(handle, condition=GO, idempotency_key="short"),
+    )

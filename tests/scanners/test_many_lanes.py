@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from flowfabric.core.contracts.executions import Created, NewExecution
-from flowfabric.core.errors import ValidationError
+from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.keys import PLACES, wake
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.registration import MAX_LANES
+from flowfabric.engine.scheduling import LaneSettings
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
@@ -178,3 +180,35 @@ async def test_a_process_stops_registering_what_it_no_longer_uses(
     assert await sweep(engine) == ["default"]
     await backend.register_places({"{fp:7}": ["once"]})
     assert await lanes_of(engine) == ["default", "once"]
+
+
+# --- declared lanes ---------------------------------------------------------------------------
+
+
+async def test_declared_lanes_are_registered_and_stay(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FF_LANES", " mail, night shift ,")
+    for _ in range(2):
+        await engine.backend.prepare()
+    await engine.backend.register_places({"{fp:7}": ["mail"]})
+    await engine.advance(MINUTE_MS + 1)
+    assert await sweep(engine) == ["default", "mail", "night shift"]
+    assert await engine.backend.get_lane("mail") == LaneSettings(lane_id="mail")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (" , ", "name at least one lane"),
+        ("a,b, a", "a is listed more than once"),
+        ("a,ü", "NonPrintable"),
+        ("x" * 65, "TooLong"),
+    ],
+)
+async def test_bad_declarations_are_refused_before_anything_is_dialled(
+    monkeypatch: pytest.MonkeyPatch, text: str, problem: str
+) -> None:
+    monkeypatch.setenv("FF_LANES", text)
+    with pytest.raises(ConfigError, match=f"FF_LANES: .*{problem}"):
+        await Backend.connect(parse_url("valkey://127.0.0.1:1"), prepare_with=PartitionCounts())

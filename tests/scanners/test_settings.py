@@ -19,6 +19,7 @@ def test_the_intervals_of_the_specification() -> None:
         "doorbell": 2.0,
         "index_reconciler": 45.0,
         "retention_trimmer": 60.0,
+        "worker_sweeper": 30.0,
     }
     assert settings.filter.is_empty
     assert settings.events_retention_ms == 86_400_000

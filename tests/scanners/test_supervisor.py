@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flowfabric.core import keys
-from flowfabric.core.errors import TransportError, ValidationError
+from flowfabric.core.errors import NotFoundError, TransportError, ValidationError
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.base import ScanResult, Scope
@@ -298,7 +298,7 @@ async def test_disabled_scanners_do_not_exist(engine: Engine) -> None:
     settings = ScannerSettings(disabled=frozenset({"lease_expiry", "index_reconciler"}))
     supervisor = ScannerSupervisor(engine.backend, settings)
     assert supervisor.status().keys() == INTERVALS_S.keys() - settings.disabled
-    with pytest.raises(ValidationError, match="scanner: must be one of"):
+    with pytest.raises(NotFoundError, match=r"scanner_not_found: \w+: there are \w+, "):
         await supervisor.scan_once("lease_expiry")
 
 

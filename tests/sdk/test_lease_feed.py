@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
@@ -160,7 +161,7 @@ async def test_ordinary_code_is_told_again_what_is_wrong(
                         next(trimmed)
 
     async def trim() -> None:
-        await engine.backend.trim_events(handle.execution_id.tag, 2**53)
+        await engine.backend.trim_events(keys.events(handle.execution_id.tag), 2**53)
 
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(use)

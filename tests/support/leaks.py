@@ -9,10 +9,10 @@ from flowfabric.engine.backend import Backend
 
 _ID = r"\{fp:\d+\}:[0-9a-f-]{36}"
 _EXECUTION = re.compile(
-    rf"^ff:(?:exec|attempt|stream):(?P<tag>\{{fp:\d+\}}):(?P<id>{_ID}):(?P<part>.+)$"
+    rf"^ff:(?:exec|attempt|stream|dedup:suspend):(?P<tag>\{{fp:\d+\}}):(?P<id>{_ID})(?P<part>:.+)?$"
 )
 _EXECUTION_PARTS = re.compile(
-    r"^(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
+    r"^:(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
     r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints(:pending)?|signals"
     r"|\d+(:summary|:meta|:closed)?)$"
 )
@@ -26,7 +26,7 @@ _INDEX = re.compile(
 )
 _OTHER = re.compile(
     r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
-    r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+|ff:dedup:suspend:.+"
+    r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
     r"|ff:part:\{fp:\d+\}:events|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
 )
@@ -63,7 +63,7 @@ async def find_leaks(backend: Backend) -> list[str]:
     problems: list[str] = []
     for name in sorted(known):
         if owned := _EXECUTION.match(name):
-            if not _EXECUTION_PARTS.match(owned["part"]):
+            if owned["part"] and not _EXECUTION_PARTS.match(owned["part"]):
                 problems.append(f"unknown kind of execution key: {name}")
             if not _has_record(known, owned["id"]):
                 problems.append(f"execution key without a record: {name}")

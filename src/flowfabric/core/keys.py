@@ -180,9 +180,9 @@ def met(tag: str, execution_id: str) -> str:
     return _exec(tag, execution_id, "suspension:met")
 
 
-def suspend_dedup(tag: str, execution_id: str, key: str) -> str:
-    """The answer that a suspension with this idempotency key got."""
-    return f"ff:dedup:suspend:{tag}:{execution_id}:{key}"
+def suspend_dedup(tag: str, execution_id: str) -> str:
+    """The answers that suspensions of an execution got, by idempotency key."""
+    return f"ff:dedup:suspend:{tag}:{execution_id}"
 
 
 def waitpoints(tag: str, execution_id: str) -> str:

@@ -20,7 +20,7 @@ from flowfabric.core.errors import (
     engine_error,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId, stored_lane, validate_lane
+from flowfabric.core.ids import ExecutionId, stored_lane, validate_lane, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.arguments import checked_tag, fence_text
@@ -249,6 +249,16 @@ class Calls:
                 found.append(stored_lane(stored, "lanes_in_use"))
             except CorruptionError:
                 self._tell(keys.LANES, stored)
+        return sorted(found)
+
+    async def namespaces_in_use(self) -> list[str]:
+        """Registered namespaces, in order. An entry that is none is told of once and left out."""
+        found: list[str] = []
+        for stored in await self._registered(keys.NAMESPACES):
+            try:
+                found.append(validate_namespace(stored))
+            except ValidationError:
+                self._tell(keys.NAMESPACES, stored)
         return sorted(found)
 
     async def _registered(self, registry: str) -> list[str]:

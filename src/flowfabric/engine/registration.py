@@ -172,8 +172,8 @@ class Registration(Calls):
         places: dict[str, dict[str, str]] = {}
         cursor: Any = 0
         while True:
-            reply: Any = await self.transport.call(
-                *("HSCAN", keys.PLACES, cursor, "COUNT", 1000), key=keys.PLACES
+            reply = await self.read(
+                f"{keys.PLACES}: registry", "HSCAN", keys.PLACES, cursor, "COUNT", 1000
             )
             cursor, flat = int(reply[0]), reply[1]
             for place, stamp in zip(flat[::2], flat[1::2], strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
 from flowfabric.core.environment import whole_number
-from flowfabric.core.errors import LimitError, UnavailableError
+from flowfabric.core.errors import LimitError, TransportError, UnavailableError
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import Connection, Transport
 
@@ -49,6 +49,9 @@ class StreamPool:
         # Where the connection of a hash tag led, in a cluster.
         self._node_of: dict[str, str] = {}
         self.closed = False
+        self.draining = False
+        # Those of the busy ones that wait for news of a stream.
+        self._waiting: set[Connection] = set()
         self._empty = asyncio.Event()
         forget_on_fork(self)
 
@@ -128,10 +131,26 @@ class StreamPool:
         again = self._spare and not self.closed
         self._looking = loop.call_later(self._idle_s, self._shrink, loop) if again else None
 
+    async def await_news(self, conn: Connection, news: Awaitable[None]) -> None:
+        """Wait for news on a connection, or until the pool drains."""
+        self._waiting.add(conn)
+        try:
+            await news
+        except TransportError:
+            if not self.draining:
+                raise
+        finally:
+            self._waiting.discard(conn)
+
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new calls and wait for those under way; False when some outlast the grace."""
-        self.closed = True
+        """Refuse new calls, end those that wait for news, and let the others finish.
+
+        False when some outlast the grace.
+        """
+        self.closed = self.draining = True
         self._empty.clear()
+        for conn in list(self._waiting):
+            conn.abort("the process stops")
         if self.held and grace_s > 0:
             try:
                 async with asyncio.timeout(grace_s):

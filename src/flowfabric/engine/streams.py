@@ -84,10 +84,14 @@ class Streams(Appends):
                 )
                 position = found.examined or position
                 left = deadline - loop.time()
-                if found.frames or found.page.closed_at is not None or left <= 0:
+                ended = found.page.closed_at is not None or self.stream_pool.draining
+                if found.frames or ended or left <= 0:
                     return found.shown(position, asked)
                 pause = left if found.page.followed else min(left, _UNNOTICED_S)
-                await reader.await_news(conn, position, pause)
+                news = reader.await_news(conn, position, pause)
+                await self.stream_pool.await_news(conn, news)
+                if self.stream_pool.draining:
+                    return found.shown(position, asked)
 
         with self.stream_pool.permit(waits=block_ms > 0):
             return await self._connected(reader, wait)
@@ -108,7 +112,7 @@ class Streams(Appends):
         return StreamFollower(self, execution_id, attempt_index, after, visibility)
 
     async def shutdown_prepare(self, grace_s: float) -> None:
-        """Refuse new stream calls and wait for those under way, up to the grace period."""
+        """Refuse new stream calls, end waiting tails, and let reads finish within the grace."""
         grace_s = seconds(grace_s, "grace_s")
         loop = asyncio.get_running_loop()
         started = loop.time()

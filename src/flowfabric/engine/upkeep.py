@@ -21,6 +21,7 @@ __all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "SurveyPart", "Upkee
 Mode = Literal["check", "repair"]
 
 _LANES_SEARCHED = 100
+_WORKERS_AT_ONCE = 200
 
 
 class DuePage(msgspec.Struct, frozen=True):
@@ -114,9 +115,9 @@ class Upkeep(Calls):
         """Go on deleting what trimmed executions left; how many executions are still to do."""
         return await self.ask("ff_purge", tag, (), lambda reply: int(reply[3]), op="purge")
 
-    async def trim_events(self, tag: str, older_than_ms: int) -> int:
-        """Drop feed entries from before a time."""
-        key, edge = keys.events(tag), f"{older_than_ms}-0"
+    async def trim_events(self, key: str, older_than_ms: int) -> int:
+        """Drop the entries of a feed from before a time."""
+        edge = f"{older_than_ms}-0"
         newest: Any = await self.transport.call(
             "XREVRANGE", key, f"({edge}", "-", "COUNT", 1, key=key
         )
@@ -188,6 +189,14 @@ class Upkeep(Calls):
             *("ff_forget_places", keys.LANES_TAG, args),
             lambda reply: int(reply[2]),
             op="forget_places",
+        )
+
+    async def sweep_workers(self, namespace: str, cursor: str = "0") -> tuple[str, int]:
+        """Take expired workers out of the index; the next cursor, `0` at the end, and how many."""
+        return await self.ask(
+            *("ff_worker_sweep", f"{{{namespace}}}", (cursor, _WORKERS_AT_ONCE)),
+            lambda reply: (text(reply[2]), int(reply[3])),
+            op="sweep_workers",
         )
 
     async def used_partitions(self) -> list[str]:

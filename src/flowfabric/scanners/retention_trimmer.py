@@ -41,19 +41,19 @@ class RetentionTrimmer(DueScanner):
         trimmed = await super().scan(backend, scope)
         tally = Tally()
         tally.processed, tally.errors, tally.more = trimmed.processed, trimmed.errors, trimmed.more
-        tags = scope.territory.tags
-        if tags:
-            oldest = await backend.server_time_ms() - self._events_retention_ms
-            for tag in tags:
-                if scope.spent():
-                    tally.more = True
-                    break
-                await self._finish(backend, scope, tag, oldest, tally)
+        oldest = max(0, await backend.server_time_ms() - self._events_retention_ms)
+        for tag in scope.territory.tags:
+            if scope.spent():
+                tally.more = True
+                break
+            await self._finish(backend, scope, tag, oldest, tally)
         try:
+            for namespace in await backend.namespaces_in_use():
+                await backend.trim_events(keys.worker_events(f"{{{namespace}}}"), oldest)
             await forget_idle_lanes(backend, scope)
         except EngineError as error:
             tally.errors += 1
-            scope.trouble("lanes not swept", error)
+            scope.trouble("registries not trimmed", error)
         return tally.result()
 
     async def _finish(
@@ -64,7 +64,7 @@ class RetentionTrimmer(DueScanner):
             owed: Any
             owed, _ = await asyncio.gather(
                 backend.transport.call("EXISTS", backlog, key=backlog),
-                backend.trim_events(tag, max(0, oldest)),
+                backend.trim_events(keys.events(tag), oldest),
             )
             while owed:
                 owed = await backend.purge(tag)

@@ -25,6 +25,7 @@ INTERVALS_S: Mapping[str, float] = {
     "doorbell": 2.0,
     "index_reconciler": 45.0,
     "retention_trimmer": 60.0,
+    "worker_sweeper": 30.0,
 }
 """Every scanner with its interval: nothing waits longer than that after it is due."""
 

@@ -7,7 +7,8 @@ import hashlib
 import logging
 
 from flowfabric.core import keys
-from flowfabric.core.errors import EngineError, invalid_input
+from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
+from flowfabric.core.text import shown
 from flowfabric.engine.backend import Backend
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
 from flowfabric.scanners.base import Scanner, ScanResult
@@ -28,6 +29,7 @@ from flowfabric.scanners.suspension_timeout import SuspensionTimeout
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.trouble import Outage
 from flowfabric.scanners.watch import DueWatch, Indexes
+from flowfabric.scanners.worker_sweeper import WorkerSweeper
 
 __all__ = ["ScannerSupervisor"]
 
@@ -64,6 +66,7 @@ class ScannerSupervisor:
             doorbell,
             IndexReconciler(),
             RetentionTrimmer(settings.events_retention_ms),
+            WorkerSweeper(),
         ]
         watched: dict[str, Indexes] = {s.name: s.indexes for s in (*due, doorbell)}
         enabled = [*due, *(s for s in others if s.name not in settings.disabled)]
@@ -137,7 +140,8 @@ class ScannerSupervisor:
         """One full cycle of one scanner now, whoever leads; for tests and operators."""
         runner = self._runners.get(name)
         if runner is None:
-            raise invalid_input("scanner", f"must be one of {', '.join(self._runners)}")
+            known = ", ".join(self._runners)
+            raise NotFoundError("scanner_not_found", f"{shown(name)}: there are {known}")
         if partition is not None and not 0 <= partition < self._backend.counts.flow:
             raise invalid_input("partition", f"must be below {self._backend.counts.flow}")
         tag = None if partition is None else f"{{fp:{partition}}}"

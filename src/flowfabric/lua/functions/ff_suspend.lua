@@ -14,18 +14,22 @@
 local PAST_TOLERANCE_MS = 600000
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000
+-- How many answers an execution keeps.
+local DEDUP_MANY = 100
 
 -- The first answer to this key, or the error of a key that was used under another lease.
 local function repeated(c, id, text, want)
   if want.idem == '' then return nil end
-  local key = K.suspend_dedup(c.tag, id, want.idem)
-  local readable, known = try(server.call, 'HMGET', key, 'reply', 'lease')
-  if not readable or not known[1] then return nil end
-  local answer
-  readable, answer = pcall(cmsgpack.unpack, known[1])
-  if not readable or type(answer) ~= 'table' or answer[1] ~= 1 then return nil end
+  local readable, stored = try(server.call, 'HGET', K.suspend_dedup(c.tag, id), want.idem)
+  if not readable or not stored then return nil end
+  local known
+  readable, known = pcall(cmsgpack.unpack, stored)
+  if not readable or type(known) ~= 'table' then return nil end
+  local answer = known.reply
+  if type(answer) ~= 'table' or answer[1] ~= 1 then return nil end
+  if (tonumber(known.expires_at) or 0) <= c.now then return nil end
   local given = fence.parse(text)
-  if known[2] ~= given.lease_id .. '/' .. given.epoch then
+  if known.lease ~= given.lease_id .. '/' .. given.epoch then
     return reply.err('invalid_input', 'idempotency_key: suspend_idempotency_key_reused')
   end
   return answer
@@ -37,10 +41,12 @@ local function remember(c, id, want, rec, answer)
   if want.timeout_at then
     ttl = math.min(math.max(want.timeout_at - c.now, 0) + DEDUP_TAIL_MS, DEDUP_MAX_MS)
   end
-  local key = K.suspend_dedup(c.tag, id, want.idem)
-  server.call('DEL', key)
-  server.call('HSET', key, 'reply', cmsgpack.pack(answer), 'lease', rec.lease)
-  server.call('PEXPIRE', key, ttl)
+  local key = K.suspend_dedup(c.tag, id)
+  local readable, count = try(server.call, 'HLEN', key)
+  if not readable or count >= DEDUP_MANY then server.call('DEL', key) end
+  local known = { reply = answer, lease = rec.lease, expires_at = c.now + ttl }
+  server.call('HSET', key, want.idem, cmsgpack.pack(known))
+  if server.call('PTTL', key) < ttl then server.call('PEXPIRE', key, ttl) end
   return answer
 end
 

@@ -28,7 +28,7 @@ local function trim(c, lane, id)
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
     K.steps(c.tag, id), K.unresolved(c.tag, id), K.suspension(c.tag, id),
     K.marks(c.tag, id), K.satisfiers(c.tag, id), K.met(c.tag, id),
-    K.pending_waitpoints(c.tag, id))
+    K.pending_waitpoints(c.tag, id), K.suspend_dedup(c.tag, id))
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
   local left = purging.step(c, id, attempts .. ((rec.streamed or rec.tailed) and 's' or ''))

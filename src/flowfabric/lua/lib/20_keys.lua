@@ -65,7 +65,7 @@ function K.suspension(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':suspen
 function K.marks(tag, id) return K.suspension(tag, id) .. ':satisfied_set' end
 function K.satisfiers(tag, id) return K.suspension(tag, id) .. ':satisfied_set:signals' end
 function K.met(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':suspension:met' end
-function K.suspend_dedup(tag, id, key) return 'ff:dedup:suspend:' .. tag .. ':' .. id .. ':' .. key end
+function K.suspend_dedup(tag, id) return 'ff:dedup:suspend:' .. tag .. ':' .. id end
 function K.waitpoints(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':waitpoints' end
 function K.pending_waitpoints(tag, id) return K.waitpoints(tag, id) .. ':pending' end
 function K.waitpoint(tag, waitpoint_id) return 'ff:wp:' .. tag .. ':' .. waitpoint_id end

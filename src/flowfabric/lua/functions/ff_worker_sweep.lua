@@ -1,0 +1,16 @@
+-- ff_worker_sweep: remove worker processes from the index whose registration has expired.
+-- Keys (tag = namespace): workers, worker alive, worker caps, worker events.
+-- Arguments: cursor (0 at first), how many to look at.
+-- Replies: next cursor (0 at the end), how many were removed. Errors: none. Events: worker_expired.
+register('ff_worker_sweep', function(keys, args)
+  local tag, swept = keys[1], 0
+  local page = server.call('SSCAN', K.workers(tag), args[1], 'COUNT', args[2])
+  for _, instance in ipairs(page[2]) do
+    if server.call('EXISTS', K.worker_alive(tag, instance), K.worker_record(tag, instance)) == 0 then
+      server.call('SREM', K.workers(tag), instance)
+      workers.event(tag, clock.now(), 'worker_expired', '', instance)
+      swept = swept + 1
+    end
+  end
+  return reply.ok(page[1], swept)
+end, { 'allow-oom' })

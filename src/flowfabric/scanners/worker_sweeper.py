@@ -1,0 +1,35 @@
+"""Worker processes that died without a word leave the registry."""
+
+from __future__ import annotations
+
+from flowfabric.core.errors import EngineError
+from flowfabric.engine.backend import Backend
+from flowfabric.scanners.base import ScanResult, Scope, Tally
+
+__all__ = ["WorkerSweeper"]
+
+
+class WorkerSweeper:
+    """Removes expired registrations from the index of each namespace."""
+
+    name = "worker_sweeper"
+
+    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+        """Sweep every namespace."""
+        tally = Tally()
+        for namespace in await backend.namespaces_in_use():
+            cursor = "0"
+            while True:
+                if scope.spent():
+                    return ScanResult(tally.processed, tally.errors, more=True)
+                try:
+                    cursor, swept = await backend.sweep_workers(namespace, cursor)
+                except EngineError as error:
+                    tally.errors += 1
+                    scope.trouble("workers not swept", error, namespace=namespace)
+                    break
+                tally.processed += swept
+                scope.progress()
+                if cursor == "0":
+                    break
+        return tally.result()

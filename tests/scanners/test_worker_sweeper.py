@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core import keys
+from flowfabric.scanners.base import ScanResult
+from tests.scanners.support import idle
+from tests.support.engine import Engine
+
+NAMESPACE = "{default}"
+
+
+async def register(engine: Engine, *instances: str) -> None:
+    for instance in instances:
+        await engine.backend.register_worker(
+            worker_id="w", worker_instance_id=instance, lanes=["default"]
+        )
+
+
+async def expire(engine: Engine, *instances: str) -> None:
+    """What the server does once the heartbeats stop."""
+    for instance in instances:
+        await engine.backend.transport.call(
+            *("DEL", keys.worker_alive(NAMESPACE, instance)),
+            keys.worker_record(NAMESPACE, instance),
+        )
+
+
+async def indexed(engine: Engine) -> set[bytes]:
+    found: Any = await engine.backend.transport.call("SMEMBERS", keys.workers(NAMESPACE))
+    return set(found)
+
+
+async def feed(engine: Engine) -> list[dict[bytes, bytes]]:
+    entries: Any = await engine.backend.transport.call(
+        "XRANGE", keys.worker_events(NAMESPACE), "-", "+"
+    )
+    return [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in entries]
+
+
+async def test_expired_workers_leave_the_index(engine: Engine) -> None:
+    await register(engine, "a", "b", "c")
+    await expire(engine, "a", "c")
+    assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=2)
+    assert await indexed(engine) == {b"b"}
+    told = [e for e in await feed(engine) if e[b"type"] == b"worker_expired"]
+    assert {event[b"worker_instance_id"] for event in told} == {b"a", b"c"}
+    assert await idle(engine).scan_once("worker_sweeper") == ScanResult()
+
+
+async def test_a_worker_with_either_key_stays(engine: Engine) -> None:
+    await register(engine, "a", "b")
+    call = engine.backend.transport.call
+    await call("DEL", keys.worker_alive(NAMESPACE, "a"))
+    await call("DEL", keys.worker_record(NAMESPACE, "b"))
+    assert await idle(engine).scan_once("worker_sweeper") == ScanResult()
+    assert await indexed(engine) == {b"a", b"b"}
+
+
+async def test_very_many_are_swept_in_parts(engine: Engine) -> None:
+    many = [f"w-{number}" for number in range(1000)]
+    await engine.backend.transport.call("SADD", keys.workers(NAMESPACE), *many)
+    await register(engine, "alive")
+    assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=1000)
+    assert await indexed(engine) == {b"alive"}
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_namespace_hides_no_other(engine: Engine) -> None:
+    await register(engine, "a")
+    await expire(engine, "a")
+    call = engine.backend.transport.call
+    await call("SADD", keys.NAMESPACES, "broken", b"\xff")
+    await call("SET", keys.workers("{broken}"), "x")
+    assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=1, errors=1)
+
+
+async def test_worker_feeds_are_trimmed_by_age(engine: Engine) -> None:
+    await register(engine, "old")
+    await idle(engine).scan_once("retention_trimmer")
+    assert len(await feed(engine)) == 1
+    await engine.advance(86_400_001)
+    await idle(engine).scan_once("retention_trimmer")
+    assert await feed(engine) == []
