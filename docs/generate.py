@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-import re
-import subprocess
 import sys
 from itertools import groupby
 from pathlib import Path
 
+from flowfabric.cli.main import COMMANDS, app
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.state import CODE_LETTERS
 from flowfabric.scanners.settings import INTERVALS_S
@@ -131,29 +132,17 @@ def scanners() -> str:
 
 
 def _help(*arguments: str) -> str:
-    # The terminal's width and colours must not end up in the page.
-    env = {**os.environ, "COLUMNS": "88", "TERMINAL_WIDTH": "88", "TERM": "dumb", "NO_COLOR": "1"}
-    code = "from flowfabric.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--help"],
-        env=env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
-
-
-def commands() -> list[str]:
-    """Every command, in the order in which the help lists them."""
-    listing = _help().partition("Commands:\n")[2].partition("\n\n")[0]
-    return re.findall(r"^  (\S+)", listing, re.MULTILINE)
+    # The page must not depend on the terminal that it is written in.
+    os.environ |= {"COLUMNS": "88", "TERMINAL_WIDTH": "88"}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        app([*arguments, "--help"], prog_name="flowfabric", standalone_mode=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().strip().splitlines())
 
 
 def command_line() -> str:
     """The help of every command."""
     lines = ["# Command line", "", NOTE, "```text", _help(), "```"]
-    for name in commands():
+    for name in (*COMMANDS, "bench", "version"):
         lines += ["", f"## flowfabric {name}", "", "```text", _help(name), "```"]
     lines += [
         "",
@@ -161,17 +150,17 @@ def command_line() -> str:
         "",
         "| code | meaning |",
         "|---|---|",
-        "| 0 | it did what was asked |",
-        "| 1 | it failed; of `doctor`: something is broken |",
-        "| 2 | it was typed wrongly: an option, an id, a url |",
-        "| 130 | Ctrl-C ended it |",
-        "| 143 | SIGTERM ended a worker that could not stop by itself: a task blocked it |",
-        "| 141 | whoever read its output went away, as `head` does |",
+        "| 0 | success |",
+        "| 1 | failure; for `doctor`: a check failed |",
+        "| 2 | usage error: a wrong option, id or url |",
+        "| 130 | stopped by Ctrl-C |",
+        "| 143 | a worker was stopped by SIGTERM while a task blocked it |",
+        "| 141 | the reader of its output exited, as `head` does |",
         "",
-        "Errors go to standard error: one line that begins with `error:`, the code and what is",
-        "wrong, then one with a hint. With `--json` an error is one JSON object there,",
-        '`{"error": {"code": …, "message": …, "details": […], "hint": …}}`. Standard output holds',
-        "only what was asked for.",
+        "Errors go to standard error: a line with `error:`, the code and the problem, then a line",
+        "with a hint. With `--json`, an error is one JSON object:",
+        '`{"error": {"code": …, "message": …, "details": […], "hint": …}}`. Standard output gets',
+        "only results.",
     ]
     return "\n".join(lines) + "\n"
 

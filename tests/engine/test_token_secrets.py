@@ -32,6 +32,22 @@ def store(partition: int = 0) -> str:
     return f"ff:sec:{{fp:{partition}}}:waitpoint_hmac"
 
 
+async def test_a_seeding_call_is_short(engine: Engine) -> None:
+    """The slow log shows arguments of long calls, so no call names many partitions."""
+    call = engine.backend.transport.call
+    await call("CONFIG", "SET", "slowlog-log-slower-than", 0, "slowlog-max-len", 100_000)
+    try:
+        await engine.backend.seed_at_boot(SECRET)
+        logged: Any = await call("SLOWLOG", "GET", -1)
+    finally:
+        await call("CONFIG", "SET", "slowlog-log-slower-than", 10_000, "slowlog-max-len", 128)
+        await call("SLOWLOG", "RESET")
+    calls = [entry[3] for entry in logged if b"ff_seed_secret" in entry[3]]
+    assert len(calls) == ALL / 16
+    # Longer ones end with the number of arguments that are left out.
+    assert all(b"more arguments" not in arguments[-1] for arguments in calls)
+
+
 # --- what is signed -----------------------------------------------------------------------------
 
 

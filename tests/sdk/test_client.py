@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.contracts.executions import Created, Duplicate
+from flowfabric.core.contracts.leases import Revoked
+from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError, NotFoundError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
@@ -25,6 +27,7 @@ from tests.sdk.support import submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
+from tests.support.suspension import SECRET
 
 
 @pytest.fixture
@@ -112,6 +115,42 @@ async def test_change_priority_list_and_replay(client: Client, engine: Engine) -
     await client.replay(second, "once more")
     with pytest.raises(NotFinished):
         await client.result_now(second)
+
+
+async def test_what_operators_do(client: Client, engine: Engine) -> None:
+    backend = engine.backend
+    await backend.seed_at_boot(SECRET)
+    handle = await engine.running()
+    execution_id = handle.execution_id
+    assert await client.read_summary(execution_id, 0) is None
+    await backend.append_frame(handle, Frame(payload=b'{"a":1}'), mode="summary")
+    summary = await client.read_summary(execution_id, 0)
+    assert summary is not None
+    assert summary.document_json == b'{"a":1}'
+    waitpoint = await backend.create_waitpoint(handle, "later", 60_000)
+    assert await client.close_waitpoint(execution_id, waitpoint.waitpoint_id, "not needed")
+    assert not await client.close_waitpoint(execution_id, waitpoint.waitpoint_id)
+    await backend.complete(handle)
+    with pytest.raises(EngineError, match="replay_not_allowed"):
+        await client.replay(execution_id, expected_replay_count=4)
+    await client.replay(
+        execution_id, "again", requested_by="ada", expected_replay_count=0, keep_steps=True
+    )
+    claim = await engine.claim()
+    attempt = (await backend.read_attempts(execution_id))[1]
+    assert (attempt.replay_reason, attempt.replay_requested_by) == ("again", "ada")
+    with pytest.raises(EngineError, match="stale_lease"):
+        await client.revoke_lease(execution_id, expected_lease_id=handle.lease_id)
+    revoked = await client.revoke_lease(execution_id, expected_lease_id=claim.handle.lease_id)
+    assert isinstance(revoked, Revoked)
+
+
+async def test_rotating_the_secret(client: Client, engine: Engine) -> None:
+    await engine.backend.seed_at_boot(SECRET)
+    summary = await client.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, grace_ms=1000)
+    assert (summary.rotated, summary.failed) == (engine.backend.counts.flow, ())
+    kids = await client.list_waitpoint_hmac_kids(5)
+    assert (kids.current_kid, [key.kid for key in kids.verifying]) == ("k2", ["k1"])
 
 
 # --- waiting --------------------------------------------------------------------------------

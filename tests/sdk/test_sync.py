@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -69,7 +70,13 @@ async def test_everything_works(client: SyncClient, engine: Engine) -> None:
         with pytest.raises(ff.ExecutionCancelled):
             client.result(execution_id, timeout=5)
         assert client.wait(execution_id).state.value == "cancelled"
-        client.replay(execution_id)
+        client.replay(execution_id, requested_by="ada", expected_replay_count=0)
+        assert client.read_summary(execution_id, 0) is None
+        assert client.revoke_lease(execution_id).kind == "already_satisfied"
+        with pytest.raises(ff.EngineError, match="waitpoint_not_found"):
+            client.close_waitpoint(execution_id, str(uuid4()))
+        client.rotate_waitpoint_hmac_secret_all("k9", "ab" * 32)
+        assert client.list_waitpoint_hmac_kids().current_kid == "k9"
         many = [client.new_execution("job", execution_id=i) for i in client.mint("default", 3)]
         assert len(client.submit_many(many)) == 3
         assert client.namespace == "default"

@@ -11,7 +11,7 @@ import typer
 
 __all__ = ["AofChoice", "Scenario", "bench", "register"]
 
-_HELP = """Measure this machine on a private Valkey, gone afterwards.
+_HELP = """Measure this machine on a private, temporary Valkey.
 
 \b
 lifecycle  submit_many, then one worker runs a no-op for each:

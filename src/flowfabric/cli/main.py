@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,11 @@ COMMANDS = {
     "signal": ("answers", "Answer a wait with the token of its waitpoint."),
     "cancel": ("executions", "Cancel executions that have not finished."),
     "replay": ("executions", "Rerun a finished execution under the same id."),
+    "summary": ("tail", "Print the summary document of an execution."),
+    "revoke-lease": ("executions", "Take an execution from the worker that runs it."),
+    "close-waitpoint": ("answers", "Close a waitpoint, so that its token stops working."),
+    "secrets": ("secrets", "List the keys that sign waitpoint tokens."),
+    "rotate-secret": ("secrets", "Sign waitpoint tokens with a new secret."),
     "doctor": ("doctor", "Check the deployment and suggest fixes."),
 }
 """The module of each command and its line in `flowfabric --help`.
@@ -139,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 on success, 1 on failure, 2 on a usage error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
+    # Commands report results themselves; only a worker logs, once it has set up its own handler.
+    logging.getLogger("flowfabric").addHandler(logging.NullHandler())
     sys.exit(_run(given or ["--help"]))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
 import typer
 
+from flowfabric.cli.errors import UsageError
 from flowfabric.core.catalogue import meaning
 from flowfabric.core.durations import to_ms
 from flowfabric.core.errors import ConfigError, EngineError
@@ -15,6 +17,7 @@ from flowfabric.core.ids import validate_lane, validate_namespace
 
 __all__ = [
     "ID_HELP",
+    "ByOption",
     "IdArgument",
     "JsonOption",
     "LaneOption",
@@ -23,7 +26,9 @@ __all__ = [
     "PayloadOption",
     "Target",
     "UrlOption",
+    "YesOption",
     "check_option",
+    "confirm",
     "parse_lane",
     "parse_names",
     "parse_seconds",
@@ -52,6 +57,11 @@ PayloadOption = Annotated[
     str | None,
     typer.Option("--payload", metavar="JSON", help="The payload: JSON, @file, or - for stdin."),
 ]
+ByOption = Annotated[
+    str | None,
+    typer.Option("--as", metavar="NAME", help="Who decides. Default: your user name."),
+]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -92,6 +102,17 @@ def check_option(check: Callable[[str], object], value: str, option: str) -> str
         problem = meaning(error.detail) or error.detail.partition(": ")[2] or error.detail
         raise typer.BadParameter(problem, param_hint=option) from error
     return value
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before a change that cannot be undone. Without a terminal, `--yes` is required."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "not_confirmed", "this cannot be undone", "pass --yes to run it without a terminal"
+        )
+    typer.confirm(question, abort=True, err=True)
 
 
 def parse_lane(text: str | None) -> str | None:

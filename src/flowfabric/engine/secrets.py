@@ -24,13 +24,14 @@ from flowfabric.core.stored import stored_text
 from flowfabric.engine.arguments import MAX_EXACT, checked_text, partition_number
 from flowfabric.engine.calls import Calls, text
 
-__all__ = ["DEFAULT_GRACE_MS", "FIRST_KID", "Secrets", "check_secret"]
+__all__ = ["DEFAULT_GRACE_MS", "FIRST_KID", "Secrets", "check_rotation", "check_secret"]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_GRACE_MS = 86_400_000
 FIRST_KID = "k1"
 _FAN_OUT = 16
+_SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 _is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
@@ -56,7 +57,7 @@ class Secrets(Calls):
         self, kid: str, secret: str, partitions: Sequence[int], *, repair: bool = False
     ) -> list[Found]:
         tags = [f"{{fp:{index}}}" for index in partitions]
-        size = 1 if self.transport.is_cluster else max(1, len(tags))
+        size = 1 if self.transport.is_cluster else _SEED_GROUP
         groups = [tags[start : start + size] for start in range(0, len(tags), size)]
         gate = asyncio.Semaphore(_FAN_OUT)
 
@@ -129,7 +130,7 @@ class Secrets(Calls):
     ) -> Rotation:
         """Make a new secret current on one partition; the old verifies until its grace ends."""
         return await self._rotate(
-            partition, new_kid, _check_rotation(new_kid, new_secret_hex, grace_ms), grace_ms
+            partition, new_kid, check_rotation(new_kid, new_secret_hex, grace_ms), grace_ms
         )
 
     async def _rotate(self, partition: int, kid: str, secret: str, grace_ms: int) -> Rotation:
@@ -152,7 +153,7 @@ class Secrets(Calls):
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
     ) -> RotationSummary:
         """Rotate every partition; one that fails never stops the others, and a re-run converges."""
-        secret = _check_rotation(new_kid, new_secret_hex, grace_ms)
+        secret = check_rotation(new_kid, new_secret_hex, grace_ms)
         gate = asyncio.Semaphore(_FAN_OUT)
 
         async def rotate(partition: int) -> Rotation:
@@ -204,7 +205,8 @@ def _kids(reply: list[Any]) -> HmacKids:
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
 
 
-def _check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
+def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
+    """The secret in lower case, if everything about the rotation is valid."""
     if not isinstance(kid, str) or not _is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
     secret = check_secret(secret_hex)

@@ -22,6 +22,7 @@ from flowfabric.core.contracts.executions import (
     Replayed,
 )
 from flowfabric.core.contracts.lease_events import EventFilter
+from flowfabric.core.contracts.leases import RevokeOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
     EngineError,
@@ -263,9 +264,47 @@ class Client(ClientSignals, ClosedOnce):
         """Cancel from any phase; a running handler learns of it with its next renewal."""
         return await self.backend.cancel_execution(execution_id, reason)
 
-    async def replay(self, execution_id: ExecutionId, reason: str = "") -> Replayed:
-        """Run an ended execution again under the same id."""
-        return await self.backend.replay_execution(execution_id, reason=reason)
+    async def replay(
+        self,
+        execution_id: ExecutionId,
+        reason: str = "",
+        *,
+        requested_by: str = "",
+        expected_replay_count: int | None = None,
+        keep_steps: bool = False,
+    ) -> Replayed:
+        """Rerun a finished execution under the same id.
+
+        With `expected_replay_count`, raises `replay_not_allowed` unless it was replayed exactly
+        that often, so that a repeated call does not replay twice. `keep_steps` keeps the results
+        of its steps.
+        """
+        return await self.backend.replay_execution(
+            execution_id,
+            reason=reason,
+            requested_by=requested_by,
+            expected_replay_count=expected_replay_count,
+            keep_steps=keep_steps,
+        )
+
+    async def revoke_lease(
+        self,
+        execution_id: ExecutionId,
+        *,
+        expected_lease_id: str = "",
+        reason: str = "operator",
+        revoked_by: str = "operator",
+    ) -> RevokeOutcome:
+        """Take the lease from the worker that holds it; another worker continues the attempt.
+
+        With `expected_lease_id`, raises `stale_lease` if another lease is held by now.
+        """
+        return await self.backend.revoke_lease(
+            execution_id,
+            expected_lease_id=expected_lease_id,
+            reason=reason,
+            revoked_by=revoked_by,
+        )
 
     async def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
         """Move an execution that is not running yet forward or back."""

@@ -1,14 +1,16 @@
-"""What a client does about waits and output: answering, approving, listing, following."""
+"""The part of a client that deals with waits, signing keys and output."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from flowfabric.core.contracts.streams import StreamFrames, Visibility
+from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument, Visibility
 from flowfabric.core.contracts.suspension import (
+    HmacKids,
     OpenWaitpoint,
     OpenWaitpoints,
     Resumed,
+    RotationSummary,
     SignalOutcome,
     SuspendedPage,
 )
@@ -16,6 +18,7 @@ from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.secrets import DEFAULT_GRACE_MS
 from flowfabric.sdk.tail import Tail
 
 __all__ = ["ClientSignals", "find_waitpoint"]
@@ -52,7 +55,7 @@ def _unnumbered(key: str) -> str | None:
 
 
 class ClientSignals:
-    """The part of a client that deals with waits and output."""
+    """Waits, signing keys and output."""
 
     backend: Backend
     _watch: CompletionWatch
@@ -172,6 +175,31 @@ class ClientSignals:
         """The token of an open waitpoint: whoever has it may answer."""
         return await self.backend.read_waitpoint_token(execution_id, waitpoint_id)
 
+    async def close_waitpoint(
+        self, execution_id: ExecutionId, waitpoint_id: str, reason: str = "proactive_close"
+    ) -> bool:
+        """Close a waitpoint: its token stops working. False if it was closed before.
+
+        An execution that waits only for this waitpoint stays suspended until it times out or an
+        operator resumes it.
+        """
+        return await self.backend.close_waitpoint(execution_id, waitpoint_id, reason)
+
+    async def rotate_waitpoint_hmac_secret_all(
+        self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
+    ) -> RotationSummary:
+        """Sign new tokens with a new secret; tokens of the old one work until the grace ends.
+
+        A partition that fails does not stop the others. Repeat the call to finish it.
+        """
+        return await self.backend.rotate_waitpoint_hmac_secret_all(
+            new_kid, new_secret_hex, grace_ms
+        )
+
+    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
+        """The names of the signing keys that a partition accepts, without their secrets."""
+        return await self.backend.list_waitpoint_hmac_kids(partition)
+
     async def verify_and_deliver(
         self,
         execution_id: ExecutionId,
@@ -203,6 +231,12 @@ class ClientSignals:
             count_limit=count,
             visibility=visibility,
         )
+
+    async def read_summary(
+        self, execution_id: ExecutionId, attempt_index: int
+    ) -> SummaryDocument | None:
+        """The summary document of an attempt; None if the attempt wrote none."""
+        return await self.backend.read_summary(execution_id, attempt_index)
 
     @property
     def sources(self) -> tuple[Backend, CompletionWatch]:

@@ -18,10 +18,18 @@ from flowfabric.core.contracts.executions import (
     Replayed,
 )
 from flowfabric.core.contracts.lease_events import EventFilter
-from flowfabric.core.contracts.streams import StreamedFrame, StreamFrames, Visibility
+from flowfabric.core.contracts.leases import RevokeOutcome
+from flowfabric.core.contracts.streams import (
+    StreamedFrame,
+    StreamFrames,
+    SummaryDocument,
+    Visibility,
+)
 from flowfabric.core.contracts.suspension import (
+    HmacKids,
     OpenWaitpoints,
     Resumed,
+    RotationSummary,
     SignalOutcome,
     SuspendedPage,
 )
@@ -31,6 +39,7 @@ from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.engine.feed_reader import Start
 from flowfabric.engine.listing import Filter
+from flowfabric.engine.secrets import DEFAULT_GRACE_MS
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.portal import Portal, iterate
 from flowfabric.sdk.sync_feed import SyncLeaseFeed
@@ -172,9 +181,43 @@ class SyncClient(Closing):
         """Cancel from any phase; a running handler learns of it with its next renewal."""
         return self._call(lambda client: client.cancel(execution_id, reason))
 
-    def replay(self, execution_id: ExecutionId, reason: str = "") -> Replayed:
-        """Run an ended execution again under the same id."""
-        return self._call(lambda client: client.replay(execution_id, reason))
+    def replay(
+        self,
+        execution_id: ExecutionId,
+        reason: str = "",
+        *,
+        requested_by: str = "",
+        expected_replay_count: int | None = None,
+        keep_steps: bool = False,
+    ) -> Replayed:
+        """Rerun a finished execution under the same id."""
+        return self._call(
+            lambda client: client.replay(
+                execution_id,
+                reason,
+                requested_by=requested_by,
+                expected_replay_count=expected_replay_count,
+                keep_steps=keep_steps,
+            )
+        )
+
+    def revoke_lease(
+        self,
+        execution_id: ExecutionId,
+        *,
+        expected_lease_id: str = "",
+        reason: str = "operator",
+        revoked_by: str = "operator",
+    ) -> RevokeOutcome:
+        """Take the lease from the worker that holds it; another worker continues the attempt."""
+        return self._call(
+            lambda client: client.revoke_lease(
+                execution_id,
+                expected_lease_id=expected_lease_id,
+                reason=reason,
+                revoked_by=revoked_by,
+            )
+        )
 
     def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
         """Move an execution that is not running yet forward or back."""
@@ -296,6 +339,26 @@ class SyncClient(Closing):
         """The token of an open waitpoint: whoever has it may answer."""
         return self._call(lambda client: client.read_waitpoint_token(execution_id, waitpoint_id))
 
+    def close_waitpoint(
+        self, execution_id: ExecutionId, waitpoint_id: str, reason: str = "proactive_close"
+    ) -> bool:
+        """Close a waitpoint: its token stops working. False if it was closed before."""
+        return self._call(lambda client: client.close_waitpoint(execution_id, waitpoint_id, reason))
+
+    def rotate_waitpoint_hmac_secret_all(
+        self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
+    ) -> RotationSummary:
+        """Sign new tokens with a new secret; tokens of the old one work until the grace ends."""
+        return self._call(
+            lambda client: client.rotate_waitpoint_hmac_secret_all(
+                new_kid, new_secret_hex, grace_ms
+            )
+        )
+
+    def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
+        """The names of the signing keys that a partition accepts, without their secrets."""
+        return self._call(lambda client: client.list_waitpoint_hmac_kids(partition))
+
     def verify_and_deliver(
         self,
         execution_id: ExecutionId,
@@ -326,6 +389,10 @@ class SyncClient(Closing):
                 execution_id, attempt_index, from_, to, count, visibility
             )
         )
+
+    def read_summary(self, execution_id: ExecutionId, attempt_index: int) -> SummaryDocument | None:
+        """The summary document of an attempt; None if the attempt wrote none."""
+        return self._call(lambda client: client.read_summary(execution_id, attempt_index))
 
     def tail(
         self,

@@ -1,4 +1,4 @@
-"""`flowfabric approve` and `flowfabric signal`."""
+"""`flowfabric approve`, `signal` and `close-waitpoint`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import typer
 
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
+    ByOption,
     IdArgument,
     JsonOption,
     NamespaceOption,
     PayloadOption,
     Target,
     UrlOption,
+    YesOption,
+    confirm,
 )
 from flowfabric.cli.reads.waits import read_last_wait, read_open_waitpoints
 from flowfabric.cli.session import find_execution, open_backend, user_name
@@ -30,7 +33,7 @@ from flowfabric.core.errors import EngineError, FlowFabricError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.backend import Backend
 
-__all__ = ["approve", "find_waitpoint", "signal"]
+__all__ = ["approve", "close_waitpoint", "signal"]
 
 _MIN_PREFIX = 4
 _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_not_suspended"})
@@ -54,6 +57,10 @@ _TOKEN_HINTS = {
     "as an operator: `flowfabric approve`",
 }
 
+WaitpointArgument = Annotated[
+    str, typer.Argument(metavar="WAITPOINT", help="The waitpoint's key or id.", show_default=False)
+]
+
 
 def approve(
     context: typer.Context,
@@ -66,10 +73,7 @@ def approve(
         ),
     ] = None,
     *,
-    by: Annotated[
-        str | None,
-        typer.Option("--as", metavar="NAME", help="Who decides. Default: your user name."),
-    ] = None,
+    by: ByOption = None,
     reject: Annotated[
         bool, typer.Option("--reject", help="Send `rejected` instead of `approved`.")
     ] = False,
@@ -120,10 +124,7 @@ def approve(
 def signal(
     context: typer.Context,
     id_: IdArgument,
-    waitpoint: Annotated[
-        str,
-        typer.Argument(metavar="WAITPOINT", help="The waitpoint's key or id.", show_default=False),
-    ],
+    waitpoint: WaitpointArgument,
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The signal's name.", show_default=False)
     ],
@@ -178,6 +179,42 @@ def signal(
                     raise CliError(error.code, "the token was refused", hint) from error
                 raise await _too_late(backend, execution_id, error) from error
         _print_outcome(execution_id, found, name, outcome, as_json=as_json)
+
+    asyncio.run(run())
+
+
+def close_waitpoint(
+    context: typer.Context,
+    id_: IdArgument,
+    waitpoint: WaitpointArgument,
+    *,
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Stored with the waitpoint.")
+    ] = "proactive_close",
+    yes: YesOption = False,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Close a waitpoint, so that its token stops working.
+
+    An execution that waits only for this waitpoint stays suspended until it times out or you
+    cancel it.
+    """
+    target = Target.of(context, url, namespace)
+    confirm("Close the waitpoint? It cannot be answered afterwards.", yes=yes)
+
+    async def run() -> None:
+        async with open_backend(target.url) as backend:
+            execution_id = await find_execution(backend, id_, target.namespace)
+            found = await find_waitpoint(backend, execution_id, waitpoint)
+            closed = await backend.close_waitpoint(execution_id, found.waitpoint_id, reason)
+        if as_json:
+            plain = {"execution_id": execution_id, "waitpoint_id": found.waitpoint_id}
+            print_json(plain | {"waitpoint_key": found.waitpoint_key, "closed": closed})
+        else:
+            effect = "closed" if closed else "no change: it was closed before"
+            Screen().line(f"{execution_id}  {clean(found.waitpoint_key)}: ", effect)
 
     asyncio.run(run())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -46,8 +45,6 @@ def doctor(
     Exits with status 1 if a check fails; warnings do not count.
     """
     target = Target.of(context, url, namespace)
-    # Preparing logs warnings that are also among the findings.
-    logging.disable(logging.WARNING)
     where, checks = asyncio.run(_run_checks(Place(target.url), target.namespace, prepare=prepare))
     sound = all(check.grade is not Grade.BROKEN for check in checks)
     if as_json:

@@ -1,4 +1,4 @@
-"""`flowfabric ps`, `show`, `cancel` and `replay`."""
+"""`flowfabric ps`, `show`, `cancel`, `replay` and `revoke-lease`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 from typing import Annotated
 
+import msgspec
 import typer
 
 from flowfabric.cli.errors import CliError, exit_code, report
 from flowfabric.cli.options import (
     ID_HELP,
+    ByOption,
     IdArgument,
     JsonOption,
     LaneOption,
@@ -18,6 +20,8 @@ from flowfabric.cli.options import (
     NamespaceOption,
     Target,
     UrlOption,
+    YesOption,
+    confirm,
     parse_lane,
     parse_tags,
 )
@@ -27,13 +31,14 @@ from flowfabric.cli.session import NoDataYet, find_execution, open_backend, user
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
 from flowfabric.cli.views.screen import Screen, print_json, state_style
+from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.listing import Filter
 
-__all__ = ["cancel", "ps", "replay", "show"]
+__all__ = ["cancel", "ps", "replay", "revoke_lease", "show"]
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -201,38 +206,88 @@ def replay(
             min=0, metavar="N", help="Only if it was replayed N times so far. Makes repeats safe."
         ),
     ] = None,
+    keep_steps: Annotated[
+        bool, typer.Option("--keep-steps", help="Keep the results of its steps.")
+    ] = False,
+    by: ByOption = None,
     namespace: NamespaceOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rerun a finished execution under the same id."""
     target = Target.of(context, url, namespace)
-    asyncio.run(_replay(target, id_, reason, expected_replay_count, as_json=as_json))
+
+    async def run() -> None:
+        async with open_backend(target.url) as backend:
+            execution_id = await find_execution(backend, id_, target.namespace)
+            try:
+                done = await backend.replay_execution(
+                    execution_id,
+                    reason=reason,
+                    requested_by=user_name() if by is None else by,
+                    expected_replay_count=expected_replay_count,
+                    keep_steps=keep_steps,
+                )
+            except EngineError as error:
+                if error.code == "replay_not_allowed":
+                    raise _unexpected_count(execution_id, error, expected_replay_count) from error
+                raise await _with_state(backend, execution_id, error) from error
+        _print_state(execution_id, done.public_state.value, as_json=as_json)
+
+    asyncio.run(run())
 
 
-async def _replay(
-    target: Target, text: str, reason: str, expected: int | None, *, as_json: bool
+def _unexpected_count(
+    execution_id: ExecutionId, error: EngineError, expected: int | None
+) -> CliError:
+    return CliError(
+        error.code,
+        f"{execution_id} was replayed {error.detail} times, not {expected}; nothing changed",
+        f"to replay it once more, pass --expected-replay-count {error.detail}",
+        *error.details,
+    )
+
+
+def revoke_lease(
+    context: typer.Context,
+    id_: IdArgument,
+    *,
+    lease: Annotated[
+        str, typer.Option(metavar="ID", help="Only if this lease is held. See `show --json`.")
+    ] = "",
+    reason: Annotated[
+        str, typer.Option(metavar="TEXT", help="Stored with the execution.")
+    ] = "operator",
+    by: ByOption = None,
+    yes: YesOption = False,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    async with open_backend(target.url) as backend:
-        execution_id = await find_execution(backend, text, target.namespace)
-        try:
-            done = await backend.replay_execution(
-                execution_id,
-                reason=reason,
-                requested_by=user_name(),
-                expected_replay_count=expected,
+    """Take an execution from the worker that runs it.
+
+    The next free worker continues the attempt. The old worker cancels the handler when it next
+    renews the lease; until then, both may run.
+    """
+    target = Target.of(context, url, namespace)
+    confirm("Take the execution from its worker?", yes=yes)
+
+    async def run() -> tuple[ExecutionId, RevokeOutcome]:
+        async with open_backend(target.url) as backend:
+            execution_id = await find_execution(backend, id_, target.namespace)
+            revoked_by = user_name() or "operator" if by is None else by
+            return execution_id, await backend.revoke_lease(
+                execution_id, expected_lease_id=lease, reason=reason, revoked_by=revoked_by
             )
-        except EngineError as error:
-            if error.code == "replay_not_allowed":
-                raise CliError(
-                    error.code,
-                    f"{execution_id} was replayed {error.detail} times, not {expected}; "
-                    "nothing changed",
-                    f"to replay it once more, pass --expected-replay-count {error.detail}",
-                    *error.details,
-                ) from error
-            raise await _with_state(backend, execution_id, error) from error
-    _print_state(execution_id, done.public_state.value, as_json=as_json)
+
+    execution_id, outcome = asyncio.run(run())
+    if as_json:
+        fields: dict[str, object] = msgspec.structs.asdict(outcome)
+        print_json({"execution_id": execution_id, "outcome": outcome.kind} | fields)
+    elif isinstance(outcome, Revoked):
+        Screen().line(f"{execution_id}  ", (f"lease {outcome.lease_id} revoked", "yellow"))
+    else:
+        Screen().line(f"{execution_id}  no change: ", outcome.reason.replace("_", " "))
 
 
 def _print_state(execution_id: ExecutionId, state: str, *, as_json: bool) -> None:

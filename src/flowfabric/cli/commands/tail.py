@@ -1,4 +1,4 @@
-"""`flowfabric tail`."""
+"""`flowfabric tail` and `flowfabric summary`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import sys
 from typing import Annotated
 
+import msgspec
 import typer
 
 from flowfabric.cli.errors import CliError
@@ -21,22 +22,24 @@ from flowfabric.cli.options import (
 from flowfabric.cli.reads.waits import read_wait
 from flowfabric.cli.session import find_execution, open_backend
 from flowfabric.cli.streams import discard_output
+from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
 from flowfabric.cli.views.text import plural
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
-from flowfabric.core.contracts.streams import StreamFrames
+from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument
 from flowfabric.core.cursors import START, StreamCursor
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.engine.backend import Backend
 
-__all__ = ["tail"]
+__all__ = ["summary", "tail"]
 
 _IDLE_MS = 1000
 """How long without a frame until the state of the execution is read."""
 _PAGE = 500
 _RETRY_S = 0.5
+_SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
 
 
 def tail(
@@ -83,6 +86,47 @@ def tail(
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
+
+
+def summary(
+    context: typer.Context,
+    id_: IdArgument,
+    *,
+    attempt: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="This attempt instead of the newest."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the summary document of an execution.
+
+    Handlers update it with frames in summary mode. It can be read while they run and afterwards.
+    With --json, prints it with its version and times in one object.
+    """
+    target = Target.of(context, url, namespace)
+
+    async def read() -> tuple[ExecutionId, int, SummaryDocument | None]:
+        async with open_backend(target.url) as backend:
+            execution_id = await find_execution(backend, id_, target.namespace)
+            info = await backend.read_execution_info(execution_id)
+            index = max(0, info.total_attempt_count - 1) if attempt is None else attempt
+            return execution_id, index, await backend.read_summary(execution_id, index)
+
+    execution_id, index, found = asyncio.run(read())
+    if found is None:
+        raise CliError(
+            "no_summary",
+            f"attempt {index} of {execution_id} has no summary",
+            "another attempt may have one: pass --attempt",
+        )
+    document = msgspec.Raw(found.document_json)
+    if as_json:
+        plain = {"execution_id": execution_id, "attempt": index, "document": document}
+        print_json(plain | {name: getattr(found, name) for name in _SUMMARY_FIELDS})
+    else:
+        Screen().block(msgspec.json.format(document).decode())
 
 
 def _finished(info: ExecutionInfo) -> bool:
