@@ -14,6 +14,7 @@ from flowfabric.core.contracts.streams import FrameMode
 from flowfabric.core.durations import Duration
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.task import ClaimedTask
+from flowfabric.valkey.forks import generation
 
 __all__ = ["Context"]
 
@@ -30,7 +31,7 @@ class Context:
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_loop", "_shutting_down", "_task", "_waits")
+    __slots__ = ("_born", "_loop", "_shutting_down", "_task", "_waits")
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Context:
         self._task = task
         self._shutting_down = shutting_down
         self._loop = loop
+        self._born = generation()
         self._waits: Waits | None = None
 
     @property
@@ -162,6 +164,11 @@ class Context:
             raise self._task.lease_lost
 
     def _do(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        if generation() != self._born:
+            operation.close()
+            raise RuntimeError(
+                "This process was forked inside a handler: only its parent can use the context."
+            )
         if self._loop is None:
             return operation
         try:

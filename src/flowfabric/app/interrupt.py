@@ -11,6 +11,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from flowfabric.valkey.forks import end_child, generation
+
 __all__ = ["HandlerThreads", "Interrupted", "ThreadCall"]
 
 
@@ -57,6 +59,7 @@ class ThreadCall:
 
     def run(self) -> None:
         """On the handler thread: run the function and keep what it returned or raised."""
+        born = generation()
         try:
             with self._lock:
                 if self._reason is None:
@@ -66,6 +69,8 @@ class ThreadCall:
             self._result = self._context.run(self._function)
         except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the future
             self._error = error
+        if generation() != born:
+            end_child(self._error)
         while self._thread is not None:
             try:
                 with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
+from flowfabric.valkey.forks import end_child, generation
 
 __all__ = ["Handler", "RunSummary", "WorkerRuntime"]
 
@@ -236,11 +238,7 @@ class WorkerRuntime:
             if handler is None:
                 await self._endings.unknown(task)
                 return
-            timeout = task.claim.attempt_timeout_ms
-            if timeout is None:
-                result = await handler(task)
-            else:
-                result = await self._within(task, handler, timeout / 1000)
+            result = await self._call(task, handler)
             if task.finished_by is None:
                 if task.wrote_output:
                     await task.flush_output()
@@ -262,6 +260,17 @@ class WorkerRuntime:
             self._running.pop(task, None)
             if not handed_on and task.finished_by is None:
                 self._endings.abandon(task, RuntimeError("the worker was stopped"))
+
+    async def _call(self, task: ClaimedTask, handler: Handler) -> bytes | Encoded | None:
+        timeout, born = task.claim.attempt_timeout_ms, generation()
+        try:
+            if timeout is None:
+                return await handler(task)
+            return await self._within(task, handler, timeout / 1000)
+        finally:
+            # A GeneratorExit only ends a copy that nobody runs.
+            if generation() != born and type(error := sys.exception()) is not GeneratorExit:
+                end_child(error)
 
     async def _within(
         self, task: ClaimedTask, handler: Handler, seconds: float

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-__all__ = ["forget_on_fork", "leave_behind"]
+__all__ = ["end_child", "forget_on_fork", "generation", "leave_behind"]
+
+log = logging.getLogger(__name__)
 
 
 class _Forgetful(Protocol):
@@ -15,6 +18,7 @@ class _Forgetful(Protocol):
 
 _forgetful: weakref.WeakSet[_Forgetful] = weakref.WeakSet()
 _left_behind: list[object] = []
+_generation = 0
 
 
 def forget_on_fork(holder: _Forgetful) -> None:
@@ -30,7 +34,31 @@ def leave_behind(*things: object) -> None:
     _left_behind.append(things)
 
 
+def generation() -> int:
+    """A number that is another one in every forked child."""
+    return _generation
+
+
+def end_child(error: BaseException | None) -> NoReturn:
+    """End a process that was forked inside a handler and left it: the handler is the parent's."""
+    code = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    log.warning(
+        "A process that a task forked left the task's handler; it exits with status %d. "
+        "End such a process with os._exit().",
+        code,
+        exc_info=None if isinstance(error, SystemExit) else error,
+        extra={"action": "forked_process_ended"},
+    )
+    logging.shutdown()
+    # Without what runs at exit: it belongs to the parent.
+    os._exit(code)
+
+
 def _forget_parent() -> None:
+    global _generation  # noqa: PLW0603
+    _generation += 1
     for holder in list(_forgetful):
         holder.forget()
 
