@@ -80,4 +80,4 @@ library: setup ## note a changed Lua interface: raises the library version
 	$(BIN)/python -m tests.project.interface
 
 clean: ## remove the environment, caches and the embedded engine's data; .wheels stays
-	rm -rf $(VENV) .venv-peers .pytest_cache .ruff_cache .hypothesis .flowfabric
+	rm -rf $(VENV) .venv-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis .flowfabric

@@ -27,7 +27,7 @@ def slug(title: str) -> str:
 @contextmanager
 def worker_process() -> Generator[None]:
     """`flowfabric worker examples.blocking_program:app`, ended cleanly with the block."""
-    command = Path(sys.executable).with_name("flowfabric")
+    command = str(Path(sys.executable).with_name("flowfabric"))
     arguments = [command, "worker", "examples.blocking_program:app", "--log-level", "warning"]
     with subprocess.Popen(arguments) as process:
         try:

@@ -55,8 +55,9 @@ async def submit_a_batch() -> None:
 
 async def submit_once() -> None:
     """The same idempotency key is the same execution, whoever submits it."""
-    first = await app.submit(count_words, "a", "b c", idempotency_key="tour-once")
-    again = await app.submit(count_words, "a", "b c", idempotency_key="tour-once")
+    once = count_words.options(idempotency_key="tour-once")
+    first = await once.submit("a", "b c")
+    again = await once.submit("a", "b c")
     assert again.id == first.id
     assert again.duplicate
     print("idempotency: the second submit found", again.id)
@@ -65,9 +66,9 @@ async def submit_once() -> None:
 async def submit_by_priority() -> None:
     """Before anyone serves the lane: the highest priority goes first, whenever it came."""
     runs = [
-        await app.submit(note, "whenever"),
-        await app.submit(note, "soon", priority=5),
-        await app.submit(note, "now", priority=100),
+        await note.submit("whenever"),
+        await note.options(priority=5).submit("soon"),
+        await note.options(priority=100).submit("now"),
     ]
     async with app.worker(lanes=["tour-ordered"], concurrency=1):
         await asyncio.gather(*(run.result(timeout=10) for run in runs))
@@ -77,7 +78,7 @@ async def submit_by_priority() -> None:
 
 async def submit_for_later() -> None:
     """A delay holds an execution back; its state says so."""
-    run = await app.submit(count_words, "later", "x", delay="500ms", tags={"tour.part": "delay"})
+    run = await count_words.options(delay="500ms", tags={"tour.part": "delay"}).submit("later", "x")
     assert await run.state() == "delayed"
     await run.result(timeout=10)
     info = await run.info()

@@ -44,7 +44,7 @@ async def exchange_rate(ctx: ff.Context, currency: str) -> float:
 
 
 @app.task(timeout="20s")
-def statement(ctx: ff.Context, customer: str, orders: list[Order]) -> Statement:
+def statement(ctx: ff.SyncContext, customer: str, orders: list[Order]) -> Statement:
     """Add up a customer's orders. A plain `def` with blocking calls: it runs in a thread."""
     total = 0
     for number, order in enumerate(orders, 1):

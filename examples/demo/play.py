@@ -73,7 +73,7 @@ async def _perform(workers: Sequence[WorkerProcess], screen: Screen) -> list[str
 
 async def _submit() -> list[tuple[str, ff.Run[Any]]]:
     """The month's work: exchange rates first, then a statement per customer."""
-    rates = await app.submit_many(exchange_rate, [[c] for c in _CURRENCIES], priority=10)
+    rates = await exchange_rate.options(priority=10).submit_many([[c] for c in _CURRENCIES])
     calls = [
         {"customer": customer, "orders": [*_ORDERS, Order("sugar", number, 199)]}
         for number, customer in enumerate(_CUSTOMERS)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowfabric.app.context import Context
+    from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric
     from flowfabric.app.run import Run, UnexpectedResult
     from flowfabric.app.submission import SubmitManyError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "flowfabric.app.context": ("Context",),
+    "flowfabric.app.context": ("Context", "SyncContext"),
     "flowfabric.app.fabric": ("Fabric",),
     "flowfabric.app.run": ("Run", "UnexpectedResult"),
     "flowfabric.app.submission": ("SubmitManyError",),
@@ -117,6 +117,7 @@ __all__ = [
     "Single",
     "SubmitManyError",
     "SyncClient",
+    "SyncContext",
     "SyncFabric",
     "SyncRun",
     "Task",

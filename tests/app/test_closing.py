@@ -149,4 +149,4 @@ async def test_an_embedded_server_that_came_too_late_is_let_go(
     await asyncio.get_running_loop().shutdown_default_executor()
     with pytest.raises(ff.ConfigError, match="released"):
         got[0].ensure_running()
-    assert app.place._server is None
+    assert app.location._server is None

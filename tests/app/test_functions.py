@@ -58,7 +58,7 @@ WRONG: list[tuple[Any, str]] = [
     (Report(), "is an object, not a function"),
     (lambda: None, r'a lambda has no name of its own: give the task one, `app.task\("name"\)'),
     (functools.partial(pair, 1), "partial has no name of its own"),
-    (5, "5 is no function"),
+    (5, "5 is not a function"),
 ]
 
 
@@ -111,11 +111,11 @@ def test_what_is_unexpected_is_said_beside_what_is_missing(app: ff.Fabric) -> No
     def one(x: int) -> None: ...
 
     with pytest.raises(ValidationError) as caught:
-        app.call(one, (), {"y": 1})
-    assert "one: missing a required argument: 'x', and there is no 'y'" in str(caught.value)
+        one.encode((), {"y": 1})
+    assert "one() is missing the argument 'x' and has no parameter 'y'." in str(caught.value)
     with pytest.raises(ValidationError) as caught:
-        app.call(one, (1,), {"y": 1})
-    assert str(caught.value).count("'y'") == 1
+        one.encode((1,), {"y": 1})
+    assert "one() has no parameter 'y'." in str(caught.value)
 
 
 def test_representations_are_short_and_tell_no_secret(app: ff.Fabric) -> None:
@@ -131,7 +131,7 @@ def test_representations_are_short_and_tell_no_secret(app: ff.Fabric) -> None:
 
 def test_pickling_says_what_to_send_instead(app: ff.Fabric) -> None:
     task = app.task()(pair)
-    with pytest.raises(TypeError, match="send its name, 'pair'"):
+    with pytest.raises(TypeError, match=r"'pair' cannot be pickled\. Send its name"):
         pickle.dumps(task)
     run = app.get_run("{fp:86}:1a2b1268-b662-4711-b95c-649666dadb1d")
     with ff.SyncFabric(app) as sync:

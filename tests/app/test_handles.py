@@ -63,8 +63,8 @@ async def test_patience_is_a_duration(app: ff.Fabric) -> None:
 
 
 async def test_no_key_is_none(app: ff.Fabric) -> None:
-    first: ff.Run[Any] = await app.submit("greet", idempotency_key=None)
-    second: ff.Run[Any] = await app.submit("greet", idempotency_key=None)
+    first: ff.Run[Any] = await app.named("greet", idempotency_key=None).submit()
+    second: ff.Run[Any] = await app.named("greet", idempotency_key=None).submit()
     assert first.id != second.id
 
 

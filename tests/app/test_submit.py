@@ -46,7 +46,7 @@ async def stored(app: ff.Fabric) -> set[ExecutionId]:
         (["x" * 1_100_000], "payload_too_large", r"calls\[1\] has 11000\d\d bytes"),
         ([float("nan")], "invalid_input", r"calls\[1\]: arguments\[0\]: is nan"),
         ([object()], "invalid_input", r"calls\[1\]: arguments: cannot be written as JSON"),
-        ({"nam": "Ada"}, "invalid_input", r"calls\[1\]: arguments: greet: "),
+        ({"nam": "Ada"}, "invalid_input", r"calls\[1\]: arguments: greet\(\) is missing"),
         (1, "invalid_input", r"calls\[1\]: must be a list of arguments .*: write \[1\]"),
         ("Ada", "invalid_input", r"calls\[1\]: must be a list of arguments .*: write \['Ada'\]"),
         (None, "invalid_input", r"calls\[1\]: must be a list"),
@@ -81,10 +81,10 @@ def test_a_batch_that_was_stored_in_part_tells_which() -> None:
 async def test_a_batch_that_was_refused_as_a_whole_raises_the_refusal(
     app: ff.Fabric, engine: Engine
 ) -> None:
-    await app.submit("greet", "Ada", lane="closed")
+    await app.named("greet", lane="closed").submit("Ada")
     await engine.backend.set_lane_state("closed", "draining")
     with pytest.raises(EngineError, match="lane_not_accepting"):
-        await app.submit_many("greet", [["Ada"], ["Grace"]], lane="closed")
+        await app.named("greet", lane="closed").submit_many([["Ada"], ["Grace"]])
 
 
 async def test_what_a_failed_server_left_open_can_be_looked_up(
@@ -123,8 +123,6 @@ WRONG: list[tuple[str, Any]] = [
     ("tags", "a.b"),
     ("tags", ["a.b"]),
     ("tags", {"a.b": 1}),
-]
-WRONG_FOR_ONE: list[tuple[str, Any]] = [
     ("idempotency_key", 0),
     ("idempotency_key", 17),
     ("delay", "soon"),
@@ -133,24 +131,66 @@ WRONG_FOR_ONE: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("option", "value"), WRONG + WRONG_FOR_ONE)
+@pytest.mark.parametrize(("option", "value"), WRONG)
 async def test_options_of_a_wrong_type_are_refused_by_name(option: str, value: Any) -> None:
     """Before a connection is made: there is no server."""
     async with ff.Fabric("valkey://127.0.0.1:1") as nowhere:
         with pytest.raises(ValidationError, match=f"invalid_input: {option}: "):
-            await nowhere.submit("greet", **{option: value})
-        if (option, value) in WRONG:
-            with pytest.raises(ValidationError, match=f"invalid_input: {option}: "):
-                await nowhere.submit_many("greet", [[]], **{option: value})
+            nowhere.named("greet", **{option: value})
+
+
+async def test_an_option_that_does_not_exist_is_refused() -> None:
+    nowhere = ff.Fabric("valkey://127.0.0.1:1")
+    wrong: dict[str, Any] = {"prio": 5}
+    with pytest.raises(TypeError, match=r"There is no option 'prio'\. The options are: lane, prio"):
+        nowhere.named("greet", **wrong)
+    with pytest.raises(TypeError, match=r"There is no option 'prio'\. The options are: lane, time"):
+        nowhere.task(**wrong)
+
+
+async def test_one_idempotency_key_does_not_stand_for_a_batch() -> None:
+    nowhere = ff.Fabric("valkey://127.0.0.1:1")
+    with pytest.raises(ValidationError, match="idempotency_key: One key cannot stand for many"):
+        await nowhere.named("greet", idempotency_key="k").submit_many([["Ada"], ["Grace"]])
+
+
+async def tags_of(app: ff.Fabric, run: ff.Run[Any]) -> dict[str, str]:
+    context = await (await app.client()).read_context(run.id)
+    assert context is not None
+    return dict(context.tags)
+
+
+async def test_options_of_a_batch_reach_every_execution(app: ff.Fabric) -> None:
+    batch = app.named("greet", lane="slow", priority=7, delay="1h", tags={"a.b": "c"})
+    for run in await batch.submit_many([["Ada"], {"name": "Grace"}]):
+        info = await run.info()
+        assert (info.lane_id, info.priority, info.public_state.value) == ("slow", 7, "delayed")
+        assert await tags_of(app, run) == {"a.b": "c"}
+
+
+async def test_options_add_up_and_leave_the_task_as_it_was(app: ff.Fabric) -> None:
+    @app.task(lane="mail")
+    async def greet(name: str) -> str:
+        return name
+
+    urgent = greet.options(priority=9)
+    run = await urgent.options(tags={"a.b": "c"}).submit("Ada")
+    info = await run.info()
+    assert (info.lane_id, info.priority) == ("mail", 9)
+    assert await tags_of(app, run) == {"a.b": "c"}
+    assert ((await (await greet.submit("Ada")).info()).priority, greet.priority) == (0, None)
+    moved = await urgent.options(lane="other").options(lane=None).submit("Ada")
+    assert (await moved.info()).lane_id == "mail"
 
 
 async def test_what_is_no_task_and_what_is_no_batch_is_said() -> None:
     async with ff.Fabric("valkey://127.0.0.1:1") as nowhere:
         wrong: Any = len
+        greet = nowhere.named("greet")
         with pytest.raises(ValidationError, match="task: must be a task or its name"):
             await nowhere.submit(wrong, "Ada")
-        with pytest.raises(ValidationError, match="calls: must be a list of calls, got int"):
-            await nowhere.submit_many("greet", 5)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValidationError, match="calls: must be a list of calls, got builtin"):
+            await nowhere.submit_many(greet, wrong)
 
 
 async def test_a_reason_to_cancel_is_text(app: ff.Fabric) -> None:

@@ -165,7 +165,7 @@ async def test_def_handlers_wait_too(app: ff.Fabric, engine: Engine) -> None:
     seen: list[str] = []
 
     @app.task()
-    def ask(ctx: ff.Context) -> list[Any]:
+    def ask(ctx: ff.SyncContext) -> list[Any]:
         try:
             ctx.stream("asking")
             point = ctx.waitpoint("a")

@@ -240,7 +240,7 @@ async def test_our_own_errors_in_a_module_need_no_traceback(shop: Cli) -> None:
     )
     done = await shop("worker", "twice:app")
     assert done.code == 1
-    assert done.err.startswith("error: config: task.name: there are two tasks named 'a'")
+    assert done.err.startswith('error: config: task.name: A task named "a" is already')
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def exits() -> int:
 
 
 @app.task()
-def uses_the_context(ctx: ff.Context) -> int:
+def uses_the_context(ctx: ff.SyncContext) -> int:
     child = os.fork()
     if not child:
         ctx.progress(50)

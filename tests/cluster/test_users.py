@@ -120,7 +120,8 @@ class Application:
 
         @app.task
         async def impatient(ctx: ff.Context) -> str:
-            return await ctx.wait_for("never", timeout="50ms", on_timeout="default", default="late")
+            answer = await ctx.wait_for("never", timeout="50ms", on_timeout="default")
+            return "late" if answer is None else answer.name
 
         @app.task(timeout="100ms")
         async def slow() -> None:
@@ -145,9 +146,9 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
     worker = Application(deployment.url("ff-worker"))
     operator = Application(deployment.url("ff-operator"))
     async with submit.app, worker.app, operator.app, worker.app.worker(lease_ttl="2s"):
-        retried = await submit.app.submit(
-            submit.flaky, delay="50ms", idempotency_key="once", tags={"app.a": "b"}, priority=3
-        )
+        retried = await submit.flaky.options(
+            delay="50ms", idempotency_key="once", tags={"app.a": "b"}, priority=3
+        ).submit()
         output = [bytes(frame.payload) async for frame in retried.stream()]
         assert (len(output), await retried.result(timeout=30)) == (2, "done")
         many = await submit.app.submit_many(submit.flaky, [[], []])
@@ -168,7 +169,7 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         assert await asked[1].result(timeout=30) == "approved"
         stuck = await submit.app.submit(submit.stuck)
         await anext(aiter(stuck.stream()))
-        later = await submit.app.submit(submit.flaky, delay="1h")
+        later = await submit.flaky.options(delay="1h").submit()
         for run in (asked[2], stuck, later):
             await run.cancel("enough")
             assert (await run.wait(timeout=30)).state.value == "cancelled"

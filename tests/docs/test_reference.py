@@ -41,11 +41,11 @@ def test_every_public_name_is_in_the_overview() -> None:
 
 
 def test_commands_in_the_pages_exist() -> None:
-    known = set(re.findall(r"^## flowfabric (\w+)$", COMMAND_LINE.read_text(), re.MULTILINE))
+    known = set(re.findall(r"^## flowfabric ([\w-]+)$", COMMAND_LINE.read_text(), re.MULTILINE))
     unknown: list[str] = []
     for page in PAGES:
         for text in code_of(page):
-            used = re.findall(r"(?:^|[\s/])flowfabric (\w+)", text, re.MULTILINE)
+            used = re.findall(r"(?:^|[\s/])flowfabric (\w[\w-]*)", text, re.MULTILINE)
             unknown += [f"{name_of(page)}: flowfabric {name}" for name in used if name not in known]
     assert unknown == []
 

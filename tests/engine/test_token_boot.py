@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.app.place import Place
 from flowfabric.app.secret_file import folder_secret
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
@@ -188,7 +188,7 @@ async def test_an_embedded_deployment_signs_from_its_first_boot(
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     secrets: list[str] = []
     for _ in range(2):
-        place = Place()
+        place = ServerLocation()
         backend = await place.open()
         try:
             secrets.append((tmp_path / "data" / "waitpoint_secret").read_text())

@@ -48,7 +48,7 @@ def application(url: str, folder: str) -> ff.Fabric:
         time.sleep(60)  # noqa: ASYNC251 - the point of the test
 
     @app.task()
-    def stubborn(ctx: ff.Context) -> None:
+    def stubborn(ctx: ff.SyncContext) -> None:
         note(folder, f"started {ctx.attempt} {ctx.lease_epoch}")
         time.sleep(60)
 

@@ -151,7 +151,7 @@ async def test_lost_lease_interrupts_a_def_handler(app: ff.Fabric, engine: Engin
     told: list[Any] = []
 
     @app.task()
-    def spin(ctx: ff.Context) -> None:
+    def spin(ctx: ff.SyncContext) -> None:
         started.set()
         try:
             try:
@@ -230,7 +230,7 @@ async def test_context_in_both_kinds_of_handler(
     app: ff.Fabric, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     @app.task()
-    def threaded(ctx: ff.Context) -> list[Any]:
+    def threaded(ctx: ff.SyncContext) -> list[Any]:
         ctx.progress(10, "thread")
         ctx.log.warning("seen")
         return [ctx.kind, ctx.attempt, ctx.lease_epoch, ctx.lease_healthy, ctx.shutting_down]
@@ -247,7 +247,7 @@ async def test_context_in_both_kinds_of_handler(
         assert (await info(engine.backend, run.id)).progress_message == "thread"
         (record,) = [r for r in caplog.records if r.name == "flowfabric.task.threaded"]
         assert getattr(record, "execution_id", None) == str(run.id)
-        run = await app.submit(later, tags={"a": "b"})
+        run = await app.submit(later.options(tags={"a": "b"}))
         assert await run.result(10) == ["later", 0, 1, True, "b"]
 
 

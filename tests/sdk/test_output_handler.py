@@ -62,7 +62,7 @@ async def test_everything_is_stored_in_order_before_the_run_ends_or_waits(
             await ctx.wait_for("a")
 
     @app.task()
-    def write_in_thread(ctx: ff.Context) -> None:
+    def write_in_thread(ctx: ff.SyncContext) -> None:
         for number in range(COUNT):
             ctx.stream(str(number))
 
@@ -183,7 +183,7 @@ async def test_a_stream_of_its_own_mode(app: ff.Fabric, engine: Engine) -> None:
             raise ff.PermanentError("in the block")
 
     @app.task()
-    def threaded(ctx: ff.Context) -> None:
+    def threaded(ctx: ff.SyncContext) -> None:
         with ctx.open_stream("stdout") as output:
             output.write(b"one")
             output.write(b"two")

@@ -18,6 +18,7 @@ from uuid import uuid4
 import pytest
 
 import flowfabric as ff
+from flowfabric.app.output import OutputStream, SyncOutputStream
 from flowfabric.core.contracts.executions import Created
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.portal import Portal
@@ -40,16 +41,30 @@ def public(cls: type) -> dict[str, Any]:
     }
 
 
-def test_same_methods_and_parameters() -> None:
-    ours, theirs = public(SyncClient), public(Client)
-    theirs["close"] = theirs.pop("aclose")
+TWINS: list[tuple[type, type]] = [
+    (SyncClient, Client),
+    (ff.SyncFabric, ff.Fabric),
+    (ff.SyncRun, ff.Run),
+    (ff.SyncContext, ff.Context),
+    (SyncOutputStream, OutputStream),
+]
+
+
+@pytest.mark.parametrize(("sync", "other"), TWINS, ids=lambda cls: cls.__name__)
+def test_a_twin_has_every_operation_with_the_same_parameters(sync: type, other: type) -> None:
+    ours, theirs = public(sync), public(other)
+    if "aclose" in theirs:
+        theirs["close"] = theirs.pop("aclose")
+    # Makes the async half of a twin.
+    theirs.pop("twin", None)
     assert set(ours) == set(theirs)
     for name, method in theirs.items():
-        # One gives an async iterator where the other gives an ordinary one.
-        if name not in ("connect", "tail", "subscribe_lease_history"):
-            mine = str(inspect.signature(ours[name])).replace("builtins.", "")
-            assert mine == str(inspect.signature(method)), name
+        mine, original = inspect.signature(ours[name]), inspect.signature(method)
+        if name not in ("connect", "submit", "wait_for"):
+            assert list(mine.parameters) == list(original.parameters), name
         assert not inspect.iscoroutinefunction(ours[name])
+        assert inspect.getdoc(ours[name])
+        assert ours[name].__qualname__.endswith(f".{name}")
 
 
 async def test_everything_works(client: SyncClient, engine: Engine) -> None:
@@ -131,7 +146,7 @@ def test_close_ends_the_waits_of_other_threads(engine: Engine, valkey: TestServe
     thread = threading.Thread(target=wait)
     thread.start()
     waiting.wait()
-    inner: Any = client._client
+    inner: Any = client._target
     deadline = time.monotonic() + 5
     while not inner._watch.waiting and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -219,15 +234,38 @@ async def test_sync_fabric(engine: Engine, valkey: TestServer) -> None:
 
     def use() -> None:
         with ff.SyncFabric(app) as sync:
-            run = sync.submit(double, 4, idempotency_key="four")
+            run = sync.submit(double.options(idempotency_key="four"), 4)
             assert run.result(timeout=10) == 8
             assert (run.state().value, run.duplicate) == ("completed", False)
-            assert sync.submit(double, 4, idempotency_key="four").duplicate
+            assert sync.submit(double.options(idempotency_key="four"), 4).duplicate
             assert [r.result(10) for r in sync.submit_many(double, [[1], [2]])] == [2, 4]
-            later = sync.submit(double, 1, delay="1h")
+            later = sync.submit(double.options(delay="1h"), 1)
             later.cancel("changed my mind")
             assert later.wait(10).state.value == "cancelled"
             assert later.info().execution_kind == "double"
 
     async with app, app.worker(concurrency=4, scanners=False):
         await asyncio.to_thread(use)
+
+
+def test_a_program_without_an_event_loop_can_do_everything(
+    engine: Engine, valkey: TestServer
+) -> None:
+    app = ff.Fabric(valkey.url)
+    with ff.SyncFabric(app) as sync:
+
+        @sync.task
+        def shout(ctx: ff.SyncContext, word: str) -> str:
+            ctx.stream(word)
+            return word.upper()
+
+        with sync.worker(concurrency=2, scanners=False):
+            run = sync.submit(shout, "hello")
+            assert [frame.payload for frame in run.stream()] == [b"hello"]
+            assert run.result(timeout=20) == "HELLO"
+            named = sync.submit(sync.named("shout", priority=3), word="again")
+            assert named.result(timeout=20) == "AGAIN"
+            found = sync.client().inspect(named.id)
+            assert found is not None
+            assert sync.get_run(named.id, shout).result(timeout=20) == "AGAIN"
+    assert not [t for t in threading.enumerate() if t.name == "ff-sync-fabric"]

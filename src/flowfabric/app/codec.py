@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.app.finite import refuse_non_finite
+from flowfabric.app.json_numbers import refuse_non_finite
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import dec_hook, enc_hook
 

@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypeVar, overload
 
-from flowfabric.app.output import OutputStream, write_output
-from flowfabric.app.waits import Waits
+from flowfabric.app.output import OutputStream, SyncOutputStream, write_output
+from flowfabric.app.waits import Signal, Waits
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts.streams import FrameMode
+from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.durations import Duration
 from flowfabric.core.ids import ExecutionId
+from flowfabric.sdk.blocking import SyncTwin, blocking
+from flowfabric.sdk.portal import LoopCaller, refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.valkey.forks import generation
 
-__all__ = ["Context"]
+__all__ = ["Context", "SyncContext"]
+
+V = TypeVar("V")
 
 
-class Context:
-    """The first parameter of a handler that asks for it.
+class HandlerInfo:
+    """What a handler knows about its run. `Context` and `SyncContext` add what it can do."""
 
-    In a `def` handler the operations block the handler's thread; in an `async def` handler they
-    are awaited.
+    __slots__ = ()
 
-    >>> @app.task()
-    ... async def reindex(ctx: Context, name: str) -> int:
-    ...     await ctx.progress(50, "half way")
-    ...     return ctx.attempt
-    """
-
-    __slots__ = ("_born", "_loop", "_shutting_down", "_task", "_waits")
-
-    def __init__(
-        self,
-        task: ClaimedTask,
-        shutting_down: Callable[[], bool],
-        loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        self._task = task
-        self._shutting_down = shutting_down
-        self._loop = loop
-        self._born = generation()
-        self._waits: Waits | None = None
+    _task: ClaimedTask
+    _shutting_down: Callable[[], bool]
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -72,12 +59,12 @@ class Context:
 
     @property
     def lease_healthy(self) -> bool:
-        """Whether this run still owns the execution; look before an irreversible side effect."""
+        """Whether this run still owns the execution. Check it before an irreversible effect."""
         return self._task.is_lease_healthy()
 
     @property
     def shutting_down(self) -> bool:
-        """Whether the worker is about to stop: come to a good end soon."""
+        """Whether the worker is stopping: finish soon, or save your progress."""
         return self._shutting_down()
 
     @property
@@ -88,63 +75,135 @@ class Context:
             {"execution_id": str(self.execution_id), "attempt_index": self.attempt},
         )
 
-    def progress(self, pct: int | None = None, message: str | None = None) -> Any:
-        """Tell how far the run is; shown by `flowfabric show`."""
-        return self._do(self._task.update_progress(pct, message))
+    def check(self) -> None:
+        """Raise `LeaseLost` if another worker may have taken over."""
+        if self._task.lease_lost is not None:
+            raise self._task.lease_lost
 
-    # --- waiting and output ---------------------------------------------------------------
 
-    @property
-    def waits(self) -> Waits:
-        """The waits of this run."""
+class Context(HandlerInfo):
+    """The first parameter of an `async def` handler that asks for it.
+
+    >>> @app.task
+    ... async def reindex(ctx: Context, name: str) -> int:
+    ...     await ctx.progress(50, "half way")
+    ...     return ctx.attempt
+    """
+
+    __slots__ = ("_born", "_shutting_down", "_task", "_waits")
+
+    def __init__(self, task: ClaimedTask, shutting_down: Callable[[], bool]) -> None:
+        self._task = task
+        self._shutting_down = shutting_down
+        self._born = generation()
+        self._waits: Waits | None = None
+
+    def _claimed(self) -> ClaimedTask:
+        refuse_after_fork(self._born)
+        return self._task
+
+    async def progress(self, pct: int | None = None, message: str | None = None) -> None:
+        """Report how far the run is; `flowfabric show` displays it."""
+        await self._claimed().update_progress(pct, message)
+
+    # --- waiting --------------------------------------------------------------------------
+
+    def _own_waits(self) -> Waits:
+        task = self._claimed()
         if self._waits is None:
-            self._waits = Waits(self._task)
+            self._waits = Waits(task)
         return self._waits
 
-    def wait_for(
+    @overload
+    async def wait_for(
         self,
         name: str,
         signals: str | Collection[str] | None = None,
         timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["raise"] = "raise",
+        reason: str = "waiting_for_signal",
+    ) -> Signal: ...
+
+    @overload
+    async def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["default"],
+        default: None = None,
+        reason: str = "waiting_for_signal",
+    ) -> Signal | None: ...
+
+    @overload
+    async def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["default"],
+        default: V,
+        reason: str = "waiting_for_signal",
+    ) -> Signal | V: ...
+
+    async def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
         on_timeout: Literal["raise", "default"] = "raise",
         default: Any = None,
         reason: str = "waiting_for_signal",
     ) -> Any:
         """Wait for an answer without holding the worker; returns the `Signal`.
 
-        The handler ends here and starts again from its beginning when somebody answers; waits
-        that were answered return at once. `signals` limits which names count. After `timeout`
-        it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
+        The handler stops here. When a signal arrives it starts again from its beginning, and
+        waits that were answered return at once. `signals` limits which names count. After
+        `timeout` it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
 
         >>> verdict = await ctx.wait_for("approval", timeout="24h")
         """
-        return self._do(self.waits.wait_for(name, signals, timeout, on_timeout, default, reason))
+        waits = self._own_waits()
+        return await waits.wait_for(name, signals, timeout, on_timeout, default, reason)
 
-    def wait_condition(
+    async def wait_condition(
         self,
         condition: Condition,
         timeout: Duration | None = None,
         reason: str = "waiting_for_signal",
-    ) -> Any:
+    ) -> list[Signal]:
         """Wait until a condition over several waitpoints is met; returns its signals.
 
         >>> both = AllOf((Single("legal", "approved"), Single("finance", "approved")))
         >>> await ctx.wait_condition(both, timeout="24h")
         """
-        return self._do(self.waits.wait_condition(condition, timeout, reason))
+        return await self._own_waits().wait_condition(condition, timeout, reason)
 
-    def waitpoint(self, name: str, expires_in: Duration | None = None) -> Any:
+    async def waitpoint(self, name: str, expires_in: Duration | None = None) -> PendingWaitpoint:
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
-        return self._do(self.waits.waitpoint(name, expires_in))
+        return await self._own_waits().waitpoint(name, expires_in)
 
-    def stream(self, data: Any, frame_type: str = "delta", mode: FrameMode = "durable") -> Any:
-        """Write output that anyone can follow live: bytes, text, or anything JSON can say.
+    async def signals(self) -> list[Signal]:
+        """The signals that ended the last suspension of this attempt."""
+        received = await self._claimed().resume_signals()
+        return [Signal.of(signal, signal.waitpoint_key) for signal in received]
+
+    # --- output ---------------------------------------------------------------------------
+
+    async def stream(
+        self, data: Any, frame_type: str = "delta", mode: FrameMode = "durable"
+    ) -> None:
+        """Write output that others can follow live: bytes, text, or any value JSON can represent.
 
         It is sent in the background, in order, and stored before the run ends or waits.
 
         >>> await ctx.stream(token)
         """
-        return self._do(write_output(self._task, data, frame_type, mode))
+        await write_output(self._claimed(), data, frame_type, mode)
 
     def open_stream(self, frame_type: str = "delta", mode: FrameMode = "durable") -> OutputStream:
         """Output of one mode: `summary` patches a document, `best_effort` may be dropped.
@@ -152,29 +211,74 @@ class Context:
         >>> async with ctx.open_stream("progress", mode="summary") as summary:
         ...     await summary.write({"pages": 3})
         """
-        return OutputStream(self._task, self._do, frame_type, mode)
+        return OutputStream(self._claimed(), frame_type, mode)
 
-    def signals(self) -> Any:
-        """The signals that ended the last suspension of this attempt."""
-        return self._do(self._task.resume_signals())
 
-    def check(self) -> None:
-        """Raise `LeaseLost` when another worker may have taken over."""
-        if self._task.lease_lost is not None:
-            raise self._task.lease_lost
+class SyncContext(SyncTwin[Context], HandlerInfo):
+    """The first parameter of a `def` handler that asks for it: `Context` without `await`.
 
-    def _do(self, operation: Coroutine[Any, Any, Any]) -> Any:
-        if generation() != self._born:
-            operation.close()
-            raise RuntimeError(
-                "This process was forked inside a handler: only its parent can use the context."
-            )
-        if self._loop is None:
-            return operation
-        try:
-            done = asyncio.run_coroutine_threadsafe(operation, self._loop)
-        except RuntimeError:
-            # The loop has ended, so the operation never begins.
-            operation.close()
-            raise
-        return done.result()
+    Its operations block the handler's thread.
+
+    >>> @app.task
+    ... def reindex(ctx: SyncContext, name: str) -> int:
+    ...     ctx.progress(50, "half way")
+    ...     return ctx.attempt
+    """
+
+    __slots__ = ("_shutting_down", "_task")
+
+    def __init__(
+        self,
+        task: ClaimedTask,
+        shutting_down: Callable[[], bool],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(Context(task, shutting_down), LoopCaller(loop))
+        self._task = task
+        self._shutting_down = shutting_down
+
+    progress = blocking(Context.progress)
+    wait_condition = blocking(Context.wait_condition)
+    waitpoint = blocking(Context.waitpoint)
+    signals = blocking(Context.signals)
+    stream = blocking(Context.stream)
+    open_stream = blocking(Context.open_stream, SyncOutputStream)
+
+    @overload
+    def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["raise"] = "raise",
+        reason: str = "waiting_for_signal",
+    ) -> Signal: ...
+
+    @overload
+    def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["default"],
+        default: None = None,
+        reason: str = "waiting_for_signal",
+    ) -> Signal | None: ...
+
+    @overload
+    def wait_for(
+        self,
+        name: str,
+        signals: str | Collection[str] | None = None,
+        timeout: Duration | None = None,
+        *,
+        on_timeout: Literal["default"],
+        default: V,
+        reason: str = "waiting_for_signal",
+    ) -> Signal | V: ...
+
+    def wait_for(self, *args: Any, **options: Any) -> Any:
+        """Wait for an answer, as `Context.wait_for` does; returns the `Signal`."""
+        return self._call(lambda context: context.wait_for(*args, **options))

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from flowfabric.app import codec
-from flowfabric.app.place import Place
 from flowfabric.app.run import Run
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.submission import (
+    Calls,
     SubmitManyError,
     arguments_of,
     at_position,
-    check_options,
     check_sizes,
     created,
 )
-from flowfabric.app.tasks import Task, TaskOptions
+from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction
 from flowfabric.app.worker import AppWorker
-from flowfabric.core.capabilities import normalise
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
-    ConfigError,
     EngineError,
     TransportError,
     ValidationError,
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace
-from flowfabric.core.retry import Retry
 from flowfabric.engine.executions import BATCH
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
@@ -56,70 +54,38 @@ class Fabric(AsyncClosing):
 
     def __init__(self, url: str | None = None, namespace: str = "default") -> None:
         self.namespace = validate_namespace(namespace)
-        self.tasks: dict[str, Task[..., Any]] = {}
-        self.place = Place(url)
+        self.tasks: dict[str, TaskFunction[..., Any, ..., Any]] = {}
+        self.location = ServerLocation(url)
         self._client: Client | None = None
         self._opening: asyncio.Task[Client] | None = None
 
     def __repr__(self) -> str:
         count = len(self.tasks)
         tasks = f"{count} task{'' if count == 1 else 's'}"
-        return f"Fabric({self.place.peer}, namespace={self.namespace!r}, {tasks})"
+        return f"Fabric({self.location.peer}, namespace={self.namespace!r}, {tasks})"
 
     # --- tasks --------------------------------------------------------------------------
 
-    @overload
-    def task(self, function: Callable[P, Awaitable[R]] | Callable[P, R], /) -> Task[P, R]: ...
-
-    @overload
-    def task(
-        self,
-        name: str | None = None,
-        *,
-        lane: str = "default",
-        timeout: Duration | None = None,
-        deadline: Duration | None = None,
-        retry: Retry | int | None = None,
-        capabilities: Iterable[str] = (),
-        retention: Duration | None = None,
-    ) -> Callable[[Callable[P, Awaitable[R]] | Callable[P, R]], Task[P, R]]: ...
-
-    def task(
-        self,
-        name: Callable[..., Any] | str | None = None,
-        *,
-        lane: str = "default",
-        timeout: Duration | None = None,
-        deadline: Duration | None = None,
-        retry: Retry | int | None = None,
-        capabilities: Iterable[str] = (),
-        retention: Duration | None = None,
-    ) -> Any:
-        """Register a function, `async def` or `def`, as a task: `@app.task` or `@app.task(…)`.
+    @property
+    def task(self) -> TaskDecorator:
+        """Registers a function, `async def` or `def`, as a task: `@app.task` or `@app.task(…)`.
 
         `timeout` limits one attempt, `deadline` the whole execution, `retention` is how long it
-        is kept after its end; `retry=3` is short for `Retry(3)`. A first parameter annotated
-        `Context` is filled by the worker.
+        is kept after its end; `retry=3` is short for `Retry(3)`. The worker fills a first
+        parameter annotated `Context`, or `SyncContext` in a `def` function.
+
+        >>> @app.task(retry=3, timeout="5m")
+        ... async def greet(ctx: Context, name: str) -> str:
+        ...     return f"Hello, {name}!"
         """
-        if callable(name):
-            return self.task()(name)
-        options = TaskOptions(
-            lane=lane,
-            timeout=timeout,
-            deadline=deadline,
-            retry=retry,
-            capabilities=normalise(capabilities),
-            retention=retention,
-        )
+        return TaskDecorator(self, None, {})
 
-        def register(function: Any) -> Task[..., Any]:
-            task: Task[..., Any] = Task(function, name, options)
-            if task.name in self.tasks:
-                raise ConfigError("task", f"there are two tasks named {task.name!r}", "name")
-            self.tasks[task.name] = task
-            return task
+    def named(self, name: str, **options: Unpack[SubmitOptions]) -> Task[..., Any]:
+        """A task that other programs define, by its name, with options for its submissions.
 
-        return register
+        >>> run = await app.named("resize", priority=5).submit("cat.png", 300)
+        """
+        return Task(self, name, options=options)
 
     # --- submitting -----------------------------------------------------------------------
 
@@ -146,96 +112,76 @@ class Fabric(AsyncClosing):
         return client
 
     async def _open(self) -> Client:
-        return Client(await self.place.open(), self.namespace)
+        return Client(await self.location.open(), self.namespace)
 
-    def call(
-        self,
-        task: Task[..., Any] | str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[str, str, bytes, Any]:
-        """Kind, default lane, payload and policy of a call, checked against the signature."""
-        if isinstance(task, Task):
-            args, kwargs = task.bind(args, kwargs)
-            return task.name, task.lane, codec.encode_call(args, kwargs), task.policy
-        if isinstance(task, str):
-            return task, "default", codec.encode_call(args, kwargs), None
-        problem = f"must be a task or its name, got {task!r}: decorate it with @app.task()"
-        raise invalid_input("task", problem)
+    @overload
+    async def submit(self, task: Task[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Run[R]: ...
 
-    async def submit(
-        self,
-        task: Task[..., R] | str,
-        /,
-        *args: Any,
-        lane: str | None = None,
-        priority: int | None = None,
-        idempotency_key: str | None = None,
-        delay: Duration | None = None,
-        tags: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> Run[R]:
+    @overload
+    async def submit(self, task: str, /, *args: Any, **kwargs: Any) -> Run[Any]: ...
+
+    async def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> Run[Any]:
         """Submit one execution and return a handle on it. Arguments become JSON.
 
-        >>> run = await app.submit(greet, "Ada", priority=5, idempotency_key="greet-ada")
+        >>> run = await app.submit(greet, "Ada")
+        >>> run = await app.submit(greet.options(idempotency_key="greet-ada"), "Ada")
         """
-        if not (lane is None and priority is None and tags is None and idempotency_key is None):
-            check_options(lane, priority, idempotency_key, tags)
-        delay_ms = None if delay is None else to_ms(delay, "delay")
-        kind, home, payload, policy = self.call(task, args, kwargs)
+        task = self._task(task)
+        payload = task.encode(args, kwargs)
         client = await self.client()
         outcome = await client.submit(
-            kind,
+            task.name,
             payload,
-            lane=lane or home,
+            lane=task.lane,
             payload_encoding=codec.JSON,
-            priority=priority,
-            idempotency_key=idempotency_key or "",
-            tags=tags,
-            policy=policy,
-            delay_ms=delay_ms,
+            priority=task.priority,
+            idempotency_key=task.idempotency_key or "",
+            tags=task.tags,
+            policy=task.policy,
+            delay_ms=task.delay_ms,
         )
         return self._outcome(task, outcome)
 
-    async def submit_many(
-        self,
-        task: Task[..., R] | str,
-        calls: Sequence[Sequence[Any] | Mapping[str, Any]],
-        *,
-        lane: str | None = None,
-        priority: int | None = None,
-        tags: Mapping[str, str] | None = None,
-    ) -> list[Run[R]]:
+    @overload
+    async def submit_many(self, task: Task[..., R], calls: Calls) -> list[Run[R]]: ...
+
+    @overload
+    async def submit_many(self, task: str, calls: Calls) -> list[Run[Any]]: ...
+
+    async def submit_many(self, task: Task[..., Any] | str, calls: Calls) -> list[Run[Any]]:
         """Submit many executions of one task in few round trips.
 
-        Each call is a list of positional arguments or a mapping of named ones. Nothing is sent
-        when one of them cannot be. `SubmitManyError` tells what was stored when the engine, or the
-        way to it, failed half-way.
+        Each call is a list of positional arguments or a mapping of named ones. If one of them
+        does not fit, nothing is sent. If the engine or the connection fails half-way,
+        `SubmitManyError` says which calls were stored.
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
-        check_options(lane, priority, None, tags)
+        task = self._task(task)
+        if task.idempotency_key is not None:
+            problem = "One key cannot stand for many calls. Submit them one by one."
+            raise invalid_input("idempotency_key", problem)
         if not isinstance(calls, Iterable):
             raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
-        prepared = [self._prepared(task, call, place) for place, call in enumerate(calls)]
-        if not prepared:
+        payloads = [_payload(task, call, position) for position, call in enumerate(calls)]
+        if not payloads:
             return []
         client = await self.client()
-        at = lane or prepared[0][1]
         new = [
             NewExecution(
                 execution_id=execution_id,
-                execution_kind=kind,
+                execution_kind=task.name,
                 input_payload=payload,
                 payload_encoding=codec.JSON,
                 namespace=self.namespace,
-                lane_id=at,
-                priority=priority,
-                policy=policy,
-                tags=tags or {},
+                lane_id=task.lane,
+                priority=task.priority,
+                policy=task.policy,
+                tags=task.tags or {},
+                delay_ms=task.delay_ms,
             )
-            for execution_id, (kind, _, payload, policy) in zip(
-                client.mint(at, len(prepared)), prepared, strict=True
+            for execution_id, payload in zip(
+                client.mint(task.lane, len(payloads)), payloads, strict=True
             )
         ]
         check_sizes(new, client.backend.limits.max_payload_bytes)
@@ -243,30 +189,28 @@ class Fabric(AsyncClosing):
             outcomes = await client.submit_many(new)
         except EngineError as error:
             if len(new) <= BATCH and not getattr(error, "ambiguous", False):
-                # It was one call, and the engine did not do it.
+                # It was one call, and the engine refused it.
                 raise
             unsure = {n: self._run(task, e.execution_id) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
         return created(outcomes, lambda outcome: self._outcome(task, outcome))
 
-    def _prepared(
-        self, task: Task[..., Any] | str, call: object, position: int
-    ) -> tuple[str, str, bytes, Any]:
-        args, kwargs = arguments_of(call, position)
-        try:
-            return self.call(task, args, kwargs)
-        except ValidationError as error:
-            raise at_position(error, position) from error
+    def _task(self, task: object) -> Task[..., Any]:
+        if isinstance(task, Task):
+            return cast("Task[..., Any]", task)
+        if isinstance(task, str):
+            return Task(self, task)
+        problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
+        raise invalid_input("task", problem)
 
-    def _outcome(self, task: Task[..., R] | str, outcome: CreateOutcome) -> Run[R]:
+    def _outcome(self, task: Task[..., Any], outcome: CreateOutcome) -> Run[Any]:
         duplicate = not isinstance(outcome, Created)
         return self._run(task, outcome.execution_id, duplicate=duplicate)
 
     def _run(
-        self, task: Task[..., R] | str, execution_id: ExecutionId, *, duplicate: bool = False
-    ) -> Run[R]:
-        kind, returns = (task, Any) if isinstance(task, str) else (task.name, task.returns)
-        return Run(self.client, execution_id, returns, kind=kind, duplicate=duplicate)
+        self, task: Task[..., Any], execution_id: ExecutionId, *, duplicate: bool = False
+    ) -> Run[Any]:
+        return Run(self.client, execution_id, task.returns, kind=task.name, duplicate=duplicate)
 
     @overload
     def get_run(self, execution_id: str, task: Task[..., R]) -> Run[R]: ...
@@ -275,16 +219,15 @@ class Fabric(AsyncClosing):
     def get_run(self, execution_id: str, task: str | None = None) -> Run[Any]: ...
 
     def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> Run[Any]:
-        """A handle on an execution whose id was kept; with its task, results are typed.
+        """A handle on an execution by its id; with its task, results are typed.
 
-        Nothing is asked of the server here: an id that does not exist shows with the first use.
+        This sends nothing: an id that does not exist raises an error on the first use.
 
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
         """
-        if task is not None and not isinstance(task, (Task, str)):
-            raise invalid_input("task", f"must be a task or its name, got {task!r}")
-        return self._run("" if task is None else task, ExecutionId.parse(execution_id))
+        wanted = self._task("" if task is None else task)
+        return self._run(wanted, ExecutionId.parse(execution_id))
 
     # --- working ----------------------------------------------------------------------------
 
@@ -321,19 +264,25 @@ class Fabric(AsyncClosing):
             scanners=scanners,
             worker_id=worker_id or default_worker_id(),
         )
-        return AppWorker(self.place, self.tasks, config, on_unknown_kind=on_unknown_kind)
+        return AppWorker(self.location, self.tasks, config, on_unknown_kind=on_unknown_kind)
+
+    def twin(self) -> Self:
+        """The same application with connections of its own, for another event loop."""
+        twin = copy.copy(self)
+        twin._client = twin._opening = None  # noqa: SLF001
+        return twin
 
     # --- ending -----------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close connections and let the embedded server go."""
+        """Close connections and release the embedded server."""
         await self.disconnect()
-        self.place.close()
+        self.location.close()
 
     async def disconnect(self) -> None:
         """Close connections, also one that is being made; the next use makes a new one.
 
-        The embedded server goes on.
+        The embedded server keeps running.
         """
         opening, self._client, self._opening = self._opening, None, None
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
@@ -342,6 +291,14 @@ class Fabric(AsyncClosing):
         await asyncio.wait([opening])
         if not opening.cancelled() and opening.exception() is None:
             await opening.result().aclose()
+
+
+def _payload(task: Task[..., Any], call: object, position: int) -> bytes:
+    args, kwargs = arguments_of(call, position)
+    try:
+        return task.encode(args, kwargs)
+    except ValidationError as error:
+        raise at_position(error, position) from error
 
 
 def _asked_to_stop() -> bool:

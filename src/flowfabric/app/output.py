@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any, Self
 
 import msgspec
 
 from flowfabric.app import codec
 from flowfabric.core.contracts.streams import Frame, FrameMode
+from flowfabric.sdk.blocking import SyncTwin, blocking
+from flowfabric.sdk.portal import refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
+from flowfabric.valkey.forks import generation
 
-__all__ = ["OutputStream", "write_output"]
+__all__ = ["OutputStream", "SyncOutputStream", "write_output"]
 
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64
@@ -21,10 +24,10 @@ _CONTINUES_MASK = 0b1100_0000
 
 
 async def write_output(task: ClaimedTask, data: Any, frame_type: str, mode: FrameMode) -> None:
-    """Write bytes, text or anything JSON can say; what is too large goes in several frames.
+    """Write bytes, text or any value that JSON can represent. Large data takes several frames.
 
-    Frames of one such piece carry `{"part": 1, "of": 3}` as metadata. Waits only while very much
-    is under way already.
+    Such frames carry `{"part": 1, "of": 3}` as metadata. Waits only while a lot of output is
+    still being sent.
     """
     if isinstance(data, bytes):
         raw, encoding = data, "binary"
@@ -57,25 +60,19 @@ def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
 class OutputStream:
     """Output of one mode and type; what was written in the block is stored at its end.
 
-    `async with` in an `async def` handler, `with` in a `def` handler. A block that raises leaves
-    the storing to the end of the run, so that nothing hides what it raised.
+    A block that raises leaves storing to the end of the run, so that nothing hides the error.
     """
 
-    def __init__(
-        self,
-        task: ClaimedTask,
-        do: Callable[[Coroutine[Any, Any, Any]], Any],
-        frame_type: str,
-        mode: FrameMode,
-    ) -> None:
+    def __init__(self, task: ClaimedTask, frame_type: str, mode: FrameMode) -> None:
         self._task = task
-        self._do = do
         self._frame_type = frame_type
         self._mode: FrameMode = mode
+        self._born = generation()
 
-    def write(self, data: Any) -> Any:
-        """Add bytes, text, or anything JSON can say."""
-        return self._do(write_output(self._task, data, self._frame_type, self._mode))
+    async def write(self, data: Any) -> None:
+        """Add bytes, text, or any value that JSON can represent."""
+        refuse_after_fork(self._born)
+        await write_output(self._task, data, self._frame_type, self._mode)
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,9 +81,14 @@ class OutputStream:
         if kind is None:
             await self._task.flush_output()
 
+
+class SyncOutputStream(SyncTwin[OutputStream]):
+    """`OutputStream` without `await`, for `def` handlers."""
+
+    write = blocking(OutputStream.write)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._do(self._task.flush_output())
+        self._call(lambda stream: stream.__aexit__(kind))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Generic, Literal, NoReturn, TypeVar, Unpack, get_args
 
 import msgspec
 
@@ -18,11 +18,12 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.backend import Backend
 from flowfabric.engine.feed import CompletionWatch
 from flowfabric.sdk.client import Client, Outcome
+from flowfabric.sdk.client_signals import SignalOptions
 from flowfabric.sdk.tail import Tail
 
 __all__ = ["Run", "UnexpectedResult"]
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 _SHOWN_BYTES = 200
 
@@ -56,7 +57,7 @@ class UnexpectedResult(FlowFabricError):
         )
 
 
-class Run(Generic[R]):
+class Run(Generic[R_co]):
     """A handle on one execution: its state, its result, its output, and ways to act on it.
 
     It uses the connection of its application, in whatever event loop. To keep it, keep
@@ -93,7 +94,7 @@ class Run(Generic[R]):
         """Wait until it has ended, however it ended."""
         return await (await self._connect()).wait(self.id, timeout)
 
-    async def result(self, timeout: Duration | None = None) -> R:
+    async def result(self, timeout: Duration | None = None) -> R_co:
         """Wait for the result. `ExecutionFailed` and its siblings tell why there is none.
 
         After `timeout`, seconds or text such as `"5m"`, it is a `TimeoutError`; the execution goes
@@ -117,17 +118,17 @@ class Run(Generic[R]):
         await (await self._connect()).cancel(self.id, reason)
 
     async def signal(
-        self, waitpoint: str, name: str, payload: Any = None, **options: Any
+        self, waitpoint: str, name: str, payload: Any = None, **options: Unpack[SignalOptions]
     ) -> SignalOutcome:
         """Answer a wait of the handler, named as in `ctx.wait_for`; the payload becomes JSON.
 
-        Takes the options of `Client.deliver_signal`.
-
         >>> await run.signal("approval", "approved", {"note": "fine"})
         """
-        if payload is not None:
-            options["payload"], options["payload_encoding"] = codec.encode(payload, "payload")
-        return await (await self._connect()).signal(self.id, waitpoint, name, **options)
+        data, label = (None, None) if payload is None else codec.encode(payload, "payload")
+        client = await self._connect()
+        return await client.signal(
+            self.id, waitpoint, name, payload=data, payload_encoding=label, **options
+        )
 
     async def approve(
         self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""

@@ -1,4 +1,4 @@
-"""What a submission must be before it is sent, and what is told when a part was stored."""
+"""Batches of calls: their checks before sending, and the error for one stored in part."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any, TypeVar, cast
 
 from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError, invalid_input
-from flowfabric.core.ids import validate_idempotency_key, validate_lane
-from flowfabric.core.tags import validate_creation_tags
 
 __all__ = [
+    "Calls",
     "SubmitManyError",
     "arguments_of",
     "at_position",
-    "check_options",
     "check_sizes",
     "created",
 ]
 
 T = TypeVar("T")
+
+Calls = Sequence[Sequence[Any] | Mapping[str, Any]]
+"""A batch: for each call a list of positional arguments, or a mapping of named ones."""
 
 _NO_CALLS = (str, bytes, bytearray, memoryview)
 
@@ -65,24 +66,6 @@ class SubmitManyError(FlowFabricError):
             why = f" ({self.__cause__})" if self.__cause__ is not None else ""
             parts.append(f"of {len(self.unsure)} it is not known{why}: look with `run.state()`")
         return "; ".join(parts)
-
-
-def check_options(lane: object, priority: object, idempotency_key: object, tags: object) -> None:
-    """Refuse options of a wrong type under the names that the caller gave them.
-
-    `idempotency_key=0` would otherwise be no key at all, and a text as `tags` a crash.
-    """
-    if lane is not None:
-        validate_lane(cast("str", lane), "lane")
-    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-        raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
-    if idempotency_key is not None:
-        validate_idempotency_key(cast("str", idempotency_key))
-    if tags is not None:
-        if not isinstance(tags, Mapping):
-            problem = f"must be a mapping of texts to texts, got {type(tags).__name__}"
-            raise invalid_input("tags", problem, undecodable=True)
-        validate_creation_tags(cast("Mapping[str, str]", tags))
 
 
 def arguments_of(call: object, position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

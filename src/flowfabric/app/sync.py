@@ -1,165 +1,130 @@
-"""The application object for ordinary, blocking code."""
+"""The application object for code without an event loop."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Generic, Literal, NoReturn, TypeVar, overload
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, NoReturn, ParamSpec, Self, TypeVar, Unpack, overload
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
-from flowfabric.app.submission import SubmitManyError
-from flowfabric.app.tasks import Task
+from flowfabric.app.submission import Calls, SubmitManyError
+from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator
+from flowfabric.app.worker import AppWorker
 from flowfabric.core.closing import Closing
-from flowfabric.core.contracts.executions import ExecutionInfo
-from flowfabric.core.contracts.streams import StreamedFrame, Visibility
-from flowfabric.core.contracts.suspension import SignalOutcome
-from flowfabric.core.durations import Duration
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import PublicState
-from flowfabric.sdk.client import Outcome
-from flowfabric.sdk.portal import Portal, iterate
+from flowfabric.sdk.blocking import SyncTwin, blocking
+from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.sync import SyncClient
 
-__all__ = ["SyncFabric", "SyncRun"]
+__all__ = ["SyncAppWorker", "SyncFabric", "SyncRun"]
 
+P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 T = TypeVar("T")
 
 
-class SyncRun(Generic[R]):
+class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     """`Run` without `await`."""
 
-    __slots__ = ("_call", "_run", "duplicate", "id")
+    __slots__ = ()
 
-    def __init__(self, run: Run[R], call: Callable[..., Any]) -> None:
-        self._run = run
-        self._call = call
-        self.id: ExecutionId = run.id
-        self.duplicate = run.duplicate
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id."""
+        return self._target.id
 
-    def state(self) -> PublicState:
-        """Where the execution is now."""
-        return self._call(self._run.state)
+    @property
+    def duplicate(self) -> bool:
+        """Whether the id or idempotency key was already taken: this is the earlier execution."""
+        return self._target.duplicate
 
-    def info(self) -> ExecutionInfo:
-        """Everything an operator would see of it."""
-        return self._call(self._run.info)
-
-    def wait(self, timeout: Duration | None = None) -> Outcome:
-        """Wait until it has ended, however it ended."""
-        return self._call(lambda: self._run.wait(timeout))
-
-    def result(self, timeout: Duration | None = None) -> R:
-        """Wait for the result. `ExecutionFailed` and its siblings tell why there is none."""
-        return self._call(lambda: self._run.result(timeout))
-
-    def cancel(self, reason: str = "") -> None:
-        """End it deliberately; a running handler learns of it with its next renewal."""
-        self._call(lambda: self._run.cancel(reason))
-
-    def signal(
-        self, waitpoint: str, name: str, payload: Any = None, **options: Any
-    ) -> SignalOutcome:
-        """Answer a wait of the handler; the payload becomes JSON."""
-        return self._call(lambda: self._run.signal(waitpoint, name, payload, **options))
-
-    def approve(
-        self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""
-    ) -> SignalOutcome:
-        """Answer a wait as an operator; the handler can trust `decided_by`."""
-        return self._call(
-            lambda: self._run.approve(waitpoint, name, payload, decided_by=decided_by)
-        )
-
-    def stream(
-        self,
-        attempt: int | Literal["latest"] = "latest",
-        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
-        after: str = "0-0",
-        visibility: Visibility = "all",
-    ) -> Iterator[StreamedFrame]:
-        """The handler's output as it comes, until the execution has ended."""
-        tail = self._run.stream(attempt, follow_attempts, after, visibility)
-        return iterate(tail, self._call)
+    state = blocking(Run[R_co].state)
+    info = blocking(Run[R_co].info)
+    wait = blocking(Run[R_co].wait)
+    result = blocking(Run[R_co].result)
+    cancel = blocking(Run[R_co].cancel)
+    signal = blocking(Run[R_co].signal)
+    approve = blocking(Run[R_co].approve)
+    stream = blocking(Run[R_co].stream)
 
     def __repr__(self) -> str:
-        return f"Sync{self._run!r}"
+        return f"Sync{self._target!r}"
 
     def __reduce__(self) -> NoReturn:
-        self._run.__reduce__()
+        self._target.__reduce__()
 
 
-class SyncFabric(Closing):
-    """Submits an application's tasks from code without an event loop; safe from several threads.
+class SyncAppWorker(SyncTwin[AppWorker]):
+    """A worker for programs without an event loop.
+
+    `worker.run()` serves until SIGTERM or SIGINT; `with sync.worker():` serves in the background
+    of the block.
+    """
+
+    @property
+    def config(self) -> WorkerConfig:
+        """How the worker is set up."""
+        return self._target.config
+
+    def _call(self, use: Callable[[AppWorker], Coroutine[Any, Any, T]]) -> T:
+        # In the calling thread, because only the main thread receives signals.
+        return asyncio.run(use(self._target))
+
+    run = blocking(AppWorker.run)
+
+    def __enter__(self) -> Self:
+        self._caller.call(self._target.__aenter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._caller.call(lambda: self._target.__aexit__(None, None, None))
+
+
+class SyncFabric(SyncTwin[Fabric], Closing):
+    """`Fabric` without `await`, safe to use from several threads.
 
     >>> with SyncFabric(app) as sync:
     ...     print(sync.submit(greet, "Ada").result(timeout=10))
     """
 
     def __init__(self, app: Fabric) -> None:
-        self._app = app
         self._portal = Portal("ff-sync-fabric")
-        self._lock = threading.Lock()
-        self._twin: Fabric | None = None
+        super().__init__(app.twin(), self._portal)
 
-    def _fabric(self) -> Fabric:
-        """The same application with connections of the portal's own loop.
+    @property
+    def task(self) -> TaskDecorator:
+        """Registers a function as a task of the application, as `Fabric.task` does."""
+        return self._target.task
 
-        In a forked child that is another loop, where it connects anew.
+    @overload
+    def submit(self, task: Task[P, R], /, *args: P.args, **kwargs: P.kwargs) -> SyncRun[R]: ...
+
+    @overload
+    def submit(self, task: str, /, *args: Any, **kwargs: Any) -> SyncRun[Any]: ...
+
+    def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> SyncRun[Any]:
+        """Submit one execution and return a handle on it. Arguments become JSON.
+
+        >>> run = sync.submit(greet.options(priority=5), "Ada")
         """
-        with self._lock:
-            if self._twin is None:
-                self._twin = Fabric(namespace=self._app.namespace)
-                self._twin.place, self._twin.tasks = self._app.place, self._app.tasks
-            return self._twin
+        return self._handle(self._call(lambda app: app.submit(task, *args, **kwargs)))
 
-    def _call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return self._portal.call(make)
+    @overload
+    def submit_many(self, task: Task[..., R], calls: Calls) -> list[SyncRun[R]]: ...
 
-    def submit(
-        self,
-        task: Task[..., R] | str,
-        /,
-        *args: Any,
-        lane: str | None = None,
-        priority: int | None = None,
-        idempotency_key: str | None = None,
-        delay: Duration | None = None,
-        tags: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> SyncRun[R]:
-        """Submit one execution and return a handle on it. Arguments become JSON."""
+    @overload
+    def submit_many(self, task: str, calls: Calls) -> list[SyncRun[Any]]: ...
 
-        async def submit() -> Run[R]:
-            return await self._fabric().submit(
-                task,
-                *args,
-                lane=lane,
-                priority=priority,
-                idempotency_key=idempotency_key,
-                delay=delay,
-                tags=tags,
-                **kwargs,
-            )
-
-        return SyncRun(self._call(submit), self._call)
-
-    def submit_many(
-        self,
-        task: Task[..., R] | str,
-        calls: Sequence[Sequence[Any] | Mapping[str, Any]],
-        **options: Any,
-    ) -> list[SyncRun[R]]:
-        """Submit one task many times in few round trips; takes the options of the async form."""
-
-        async def submit() -> list[Run[R]]:
-            return await self._fabric().submit_many(task, calls, **options)
-
+    def submit_many(self, task: Any, calls: Calls) -> list[SyncRun[Any]]:
+        """Submit many executions of one task in few round trips, as `Fabric.submit_many` does."""
         try:
-            runs = self._call(submit)
+            runs: list[Run[Any]] = self._call(lambda app: app.submit_many(task, calls))
         except SubmitManyError as error:
-            raise error.with_runs(lambda run: SyncRun(run, self._call)) from error.__cause__
-        return [SyncRun(run, self._call) for run in runs]
+            raise error.with_runs(self._handle) from error.__cause__
+        return [self._handle(run) for run in runs]
 
     @overload
     def get_run(self, execution_id: str, task: Task[..., R]) -> SyncRun[R]: ...
@@ -167,17 +132,25 @@ class SyncFabric(Closing):
     @overload
     def get_run(self, execution_id: str, task: str | None = None) -> SyncRun[Any]: ...
 
-    def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> SyncRun[Any]:
-        """A handle on an execution whose id was kept; with its task, results are typed."""
-        return SyncRun(self._fabric().get_run(execution_id, task), self._call)
+    def get_run(self, execution_id: str, task: Any = None) -> SyncRun[Any]:
+        """A handle on an execution by its id; with its task, results are typed."""
+        return self._handle(self._target.get_run(execution_id, task))
+
+    def _handle(self, run: Run[R]) -> SyncRun[R]:
+        return SyncRun(run, self._portal)
+
+    def named(self, name: str, **options: Unpack[SubmitOptions]) -> Task[..., Any]:
+        """A task that other programs define, by its name, with options for its submissions."""
+        return self._target.named(name, **options)
+
+    worker = blocking(Fabric.worker, SyncAppWorker)
+    disconnect = blocking(Fabric.disconnect)
+
+    def client(self) -> SyncClient:
+        """The client of this application. It closes with this object."""
+        return SyncClient(self._target.client, self._portal)
 
     def close(self) -> None:
         """Close connections and end the private thread. The application itself stays usable."""
-        twin = self._twin
-
-        async def last() -> None:
-            if twin is not None:
-                # Not `twin.aclose()`: the embedded server belongs to the application.
-                await twin.disconnect()
-
-        self._portal.close(last)
+        # Not `aclose`: the embedded server belongs to the application.
+        self._portal.close(self._target.disconnect)

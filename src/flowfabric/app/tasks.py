@@ -1,188 +1,292 @@
-"""Task definitions: what `@app.task` makes of a function."""
+"""Tasks: what `@app.task` makes of a function, and what `submit` takes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast, get_type_hints
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 import msgspec
 
-from flowfabric.app.context import Context
+from flowfabric.app import codec
+from flowfabric.app.arguments import Arguments
+from flowfabric.app.context import Context, SyncContext
+from flowfabric.app.submission import Calls
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
-from flowfabric.core.ids import validate_execution_kind, validate_lane
+from flowfabric.core.ids import (
+    validate_execution_kind,
+    validate_idempotency_key,
+    validate_lane,
+)
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.retry import Retry
+from flowfabric.core.tags import validate_creation_tags
 
-__all__ = ["SUBMIT_OPTIONS", "Task", "TaskOptions"]
+if TYPE_CHECKING:
+    from flowfabric.app.fabric import Fabric
+    from flowfabric.app.run import Run
 
-SUBMIT_OPTIONS = frozenset({"delay", "idempotency_key", "lane", "priority", "tags"})
-"""What `Fabric.submit` takes by name for itself."""
+__all__ = ["SubmitOptions", "Task", "TaskDecorator", "TaskFunction", "TaskOptions"]
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+D_co = TypeVar("D_co", covariant=True)
 
 
-class TaskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How executions of a task are run."""
+class TaskOptions(TypedDict, total=False):
+    """How executions of a task run: the options of `@app.task`."""
 
-    lane: str = "default"
-    timeout: Duration | None = None
-    deadline: Duration | None = None
-    retry: Retry | int | None = None
-    capabilities: Iterable[str] = ()
-    retention: Duration | None = None
-
-    def policy(self) -> ExecutionPolicy | None:
-        """The execution policy these options amount to; None when all are defaults."""
-        policy: dict[str, Any] = {}
-        if self.retry is not None:
-            policy["retry_policy"] = msgspec.to_builtins(_retry(self.retry).policy())
-        timeouts = {
-            "attempt_timeout_ms": self.timeout,
-            "execution_deadline_ms": self.deadline,
-        }
-        set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
-        if set_timeouts.get("execution_deadline_ms") == 0:
-            raise ConfigError("task", "must be more than 0; None means no deadline", "deadline")
-        if set_timeouts:
-            policy["timeout_policy"] = set_timeouts
-        tokens = normalise(self.capabilities)
-        if tokens:
-            policy["routing_requirements"] = {"required_capabilities": tokens}
-        if self.retention is not None:
-            policy["stream_policy"] = {"retention_ttl_ms": to_ms(self.retention, "retention")}
-        return parse_policy(policy) if policy else None
+    lane: str
+    """The lane its executions wait in; `default` unless set."""
+    timeout: Duration | None
+    """The longest time for one attempt."""
+    deadline: Duration | None
+    """The longest time for the whole execution, waits and retries included."""
+    retry: Retry | int | None
+    """What happens after a failure; `retry=3` is short for `Retry(3)`."""
+    capabilities: Iterable[str]
+    """What a worker must offer to run it."""
+    retention: Duration | None
+    """How long an execution is kept after its end."""
 
 
-class Task(Generic[P, R]):
-    """A registered function. Calling it runs it right here; `app.submit` runs it on a worker."""
+class SubmitOptions(TypedDict, total=False):
+    """How one submission differs from others: the options of `task.options` and `app.named`."""
+
+    lane: str | None
+    """Another lane than the task's own."""
+    priority: int | None
+    """Higher numbers start first."""
+    idempotency_key: str | None
+    """Submissions with the same key are one execution."""
+    delay: Duration | None
+    """How long to wait before the first attempt."""
+    tags: Mapping[str, str] | None
+    """Labels to find the execution by."""
+
+
+class Task(Generic[P, R_co]):
+    """A task to submit: a registered function, or the name of one that other programs define.
+
+    `P` are the arguments that a submission takes, `R` is what the run's result is.
+
+    >>> run = await greet.submit("Ada")
+    >>> run = await greet.options(priority=5, delay="1m").submit("Ada")
+    """
 
     def __init__(
         self,
-        function: Callable[P, R | Awaitable[R]],
-        name: str | None,
-        options: TaskOptions,
+        app: Fabric,
+        name: str,
+        *,
+        lane: str = "default",
+        policy: ExecutionPolicy | None = None,
+        arguments: Arguments | None = None,
+        options: SubmitOptions | None = None,
     ) -> None:
-        self.function = function
-        self.name = _name_of(function, name)
-        self.lane = validate_lane(options.lane)
-        self.options = options
-        self.policy = options.policy()
-        self.is_async = inspect.iscoroutinefunction(function)
-        self._signature = inspect.signature(function)
-        hints = _hints(function)
-        self.returns: Any = hints.get("return", Any)
-        self._converters = self._parameter_types(hints)
-        self._shape()
-        self.__name__ = self.name
-        self.__doc__ = function.__doc__
+        self.name = name
+        self.policy = policy
+        self._arguments = arguments
+        self._app = app
+        self._options = options = options or {}
+        self._own_lane = lane
+        self.lane = options.get("lane") or lane
+        self.priority = options.get("priority")
+        self.idempotency_key = options.get("idempotency_key")
+        delay = options.get("delay")
+        self.delay_ms = None if delay is None else to_ms(delay, "delay")
+        self.tags = options.get("tags")
+        if options:
+            _check(options)
 
-    def _parameter_types(self, hints: dict[str, Any]) -> dict[str, Any]:
-        """The declared types of the arguments a submitter gives; checks the signature once."""
-        wanted: dict[str, Any] = {}
-        self.takes_context = False
-        for position, (name, parameter) in enumerate(self._signature.parameters.items()):
-            if position == 0 and hints.get(name) is Context:
-                self.takes_context = True
-                continue
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise ConfigError(
-                    "task", f"{self.name}: *args and **kwargs cannot be submitted", name
-                )
-            if name in SUBMIT_OPTIONS and parameter.kind is not parameter.POSITIONAL_ONLY:
-                raise ConfigError(
-                    "task",
-                    f"{self.name}: `submit` has an option of this name and would take the "
-                    "argument for itself: rename the parameter, or put a `/` after it so that "
-                    "it is given by position only",
-                    name,
-                )
-            wanted[name] = hints.get(name, Any)
-        return wanted
+    @property
+    def returns(self) -> Any:
+        """The type of the result; `Any` when only the name is known."""
+        return Any if self._arguments is None else self._arguments.returns
 
-    def _shape(self) -> None:
-        """What `bind` needs to know of the signature: `Signature.bind` takes 2 µs a call."""
-        parameters = [self._signature.parameters[name] for name in self._converters]
-        positional = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
-        needed = [each for each in parameters if each.default is each.empty]
-        only = [each for each in parameters if each.kind is each.POSITIONAL_ONLY]
-        self._most = len(positional)
-        # One that is needed by name is not given by any number of others.
-        by_position = all(each in positional for each in needed)
-        self._fewest = len(needed) if by_position else len(parameters)
-        self._by_position_only = bool(only)
-        self._named = frozenset(each.name for each in parameters if each not in only)
-        self._needed = frozenset(each.name for each in needed)
+    def options(self, **options: Unpack[SubmitOptions]) -> Task[P, R_co]:
+        """The same task with other options for its submissions.
+
+        >>> run = await app.submit(greet.options(idempotency_key="greet-ada"), "Ada")
+        """
+        return Task(
+            self._app,
+            self.name,
+            lane=self._own_lane,
+            policy=self.policy,
+            arguments=self._arguments,
+            options={**self._options, **options},
+        )
+
+    async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R_co]:
+        """Submit one execution and return a handle on it. Arguments become JSON."""
+        return await self._app.submit(self, *args, **kwargs)
+
+    async def submit_many(self, calls: Calls) -> list[Run[R_co]]:
+        """Submit many executions in few round trips, as `app.submit_many` does."""
+        return await self._app.submit_many(self, calls)
+
+    def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+        """The payload of a call; refuses one that the task's function does not accept."""
+        if self._arguments is not None:
+            args, kwargs = self._arguments.bind(args, kwargs)
+        return codec.encode_call(args, kwargs)
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, lane={self.lane!r})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"the task {self.name!r} cannot be pickled: send its name, {self.name!r}, which "
-            "`submit` takes as well"
+            f"The task {self.name!r} cannot be pickled. Send its name instead; `submit` takes "
+            "names too."
         )
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R | Awaitable[R]:
+
+class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
+    """A registered function. Calling it runs it in place; submitting it runs it on a worker.
+
+    `Q` and `D` are the parameters and the return type of the function itself: with the context,
+    and a coroutine for `async def`.
+    """
+
+    def __init__(
+        self, app: Fabric, function: Callable[Q, D_co], name: str | None, options: TaskOptions
+    ) -> None:
+        self.function = function
+        own_name = _name_of(function, name)
+        self.arguments = Arguments(function, own_name)
+        super().__init__(
+            app,
+            own_name,
+            lane=validate_lane(options.get("lane", "default")),
+            policy=_policy(options),
+            arguments=self.arguments,
+        )
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.__name__ = self.name
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> D_co:
         return self.function(*args, **kwargs)
 
-    def bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they are sent, all by position or all by name.
 
-        Refuses what the function could not be called with, before anything is sent.
-        """
-        if kwargs:
-            if not args and self._needed <= kwargs.keys() <= self._named:
-                return args, kwargs
-        elif self._fewest <= len(args) <= self._most:
-            return args, kwargs
-        return self._bind(args, kwargs)
+class TaskDecorator:
+    """Registers functions as tasks: `@app.task` or `@app.task(lane="mail", retry=3)`."""
 
-    def _bind(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The rare cases: a mixture of both, and calls that do not fit."""
-        placeholders = (None, *args) if self.takes_context else args
-        try:
-            bound = self._signature.bind(*placeholders, **kwargs)
-        except TypeError as error:
-            unknown = [name for name in kwargs if name not in self._signature.parameters]
-            # Python tells what is missing before it tells what is too much.
-            also = f", and there is no {unknown[0]!r}" if unknown else ""
-            also = "" if unknown and repr(unknown[0]) in str(error) else also
-            raise invalid_input("arguments", f"{self.name}: {error}{also}") from error
-        if not self._by_position_only:
-            given = list(bound.arguments.items())
-            return (), dict(given[self.takes_context :])
-        # Some have no name that a call could use, so all go by position.
-        known = self._signature.parameters
-        by_name = [name for name in kwargs if known[name].kind is inspect.Parameter.KEYWORD_ONLY]
-        if by_name:
-            problem = f"{self.name}: {by_name[0]} goes by name only, and others by position only"
-            raise invalid_input("arguments", problem)
-        bound.apply_defaults()
-        return bound.args[self.takes_context :], {}
+    def __init__(self, app: Fabric, name: str | None, options: TaskOptions) -> None:
+        self._app = app
+        self._name = name
+        self._options = options
 
-    def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
-        types = self._converters
-        positional = [
-            value if wanted is Any else msgspec.convert(value, wanted)
-            for value, wanted in zip(args, types.values(), strict=False)
-        ]
-        if len(args) > len(types):
-            raise TypeError(f"{self.name} takes {len(types)} arguments, got {len(args)}")
-        named = {
-            name: value if types.get(name, Any) is Any else msgspec.convert(value, types[name])
-            for name, value in kwargs.items()
-        }
-        return positional, named
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Context, P], Coroutine[Any, Any, R]], /
+    ) -> TaskFunction[P, R, Concatenate[Context, P], Coroutine[Any, Any, R]]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[SyncContext, P], R], /
+    ) -> TaskFunction[P, R, Concatenate[SyncContext, P], R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> TaskFunction[P, R, P, Coroutine[Any, Any, R]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> TaskFunction[P, R, P, R]: ...
+
+    @overload
+    def __call__(
+        self, name: str | None = None, **options: Unpack[TaskOptions]
+    ) -> TaskDecorator: ...
+
+    def __call__(self, name: Any = None, **options: Any) -> Any:
+        if name is None or isinstance(name, str):
+            _refuse_unknown(options, TaskOptions)
+            return TaskDecorator(self._app, name, cast("TaskOptions", options))
+        task: TaskFunction[..., Any, ..., Any]
+        task = TaskFunction(self._app, name, self._name, self._options)
+        if task.name in self._app.tasks:
+            problem = (
+                f'A task named "{task.name}" is already registered. Pass name= to register both.'
+            )
+            raise ConfigError("task", problem, "name")
+        self._app.tasks[task.name] = task
+        return task
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def _check(options: SubmitOptions) -> None:
+    """Refuse options of a wrong type.
+
+    `idempotency_key=0` would otherwise mean no key, and a string as `tags` would crash.
+    """
+    _refuse_unknown(options, SubmitOptions)
+    lane, key = options.get("lane"), options.get("idempotency_key")
+    if lane is not None:
+        validate_lane(lane, "lane")
+    priority = options.get("priority")
+    if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
+        raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
+    if key is not None:
+        validate_idempotency_key(key)
+    tags = options.get("tags")
+    if tags is not None:
+        if not isinstance(tags, Mapping):
+            problem = f"must map strings to strings, got {type(tags).__name__}"
+            raise invalid_input("tags", problem, undecodable=True)
+        validate_creation_tags(tags)
+
+
+def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
+    known = options.__annotations__
+    for name in given:
+        if name not in known:
+            raise TypeError(f"There is no option {name!r}. The options are: {', '.join(known)}.")
+
+
+def _policy(options: TaskOptions) -> ExecutionPolicy | None:
+    """The execution policy that the options stand for; None when all are defaults."""
+    policy: dict[str, Any] = {}
+    retry = options.get("retry")
+    if retry is not None:
+        policy["retry_policy"] = msgspec.to_builtins(_retry(retry).policy())
+    timeouts = {
+        "attempt_timeout_ms": options.get("timeout"),
+        "execution_deadline_ms": options.get("deadline"),
+    }
+    set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
+    if set_timeouts.get("execution_deadline_ms") == 0:
+        raise ConfigError("task", "must be more than 0; None means no deadline", "deadline")
+    if set_timeouts:
+        policy["timeout_policy"] = set_timeouts
+    tokens = normalise(options.get("capabilities", ()))
+    if tokens:
+        policy["routing_requirements"] = {"required_capabilities": tokens}
+    retention = options.get("retention")
+    if retention is not None:
+        policy["stream_policy"] = {"retention_ttl_ms": to_ms(retention, "retention")}
+    return parse_policy(policy) if policy else None
 
 
 def _retry(given: object) -> Retry:
@@ -194,10 +298,13 @@ def _retry(given: object) -> Retry:
     raise ConfigError("task", problem, "retry")
 
 
+# --- functions -------------------------------------------------------------------------------
+
+
 def _name_of(given: object, name: object) -> str:
-    """The task's name. Refuses what a worker could not run, where it is written."""
+    """The task's name. Refuses what a worker could not run, where it is defined."""
     if not callable(given):
-        raise ConfigError("task", f"{given!r} is no function")
+        raise ConfigError("task", f"{given!r} is not a function")
     called = getattr(given, "__name__", None)
     shown = name or called or repr(given)
     for wrong, problem in _USELESS:
@@ -208,7 +315,7 @@ def _name_of(given: object, name: object) -> str:
         problem = f'{what} has no name of its own: give the task one, `app.task("name")(…)`'
         raise ConfigError("task", problem, "name")
     if name == "":
-        problem = "must not be empty; leave it out and the task has the function's name"
+        problem = "must not be empty; leave it out to use the function's name"
         raise ConfigError("task", problem, "name")
     return validate_execution_kind(cast("str", called if name is None else name), "name")
 
@@ -229,14 +336,3 @@ _USELESS: tuple[tuple[Callable[[object], bool], str], ...] = (
     (inspect.isbuiltin, "is built in, and its parameters are unknown: call it in a function"),
     (_is_object, "is an object, not a function: decorate a function that calls it"),
 )
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    while isinstance(function, functools.partial):
-        function = cast("functools.partial[Any]", function).func
-    try:
-        return get_type_hints(function)
-    except NameError as error:
-        raise ConfigError(
-            "task", f"annotation of {function!r} cannot be resolved: {error}"
-        ) from error

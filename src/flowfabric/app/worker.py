@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from flowfabric.app import codec
-from flowfabric.app.context import Context
+from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.interrupt import HandlerThreads
-from flowfabric.app.place import Place
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.stopping import on_signals
-from flowfabric.app.tasks import Task
+from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import HandlerFailure
@@ -25,6 +25,7 @@ from flowfabric.sdk.worker import Worker
 
 __all__ = ["AppWorker"]
 
+AnyTask = TaskFunction[..., Any, ..., Any]
 _Start = Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]
 
 
@@ -37,8 +38,8 @@ class AppWorker:
 
     def __init__(
         self,
-        place: Place,
-        tasks: Mapping[str, Task[..., Any]],
+        location: ServerLocation,
+        tasks: Mapping[str, AnyTask],
         config: WorkerConfig,
         *,
         on_unknown_kind: Literal["fail", "release"] = "fail",
@@ -46,7 +47,7 @@ class AppWorker:
         if not tasks:
             raise ConfigError("worker", "there are no tasks: decorate a function with @app.task()")
         self.config = config
-        self._place = place
+        self._location = location
         self._tasks = tasks
         self._on_unknown: Literal["fail", "release"] = on_unknown_kind
         self._threads = HandlerThreads()
@@ -64,7 +65,7 @@ class AppWorker:
     ) -> RunSummary:
         """Serve until stopped, then drain; returns what was done."""
         # Settings are checked there, before the embedded server starts.
-        worker = await Worker.connect(self.config, self._place.open)
+        worker = await Worker.connect(self.config, self._location.open)
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():
             runtime.on(kind, self._handler(task, runtime))
@@ -95,15 +96,21 @@ class AppWorker:
 
     # --- handlers -------------------------------------------------------------------------
 
-    def _handler(self, task: Task[..., Any], runtime: WorkerRuntime) -> Handler:
+    def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:
         start = self._start_async(task) if task.is_async else self._start_in_thread(task)
-        loop = None if task.is_async else asyncio.get_running_loop()
+        arguments = task.arguments
+        loop = asyncio.get_running_loop()
+
+        def context(claimed: ClaimedTask) -> Context | SyncContext:
+            if task.is_async:
+                return Context(claimed, lambda: runtime.shutting_down)
+            return SyncContext(claimed, lambda: runtime.shutting_down, loop)
 
         async def handle(claimed: ClaimedTask) -> tuple[bytes, str] | None:
             try:
-                args, kwargs = task.convert(*codec.decode_call(claimed.input_payload))
-                if task.takes_context:
-                    args.insert(0, Context(claimed, lambda: runtime.shutting_down, loop))
+                args, kwargs = arguments.convert(*codec.decode_call(claimed.input_payload))
+                if arguments.takes_context:
+                    args.insert(0, context(claimed))
                 call = start(claimed, args, kwargs)
             except (ValueError, TypeError) as error:
                 raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
@@ -118,7 +125,7 @@ class AppWorker:
         return handle
 
     @staticmethod
-    def _start_async(task: Task[..., Any]) -> _Start:
+    def _start_async(task: AnyTask) -> _Start:
         function = task.function
 
         def start(_: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
@@ -126,7 +133,7 @@ class AppWorker:
 
         return start
 
-    def _start_in_thread(self, task: Task[..., Any]) -> _Start:
+    def _start_in_thread(self, task: AnyTask) -> _Start:
         signature = inspect.signature(task.function)
 
         def start(claimed: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:

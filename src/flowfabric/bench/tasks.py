@@ -66,5 +66,5 @@ class BenchApp:
         self.noop: Task[[], Any] = task(lane=LANE)(noop)
         self.stamp: Task[[], Any] = task(lane=LANE)(stamp)
         self.hold: Task[[int], Any] = task(lane=LANE)(hold)
-        self.ask: Task[[Context], Any] = task(lane=LANE)(ask)
+        self.ask: Task[[], Any] = task(lane=LANE)(ask)
         self.unwanted: Task[[], Any] = task(lane=LANE, capabilities={"bench-nobody"})(unwanted)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from flowfabric.app.place import Place
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import ConfigError, EngineError
@@ -80,33 +80,33 @@ def _exists(path: Path) -> bool:
 @asynccontextmanager
 async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
     """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
-    place = Place(url)
-    if place.embedded and not has_data():
+    location = ServerLocation(url)
+    if location.embedded and not has_data():
         raise NoDataYet(data_folder())
     try:
-        address = await place.address()
+        address = await location.address()
         transport = await connect(
             address, connect_timeout=CONNECT_S, name="flowfabric-cli", patient=False
         )
         try:
-            backend = Backend(transport, await _join(transport, place))
+            backend = Backend(transport, await _join(transport, location))
         except BaseException:
             await transport.aclose()
             raise
         async with backend:
             yield backend
     finally:
-        place.close()
+        location.close()
 
 
-async def _join(transport: Transport, place: Place) -> PartitionCounts:
+async def _join(transport: Transport, location: ServerLocation) -> PartitionCounts:
     try:
-        return await join(transport, owned=place.embedded)
+        return await join(transport, owned=location.embedded)
     except ConfigError as error:
-        if not place.embedded or error.field != "partition_config":
+        if not location.embedded or error.field != "partition_config":
             raise
     # The first start was interrupted. Any program that uses the folder may finish it.
-    await (await place.open(name="flowfabric-cli")).aclose()
+    await (await location.open(name="flowfabric-cli")).aclose()
     return await join(transport, owned=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal, TypedDict, Unpack
 
 from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument, Visibility
 from flowfabric.core.contracts.suspension import (
@@ -21,7 +21,26 @@ from flowfabric.engine.feed import CompletionWatch
 from flowfabric.engine.secrets import DEFAULT_GRACE_MS
 from flowfabric.sdk.tail import Tail
 
-__all__ = ["ClientSignals", "find_waitpoint"]
+__all__ = ["ClientSignals", "SignalOptions", "find_waitpoint"]
+
+
+class SignalOptions(TypedDict, total=False):
+    """What else may go with a signal and its payload."""
+
+    signal_category: str
+    source_type: str
+    source_identity: str
+    """Who answers, as the sender says; the handler cannot trust it."""
+    correlation_id: str
+    idempotency_key: str
+    """Signals with the same key count once."""
+    target_scope: str
+    signal_id: str | None
+    created_at: int | None
+    dedup_ttl_ms: int
+    resume_delay_ms: int
+    max_signals_per_execution: int | None
+    signal_maxlen: int
 
 
 async def find_waitpoint(
@@ -69,18 +88,7 @@ class ClientSignals:
         *,
         payload: bytes | None = None,
         payload_encoding: str | None = None,
-        signal_category: str = "default",
-        source_type: str = "external",
-        source_identity: str = "",
-        correlation_id: str = "",
-        idempotency_key: str = "",
-        target_scope: str = "waitpoint",
-        signal_id: str | None = None,
-        created_at: int | None = None,
-        dedup_ttl_ms: int = 86_400_000,
-        resume_delay_ms: int = 0,
-        max_signals_per_execution: int | None = None,
-        signal_maxlen: int = 1000,
+        **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """Answer a wait with the token that was handed out for it."""
         return await self.backend.deliver_signal(
@@ -90,33 +98,32 @@ class ClientSignals:
             signal_name,
             payload=payload,
             payload_encoding=payload_encoding,
-            signal_category=signal_category,
-            source_type=source_type,
-            source_identity=source_identity,
-            correlation_id=correlation_id,
-            idempotency_key=idempotency_key,
-            target_scope=target_scope,
-            signal_id=signal_id,
-            created_at=created_at,
-            dedup_ttl_ms=dedup_ttl_ms,
-            resume_delay_ms=resume_delay_ms,
-            max_signals_per_execution=max_signals_per_execution,
-            signal_maxlen=signal_maxlen,
+            **options,
         )
 
     async def signal(
-        self, execution_id: ExecutionId, waitpoint: str, signal_name: str, **options: Any
+        self,
+        execution_id: ExecutionId,
+        waitpoint: str,
+        signal_name: str,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+        **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
-        """Answer an open wait, named by its key or id, without having its token.
-
-        Takes the options of `deliver_signal`.
-        """
+        """Answer an open wait, named by its key or id, without its token."""
         found = await find_waitpoint(self.backend, execution_id, waitpoint)
         token = await self.backend.read_waitpoint_token(execution_id, found.waitpoint_id)
         if token is None:
             raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
         return await self.backend.deliver_signal(
-            execution_id, found.waitpoint_id, token, signal_name, **options
+            execution_id,
+            found.waitpoint_id,
+            token,
+            signal_name,
+            payload=payload,
+            payload_encoding=payload_encoding,
+            **options,
         )
 
     async def approve(
@@ -206,11 +213,20 @@ class ClientSignals:
         waitpoint_id: str,
         presented: WaitpointToken | str,
         signal_name: str,
-        **options: Any,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+        **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token."""
         return await self.backend.verify_and_deliver(
-            execution_id, waitpoint_id, presented, signal_name, **options
+            execution_id,
+            waitpoint_id,
+            presented,
+            signal_name,
+            payload=payload,
+            payload_encoding=payload_encoding,
+            **options,
         )
 
     async def read_stream(

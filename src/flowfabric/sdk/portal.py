@@ -7,12 +7,12 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
+from flowfabric.valkey.forks import forget_on_fork, generation, leave_behind
 
-__all__ = ["Portal", "PortalClosed", "iterate", "take"]
+__all__ = ["LoopCaller", "Portal", "PortalClosed", "refuse_after_fork"]
 
 T = TypeVar("T")
 
@@ -102,30 +102,36 @@ class Portal:
         self.generation += 1
 
 
+def refuse_after_fork(born: int) -> None:
+    """Refuse a context's operation in a process that was forked after `born`."""
+    if generation() != born:
+        raise RuntimeError(
+            "This process was forked inside a handler: only its parent can use the context."
+        )
+
+
+class LoopCaller:
+    """Runs coroutines on a loop that another thread runs already."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._born = generation()
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `make` returns and wait for its result."""
+        refuse_after_fork(self._born)
+        operation = make()
+        try:
+            done = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        except RuntimeError:
+            # The loop is closed, so the coroutine never starts.
+            operation.close()
+            raise
+        return done.result()
+
+
 # Weak: a forgotten portal must not live until the end.
 _open: weakref.WeakSet[Portal] = weakref.WeakSet()
-
-
-def take(
-    source: AsyncIterator[T], call: Callable[[Callable[[], Coroutine[Any, Any, list[T]]]], list[T]]
-) -> list[T]:
-    """What an async iterator gives next, empty at its end; `call` runs coroutines on its loop."""
-
-    async def next_one() -> list[T]:
-        try:
-            return [await anext(source)]
-        except StopAsyncIteration:
-            return []
-
-    return call(next_one)
-
-
-def iterate(
-    source: AsyncIterator[T], call: Callable[[Callable[[], Coroutine[Any, Any, list[T]]]], list[T]]
-) -> Iterator[T]:
-    """A plain iterator over what an async one gives."""
-    while one := take(source, call):
-        yield one[0]
 
 
 @atexit.register

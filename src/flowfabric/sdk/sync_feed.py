@@ -1,4 +1,4 @@
-"""Lease history for ordinary, blocking code."""
+"""Lease history for code without an event loop."""
 
 from __future__ import annotations
 
@@ -8,45 +8,42 @@ from typing import Self
 from flowfabric.core.closing import Closing
 from flowfabric.core.contracts.lease_events import LeaseEvent
 from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.sdk.blocking import Caller, SyncTwin, iterate
 from flowfabric.sdk.lease_feed import LeaseFeed
-from flowfabric.sdk.portal import Portal, PortalClosed, take
+from flowfabric.sdk.portal import PortalClosed
 
 __all__ = ["SyncLeaseFeed"]
 
 
-class SyncLeaseFeed(Closing):
+class SyncLeaseFeed(SyncTwin[LeaseFeed], Closing):
     """`LeaseFeed` without `await`: iterate over it, keep its `cursor`, leave the block to close it.
 
-    Any thread may close it: the iteration ends, also where it waits.
+    Any thread may close it; an iteration that waits then ends.
     """
 
-    def __init__(self, feed: LeaseFeed, portal: Portal) -> None:
-        self._feed = feed
-        self._portal = portal
+    def __init__(self, feed: LeaseFeed, caller: Caller) -> None:
+        super().__init__(feed, caller)
         self._closed = False
 
     @property
     def cursor(self) -> bytes:
-        """Where to go on: behind everything that was given out."""
-        return self._feed.cursor
+        """The position after every event returned so far."""
+        return self._target.cursor
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> LeaseEvent | CorruptionError:
-        """The next event; waits for it, over outages of the server too."""
+        """The next event; waits for it, also through outages of the server."""
         try:
-            found = take(self._feed, self._portal.call)
+            return next(iterate(self._target, self._caller))
         except EngineError:
-            if not self._closed:
-                raise
-            found = []
-        if not found:
-            raise StopIteration
-        return found[0]
+            if self._closed:
+                raise StopIteration from None
+            raise
 
     def close(self) -> None:
-        """Stop reading. A second call, or one after the client was closed, does no harm."""
+        """Stop reading. A second call, or one after the client was closed, does nothing."""
         self._closed = True
         with contextlib.suppress(PortalClosed):
-            self._portal.call(self._feed.aclose)
+            self._call(LeaseFeed.aclose)

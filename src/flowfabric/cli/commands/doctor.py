@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flowfabric import __version__
-from flowfabric.app.place import Place
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.checks.deployment import check_deployment
 from flowfabric.cli.checks.server import check_server_side
 from flowfabric.cli.errors import describe
@@ -45,7 +45,9 @@ def doctor(
     Exits with status 1 if a check fails; warnings do not count.
     """
     target = Target.of(context, url, namespace)
-    where, checks = asyncio.run(_run_checks(Place(target.url), target.namespace, prepare=prepare))
+    where, checks = asyncio.run(
+        _run_checks(ServerLocation(target.url), target.namespace, prepare=prepare)
+    )
     sound = all(check.grade is not Grade.BROKEN for check in checks)
     if as_json:
         print_json({"ok": sound, "version": __version__, "address": where, "checks": checks})
@@ -55,24 +57,24 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _prepare(place: Place) -> None:
+async def _prepare(location: ServerLocation) -> None:
     name = "flowfabric-doctor"
-    if place.embedded:
-        backend = await place.open(name=name)
+    if location.embedded:
+        backend = await location.open(name=name)
     else:
-        backend = await Backend.connect_and_prepare(await place.address(), name=name)
+        backend = await Backend.connect_and_prepare(await location.address(), name=name)
     await backend.aclose()
 
 
 async def _run_checks(
-    place: Place, namespace: str | None, *, prepare: bool
+    location: ServerLocation, namespace: str | None, *, prepare: bool
 ) -> tuple[str, list[Finding]]:
     folder = data_folder()
-    where = f"embedded Valkey in {shown(str(folder))}" if place.embedded else ""
+    where = f"embedded Valkey in {shown(str(folder))}" if location.embedded else ""
     try:
-        if place.embedded and not prepare and not has_data():
+        if location.embedded and not prepare and not has_data():
             return where, _before_first_start(folder)
-        address = await place.address()
+        address = await location.address()
         where = where or address.peer
         checks: list[Finding] = []
         transport = await connect(
@@ -80,22 +82,22 @@ async def _run_checks(
         )
         try:
             if prepare:
-                await _prepare(place)
+                await _prepare(location)
                 checks.append(
                     Finding("prepare", Grade.OK, "partition counts and functions are set up")
                 )
-            checks += await check_server_side(transport, owned=place.embedded)
+            checks += await check_server_side(transport, owned=location.embedded)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
                 backend = Backend(transport, await read_counts(transport))
                 checks += await check_deployment(backend, namespace)
         except FlowFabricError as error:
-            checks.append(_broken(error, place))
+            checks.append(_broken(error, location))
         finally:
             await transport.aclose()
     except (EngineError, ConfigError) as error:
-        return where, [_broken(error, place)]
+        return where, [_broken(error, location)]
     finally:
-        place.close()
+        location.close()
     return where, checks
 
 
@@ -110,10 +112,10 @@ def _before_first_start(folder: Path) -> list[Finding]:
     ]
 
 
-def _broken(error: FlowFabricError, place: Place) -> Finding:
+def _broken(error: FlowFabricError, location: ServerLocation) -> Finding:
     what = describe(error)
     if isinstance(error, ConfigError) and error.field == "partition_config":
-        if place.embedded:
+        if location.embedded:
             detail = "the first start in this folder was interrupted"
             advice = "no action needed: the next worker, program or command completes it"
             return Finding("partitions", Grade.WARNING, detail, advice)

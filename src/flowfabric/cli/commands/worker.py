@@ -16,7 +16,7 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.app.fabric import Fabric
-from flowfabric.app.place import Place
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.stopping import Overdue, ends_within, on_signals
 from flowfabric.app.worker import AppWorker
 from flowfabric.cli.errors import report
@@ -142,7 +142,7 @@ def worker(
     as_json = set_up_logs(log_level, as_json=json_logs)
     app = load_app(application)
     if target.url is not None:
-        app.place = Place(target.url)
+        app.location = ServerLocation(target.url)
     if target.namespace is not None:
         app.namespace = target.namespace
     runner = app.worker(
@@ -195,11 +195,11 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
-    if app.place.embedded:
+    if app.location.embedded:
         # The worker starts the server, after it has checked the settings.
         where = f"embedded Valkey in {shown(str(data_folder()))}"
     else:
-        where = (await app.place.address()).peer
+        where = (await app.location.address()).peer
 
     overdue = Overdue(grace_s, worker.give_back)
 

@@ -16,12 +16,12 @@ from flowfabric.valkey.address import Address, from_env, from_url
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded import EmbeddedServer
 
-__all__ = ["Place"]
+__all__ = ["ServerLocation"]
 
 log = logging.getLogger(__name__)
 
 
-class Place:
+class ServerLocation:
     """Opens backends on one deployment. The embedded server starts with the first one."""
 
     def __init__(self, url: str | None = None) -> None:

@@ -1,0 +1,128 @@
+"""Calls that type checkers must reject, each marked `# error`, and types that they must infer.
+
+Never run. `test_types.py` compares what the checkers report with the marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import flowfabric as ff
+from flowfabric.core.contracts.streams import StreamedFrame
+from flowfabric.core.contracts.suspension import PendingWaitpoint
+from flowfabric.core.state import PublicState
+
+app = ff.Fabric()
+
+
+@app.task
+async def greet(name: str, times: int = 1) -> str:
+    return name * times
+
+
+@app.task(lane="mail", retry=3)
+async def ask(ctx: ff.Context, question: str) -> bool:
+    assert_type(await ctx.wait_for("approval"), ff.Signal)
+    assert_type(await ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
+    assert_type(await ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
+    assert_type(await ctx.wait_condition(ff.Single("a")), list[ff.Signal])
+    assert_type(await ctx.signals(), list[ff.Signal])
+    assert_type(await ctx.waitpoint("a"), PendingWaitpoint)
+    async with ctx.open_stream() as output:
+        await output.write(question)
+        output.write(question)  # error
+    ctx.progress(50)  # error
+    ctx.stream("token")  # error
+    await ctx.progress("half")  # error
+    await ctx.wait_for(1)  # error
+    await ctx.wait_for("a", default=3)  # error
+    answer = ctx.wait_for("a")
+    return answer.name == "approved"  # error
+
+
+@app.task("shrink")
+def resize(image: str, *, priority: int) -> bytes:
+    return image.encode() * priority
+
+
+@app.task
+def count(ctx: ff.SyncContext, words: list[str]) -> int:
+    assert_type(ctx.wait_for("approval"), ff.Signal)
+    assert_type(ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
+    assert_type(ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
+    assert_type(ctx.wait_condition(ff.Single("a")), list[ff.Signal])
+    assert_type(ctx.signals(), list[ff.Signal])
+    assert_type(ctx.waitpoint("a"), PendingWaitpoint)
+    with ctx.open_stream() as output:
+        output.write(words)
+    ctx.progress(50, "half way")
+    ctx.progress("half")  # error
+    ctx.wait_for(1)  # error
+    ctx.stream("token", frame=1)  # error
+    return len(words)
+
+
+async def submit(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
+    assert_type(await greet.submit("Ada", times=2), ff.Run[str])
+    assert_type(await app.submit(greet, "Ada"), ff.Run[str])
+    assert_type(await (await ask.submit("why?")).result(), bool)
+    assert_type(await app.submit(resize.options(priority=1), "cat.png", priority=2), ff.Run[bytes])
+    assert_type(await app.submit_many(count, [[["a"]]]), list[ff.Run[int]])
+    assert_type(await app.submit("greet", 1, 2, 3), ff.Run[Any])
+    assert_type(await app.named("greet", delay="1m").submit(1, x=2), ff.Run[Any])
+    assert_type(app.get_run("id", greet), ff.Run[str])
+    await greet.submit(1)  # error
+    await greet.submit()  # error
+    await greet.submit("Ada", 1, 2)  # error
+    await greet.submit("Ada", tmies=2)  # error
+    await greet.options(priority=1).submit(1)  # error
+    await greet.options(prioritiy=1).submit("Ada")  # error
+    await greet.options(priority="high").submit("Ada")  # error
+    await app.submit(greet, 1)  # error
+    await app.submit(greet)  # error
+    await app.submit(greet, "Ada", 1, 2)  # error
+    await app.submit(greet, "Ada", tmies=2)  # error
+    await app.submit(greet.options(delay="1m"), 1)  # error
+    await app.submit(ask, ctx, "why?")  # error
+    await app.submit(len, "Ada")  # error
+    await app.submit(resize, "cat.png", priority="high")  # error
+    await app.submit_many(greet, 5)  # error
+    app.named("greet", delay=object())  # error
+    app.task(timeot=3)  # error
+    app.task(retry="3")  # error
+    assert_type(await greet("Ada"), str)
+    assert_type(await ask(ctx, "why?"), bool)
+    assert_type(resize("cat.png", priority=1), bytes)
+    assert_type(count(sync_ctx, ["a"]), int)
+    greet("Ada")  # error
+    await ask("why?")  # error
+    count(["a"])  # error
+    greet("Ada").upper()  # error
+
+
+def submit_and_block(client: ff.SyncClient) -> None:
+    with ff.SyncFabric(app) as sync:
+        run = sync.submit(greet, "Ada")
+        assert_type(run, ff.SyncRun[str])
+        assert_type(run.result(timeout="5s"), str)
+        assert_type(run.state(), PublicState)
+        assert_type(run.stream(), Iterator[StreamedFrame])
+        assert_type(sync.submit_many(count, [[["a"]]]), list[ff.SyncRun[int]])
+        assert_type(sync.get_run("id", greet), ff.SyncRun[str])
+        sync.submit(greet, 1)  # error
+        sync.submit(greet)  # error
+        sync.submit(greet, "Ada", tmies=2)  # error
+        sync.submit(greet.options(priority=1), 1)  # error
+        sync.worker(lanes=5)  # error
+        run.result(timeout=object())  # error
+        run.cancel(5)  # error
+        run.signal("a", "b", sender="c")  # error
+        run.result().append("x")  # error
+        sync.client().inspect(5)  # error
+    assert_type(client.result(run.id, timeout=1), bytes | None)
+    client.submit(1)  # error
+    client.submit("greet", lame="default")  # error
+    client.wait(run.id, timeout=object())  # error
+    for event in client.subscribe_lease_history(where=5):  # error
+        del event
