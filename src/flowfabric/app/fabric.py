@@ -78,7 +78,7 @@ class Fabric(AsyncClosing):
         ... async def greet(ctx: Context, name: str) -> str:
         ...     return f"Hello, {name}!"
         """
-        return TaskDecorator(self, None, {})
+        return TaskDecorator(self)
 
     def named(self, name: str, **options: Unpack[SubmitOptions]) -> Task[..., Any]:
         """A task that other programs define, by its name, with options for its submissions.

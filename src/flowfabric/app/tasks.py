@@ -167,18 +167,17 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
     """
 
     def __init__(
-        self, app: Fabric, function: Callable[Q, D_co], name: str | None, options: TaskOptions
+        self,
+        app: Fabric,
+        function: Callable[Q, D_co],
+        name: str | None,
+        lane: str,
+        policy: ExecutionPolicy | None,
     ) -> None:
         self.function = function
         own_name = _name_of(function, name)
         self.arguments = Arguments(function, own_name)
-        super().__init__(
-            app,
-            own_name,
-            lane=validate_lane(options.get("lane", "default")),
-            policy=_policy(options),
-            arguments=self.arguments,
-        )
+        super().__init__(app, own_name, lane=lane, policy=policy, arguments=self.arguments)
         self.is_async = inspect.iscoroutinefunction(function)
         self.__name__ = self.name
         self.__doc__ = function.__doc__
@@ -190,10 +189,14 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
 class TaskDecorator:
     """Registers functions as tasks: `@app.task` or `@app.task(lane="mail", retry=3)`."""
 
-    def __init__(self, app: Fabric, name: str | None, options: TaskOptions) -> None:
+    def __init__(
+        self, app: Fabric, name: str | None = None, options: TaskOptions | None = None
+    ) -> None:
         self._app = app
         self._name = name
-        self._options = options
+        options = options or {}
+        self._lane = validate_lane(options.get("lane", "default"))
+        self._policy = _policy(options)
 
     @overload
     def __call__(
@@ -223,7 +226,7 @@ class TaskDecorator:
             _refuse_unknown(options, TaskOptions)
             return TaskDecorator(self._app, name, cast("TaskOptions", options))
         task: TaskFunction[..., Any, ..., Any]
-        task = TaskFunction(self._app, name, self._name, self._options)
+        task = TaskFunction(self._app, name, self._name, self._lane, self._policy)
         if task.name in self._app.tasks:
             problem = (
                 f'A task named "{task.name}" is already registered. Pass name= to register both.'
