@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from flowfabric.cli.checks.security import check_secret_file, scripting_finding
 from flowfabric.core import keys
 from flowfabric.core.keys import LEADER
+from flowfabric.engine.health import Grade
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.address import parse_url
@@ -22,7 +24,17 @@ from tests.support.server import TestServer, free_port
 from tests.support.suspension import SECRET
 
 CHECKS = (
-    *("connection", "version", "functions", "eviction", "persistence", "memory", "writes"),
+    *(
+        "connection",
+        "version",
+        "functions",
+        "scripting",
+        "access",
+        "eviction",
+        "persistence",
+        "memory",
+        "writes",
+    ),
     *("clock", "clock skew"),
     *("partitions", "tokens", "lanes", "lane placement", "workers", "scanners", "indexes"),
 )
@@ -244,6 +256,81 @@ async def test_nobody_answers(tmp_path: Path) -> None:
     assert "Connection refused" in found["connection"]["detail"]
     assert "hidden" not in done.out
     assert done.objects[0]["address"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("version", "hole", "fixed"),
+    [
+        ((8, 0, 0), "CVE-2024-31449", "8.0.9"),
+        ((8, 0, 1), "CVE-2024-46981", "8.0.9"),
+        ((8, 0, 5), "CVE-2025-49844", "8.0.9"),
+        ((8, 1, 3), "CVE-2025-46818", "8.1.7"),
+        ((8, 1, 5), "CVE-2025-67733", "8.1.7"),
+        ((9, 0, 3), "CVE-2026-23631", "9.0.4"),
+    ],
+)
+def test_known_holes_of_the_scripting_engine(
+    version: tuple[int, int, int], hole: str, fixed: str
+) -> None:
+    finding = scripting_finding(version)
+    assert finding.grade is Grade.WARNING
+    assert hole in finding.detail
+    assert finding.advice == f"upgrade to Valkey {fixed} or newer"
+
+
+@pytest.mark.parametrize("version", [(8, 0, 9), (8, 1, 7), (9, 0, 4), (9, 1, 0), (10, 0, 0)])
+def test_fixed_servers(version: tuple[int, int, int]) -> None:
+    assert scripting_finding(version).grade is Grade.OK
+
+
+async def test_who_can_reach_the_server(tmp_path: Path) -> None:
+    """192.0.2.1 belongs to no machine: the server is configured for it and cannot use it."""
+    port = free_port()
+    server = TestServer("--maxmemory-policy", "noeviction", port=port)
+    cli = Cli(tmp_path, FF_URL=server.url)
+    try:
+        transport = await connect(parse_url(server.url))
+        try:
+            _, found = await examined(cli)
+            assert found["access"]["grade"] == "warning"
+            assert f"TCP port {port} needs no password: every user" in found["access"]["detail"]
+            assert "requirepass" in found["access"]["advice"]
+            await transport.call("CONFIG", "SET", "bind", "127.0.0.1 -192.0.2.1")
+            _, found = await examined(cli)
+            assert "anyone on the network" in found["access"]["detail"]
+            await transport.call("CONFIG", "SET", "requirepass", "hidden")
+            known = Cli(tmp_path, FF_URL=server.url, FF_PASSWORD="hidden")
+            _, found = await examined(known)
+            assert found["access"]["grade"] == "warning"
+            assert "there is no ACL" in found["access"]["detail"]
+            assert "ACL user per role" in found["access"]["advice"]
+            await transport.call("CONFIG", "SET", "bind", "127.0.0.1")
+            _, found = await examined(known)
+            assert found["access"]["grade"] == "ok"
+            await transport.call("ACL", "SETUSER", "worker", "on", ">w", "~*", "&*", "+@all")
+            await transport.call("ACL", "SETUSER", "default", "off")
+            own = Cli(tmp_path, FF_URL=server.url, FF_USERNAME="worker", FF_PASSWORD="w")
+            _, found = await examined(own)
+            assert found["access"]["detail"] == "the default user is disabled"
+        finally:
+            await transport.aclose()
+    finally:
+        server.stop()
+
+
+def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
+    file = tmp_path / "waitpoint_secret"
+    assert check_secret_file(file) is None
+    file.touch(mode=0o600)
+    finding = check_secret_file(file)
+    assert finding is not None
+    assert finding.grade is Grade.OK
+    file.chmod(0o640)
+    finding = check_secret_file(file)
+    assert finding is not None
+    assert finding.grade is Grade.WARNING
+    assert "mode 0640" in finding.detail
+    assert f"chmod 600 {file}" in finding.advice
 
 
 async def test_other_functions_than_ours(cli: Cli, engine: Engine) -> None:

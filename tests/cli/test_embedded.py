@@ -59,6 +59,11 @@ async def test_commands_find_what_a_program_submitted(
     assert examined.code == 0
     assert f"embedded Valkey in {project.folder}/.flowfabric" in examined.out
     assert "append-only file, fsync everysec" in examined.out
+    assert "✓ secret file" in examined.out
+    (project.folder / ".flowfabric/waitpoint_secret").chmod(0o644)
+    examined = await project("doctor")
+    assert examined.code == 0
+    assert "⚠ secret file" in examined.out
 
 
 async def test_a_worker_with_a_wrong_setting_starts_nothing(project: Cli) -> None:

@@ -155,12 +155,15 @@ async def test_short_ids_grow_until_they_differ(cli: Cli, engine: Engine) -> Non
 async def test_stored_text_cannot_control_the_terminal(cli: Cli, engine: Engine) -> None:
     handle = await engine.running(execution_kind="evil")
     await engine.backend.progress(handle, 10, "a\x1b[2Jb\rc")
-    await engine.backend.fail(handle, "boom \x1b]0;title\x07", "cat\x1b[31m")
+    await engine.backend.fail(handle, "boom \x1b]0;title\x07\x9b\u202e", "cat\x1b[31m")
     done = await cli("show", handle.execution_id.uuid)
     assert done.code == 0
     assert "\x1b" not in done.out
     assert "\r" not in done.out
-    assert "boom \\x1b]0;title\\x07" in done.out
+    assert "boom \\x1b]0;title\\x07\\x9b\\u202e" in done.out
+    (line,) = (await cli("show", handle.execution_id.uuid, "--json")).lines
+    assert line.isprintable()
+    assert json.loads(line)["execution"]["failure_reason"].endswith("\x9b\u202e")
     screen = await asyncio.to_thread(on_terminal, cli, "show", handle.execution_id.uuid)
     assert "\x1b[2J" not in screen
     assert "\x1b]0" not in screen

@@ -10,7 +10,16 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfabric.cli.logs import JsonFormatter, TextFormatter
-from flowfabric.cli.views.text import age, clean, clock, duration, plural, preview, short_length
+from flowfabric.cli.views.text import (
+    age,
+    clean,
+    clock,
+    duration,
+    json_line,
+    plural,
+    preview,
+    short_length,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +59,21 @@ def test_plural() -> None:
     )
 
 
-def test_clean_keeps_text_and_new_lines_only() -> None:
-    assert clean("naïve 漢字 [bold]\nnext") == "naïve 漢字 [bold]\nnext"
-    assert clean("a\x1b[31m\r\x00\x9b\u202e\t") == "a\\x1b[31m\\r\\x00\\x9b\\u202e\\t"
+HOSTILE = "a\x1b[31m\r\n\x00\x9b\u202e\u2028\u2067\U000e0001\t"
+"""Moves a cursor, forges a line, starts a control sequence, turns text around."""
+
+
+def test_clean_escapes_whatever_is_not_text() -> None:
+    assert clean("naïve 漢字 [bold]") == "naïve 漢字 [bold]"
+    assert clean("one\ntwo", keep="\n") == "one\ntwo"
+    assert clean(HOSTILE) == ("a\\x1b[31m\\r\\n\\x00\\x9b\\u202e\\u2028\\u2067\\U000e0001\\t")
+
+
+def test_json_is_one_line_of_text_with_the_same_value() -> None:
+    line = json_line({"text": HOSTILE, "plain": "naïve 漢字"})
+    assert line.isprintable()
+    assert "naïve 漢字" in line
+    assert json.loads(line)["text"] == HOSTILE
 
 
 def test_short_length() -> None:
@@ -99,11 +120,26 @@ def test_text_lines() -> None:
     plain = TextFormatter(colour=False)
     line = plain.format(record("hi\x1b", action="a", lanes=["x", "y"], count=2))
     assert line.endswith(" WARNING hi\\x1b  lanes=x,y  count=2")
+    hostile = plain.format(record(HOSTILE, who=HOSTILE))
+    assert (hostile.isprintable(), clean(HOSTILE) in hostile) == (True, True)
     assert "\x1b[33mWARNING" in TextFormatter(colour=True).format(record("hi"))
     assert plain.format(failing()).endswith("ValueError: no\\x1b")
 
 
+def test_a_text_line_says_nothing_twice() -> None:
+    made = record("resize 86-12 failed (attempt 2)", execution_id="86-12", attempt=2, epoch=1)
+    assert TextFormatter(colour=False).format(made).endswith(" (attempt 2)  epoch=1")
+
+
+def test_what_follows_a_line_is_indented() -> None:
+    """An exception's text cannot pass for a line of its own."""
+    made = record("blocked", stack_info="Stack:\n  in hold\x9b")
+    assert TextFormatter(colour=False).format(made).endswith("blocked\n  Stack:\n    in hold\\x9b")
+    assert json.loads(JsonFormatter().format(made))["stack"] == "Stack:\n  in hold\x9b"
+
+
 def test_json_lines() -> None:
+    assert JsonFormatter().format(record(HOSTILE, who=HOSTILE)).isprintable()
     made = json.loads(JsonFormatter().format(record("hi", action="a", odd=object(), count=2)))
     assert datetime.fromisoformat(made.pop("time")).tzinfo is not None
     assert made.pop("odd").startswith("<object object")

@@ -14,9 +14,9 @@ from flowfabric.core.errors import ConfigError
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded_folder import DataFolder
 
-__all__ = ["folder_secret"]
+__all__ = ["SECRET_FILE", "folder_secret"]
 
-_NAME: Final = "waitpoint_secret"
+SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
 _BYTES: Final = 32
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch
 
@@ -32,7 +32,7 @@ def folder_secret(path: Path) -> str:
     with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
         with contextlib.suppress(FileNotFoundError):
             return _read(folder)
-        draft = f".{_NAME}.{secrets.token_hex(8)}"
+        draft = f".{SECRET_FILE}.{secrets.token_hex(8)}"
         try:
             with os.fdopen(folder.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
                 file.write(secrets.token_hex(_BYTES) + "\n")
@@ -40,18 +40,20 @@ def folder_secret(path: Path) -> str:
                 os.fsync(file.fileno())
             # Never replace an existing secret: tokens signed with it are in use.
             with contextlib.suppress(FileExistsError):
-                os.link(draft, _NAME, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+                os.link(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
         finally:
             os.unlink(draft, dir_fd=folder.fd)
         return _read(folder)
 
 
 def _read(folder: DataFolder) -> str:
-    with os.fdopen(folder.open(_NAME, os.O_RDONLY), errors="replace", encoding="ascii") as file:
+    with os.fdopen(
+        folder.open(SECRET_FILE, os.O_RDONLY), errors="replace", encoding="ascii"
+    ) as file:
         found = file.read().strip()
     if not _is_secret(found):
         raise ConfigError(
             "embedded",
-            f"{folder.path / _NAME} is not a secret; restore it, or delete it to get a new one",
+            f"{folder.path / SECRET_FILE} holds no secret; restore it, or delete it for a new one",
         )
     return found

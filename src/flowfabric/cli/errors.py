@@ -10,6 +10,7 @@ import sys
 import msgspec
 import typer
 
+from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
 
 __all__ = ["CliError", "Report", "UsageError", "describe", "exit_code", "print_error", "report"]
@@ -66,12 +67,13 @@ def _snake(name: str) -> str:
 def print_error(error: Report, *, as_json: bool) -> None:
     """Print the error and its hint to standard error, as text or as one JSON object."""
     if as_json:
-        line = msgspec.json.encode({"error": error}).decode()
+        line = json_line({"error": error})
     else:
-        head = _coloured("error:", typer.colors.RED, bold=True)
-        body = f"{error.code}: {error.message}" if error.message else error.code
-        hint = f"\n{_coloured('hint:', typer.colors.CYAN)} {error.hint}" if error.hint else ""
-        line = f"{head} {body}{hint}"
+        # Some messages list what to choose from, one per line.
+        body = clean(f"{error.code}: {error.message}" if error.message else error.code, keep="\n")
+        line = f"{_coloured('error:', typer.colors.RED, bold=True)} {body}"
+        if error.hint:
+            line += f"\n{_coloured('hint:', typer.colors.CYAN)} {clean(error.hint)}"
     # If standard error cannot be written, the exit code must still be right.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")

@@ -1,4 +1,4 @@
-"""Log records on standard error: readable lines, or one JSON object a line."""
+"""Log records on standard error: readable lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 from datetime import UTC, datetime
+from textwrap import indent
 from typing import Any, TextIO
 
-import msgspec
-
-from flowfabric.cli.views.text import clean
+from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.forks import forget_on_fork
 
@@ -142,19 +142,28 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and below it the traceback if there is one."""
+        """One line without what the message says twice; below it the traceback, if there is one."""
         moment = datetime.fromtimestamp(record.created, UTC).astimezone()
         level = f"{record.levelname:<7}"
-        fields = {name: value for name, value in _fields(record).items() if name != "action"}
-        extra = "  ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        message = clean(record.getMessage())
+        fields = {name: _shown(value) for name, value in _fields(record).items()}
+        extra = "  ".join(
+            f"{name}={value}"
+            for name, value in fields.items()
+            if name != "action" and not _mentions(message, value)
+        )
         if self._colour:
             level = f"\x1b[{_COLOURS.get(record.levelname, '0')}m{level}\x1b[0m"
             extra = f"\x1b[90m{extra}\x1b[0m" if extra else ""
         stamp = moment.strftime("%H:%M:%S.") + f"{int(record.msecs):03d}"
-        line = f"{stamp} {level} {clean(record.getMessage())}" + (f"  {extra}" if extra else "")
-        if record.exc_info:
-            line += "\n" + clean(self.formatException(record.exc_info))
-        return line
+        line = f"{stamp} {level} {message}" + (f"  {extra}" if extra else "")
+        below = [self.formatException(record.exc_info)] if record.exc_info else []
+        below += [record.stack_info] if record.stack_info else []
+        return "\n".join([line, *(indent(clean(text, keep="\n"), "  ") for text in below)])
+
+
+def _mentions(message: str, value: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", message) is not None
 
 
 def _shown(value: object) -> str:
@@ -178,4 +187,6 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             content["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(content, enc_hook=str).decode()
+        if record.stack_info:
+            content["stack"] = record.stack_info
+        return json_line(content, enc_hook=str)

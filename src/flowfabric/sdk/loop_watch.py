@@ -106,16 +106,18 @@ class LoopWatch:
             extra = {"execution_id": blocker.execution_id}
         _log(
             level,
-            f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}\n{stack}",
+            f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}",
+            stack=stack,
             extra={"action": "loop_blocked", **extra},
         )
 
 
-def _log(level: int, text: str, **more: Any) -> None:
+def _log(level: int, text: str, stack: str | None = None, **more: Any) -> None:
+    if not log.isEnabledFor(level):
+        return
+    record = log.makeRecord(log.name, level, __file__, 0, text, (), None, sinfo=stack, **more)
     # On a thread of its own: what blocks the loop may be a log handler that holds its lock.
-    threading.Thread(
-        target=log.log, args=(level, "%s", text), kwargs=more, name="ff-loop-watch", daemon=True
-    ).start()
+    threading.Thread(target=log.handle, args=(record,), name="ff-loop-watch", daemon=True).start()
 
 
 def _context_of(task: asyncio.Task[Any]) -> Context:

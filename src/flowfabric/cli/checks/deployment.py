@@ -9,7 +9,7 @@ from typing import Any
 
 from flowfabric.cli.checks.server import server_seconds
 from flowfabric.cli.reads.workers import read_live_workers
-from flowfabric.cli.views.text import clean, plural
+from flowfabric.cli.views.text import plural
 from flowfabric.core import keys
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.core.text import lossless, shown
@@ -84,7 +84,7 @@ async def _tokens(backend: Backend) -> Finding:
     kids = sorted({kid.decode(errors="replace") for kid in found if kid is not None})
     missing = found.count(None)
     if not missing:
-        return Finding("tokens", Grade.OK, f"signed with {clean(', '.join(kids))}")
+        return Finding("tokens", Grade.OK, f"signed with {', '.join(kids)}")
     where = "the server" if missing == len(found) else plural(missing, "partition")
     return Finding(
         "tokens",
@@ -103,9 +103,9 @@ async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
     for lane in lanes:
         settings = await backend.get_lane(lane)
         if settings.state != "active":
-            reason = f" ({clean(settings.reason)})" if settings.reason else ""
-            stopped.append(f"{clean(lane)} is {settings.state}{reason}")
-    shown = ", ".join(clean(lane) for lane in lanes[:8]) + (", …" if len(lanes) > 8 else "")
+            reason = f" ({settings.reason})" if settings.reason else ""
+            stopped.append(f"{lane} is {settings.state}{reason}")
+    shown = ", ".join(lane for lane in lanes[:8]) + (", …" if len(lanes) > 8 else "")
     if stopped:
         detail = f"{plural(len(lanes), 'lane')}; {', '.join(stopped)}"
         return Finding(
@@ -118,7 +118,7 @@ def _collisions(lanes: list[str], counts: PartitionCounts) -> Finding:
     found = lane_collisions(lanes, counts)
     if found.grade is CollisionGrade.CLEAN:
         return Finding("lane placement", Grade.OK, "no two lanes share a partition")
-    groups = "; ".join(" + ".join(map(clean, group)) for group in found.shared.values())
+    groups = "; ".join(" + ".join(group) for group in found.shared.values())
     serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
     return Finding(
         "lane placement",
@@ -130,9 +130,7 @@ def _collisions(lanes: list[str], counts: PartitionCounts) -> Finding:
 
 async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry]) -> Finding:
     served = {lane for worker in workers for lane in worker.lanes}
-    waiting = [
-        clean(lane) for lane in lanes if lane not in served and await _holds_work(backend, lane)
-    ]
+    waiting = [lane for lane in lanes if lane not in served and await _holds_work(backend, lane)]
     if waiting:
         return Finding(
             "workers",
@@ -157,8 +155,7 @@ async def _leader(backend: Backend) -> Finding:
     leaders = await read_leaders(backend)
     if leaders:
         who = ", ".join(
-            f"{clean(leader.process)}{' for its part' if leader.partial else ''}"
-            for leader in leaders
+            f"{leader.process}{' for its part' if leader.partial else ''}" for leader in leaders
         )
         return Finding("scanners", Grade.OK, f"run by {who} (host:pid)")
     return Finding(
@@ -188,7 +185,7 @@ async def _indexes(backend: Backend) -> Finding:
     return Finding(
         "indexes",
         Grade.BROKEN,
-        f"{detail}, {len(drifted)} differ from their index, such as {clean(shown(drifted[0]))}",
+        f"{detail}, {len(drifted)} differ from their index, such as {shown(drifted[0])}",
         "the scanners repair this within two minutes; if it persists, report it",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from flowfabric.cli.checks.security import check_security
 from flowfabric.cli.views.text import duration
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.health import Finding, Grade, health_findings
@@ -24,7 +25,13 @@ async def check_server_side(transport: Transport, *, owned: bool = False) -> lis
     if checks[-1].grade is Grade.BROKEN:
         return checks
     library = await _library(transport, owned=owned)
-    return [*checks, library, *await health_findings(transport), await _skew(transport)]
+    return [
+        *checks,
+        library,
+        *await check_security(transport),
+        *await health_findings(transport),
+        await _skew(transport),
+    ]
 
 
 async def _connection(transport: Transport) -> Finding:

@@ -26,7 +26,7 @@ from flowfabric.cli.options import (
 from flowfabric.cli.reads.waits import read_last_wait, read_open_waitpoints
 from flowfabric.cli.session import find_execution, open_backend, user_name
 from flowfabric.cli.views.screen import Cell, Screen, print_json
-from flowfabric.cli.views.text import clean, plural
+from flowfabric.cli.views.text import plural
 from flowfabric.cli.views.waits import OPERATOR_ONLY, TIMEOUT_ONLY, accepted_signals, describe_end
 from flowfabric.core.contracts.suspension import Accepted, OpenWaitpoint, SignalOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError
@@ -214,7 +214,7 @@ def close_waitpoint(
             print_json(plain | {"waitpoint_key": found.waitpoint_key, "closed": closed})
         else:
             effect = "closed" if closed else "no change: it was closed before"
-            Screen().line(f"{execution_id}  {clean(found.waitpoint_key)}: ", effect)
+            Screen().line(f"{execution_id}  {found.waitpoint_key}: ", effect)
 
     asyncio.run(run())
 
@@ -275,7 +275,7 @@ async def find_waitpoint(
 
 def _listed(waitpoints: Sequence[OpenWaitpoint]) -> str:
     return "".join(
-        f"\n  {one.waitpoint_id}  {clean(one.waitpoint_key)}  ({accepted_signals(one)})"
+        f"\n  {one.waitpoint_id}  {one.waitpoint_key}  ({accepted_signals(one)})"
         for one in waitpoints
     )
 
@@ -327,13 +327,13 @@ def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> N
     if names == (TIMEOUT_ONLY,):
         raise CliError(
             "not_asked",
-            f"{clean(waitpoint.waitpoint_key)} only waits for its timeout and accepts no signal",
+            f"{waitpoint.waitpoint_key} only waits for its timeout and accepts no signal",
             "`flowfabric cancel` ends the execution",
         )
     if names and name not in names and not explicit:
         raise CliError(
             "not_asked",
-            f"{clean(waitpoint.waitpoint_key)} does not accept {name!r}, only "
+            f"{waitpoint.waitpoint_key} does not accept {name!r}, only "
             f"{accepted_signals(waitpoint)}",
             "choose one with --name",
             *names,
@@ -390,6 +390,6 @@ def _print_outcome(
         return
     effect: Cell = ("no change: the same signal was sent before", "yellow")
     if accepted:
-        effect = _EFFECTS.get(outcome.effect, (clean(outcome.effect), ""))
-    head = f"{execution_id}  {clean(waitpoint.waitpoint_key)}  {clean(name)}: "
+        effect = _EFFECTS.get(outcome.effect, (outcome.effect, ""))
+    head = f"{execution_id}  {waitpoint.waitpoint_key}  {name}: "
     Screen().line(head, effect)

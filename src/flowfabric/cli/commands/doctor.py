@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from flowfabric import __version__
+from flowfabric.app.secret_file import SECRET_FILE
 from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.checks.deployment import check_deployment
+from flowfabric.cli.checks.security import check_secret_file
 from flowfabric.cli.checks.server import check_server_side
 from flowfabric.cli.errors import describe
 from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
@@ -87,6 +89,8 @@ async def _run_checks(
                     Finding("prepare", Grade.OK, "partition counts and functions are set up")
                 )
             checks += await check_server_side(transport, owned=location.embedded)
+            if location.embedded and (finding := check_secret_file(folder / SECRET_FILE)):
+                checks.append(finding)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
                 backend = Backend(transport, await read_counts(transport))
                 checks += await check_deployment(backend, namespace)

@@ -21,7 +21,7 @@ from flowfabric.cli.options import (
 )
 from flowfabric.cli.session import open_backend
 from flowfabric.cli.views.screen import Cell, Screen, print_json
-from flowfabric.cli.views.text import clean, clock, duration, plural
+from flowfabric.cli.views.text import clock, duration, plural
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
 from flowfabric.engine.boot import SECRET_VARIABLE
 from flowfabric.engine.secrets import check_rotation
@@ -45,9 +45,8 @@ def secrets(context: typer.Context, *, url: UrlOption = None, as_json: JsonOptio
         return
     rows: list[list[Cell]] = [
         [
-            (clean(group.current_kid or "none"), "bold"),
-            ", ".join(f"{clean(k.kid)} until {clock(k.expires_at_ms)}" for k in group.verifying)
-            or "-",
+            (group.current_kid or "none", "bold"),
+            ", ".join(f"{k.kid} until {clock(k.expires_at_ms)}" for k in group.verifying) or "-",
             f"{group.partitions:,}",
         ]
         for group in groups
@@ -136,7 +135,7 @@ def rotate_secret(
         print_json({"new_kid": kid, "rotated": summary.rotated, "failed": summary.failed})
     else:
         partitions = plural(summary.rotated, "partition")
-        Screen().line((clean(kid), "bold"), f" signs new tokens on {partitions}.")
+        Screen().line((kid, "bold"), f" signs new tokens on {partitions}.")
     if summary.failed:
         raise _incomplete(summary)
 

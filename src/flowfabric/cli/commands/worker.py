@@ -32,7 +32,7 @@ from flowfabric.cli.options import (
 )
 from flowfabric.cli.session import data_folder
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import clean, duration, plural
+from flowfabric.cli.views.text import duration, plural
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
@@ -221,10 +221,10 @@ def _print_banner(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) 
     facts = {
         "address": where,
         "namespace": app.namespace,
-        "lanes": ", ".join(map(clean, config.lanes)),
+        "lanes": ", ".join(config.lanes),
         "tasks": _task_list(sorted(app.tasks)),
         "concurrency": str(config.permits),
-        "capabilities": ", ".join(map(clean, config.capabilities)),
+        "capabilities": ", ".join(config.capabilities),
         "worker": config.worker_instance_id,
     }
     if as_json:
@@ -248,7 +248,7 @@ def _print_banner(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) 
 
 
 def _task_list(tasks: list[str]) -> str:
-    shown = ", ".join(map(clean, tasks[:_MAX_LISTED_TASKS]))
+    shown = ", ".join(tasks[:_MAX_LISTED_TASKS])
     more = len(tasks) - _MAX_LISTED_TASKS
     return f"{shown} and {more} more" if more > 0 else shown
 

@@ -8,7 +8,7 @@ import msgspec
 
 from flowfabric.cli.reads.detail import Blob, Detail
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
-from flowfabric.cli.views.text import age, clean, clock, duration
+from flowfabric.cli.views.text import age, clock, duration
 from flowfabric.cli.views.waits import accepted_signals, time_left
 from flowfabric.cli.views.why import why_not_running
 from flowfabric.core.contracts.events import Event
@@ -56,7 +56,7 @@ def print_detail(detail: Detail, *, full: bool, as_json: bool) -> None:
 def _head(screen: Screen, detail: Detail, why: str) -> None:
     info = detail.execution
     state = info.public_state.value
-    screen.line((clean(info.execution_kind), "bold"), "  ", (state, state_style(state)))
+    screen.line((info.execution_kind, "bold"), "  ", (state, state_style(state)))
     screen.line((str(info.execution_id), "bright_black"))
     if why:
         screen.line()
@@ -70,7 +70,7 @@ def _head(screen: Screen, detail: Detail, why: str) -> None:
             ("lifecycle", vector.lifecycle_phase.value),
             ("ownership", vector.ownership_state.value),
             ("eligibility", vector.eligibility_state.value),
-            ("blocking", _joined(vector.blocking_reason.value, clean(info.blocking_detail))),
+            ("blocking", _joined(vector.blocking_reason.value, info.blocking_detail)),
             ("outcome", vector.terminal_outcome.value),
             ("attempt", vector.attempt_state.value),
         ]
@@ -78,7 +78,7 @@ def _head(screen: Screen, detail: Detail, why: str) -> None:
 
 
 def _first_line(text: str) -> str:
-    return clean(text.partition("\n")[0])
+    return text.partition("\n")[0]
 
 
 def _joined(*parts: str) -> str:
@@ -88,8 +88,8 @@ def _joined(*parts: str) -> str:
 def _facts(detail: Detail) -> list[tuple[str, Cell]]:
     info, now = detail.execution, detail.now_ms
     facts: list[tuple[str, Cell]] = [
-        ("lane", clean(info.lane_id)),
-        ("namespace", clean(info.namespace)),
+        ("lane", info.lane_id),
+        ("namespace", info.namespace),
         ("priority", str(info.priority)),
         ("created", _past_time(int(info.created_at), now)),
     ]
@@ -105,7 +105,7 @@ def _facts(detail: Detail) -> list[tuple[str, Cell]]:
     if info.execution_deadline_at is not None:
         facts.append(("deadline", clock(info.execution_deadline_at)))
     if info.required_capabilities:
-        facts.append(("needs", ", ".join(clean(each) for each in info.required_capabilities)))
+        facts.append(("needs", ", ".join(each for each in info.required_capabilities)))
     if info.flow_id is not None:
         facts.append(("flow", info.flow_id))
     return facts + _progress(info) + _lease(detail)
@@ -122,13 +122,13 @@ def _progress(info: ExecutionInfo) -> list[tuple[str, Cell]]:
     facts: list[tuple[str, Cell]] = [(name, str(n)) for name, n in counts.items() if n]
     if info.progress_pct is not None or info.progress_message:
         percent = "" if info.progress_pct is None else f"{info.progress_pct}%"
-        facts.append(("progress", f"{percent} {clean(info.progress_message or '')}".strip()))
+        facts.append(("progress", f"{percent} {info.progress_message or ''}".strip()))
     if info.failure_reason:
         facts.append(("failure", (_first_line(info.failure_reason), "red")))
     for name in _END_FIELDS:
         value: str | None = getattr(info, name)
         if value:
-            facts.append((name.replace("_", " "), clean(value)))
+            facts.append((name.replace("_", " "), value))
     return facts
 
 
@@ -138,7 +138,7 @@ def _lease(detail: Detail) -> list[tuple[str, Cell]]:
         return []
     left = lease.expires_at - detail.now_ms
     held = f"for another {duration(left)}" if left > 0 else f"expired {duration(-left)} ago"
-    worker = clean(lease.worker_instance_id)
+    worker = lease.worker_instance_id
     return [("worker", worker), ("lease", f"epoch {lease.lease_epoch}, {held}")]
 
 
@@ -157,13 +157,13 @@ def _waitpoints(screen: Screen, detail: Detail) -> None:
         since = one.activated_at or one.created_at
         rows.append(
             [
-                (clean(one.waitpoint_key), "magenta"),
+                (one.waitpoint_key, "magenta"),
                 one.state,
                 accepted_signals(one),
                 age(detail.now_ms - since),
                 time_left(one.expires_at if one.state == "pending" else limit, detail.now_ms),
                 one.waitpoint_id,
-                (f"{clean(one.token_kid)} {one.token_fingerprint}", "bright_black"),
+                (f"{one.token_kid} {one.token_fingerprint}", "bright_black"),
             ]
         )
     screen.table(headers, rows)
@@ -185,10 +185,10 @@ def _attempt(attempt: AttemptRecord, now_ms: int) -> list[Cell]:
         str(attempt.attempt_index),
         attempt.attempt_type,
         (attempt.attempt_state, _ATTEMPT_STYLES.get(attempt.attempt_state, "")),
-        clean(attempt.worker_instance_id),
+        attempt.worker_instance_id,
         clock(attempt.started_at),
         duration(max(0, took)) + ("" if attempt.ended_at else " …"),
-        clean(f"{reason} ({category})" if category else reason),
+        f"{reason} ({category})" if category else reason,
     ]
 
 
@@ -197,8 +197,7 @@ def _history(screen: Screen, detail: Detail) -> None:
         return
     screen.section("History")
     rows: list[list[Cell]] = [
-        [clock(event.at), (event.type, "bold"), clean(_event_detail(event))]
-        for event in detail.history
+        [clock(event.at), (event.type, "bold"), _event_detail(event)] for event in detail.history
     ]
     screen.table(["AT", "EVENT", "DETAIL"], rows)
 
@@ -216,13 +215,13 @@ def _failure(screen: Screen, info: ExecutionInfo) -> None:
     """Print the traceback, which follows the first line of the reason."""
     if info.failure_reason and "\n" in info.failure_reason:
         screen.section("Failure")
-        screen.block(clean(info.failure_reason))
+        screen.block(info.failure_reason)
 
 
 def _extras(screen: Screen, detail: Detail, *, full: bool) -> None:
     if detail.tags:
         screen.section("Tags")
-        screen.facts([(clean(key), clean(value)) for key, value in sorted(detail.tags.items())])
+        screen.facts([(key, value) for key, value in sorted(detail.tags.items())])
     if full or detail.policy != NO_POLICY:
         shown = detail.policy.normalised() if full else detail.policy.to_dict()
         screen.section("Policy" if full else "Policy (without defaults; --full shows all)")
@@ -234,5 +233,5 @@ def _blob(screen: Screen, title: str, blob: Blob | None) -> None:
         return
     kind = blob.encoding or ("text" if blob.form == "text" else "binary")
     more = ", cut; --full shows all" if blob.truncated else ""
-    screen.section(f"{title} ({blob.size:,} bytes, {clean(kind)}{more})")
-    screen.block(clean(blob.preview) + (" …" if blob.truncated else ""))
+    screen.section(f"{title} ({blob.size:,} bytes, {kind}{more})")
+    screen.block(blob.preview + (" …" if blob.truncated else ""))

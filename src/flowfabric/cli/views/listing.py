@@ -58,15 +58,15 @@ def _cells(row: Row, now_ms: int, length: int | None, *, namespaces: bool) -> li
     style = state_style(row.public_state)
     cells: list[Cell] = [
         (shown, "bold"),
-        clean(row.execution_kind),
-        clean(row.lane_id),
+        row.execution_kind,
+        row.lane_id,
         (row.public_state + progress, style),
         age(now_ms - int(row.created_at)),
         str(row.total_attempt_count) if row.total_attempt_count else "-",
-        clean(row.worker_instance_id or "-"),
+        row.worker_instance_id or "-",
     ]
     if namespaces:
-        cells.insert(1, clean(row.namespace))
+        cells.insert(1, row.namespace)
     return cells
 
 
@@ -128,5 +128,5 @@ class ChangePrinter:
                 continue
             cells = _cells(row, listing.now_ms, None, namespaces=False)
             texts = (cell if isinstance(cell, str) else cell[0] for cell in cells)
-            sys.stdout.write("  ".join(texts) + "\n")
+            sys.stdout.write(clean("  ".join(texts)) + "\n")
         sys.stdout.flush()

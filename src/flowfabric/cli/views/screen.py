@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.state import PublicState
 
@@ -48,21 +48,20 @@ def state_style(state: str) -> str:
 
 def print_json(value: object) -> None:
     """Print one JSON value on its own line."""
-    sys.stdout.write(msgspec.json.encode(value, enc_hook=enc_hook).decode() + "\n")
+    sys.stdout.write(json_line(value, enc_hook) + "\n")
 
 
 def _text(cell: Cell) -> Text:
     # Not markup: stored text may contain brackets.
-    return Text(cell) if isinstance(cell, str) else Text(cell[0], cell[1])
+    return Text(_plain(cell), "" if isinstance(cell, str) else cell[1])
 
 
 def _plain(cell: Cell) -> str:
-    text = cell if isinstance(cell, str) else cell[0]
-    return text.replace("\n", "\\n")
+    return clean(cell if isinstance(cell, str) else cell[0])
 
 
 class Screen:
-    """Standard output: a terminal or a pipe."""
+    """Standard output: a terminal or a pipe. Everything printed is cleaned."""
 
     def __init__(self) -> None:
         self.console = Console(highlight=False, emoji=False, markup=False)
@@ -117,7 +116,7 @@ class Screen:
 
     def block(self, text: str) -> None:
         """Print text of several lines, indented."""
-        for line in text.splitlines() or [""]:
+        for line in map(clean, text.splitlines() or [""]):
             if self.terminal:
                 self.console.print(Padding(Text(line), (0, 0, 0, 2)))
             else:

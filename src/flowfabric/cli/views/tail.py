@@ -150,20 +150,21 @@ class TextPrinter(Printer):
             # Both streams may go to one terminal. The line end is not part of the output.
             sys.stderr.write("\n")
             self._set_apart = True
-        styled = [(cell, "bright_black") if isinstance(cell, str) else cell for cell in cells]
+        pairs = [(cell, "bright_black") if isinstance(cell, str) else cell for cell in cells]
+        styled = [(clean(text), style) for text, style in pairs]
         line = Text.assemble(("── ", "bright_black"), *styled)
         self._notes.print(line, soft_wrap=True)
 
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
         kind = f" ({record.attempt_type})" if record is not None else ""
-        worker = f" on {clean(record.worker_instance_id)}" if record is not None else ""
+        worker = f" on {record.worker_instance_id}" if record is not None else ""
         hint = "; --attempt 0 starts with the first" if first else ""
         self._note((f"attempt {self.index}", "bold"), f"{kind}{worker}{hint}")
 
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        ending = _REASONS.get(reason, clean(reason))
+        ending = _REASONS.get(reason, reason)
         why = record.failure_reason if record is not None else None
-        because = f": {clean(why.partition(chr(10))[0])}" if why else ""
+        because = f": {why.partition(chr(10))[0]}" if why else ""
         self._note((f"attempt {self.index}", "bold"), f" {ending}{because}")
         self._decoder.reset()
 
@@ -178,7 +179,7 @@ class TextPrinter(Printer):
         self._note("older output was trimmed")
 
     def interrupted(self, problem: str) -> None:
-        self._note(("no answer from the server", "yellow"), f", retrying: {clean(problem)}")
+        self._note(("no answer from the server", "yellow"), f", retrying: {problem}")
 
     def end(self, info: ExecutionInfo) -> None:
         state = info.public_state.value

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from typing import Any
 
-__all__ = ["age", "clean", "clock", "duration", "plural", "preview", "short_length"]
+import msgspec
+
+__all__ = ["age", "clean", "clock", "duration", "json_line", "plural", "preview", "short_length"]
 
 _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
 _MIN_SHORT = 8
 _HEX_BYTES = 64
 
 
-def clean(text: str) -> str:
-    """Text without control characters: stored text must not move the cursor or change colours."""
+def clean(text: str, keep: str = "") -> str:
+    r"""Escape what could forge a line or control a terminal: line breaks, C0, C1, bidi marks.
+
+    >>> clean("a\nb\x9b")
+    'a\\nb\\x9b'
+    """
     if text.isprintable():
         return text
     return "".join(
-        letter if letter.isprintable() or letter == "\n" else _escaped(letter) for letter in text
+        letter
+        if letter.isprintable() or letter in keep
+        else letter.encode("unicode_escape").decode()
+        for letter in text
     )
 
 
-def _escaped(letter: str) -> str:
-    return letter.encode("unicode_escape").decode()
+def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> str:
+    """One JSON value in one line, with the characters escaped that `clean` escapes."""
+    text = msgspec.json.encode(value, enc_hook=enc_hook).decode()
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 
 def age(ms: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flowfabric.cli.reads.waits import LastWait, Wait
 from flowfabric.cli.views.screen import Cell, Screen
-from flowfabric.cli.views.text import age, clean, clock, duration, plural, short_length
+from flowfabric.cli.views.text import age, clock, duration, plural, short_length
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
 
 __all__ = [
@@ -40,12 +40,12 @@ def accepted_signals(waitpoint: OpenWaitpoint) -> str:
         return "not waiting yet"
     if not names:
         return "any signal"
-    return ", ".join(_SPECIAL.get(name, clean(name)) for name in names)
+    return ", ".join(_SPECIAL.get(name, name) for name in names)
 
 
 def describe_waitpoints(waitpoints: Sequence[OpenWaitpoint]) -> str:
     """All waitpoints in one phrase."""
-    return "; ".join(f"{clean(one.waitpoint_key)} ({accepted_signals(one)})" for one in waitpoints)
+    return "; ".join(f"{one.waitpoint_key} ({accepted_signals(one)})" for one in waitpoints)
 
 
 def time_left(at_ms: int | None, now_ms: int) -> str:
@@ -68,12 +68,12 @@ def describe_end(last: LastWait, now_ms: int) -> str:
         return f"was answered{ago}: " + ", ".join(_answer(signal) for signal in last.answers)
     if last.close_reason == "resumed":
         return f"was resumed by an operator{ago}"
-    return f"{_ENDINGS.get(last.close_reason, clean(last.close_reason))}{ago}"
+    return f"{_ENDINGS.get(last.close_reason, last.close_reason)}{ago}"
 
 
 def _answer(signal: ResumeSignal) -> str:
-    by = f" by {clean(signal.source_identity)}" if signal.source_identity else ""
-    return f"{clean(signal.signal_name)}{by}"
+    by = f" by {signal.source_identity}" if signal.source_identity else ""
+    return f"{signal.signal_name}{by}"
 
 
 def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
@@ -127,7 +127,7 @@ def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
         for each in wait.waitpoints or [None]:
             row = _row(wait, each, now_ms, shown, inner)
             if lanes:
-                row.insert(2, clean(wait.lane_id))
+                row.insert(2, wait.lane_id)
             rows.append(row)
     screen.table(headers, rows)
 
@@ -141,12 +141,12 @@ def _row(
     what: list[Cell] = ["-", "-"]
     which: list[Cell] = ["-", "-"]
     if waitpoint is not None:
-        what = [(clean(waitpoint.waitpoint_key), "magenta"), accepted_signals(waitpoint)]
-        token = f"{clean(waitpoint.token_kid)} {waitpoint.token_fingerprint}"
+        what = [(waitpoint.waitpoint_key, "magenta"), accepted_signals(waitpoint)]
+        token = f"{waitpoint.token_kid} {waitpoint.token_fingerprint}"
         which = [waitpoint.waitpoint_id[:inner], (token, "bright_black")]
     return [
         (shown, "bold"),
-        clean(wait.execution_kind),
+        wait.execution_kind,
         *what,
         "-" if since is None else age(now_ms - since),
         time_left(ends, now_ms),

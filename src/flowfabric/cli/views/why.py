@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.cli.reads.detail import Detail
-from flowfabric.cli.views.text import clean, clock, duration
+from flowfabric.cli.views.text import clock, duration
 from flowfabric.cli.views.waits import (
     OPERATOR_ONLY,
     TIMEOUT_ONLY,
@@ -37,7 +37,7 @@ def why_not_running(detail: Detail) -> str:
 def _waiting(detail: Detail, why: WhyWaiting) -> str:
     info = detail.execution
     if why.lane_state != "active":
-        return f"lane {clean(info.lane_id)} is {why.lane_state}: none of its executions start"
+        return f"lane {info.lane_id} is {why.lane_state}: none of its executions start"
     timed = _TIMED.get(why.blocking_reason)
     if timed is not None and why.retry_at is not None:
         return f"{timed} {_start_time(why.retry_at, detail.now_ms)}"
@@ -51,7 +51,7 @@ def _waiting(detail: Detail, why: WhyWaiting) -> str:
 def _active(detail: Detail) -> str:
     lease = detail.lease
     vector = detail.execution.state_vector
-    worker = clean(lease.worker_instance_id) if lease is not None else "its worker"
+    worker = lease.worker_instance_id if lease is not None else "its worker"
     if vector.ownership_state is OwnershipState.LEASE_REVOKED:
         return f"the lease of {worker} was revoked; the next free worker takes it over"
     if not detail.running:
@@ -80,13 +80,13 @@ def _start_time(at_ms: int, now_ms: int) -> str:
 
 
 def _for_worker(info: ExecutionInfo, why: WhyWaiting, able_workers: list[str]) -> str:
-    lane = clean(info.lane_id)
-    needs = ", ".join(clean(each) for each in info.required_capabilities)
+    lane = info.lane_id
+    needs = ", ".join(each for each in info.required_capabilities)
     option = needs.replace(" ", "")
     if able_workers:
         return f"{_workers_serve(len(able_workers))} lane {lane}; it starts as soon as one is free"
     if why.live_workers and why.missing_capabilities:
-        lacks = ", ".join(clean(each) for each in why.missing_capabilities)
+        lacks = ", ".join(each for each in why.missing_capabilities)
         return (
             f"{_workers_serve(why.live_workers)} lane {lane}, but the nearest lacks {lacks}: "
             f"start one with `flowfabric worker module:app --capabilities {option}`"
@@ -108,4 +108,4 @@ def _workers_serve(workers: int) -> str:
 
 def _blocking_reason(why: WhyWaiting) -> str:
     reason = why.blocking_reason.replace("_", " ")
-    return f"{reason}: {clean(why.blocking_detail)}" if why.blocking_detail else reason
+    return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
