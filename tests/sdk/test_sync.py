@@ -269,3 +269,27 @@ def test_a_program_without_an_event_loop_can_do_everything(
             assert found is not None
             assert sync.get_run(named.id, shout).result(timeout=20) == "AGAIN"
     assert not [t for t in threading.enumerate() if t.name == "ff-sync-fabric"]
+
+
+def test_a_worker_without_an_event_loop_stops_at_a_signal(
+    engine: Engine, valkey: TestServer
+) -> None:
+    script = textwrap.dedent(
+        f"""
+        import os, signal
+        import flowfabric as ff
+        app = ff.Fabric({valkey.url!r})
+
+        @app.task
+        def stop() -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        with ff.SyncFabric(app) as sync:
+            sync.submit(stop)
+            print(sync.worker(scanners=False).run().completed)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=30, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
