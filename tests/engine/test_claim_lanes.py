@@ -48,9 +48,10 @@ async def test_lanes_are_listed_by_name_in_pages(engine: Engine) -> None:
     assert await backend.list_lanes(limit=0) == ([], None)
 
 
-async def test_a_broken_stored_name_is_corruption(engine: Engine) -> None:
+async def test_a_broken_stored_name_hides_no_lane(engine: Engine) -> None:
+    await engine.create(lane="good")
     await engine.backend.transport.call("SADD", keys.LANES, b"bad\x01")
-    await refused("corruption", engine.backend.list_lanes())
+    assert await engine.backend.list_lanes() == (["default", "good"], None)
 
 
 @pytest.mark.parametrize("lane", ["", "x" * 65, "tab\t", "ü"])
@@ -198,11 +199,12 @@ async def test_scanning_shows_what_waits_in_order_and_reserves_nothing(engine: E
         assert await backend.scan_eligible_executions("elsewhere", tag, 10) == []
 
 
-async def test_an_unreadable_member_is_corruption(engine: Engine) -> None:
-    tag = engine.new_id().tag
-    await engine.backend.transport.call("ZADD", keys.eligible(tag, "default"), 1, "not-an-id")
-    await refused("corruption", engine.backend.scan_eligible_executions("default", tag, 10))
-    await engine.backend.transport.call("DEL", keys.eligible(tag, "default"))
+async def test_an_unreadable_member_hides_no_execution(engine: Engine) -> None:
+    execution_id = await engine.create()
+    tag, index = execution_id.tag, keys.eligible(execution_id.tag, "default")
+    await engine.backend.transport.call("ZADD", index, 1, "not-an-id")
+    assert await engine.backend.scan_eligible_executions("default", tag, 10) == [execution_id]
+    await engine.backend.transport.call("ZREM", index, "not-an-id")
 
 
 # --- doorbell --------------------------------------------------------------------------

@@ -213,14 +213,14 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "filter",
         READ,
-        "if not is_best_effort(entry) then",
+        "if not (filtered and is_best_effort(entry)) then",
         "if true then",
         test_stream_modes.test_modes_share_one_order,
     ),
     (
         "filter goes on",
         READ,
-        "if #entries < CHUNK then return visible, examined, 0 end",
+        "if #entries < chunk then return visible, examined, 0 end",
         "if true then return visible, examined, 0 end",
         test_stream_read.test_a_filtered_read_passes_over_hidden_runs,
     ),

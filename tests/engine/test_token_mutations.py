@@ -277,7 +277,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "key of another lease",
         SUSPEND,
-        "if known[2] ~= given.lease_id .. '/' .. given.epoch then",
+        "if known.lease ~= given.lease_id .. '/' .. given.epoch then",
         "if false then",
         test_susp_repeat.test_a_key_of_another_lease_is_refused,
     ),

@@ -30,7 +30,7 @@ from flowfabric.core.errors import (
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace
-from flowfabric.engine.executions import BATCH
+from flowfabric.engine.batches import BATCH
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
 

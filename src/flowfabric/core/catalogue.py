@@ -76,6 +76,8 @@ invalid_token T Pass the token exactly as it was handed out for this waitpoint.
 token_expired T Fetch a new token for the waitpoint; its signing key was retired.
 lane_limit_exceeded T Reuse a lane; one that stays empty makes room within a quarter of an hour.
 signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution in the policy.
+signal_bytes_exceeded T Store the data elsewhere and send a reference with the signal.
+waitpoint_limit_exceeded T Reuse waitpoints, or split the work into child executions.
 invalid_kid T Key ids have 1 to 64 letters, digits, dots, underscores or hyphens.
 invalid_secret_hex T Pass the secret as an even number of hex digits, at least 16 bytes.
 invalid_grace_ms T Pass a whole number of milliseconds from 0 to 2^53 - 1.
@@ -169,6 +171,7 @@ budget_override_not_allowed T This budget does not allow an override.
 _LIMIT = """
 rate_limit_exceeded R Wait for the window to move on.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
+signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
 resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
 worker_at_capacity R Finish running tasks first, or raise max_concurrent.
 client_rate_limited R Slow down, or raise the client's rate limit.

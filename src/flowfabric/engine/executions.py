@@ -52,14 +52,12 @@ from flowfabric.engine.arguments import (
     timestamp,
     whole,
 )
+from flowfabric.engine.batches import in_parts
 from flowfabric.engine.calls import decoding, proof, refusal, text, unreadable
 from flowfabric.engine.creation import PUBLIC, creation_options, creation_outcome, policy_json
 from flowfabric.engine.registration import Registration, lane_limit
 
-__all__ = ["BATCH", "Completion", "Executions"]
-
-BATCH = 256
-"""The most items one engine call takes; longer batches are sent in pieces."""
+__all__ = ["Completion", "Executions"]
 
 _PARTS_UNDER_WAY = 3
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
@@ -119,13 +117,13 @@ class Executions(Registration):
         """A few parts are under way at once: the next is packed while the server works."""
         if not positions:
             return
-        if len(positions) <= BATCH:
+        parts = in_parts(positions, [len(items[i].input_payload) for i in positions])
+        if len(parts) == 1:
             await self._create_part(tag, [items[i] for i in positions], positions, outcomes)
             return
         under_way: deque[asyncio.Task[None]] = deque()
         try:
-            for start in range(0, len(positions), BATCH):
-                part = positions[start : start + BATCH]
+            for part in parts:
                 create = self._create_part(tag, [items[i] for i in part], part, outcomes)
                 under_way.append(asyncio.create_task(create))
                 if len(under_way) > _PARTS_UNDER_WAY:
@@ -268,9 +266,10 @@ class Executions(Registration):
             positions.append(position)
             flat += args
         for tag, (positions, flat) in batches.items():
-            for start in range(0, len(positions), BATCH):
-                part = positions[start : start + BATCH]
+            start = 0
+            for part in in_parts(positions, [len(result) for result in flat[4::5]]):
                 args = [len(part), *flat[start * 5 : (start + len(part)) * 5]]
+                start += len(part)
                 reply = await self.fcall("ff_complete", tag, args, op="complete_many")
                 with decoding(reply, "ff_complete", "complete_many"):
                     for position, answer in zip(part, reply[2], strict=True):

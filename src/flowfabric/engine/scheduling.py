@@ -35,9 +35,10 @@ from flowfabric.engine.arguments import (
     reason_text,
     whole,
 )
+from flowfabric.engine.batches import BATCH, in_parts
 from flowfabric.engine.calls import decoding, refusal, text
 from flowfabric.engine.damage import Damage
-from flowfabric.engine.executions import BATCH, Completion, Executions
+from flowfabric.engine.executions import Completion, Executions
 from flowfabric.engine.leases import claim_from_row, worker_pair
 from flowfabric.engine.page_cursor import given_cursor
 from flowfabric.engine.registration import keep_lanes
@@ -199,25 +200,42 @@ class Scheduling(Executions):
         tag = self.checked_tag(tag)
         outcomes: list[EngineError | None] = [None] * len(items)
         sent: list[int] = []
-        args: list[Any] = [0]
+        flat: list[Any] = []
         for position, item in enumerate(items):
             try:
-                args += self._item_args(item)
+                flat += self._item_args(item)
             except ValidationError as error:
                 outcomes[position] = error
             else:
                 sent.append(position)
-        args[0] = len(sent)
-        args += wanted
+        *earlier, last = in_parts(sent, [len(result) for result in flat[4::5]])
+        for part in earlier:
+            await self._complete_part(
+                tag, [len(part), *flat[: len(part) * 5]], items, part, outcomes
+            )
+            del flat[: len(part) * 5]
+        args = [len(last), *flat, *wanted]
+        reply = await self._complete_part(tag, args, items, last, outcomes)
+        if not wanted:
+            return outcomes, ClaimedMany([], 0)
+        with decoding(reply, "ff_complete", "complete_many"):
+            return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
+
+    async def _complete_part(
+        self,
+        tag: str,
+        args: list[Any],
+        items: Sequence[Completion],
+        part: list[int],
+        outcomes: list[EngineError | None],
+    ) -> Any:
         reply = await self.fcall("ff_complete", tag, args, op="complete_many")
         with decoding(reply, "ff_complete", "complete_many"):
-            for position, answer in zip(sent, reply[2], strict=True):
+            for position, answer in zip(part, reply[2], strict=True):
                 outcomes[position] = refusal(
                     answer, "complete", items[position].handle.execution_id
                 )
-            if wanted:
-                return outcomes, ClaimedMany(want.claims(reply[3]), int(reply[4]))
-        return outcomes, ClaimedMany([], 0)
+        return reply
 
     async def scan_eligible_executions(
         self, lane_id: str, tag: str, limit: int

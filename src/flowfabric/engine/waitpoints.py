@@ -38,7 +38,7 @@ from flowfabric.engine.arguments import (
     partition_number,
     whole,
 )
-from flowfabric.engine.calls import Calls, proof
+from flowfabric.engine.calls import Calls, proof, text
 from flowfabric.engine.damage import Damage
 from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, sealed
 
@@ -181,12 +181,17 @@ class Waitpoints(Calls):
         What came to the `wanted` keys is read along, unless it is much.
         """
         execution_id = self.checked(execution_id)
-        args = (execution_id, *each_text(wanted, "wanted"))
-        return await self.ask(
-            *("ff_read_waits", execution_id.tag, args),
-            lambda reply: [_past_wait(*row[:4]) for row in reply[2]],
-            op="read_waits",
-        )
+        names, cursor = each_text(wanted, "wanted"), "0"
+        found: dict[str, PastWait] = {}
+        while True:
+            rows, cursor = await self.ask(
+                *("ff_read_waits", execution_id.tag, (execution_id, cursor, *names)),
+                lambda reply: ([_past_wait(*row[:4]) for row in reply[2]], text(reply[3])),
+                op="read_waits",
+            )
+            found |= {wait.waitpoint_id: wait for wait in rows}
+            if cursor == "0":
+                return list(found.values())
 
     async def read_wait_signals(
         self, execution_id: ExecutionId, wait: PastWait

@@ -32,10 +32,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LIBRARY_VERSION = 8
+LIBRARY_VERSION = 9
 """Rises whenever a function's arguments, reply or the set of names change."""
 
-MIN_CLIENT = 7
+MIN_CLIENT = 9
 """The oldest library version whose callers this library still serves."""
 
 _EVENTS_MAXLEN = 10_000

@@ -5,8 +5,8 @@
 --   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay,
 --   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
--- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, unavailable.
--- Events: none.
+-- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
+--   unavailable. Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
@@ -176,6 +176,9 @@ local function create(c, id, kind, payload, encoding, opts)
   end
   local policy = opts.policy and digest(c, opts.policy) or NONE
   if policy.error then return policy.error end
+  local signature = policy.fields and policy.fields.required_capabilities
+  local problem = signature and waiting.signature_excess(c, lane, signature)
+  if problem then return problem end
 
   local rec = { state = S.NEW, lane_id = lane, created_at = c.now }
   local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE

@@ -2,7 +2,7 @@
 -- Keys: core, waitpoint, waitpoints (all, pending), pending_waitpoint_expiry, key store.
 -- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
 -- Replies: waitpoint_id, waitpoint_key, token. Errors: execution_not_found, those of the fence,
---   waitpoint_already_exists, hmac_secret_not_initialized, invalid_secret. Events: none.
+--   waitpoint_already_exists, waitpoint_limit_exceeded, hmac_secret_not_initialized, invalid_secret. Events: none.
 
 reply.register_function('ff_create_waitpoint', function(keys, args)
   local c = Context.open(keys[1])
@@ -18,6 +18,8 @@ reply.register_function('ff_create_waitpoint', function(keys, args)
   if known[1] == 'pending' or known[1] == 'active' then
     return reply.err('waitpoint_already_exists')
   end
+  problem = suspension.waitpoint_excess(c, id, 1)
+  if problem then return problem end
   local token
   token, problem = tokens.mint(c, waitpoint_id, key, c.now)
   if problem then return problem end

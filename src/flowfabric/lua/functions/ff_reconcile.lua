@@ -108,13 +108,15 @@ local function look_into_lanes(c, piece, lanes)
     if not lane then
       look_into(piece, key, 'ZMSCORE')
     else
-      local ok, stored = try(server.call, 'SMEMBERS', key)
+      local ok, stored = try(waiting.signatures, key)
       if not ok then piece.unreadable[key] = stored end
+      local claimable = {}
       for _, signature in ipairs(ok and stored or {}) do
-        piece.signatures[K.eligible(c.tag, lane, signature)] = true
-        look_into(piece, K.eligible(c.tag, lane, signature), 'ZMSCORE')
-        look_into(piece, K.reclaimable(c.tag, lane, signature), 'ZMSCORE')
+        piece.signatures[K.eligible(c.tag, lane, signature)] = { lane, signature }
+        claimable[#claimable + 1] = K.eligible(c.tag, lane, signature)
+        claimable[#claimable + 1] = K.reclaimable(c.tag, lane, signature)
       end
+      for _, index in ipairs(indexes.existing(claimable)) do look_into(piece, index, 'ZMSCORE') end
     end
   end
 end
@@ -266,6 +268,9 @@ register('ff_reconcile', function(keys, args)
     read(c, piece, lanes, seen)
     local answers = batch.each(piece.ids, 1, function(id) return reconcile(c, piece, id) end)
     for _, answer in ipairs(answers) do replies[#replies + 1] = answer end
+    for _, stored in pairs(piece.repair and piece.signatures or {}) do
+      c:release_signature(stored[1], stored[2])
+    end
   end
   local names = {}
   for lane in pairs(seen) do names[#names + 1] = lane end

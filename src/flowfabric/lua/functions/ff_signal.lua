@@ -7,10 +7,15 @@
 --   execution_not_found, invalid_token, token_expired, hmac_secret_not_initialized, invalid_secret,
 --   waitpoint_not_found, invalid_waitpoint_for_execution, invalid_input (lane_mismatch),
 --   target_not_signalable, waitpoint_closed, pending_waitpoint_expired, signal_limit_exceeded,
+--   signal_bytes_exceeded,
 --   corruption. Events: signal.
 -- A refused call writes nothing, with one exception (05 §6.1): a wrong token sets
 --   last_hmac_validation_failed_at on the core, at most once per second and execution.
 local DEFAULT_LIMIT = 10000
+-- How many bytes of payloads an execution keeps, and those of one waitpoint: a token gives access
+-- to a part of it.
+local MAX_BYTES = 16777216
+local MAX_WAITPOINT_BYTES = 4194304
 local STAMP_EVERY_MS = 1000
 
 -- nil when the caller may signal this waitpoint, else the error.
@@ -71,7 +76,13 @@ local function destination(c, id, rec, point)
 end
 
 -- The error of one signal too many, or nil.
-local function excess(c, id, waitpoint_id, buffering, want)
+local function excess(c, id, rec, waitpoint_id, point, size, buffering, want)
+  if tonumber(rec.signal_bytes or 0) + size > MAX_BYTES then
+    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_BYTES))
+  end
+  if tonumber(point.signal_bytes or 0) + size > MAX_WAITPOINT_BYTES then
+    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_WAITPOINT_BYTES))
+  end
   local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
   if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most then
     return reply.err('signal_limit_exceeded', string.format('%.0f', most))
@@ -120,7 +131,8 @@ reply.register_function('ff_signal', function(keys, args)
   local open, condition
   open, problem, condition = destination(c, id, rec, point)
   local buffering = open == 'buffer'
-  problem = problem or excess(c, id, waitpoint_id, buffering, want)
+  problem = problem
+    or excess(c, id, rec, waitpoint_id, point, #args[7], buffering, want)
   if problem then return problem end
 
   local signal = {
@@ -137,6 +149,6 @@ reply.register_function('ff_signal', function(keys, args)
     apply(c, id, rec, open, signal, verdict, want)
   end
   if dedup then server.call('SET', dedup, signal_id, 'PX', want.dedup_ttl_ms) end
-  signals.record(c, id, rec, signal, verdict.effect, not buffering and want.maxlen)
+  signals.record(c, id, rec, point, signal, verdict.effect, not buffering and want.maxlen)
   return reply.ok('accepted', signal_id, verdict.effect)
 end, {})

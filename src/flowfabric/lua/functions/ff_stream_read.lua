@@ -18,9 +18,11 @@ local CLOSED_BY_WHOM = {
   expire = 'expired', reclaim_cap = 'max_reclaims_exceeded',
   suspension_timeout = 'suspension_timeout',
 }
--- How many entries one call looks at, and at a time.
-local MAX_EXAMINED = 10000
-local CHUNK = 1000
+-- How many entries one call looks at, how many bytes it reads, and how many entries at a time: the
+-- largest frames must fit, and small ones should need few commands.
+local MAX_EXAMINED = 1000
+local MAX_BYTES = 1048576
+local FIRST_CHUNK = 16
 
 -- How an attempt that never wrote a frame ended, if it did.
 local function ended_silently(c, id, index, rec)
@@ -42,26 +44,30 @@ local function is_best_effort(entry)
   return entry[2][5] == 'm' and entry[2][6] == 'b'
 end
 
+local function size_of(entry)
+  local size = 0
+  for _, value in ipairs(entry[2]) do size = size + #value end
+  return size
+end
+
 -- Visible entries, the last one looked at, and whether there may be more.
 local function examine(stream, first, last, count, filtered)
-  if not filtered then
-    local entries = server.call('XRANGE', stream, first, last, 'COUNT', count)
-    return entries, #entries > 0 and entries[#entries][1] or false, 0
-  end
-  local visible, examined, seen = {}, false, 0
-  while seen < MAX_EXAMINED do
-    local entries = server.call('XRANGE', stream, first, last, 'COUNT', CHUNK)
+  local visible, examined, seen, bytes, chunk = {}, false, 0, 0, FIRST_CHUNK
+  while true do
+    if not filtered then chunk = math.min(chunk, count - #visible) end
+    local entries = server.call('XRANGE', stream, first, last, 'COUNT', chunk)
     for _, entry in ipairs(entries) do
-      examined = entry[1]
-      if not is_best_effort(entry) then
+      examined, bytes = entry[1], bytes + size_of(entry)
+      if not (filtered and is_best_effort(entry)) then
         visible[#visible + 1] = entry
         if #visible == count then return visible, examined, 0 end
       end
     end
-    if #entries < CHUNK then return visible, examined, 0 end
-    seen, first = seen + CHUNK, '(' .. examined
+    if #entries < chunk then return visible, examined, 0 end
+    seen, first = seen + chunk, '(' .. examined
+    if seen >= MAX_EXAMINED or bytes >= MAX_BYTES then return visible, examined, 1 end
+    chunk = math.floor(math.min(MAX_EXAMINED - seen, (MAX_BYTES - bytes) * seen / bytes) + 1)
   end
-  return visible, examined, 1
 end
 
 -- `end` as a beginning and `start` as an end name one entry each.

@@ -28,19 +28,14 @@ local function entries(seen, key, name)
   return ids, table.concat(ids, ' ')
 end
 
-local function sorted_set(key)
-  local members = server.call('SMEMBERS', key)
-  table.sort(members)
-  return members
-end
-
 -- What one index holds, as text; it is nil when the index does not exist.
 local function told(seen, name)
   local key = seen.prefix .. name
   if string.find(name, ':config$') then
     return server.call('HGET', key, 'priority_weight_ms') or 'default'
   elseif string.find(name, ':sigs$') then
-    local signatures = sorted_set(key)
+    local signatures = waiting.signatures(key)
+    table.sort(signatures)
     for _, signature in ipairs(signatures) do
       local lane = string.sub(name, 1, -#'sigs' - 1)
       seen.more[#seen.more + 1] = lane .. 'eligible:' .. signature

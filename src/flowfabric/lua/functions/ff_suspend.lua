@@ -9,7 +9,7 @@
 --   invalid_lease_for_suspend, already_suspended,
 --   use_pending_with_extras_unsupported, waitpoint_not_found, waitpoint_not_pending,
 --   invalid_waitpoint_for_execution, pending_waitpoint_expired, waitpoint_not_token_bound,
---   waitpoint_already_exists, additional_waitpoint_binding_malformed, invalid_input, corruption,
+--   waitpoint_already_exists, waitpoint_limit_exceeded, additional_waitpoint_binding_malformed, invalid_input, corruption,
 --   hmac_secret_not_initialized, invalid_secret. Events: released, expired (a lapsed lease).
 local PAST_TOLERANCE_MS = 600000
 local DEDUP_TAIL_MS = 60000
@@ -79,6 +79,10 @@ local function bindings(c, id, rec, want)
   local bound, problem = {}, nil
   if #want.waitpoints > 1 and want.waitpoints[1][1] == 'pending' then
     return nil, reply.err('use_pending_with_extras_unsupported')
+  end
+  if want.waitpoints[1][1] ~= 'pending' then
+    problem = suspension.waitpoint_excess(c, id, #want.waitpoints)
+    if problem then return nil, problem end
   end
   for i, given in ipairs(want.waitpoints) do
     local binding = { id = given[2], key = given[3] }

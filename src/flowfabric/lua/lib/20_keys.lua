@@ -104,12 +104,12 @@ end
 
 function K.eligible(tag, lane, signature)
   if signature == nil or signature == '' then return K.lane(tag, lane, 'eligible') end
-  return K.lane(tag, lane, 'eligible:' .. signature)
+  return K.lane(tag, lane, 'eligible:') .. signature
 end
 
 function K.reclaimable(tag, lane, signature)
   if signature == nil or signature == '' then return K.lane(tag, lane, 'reclaimable') end
-  return K.lane(tag, lane, 'reclaimable:' .. signature)
+  return K.lane(tag, lane, 'reclaimable:') .. signature
 end
 
 local leases_tag, leases_names

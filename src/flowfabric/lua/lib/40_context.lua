@@ -79,6 +79,27 @@ function Context:srem(key, member)
   args[#args + 1] = member
 end
 
+-- Forgets a signature that no claimable execution of the lane has any more.
+local function drop_unused(self, lane, signature)
+  if server.call('EXISTS', K.eligible(self.tag, lane, signature),
+      K.reclaimable(self.tag, lane, signature)) == 0 then
+    server.call('SREM', K.lane(self.tag, lane, 'sigs'), signature)
+  end
+end
+
+-- An execution with this signature has left its index: the signature goes with the last one, as
+-- soon as the index changes are written.
+function Context:release_signature(lane, signature)
+  if not signature then return end
+  if not self.joined then
+    drop_unused(self, lane, signature)
+    return
+  end
+  self.released = self.released or {}
+  self.released[lane] = self.released[lane] or {}
+  self.released[lane][signature] = true
+end
+
 function Context:flush()
   if not self.joined then return end
   for _, args in ipairs(self.queued or {}) do
@@ -86,8 +107,11 @@ function Context:flush()
       server.call(args[1], args[2], unpack(args, first, last))
     end
   end
+  for lane, signatures in pairs(self.released or {}) do
+    for signature in pairs(signatures) do drop_unused(self, lane, signature) end
+  end
   for lane in pairs(self.rings or {}) do self:ring(lane) end
-  self.rings, self.queued, self.open_commands = nil, nil, nil
+  self.rings, self.queued, self.open_commands, self.released = nil, nil, nil, nil
 end
 
 local DEFAULT_WEIGHT_MS = 1e12

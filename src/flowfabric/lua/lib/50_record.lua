@@ -17,7 +17,7 @@ local NUMBERS = {
   'created_at', 'priority', 'started_at', 'lease_expires_at', 'delay_until', 'completed_at',
   'retry_count', 'replay_count', 'lease_reclaim_count', 'max_reclaim_count', 'retention_ms',
   'attempt_timeout_ms', 'attempt_timeout_remaining_ms', 'execution_deadline_at',
-  'grant_expires_at',
+  'grant_expires_at', 'signal_bytes',
 }
 local PAIRS = { 'lease', 'attempt' }
 local HELD = { 'lease', 'attempt', 'worker', 'lease_expires_at' }

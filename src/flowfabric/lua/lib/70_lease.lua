@@ -7,6 +7,7 @@ function lease.leave_indexes(c, id, rec)
   c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if rec.state ~= S.ACTIVE then
     c:zrem(K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities), id)
+    c:release_signature(rec.lane_id, rec.required_capabilities)
   end
   if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
   lease.drop_grant(c, id, rec)

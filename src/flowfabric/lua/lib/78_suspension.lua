@@ -5,6 +5,16 @@ local NO_TIMEOUT = 9999999999999
 -- How many unused waitpoints an ending closes itself; the rest expire by their own time.
 local MAX_DROPPED = 500
 
+-- How many waitpoints an execution may have, closed ones included.
+local MAX_WAITPOINTS = 10000
+
+-- The error of too many new waitpoints, or nil.
+function suspension.waitpoint_excess(c, id, count)
+  if server.call('SCARD', K.waitpoints(c.tag, id)) + count > MAX_WAITPOINTS then
+    return reply.err('waitpoint_limit_exceeded', string.format('%d', MAX_WAITPOINTS))
+  end
+end
+
 -- reason code -> letter of the blocking reason; anything else waits for a signal.
 local BLOCKING = {
   waiting_for_approval = 'a', waiting_for_callback = 'k', waiting_for_tool_result = 't',

@@ -24,7 +24,7 @@ local UNMATCHED = {
 }
 
 -- Stores an accepted signal with its effect. `trim` bounds the waitpoint's own list.
-function signals.record(c, id, rec, signal, effect, trim)
+function signals.record(c, id, rec, point, signal, effect, trim)
   local key = K.signal(id, signal.id)
   local args = {
     'HSET', key, 'target_waitpoint_id', signal.waitpoint_id, 'target_scope', signal.target_scope,
@@ -38,8 +38,13 @@ function signals.record(c, id, rec, signal, effect, trim)
     end
   end
   server.call(unpack(args))
-  if signal.payload then server.call('SET', K.signal_payload(id, signal.id), signal.payload) end
   local waitpoint = K.waitpoint(c.tag, signal.waitpoint_id)
+  if signal.payload then
+    local size = #signal.payload
+    server.call('SET', K.signal_payload(id, signal.id), signal.payload)
+    record.set(c, id, rec, { signal_bytes = tonumber(rec.signal_bytes or 0) + size })
+    server.call('HSET', waitpoint, 'signal_bytes', tonumber(point.signal_bytes or 0) + size)
+  end
   local list = K.waitpoint_signals(c.tag, signal.waitpoint_id)
   server.call('RPUSH', list, signal.id)
   if trim then server.call('LTRIM', list, -trim, -1) end

@@ -4,6 +4,10 @@
 -- what stands behind it: a claim looks this much further, and at most this far into an index.
 local LOOK_AHEAD = 16
 local MAX_LOOKED = 256
+-- And at most at so many of all indexes together.
+local MAX_CANDIDATES = 1024
+-- A claim takes no more once it has so many bytes of payloads.
+local MAX_BYTES = 4194304
 local DEFAULT_RECLAIM_CAP = 1000
 -- A memo has room for so many requests of one process, as many as may be under way at a time.
 local REMEMBERED = 128
@@ -28,6 +32,14 @@ function claiming.missing(required, offered)
   end
   if #absent == 0 then return nil end
   return table.concat(absent, ',')
+end
+
+-- Whether all required tokens are offered.
+local function covers(offered, required)
+  for token in string.gmatch(required, '[^,]+') do
+    if not offered[token] then return false end
+  end
+  return true
 end
 
 -- Adds the best of one index; nil when it is empty, else whether it may hold more.
@@ -56,6 +68,19 @@ local function is_plain(c, lane)
   return true
 end
 
+-- The signatures of the lane that this worker covers, and how far it looks into each index.
+local function covered(c, want, offered)
+  if not want.covered then
+    want.covered = {}
+    for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'))) do
+      if covers(offered, signature) then want.covered[#want.covered + 1] = signature end
+    end
+    local indexes_seen = 2 + 2 * #want.covered
+    want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
+  end
+  return want.covered
+end
+
 -- Ids of eligible and reclaimable executions this worker could take, best first; the index of
 -- each in the same order, or none when all are eligible without requirements; and the indexes that
 -- may hold more than these, with the place of their last one here.
@@ -65,6 +90,8 @@ local function candidates(c, want, offered, limit)
     local ids = server.call('ZRANGE', eligible, 0, limit - 1)
     return ids, NONE, #ids == limit and { [eligible] = limit } or NONE
   end
+  covered(c, want, offered)
+  limit = math.min(limit, want.most_looked)
   local found, crowded, sources = {}, {}, 0
   local function add(key)
     local more = append(found, key, limit)
@@ -77,10 +104,9 @@ local function candidates(c, want, offered, limit)
     return add(K.reclaimable(c.tag, want.lane, signature)) or waits
   end
   add_both()
-  local signatures = K.lane(c.tag, want.lane, 'sigs')
-  for _, signature in ipairs(server.call('SMEMBERS', signatures)) do
-    if not claiming.missing(signature, offered) and not add_both(signature) then
-      server.call('SREM', signatures, signature)
+  for _, signature in ipairs(covered(c, want, offered)) do
+    if not add_both(signature) then
+      server.call('SREM', K.lane(c.tag, want.lane, 'sigs'), signature)
     end
   end
   if sources > 1 then table.sort(found, best_first) end
@@ -224,8 +250,8 @@ function claiming.remaining(c, lane, offered)
       + server.call('ZCARD', K.reclaimable(c.tag, lane, signature))
   end
   local total = count()
-  for _, signature in ipairs(server.call('SMEMBERS', K.lane(c.tag, lane, 'sigs'))) do
-    if not claiming.missing(signature, offered) then total = total + count(signature) end
+  for _, signature in ipairs(waiting.signatures(K.lane(c.tag, lane, 'sigs'))) do
+    if covers(offered, signature) then total = total + count(signature) end
   end
   return total
 end
@@ -262,7 +288,10 @@ local function consider(c, want, offered, id, key, rows)
   end
   want.suffix = suffix(#rows)
   claiming.take(c, id, rec, mode, want)
-  rows[#rows + 1] = claiming.row(c, id, rec, mode)
+  local row = claiming.row(c, id, rec, mode)
+  rows[#rows + 1] = row
+  want.bytes = want.bytes + (row[6] and #row[6] or 0)
+  if want.bytes >= MAX_BYTES then want.max = #rows end
   return false
 end
 
@@ -284,8 +313,11 @@ local function look(c, want, offered, limit, rows)
       if not crowded[key] then left = left + 1 end
     else
       if stays(c, want, offered, best[i], key, rows) then stuck[key] = (stuck[key] or 0) + 1 end
-      -- Unseen ones of this index may be better than what follows: look further first.
-      if crowded[key] == i and #rows < want.max and limit < MAX_LOOKED then break end
+      -- Unseen ones of this index may be better than what follows: look further first, or leave
+      -- the rest to the next claim.
+      if crowded[key] == i and #rows < want.max and (limit < want.most_looked or #rows > 0) then
+        break
+      end
     end
   end
   return left, crowded, stuck
@@ -300,13 +332,13 @@ function claiming.many(c, want)
   if known ~= '' and is_repeat(known, want) then
     return replayed(c, want), claiming.remaining(c, want.lane, offered)
   end
-  want.plain = is_plain(c, want.lane)
+  want.plain, want.most_looked, want.bytes = is_plain(c, want.lane), MAX_LOOKED, 0
   if c:is_closed(want.lane) then return {}, 0 end
   local rows, limit = {}, want.max
   local left, crowded, stuck = look(c, want, offered, limit, rows)
-  while #rows < want.max and next(crowded) and limit < MAX_LOOKED do
+  while #rows < want.max and next(crowded) and limit < want.most_looked do
     c:flush()
-    limit = math.max(limit + 1, math.min(2 * limit + LOOK_AHEAD, MAX_LOOKED))
+    limit = math.max(limit + 1, math.min(2 * limit + LOOK_AHEAD, want.most_looked))
     left, crowded, stuck = look(c, want, offered, limit, rows)
   end
   c:flush()
