@@ -26,13 +26,13 @@ async def test_summary(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     missing = await cli("summary", handle.execution_id)
     assert (missing.code, missing.out) == (1, "")
-    assert missing.err.startswith(f"error: no_summary: attempt 0 of {handle.execution_id} has no ")
+    assert missing.err.startswith(f"error: no_summary: attempt 1 of {handle.execution_id} has no ")
     frame = Frame(payload=b'{"step":"load","done":3}')
     await engine.backend.append_frame(handle, frame, mode="summary")
     plain = await cli("summary", handle.execution_id)
     assert json.loads(plain.out) == {"step": "load", "done": 3}
-    (found,) = (await cli("summary", handle.execution_id, "--attempt", "0", "--json")).objects
-    assert (found["attempt"], found["version"]) == (0, 1)
+    (found,) = (await cli("summary", handle.execution_id, "--attempt", "1", "--json")).objects
+    assert (found["attempt_index"], found["version"]) == (0, 1)
     assert found["document"] == {"step": "load", "done": 3}
     assert (await cli("summary", handle.execution_id, "--attempt", "7")).code == 1
 

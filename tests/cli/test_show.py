@@ -51,7 +51,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
         r"priority +3",
         r"lifecycle +terminal",
         r"outcome +success",
-        r"0 +initial +ended_success +w-1 +20",
+        r"1 +initial +ended_success +w-1 +20",
         r"app\.team +images",
         r'"max_retries": 2',
         r"Payload \(11 bytes, json\)\n  \[\"cat\.png\"\]\n",
@@ -84,7 +84,7 @@ async def test_a_failed_attempt_waits_for_its_retry(cli: Cli, engine: Engine) ->
     await engine.backend.fail(handle, "ValueError: no\nmore lines", "handler_error")
     out = await shown(cli, handle.execution_id)
     assert re.search(r"Why it is not running: the last attempt failed; .* \(in (59m|1h)", out)
-    assert re.search(r"0 +initial +ended_failure +.*ValueError: no \(handler_error\)\n", out)
+    assert re.search(r"1 +initial +ended_failure +.*ValueError: no \(handler_error\)\n", out)
     assert re.search(r"released +failed_retry_scheduled, worker w-1, until", out)
     assert "Failure\n  ValueError: no\n  more lines\n" in out
 

@@ -44,7 +44,7 @@ async def test_a_finished_execution(cli: Cli, engine: Engine) -> None:
     await engine.backend.complete(handle)
     done = await cli("tail", handle.execution_id.uuid)
     assert (done.code, done.out) == (0, "two words\n")
-    assert done.err == "── attempt 0 succeeded\n── completed\n"
+    assert done.err == "── attempt 1 succeeded\n── completed\n"
 
 
 async def test_live_over_a_retry_to_the_end(cli: Cli, engine: Engine) -> None:
@@ -53,20 +53,20 @@ async def test_live_over_a_retry_to_the_end(cli: Cli, engine: Engine) -> None:
         await write(engine, first, "one\n")
         await tail.line("one")
         await engine.backend.fail(first, "ValueError: no\ntraceback", "handler_error")
-        await tail.line("── attempt 0 failed: ValueError: no")
+        await tail.line("── attempt 1 failed: ValueError: no")
         await promote(engine, first.execution_id)
         second = (await engine.claim()).handle
         await write(engine, second, "two\n")
-        await tail.line("── attempt 1 (retry) on w-1")
+        await tail.line("── attempt 2 (retry) on w-1")
         await tail.line("two")
         await engine.backend.complete(second)
         done = await tail.end()
     assert done.code == 0
-    assert done.lines[-2:] == ["── attempt 1 succeeded", "── completed"]
+    assert done.lines[-2:] == ["── attempt 2 succeeded", "── completed"]
     newest = await cli("tail", first.execution_id)
     assert newest.out == "two\n"
-    assert newest.err.startswith("── attempt 1 (retry) on w-1; --attempt 0 starts with the first")
-    assert (await cli("tail", first.execution_id, "--attempt", "0")).out == "one\ntwo\n"
+    assert newest.err.startswith("── attempt 2 (retry) on w-1; --attempt 1 starts with the first")
+    assert (await cli("tail", first.execution_id, "--attempt", "1")).out == "one\ntwo\n"
 
 
 async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
@@ -100,7 +100,7 @@ async def test_json_and_going_on_from_a_frame(cli: Cli, engine: Engine) -> None:
     assert base64.b64decode(blob["payload"]) == b"\xff\x00"
     assert (blob["payload_form"], blob["encoding"]) == ("base64", "binary")
     assert (closed["type"], closed["reason"]) == ("closed", "attempt_success")
-    assert end == {"type": "end", "attempt": 0, "public_state": "completed"}
+    assert end == {"type": "end", "attempt_index": 0, "public_state": "completed"}
     rest = await cli("tail", handle.execution_id, "--json", "--from", first)
     assert rest.objects == [blob, closed, end]
     assert (await cli("tail", handle.execution_id, "--from", "end")).out == ""
@@ -113,7 +113,7 @@ async def test_what_there_is_now(cli: Cli, engine: Engine) -> None:
     assert (done.code, done.out, done.err) == (0, "so far", "")
     await engine.backend.fail(handle, "no", "handler_error")
     done = await cli("tail", handle.execution_id, "--no-follow")
-    assert (done.out, done.err) == ("so far", "\n── attempt 0 failed: no\n")
+    assert (done.out, done.err) == ("so far", "\n── attempt 1 failed: no\n")
 
 
 async def test_it_ends_with_an_execution_that_never_ran(cli: Cli, engine: Engine) -> None:
@@ -129,10 +129,10 @@ async def test_a_lost_worker_and_its_successor(cli: Cli, engine: Engine) -> None
     await write(engine, handle, "cut o")
     async with cli.start("tail", handle.execution_id) as tail:
         await engine.backend.revoke_lease(handle.execution_id, reason="test")
-        await tail.line("── attempt 0 stopped: its lease was revoked")
+        await tail.line("── attempt 1 stopped: its lease was revoked")
         successor = (await engine.claim()).handle
         await engine.backend.complete(successor)
-        await tail.line("── attempt 1 (reclaim)")
+        await tail.line("── attempt 2 (reclaim)")
         assert (await tail.end()).lines[-1] == "── completed"
 
 
@@ -247,7 +247,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
         ),
         (("ID", "--attempt", "3"), "error: attempt_not_found: "),
         (("ID", "--from", "yesterday"), "error: usage: Invalid value for --from: Malformed"),
-        (("ID", "--attempt", "-1"), "error: usage: "),
+        (("ID", "--attempt", "0"), "error: usage: "),
     ],
 )
 async def test_mistakes(cli: Cli, engine: Engine, arguments: tuple[str, ...], said: str) -> None:

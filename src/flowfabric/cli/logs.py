@@ -36,9 +36,9 @@ _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITIC
 
 
 def set_up_logs(level: str | None, *, as_json: bool) -> bool:
-    """Send everything at or above `level` to standard error; True when it is JSON.
+    """Log to standard error, by default as FF_LOG_LEVEL and FF_LOG_FORMAT say.
 
-    Without a level the environment decides: `FF_LOG_LEVEL` and `FF_LOG_FORMAT`.
+    Returns whether it logs JSON.
     """
     level = level or _choice("FF_LOG_LEVEL", LEVELS, "info")
     as_json = as_json or _choice("FF_LOG_FORMAT", FORMATS, "text") == "json"
@@ -68,10 +68,9 @@ def _choice(variable: str, known: tuple[str, ...], default: str) -> str:
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines from a thread of its own: a pipe that nobody reads blocks no logger.
+    """Writes lines from its own thread, so that a full pipe does not block the logger.
 
-    Lines that do not fit its queue are dropped and counted; the count follows the lines that
-    did fit.
+    When its queue is full, it drops lines and later logs how many.
     """
 
     def __init__(self, stream: TextIO, max_waiting: int = _MAX_WAITING) -> None:
@@ -83,16 +82,16 @@ class BackgroundHandler(logging.Handler):
         forget_on_fork(self)
 
     def forget(self) -> None:
-        """In a forked child: the thread is gone, and the parent writes what waits."""
+        """Start over in a forked child: its parent writes the lines in the queue."""
         self._lines: queue.Queue[str] = queue.Queue(self._max_waiting)
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue one line; never waits."""
+        """Queue one line, without waiting."""
         try:
             self._put(self.format(record))
-        except Exception as error:  # noqa: BLE001 - as every handler: logging raises nothing
-            self._put(f"log record of {record.name} not shown: {type(error).__name__}")
+        except Exception as error:  # noqa: BLE001 - logging must not raise
+            self._put(f"cannot format a log record of {record.name}: {type(error).__name__}")
 
     def _put(self, line: str) -> None:
         try:
@@ -104,7 +103,7 @@ class BackgroundHandler(logging.Handler):
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until everything is written, but not long: nobody may be reading."""
+        """Wait a short time until everything is written."""
         lines = self._lines
         with lines.all_tasks_done:
             lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, _FLUSH_S)
@@ -114,23 +113,23 @@ class BackgroundHandler(logging.Handler):
             self._write(self._lines.get())
             if self._dropped and self._lines.empty():
                 dropped, self._dropped = self._dropped, 0
-                text = f"{dropped} log lines were dropped: standard error was not read in time"
+                text = f"dropped {dropped} log lines: standard error was blocked"
                 about = {"name": __name__, "levelname": "WARNING", "msg": text}
                 self._write(self.format(logging.makeLogRecord(about)))
             self._lines.task_done()
 
     def _write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="backslashreplace")
-        # A reader that is gone, or a stream that was closed.
+        # The reader may be gone, or the stream closed.
         with contextlib.suppress(OSError, ValueError):
-            # Past the stream's buffer, whose lock a blocked write would hold until the end.
+            # Not through the stream: a blocked write would hold its lock until exit.
             descriptor = self._stream.fileno()
             while data:
                 data = data[os.write(descriptor, data) :]
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller added with `extra`."""
+    """The fields passed with `extra`."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 

@@ -69,7 +69,7 @@ def _bare(piece: str) -> str:
 
 
 class _Commands(TyperGroup):
-    """Loads a command when it is called; until then the table stands in for it."""
+    """Loads a command when it is called. Lists commands from the table without loading them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name, and the rest of the arguments."""

@@ -48,7 +48,7 @@ def tail(
     *,
     attempt: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Start with this attempt instead of the newest."),
+        typer.Option(min=1, metavar="N", help="Start with this attempt instead of the newest."),
     ] = None,
     from_: Annotated[
         str,
@@ -94,7 +94,7 @@ def summary(
     *,
     attempt: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="This attempt instead of the newest."),
+        typer.Option(min=1, metavar="N", help="Read this attempt instead of the newest."),
     ] = None,
     namespace: NamespaceOption = None,
     url: UrlOption = None,
@@ -111,19 +111,19 @@ def summary(
         async with open_backend(target.url) as backend:
             execution_id = await find_execution(backend, id_, target.namespace)
             info = await backend.read_execution_info(execution_id)
-            index = max(0, info.total_attempt_count - 1) if attempt is None else attempt
+            index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
             return execution_id, index, await backend.read_summary(execution_id, index)
 
     execution_id, index, found = asyncio.run(read())
     if found is None:
         raise CliError(
             "no_summary",
-            f"attempt {index} of {execution_id} has no summary",
+            f"attempt {index + 1} of {execution_id} has no summary",
             "another attempt may have one: pass --attempt",
         )
     document = msgspec.Raw(found.document_json)
     if as_json:
-        plain = {"execution_id": execution_id, "attempt": index, "document": document}
+        plain = {"execution_id": execution_id, "attempt_index": index, "document": document}
         print_json(plain | {name: getattr(found, name) for name in _SUMMARY_FIELDS})
     else:
         Screen().block(msgspec.json.format(document).decode())
@@ -166,13 +166,13 @@ class _Follower:
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
         info = await self._backend.read_execution_info(self._id)
         count = max(1, info.total_attempt_count)
-        if attempt is not None and attempt >= count:
+        if attempt is not None and attempt > count:
             raise CliError(
                 "attempt_not_found",
-                f"{self._id} has {plural(count, 'attempt')}; the newest is {count - 1}",
+                f"{self._id} has {plural(count, 'attempt')}, no attempt {attempt}",
                 "omit --attempt to start with the newest",
             )
-        self._index = self._printer.index = count - 1 if attempt is None else attempt
+        self._index = self._printer.index = (attempt or count) - 1
         if cursor.is_concrete:
             self._cursor = cursor.text
         elif cursor.text == "end":

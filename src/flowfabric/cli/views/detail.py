@@ -182,7 +182,7 @@ def _attempt(attempt: AttemptRecord, now_ms: int) -> list[Cell]:
     text = attempt.failure_reason or attempt.reclaim_reason or attempt.replay_reason or ""
     reason, category = _first_line(text), attempt.failure_category
     return [
-        str(attempt.attempt_index),
+        str(attempt.attempt_index + 1),
         attempt.attempt_type,
         (attempt.attempt_state, _ATTEMPT_STYLES.get(attempt.attempt_state, "")),
         attempt.worker_instance_id,

@@ -62,7 +62,7 @@ class Printer(ABC):
     """Prints frames and what happens to the execution."""
 
     index = 0
-    """The attempt that is being printed."""
+    """The index of the attempt that is being printed."""
 
     @abstractmethod
     def frame(self, frame: StreamedFrame) -> None:
@@ -158,14 +158,14 @@ class TextPrinter(Printer):
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
         kind = f" ({record.attempt_type})" if record is not None else ""
         worker = f" on {record.worker_instance_id}" if record is not None else ""
-        hint = "; --attempt 0 starts with the first" if first else ""
-        self._note((f"attempt {self.index}", "bold"), f"{kind}{worker}{hint}")
+        hint = "; --attempt 1 starts with the first" if first else ""
+        self._note((f"attempt {self.index + 1}", "bold"), f"{kind}{worker}{hint}")
 
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
         ending = _REASONS.get(reason, reason)
         why = record.failure_reason if record is not None else None
         because = f": {why.partition(chr(10))[0]}" if why else ""
-        self._note((f"attempt {self.index}", "bold"), f" {ending}{because}")
+        self._note((f"attempt {self.index + 1}", "bold"), f" {ending}{because}")
         self._decoder.reset()
 
     def waiting(self, wait: Wait, now_ms: int) -> None:
@@ -206,7 +206,7 @@ class JsonPrinter(Printer):
         self._print("frame", id=frame.id, payload=payload, payload_form=form, **rest)
 
     def _print(self, kind: str, **fields: Any) -> None:
-        print_json({"type": kind, "attempt": self.index} | fields)
+        print_json({"type": kind, "attempt_index": self.index} | fields)
 
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
         self._print(
