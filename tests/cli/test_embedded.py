@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,26 @@ async def test_prepare_creates_the_folder_when_asked(project: Cli) -> None:
     assert done.code == 0
     assert "✓ prepare" in done.out
     assert (await project("ps")).out == "No executions yet.\n"
+
+
+async def test_a_rotation_updates_the_secret_of_the_folder(project: Cli) -> None:
+    await project("doctor", "--prepare")
+    folder = project.folder / ".flowfabric"
+    file = folder / "waitpoint_secret"
+    before = file.read_text()
+    file.chmod(0o644)
+    variables = {"FF_WAITPOINT_HMAC_SECRET": "AB" * 32}
+    assert (await project("rotate-secret", "k2", "--yes", **variables)).code == 0
+    assert file.read_text() == "ab" * 32 + "\n" != before
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not [each.name for each in folder.iterdir() if each.name.startswith(".waitpoint")]
+    # Rotating to the same key again repairs the file.
+    file.write_text(before)
+    assert (await project("rotate-secret", "k2", "--yes", **variables)).code == 0
+    assert file.read_text() == "ab" * 32 + "\n"
+    refused = await project("rotate-secret", "k2", "--yes", FF_WAITPOINT_HMAC_SECRET="ef" * 32)
+    assert refused.code == 1
+    assert file.read_text() == "ab" * 32 + "\n"
 
 
 async def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +15,7 @@ from flowfabric.core.errors import ConfigError
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded_folder import DataFolder
 
-__all__ = ["SECRET_FILE", "folder_secret"]
+__all__ = ["SECRET_FILE", "folder_secret", "replace_folder_secret"]
 
 SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
 _BYTES: Final = 32
@@ -32,18 +33,41 @@ def folder_secret(path: Path) -> str:
     with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
         with contextlib.suppress(FileNotFoundError):
             return _read(folder)
-        draft = f".{SECRET_FILE}.{secrets.token_hex(8)}"
-        try:
-            with os.fdopen(folder.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
-                file.write(secrets.token_hex(_BYTES) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            # Never replace an existing secret: tokens signed with it are in use.
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-        finally:
-            os.unlink(draft, dir_fd=folder.fd)
+        # Never replace an existing secret: tokens signed with it are in use.
+        with (
+            contextlib.suppress(FileExistsError),
+            _draft(folder, secrets.token_hex(_BYTES)) as draft,
+        ):
+            os.link(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
         return _read(folder)
+
+
+def replace_folder_secret(path: Path, secret: str) -> None:
+    """Store the secret that the deployment was rotated to."""
+    # Needs fcntl, which some platforms lack; external servers work without it.
+    from flowfabric.valkey.embedded_folder import DataFolder, explained  # noqa: PLC0415
+
+    with (
+        explained(path),
+        contextlib.closing(DataFolder.prepare(path)) as folder,
+        _draft(folder, secret) as draft,
+    ):
+        os.rename(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+
+
+@contextlib.contextmanager
+def _draft(folder: DataFolder, secret: str) -> Generator[str]:
+    """A private file with the secret, under a temporary name."""
+    draft = f".{SECRET_FILE}.{secrets.token_hex(8)}"
+    try:
+        with os.fdopen(folder.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
+            file.write(secret + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=folder.fd)
 
 
 def _read(folder: DataFolder) -> str:

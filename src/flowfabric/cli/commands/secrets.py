@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from flowfabric.app.secret_file import replace_folder_secret
+from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
     JsonOption,
@@ -19,7 +21,7 @@ from flowfabric.cli.options import (
     confirm,
     parse_seconds,
 )
-from flowfabric.cli.session import open_backend
+from flowfabric.cli.session import data_folder, open_backend
 from flowfabric.cli.views.screen import Cell, Screen, print_json
 from flowfabric.cli.views.text import clock, duration, plural
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
@@ -118,17 +120,20 @@ def rotate_secret(
 
     The secret is hexadecimal: at least 32 digits, better 64. If some partitions fail, run the same
     command again; it changes only those. Afterwards, set FF_WAITPOINT_HMAC_SECRET to the new secret
-    for every worker.
+    for every worker; an embedded deployment stores it in its data folder instead.
     """
     target = Target.of(context, url, None)
     secret = _read_secret(secret_file)
     grace_ms = round(grace * 1000)
-    check_rotation(kid, secret, grace_ms)
+    secret = check_rotation(kid, secret, grace_ms)
     confirm(f"Tokens of the previous key stop working after {duration(grace_ms)}. Rotate?", yes=yes)
 
     async def rotate() -> RotationSummary:
         async with open_backend(target.url) as backend:
-            return await backend.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
+            done = await backend.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
+            if not done.failed and ServerLocation(target.url).embedded:
+                replace_folder_secret(data_folder(), secret)
+            return done
 
     summary = asyncio.run(rotate())
     if as_json:
