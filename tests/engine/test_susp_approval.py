@@ -112,6 +112,43 @@ async def test_a_token_holder_cannot_use_up_the_key_of_an_approval(engine: Engin
     assert repeated == Duplicate(outcome.signal_id)
 
 
+async def test_a_token_holder_cannot_use_up_the_room_for_an_approval(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    approve = waits.backend.deliver_approval_signal
+    limited = await engine.running(policy={"max_signals_per_execution": 3})
+    parked = await waits.park(TWO_OPERATORS, handle=limited)
+    for _ in range(3):
+        await waits.send(parked, "noise")
+    await refused("signal_limit_exceeded", waits.send(parked, "noise"))
+    for who in ("ann", "bob"):
+        await approve(limited.execution_id, parked.details.waitpoint_id, "go", decided_by=who)
+    assert (await engine.claim()).execution_id == limited.execution_id
+
+    early = await engine.running()
+    pending = await waits.backend.create_waitpoint(early, "k", 60_000)
+    for _ in range(64):
+        await waits.signal(early.execution_id, pending, "noise", payload=b"x" * 65_536)
+    for _ in range(1000 - 64):
+        await waits.signal(early.execution_id, pending, "noise")
+    await refused("signal_limit_exceeded", waits.signal(early.execution_id, pending))
+    await approve(early.execution_id, pending.waitpoint_id, "go", payload=b"x" * 65_536)
+
+
+async def test_a_token_holder_cannot_push_out_an_approval(engine: Engine) -> None:
+    """A handler that starts again judges by the signals that the waitpoint lists."""
+    waits = await Waits.open(engine)
+    parked = await waits.park(TWO_OPERATORS)
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    approve = waits.backend.deliver_approval_signal
+    await approve(execution_id, point, "go", decided_by="ann")
+    for _ in range(5):
+        await waits.send(parked, "noise", signal_maxlen=3)
+    await approve(execution_id, point, "go", decided_by="bob", maxlen=3)
+    (wait,) = await waits.backend.read_waits(execution_id, "k")
+    told = await waits.backend.read_wait_signals(execution_id, wait)
+    assert [signal.source_identity for signal in told] == ["ann", "", "", "bob"]
+
+
 async def test_approvals_refused(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running(lane="gpu")

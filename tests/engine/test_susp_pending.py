@@ -260,10 +260,10 @@ async def test_a_full_buffer_refuses_instead_of_forgetting(engine: Engine) -> No
         Count(n=5, waitpoints=("k",), count_kind=CountKind.DISTINCT_SIGNALS),
     )
     assert isinstance(outcome, Suspended)
-    # An active waitpoint keeps the newest ids and goes on.
+    # An active waitpoint goes on, and lists what contributes.
     await waits.send(outcome, "y", signal_maxlen=3)
     listing = f"ff:wp:{handle.execution_id.tag}:{pending.waitpoint_id}:signals"
-    assert await engine.backend.transport.call("LLEN", listing) == 3
+    assert await engine.backend.transport.call("LLEN", listing) == 4
     assert await waits.effect(outcome, "z", signal_maxlen=3) == "resume_condition_satisfied"
 
 

@@ -417,12 +417,12 @@ async def test_the_policy_limits_signals_over_the_whole_life(engine: Engine) -> 
     await waits.send(parked, "noise", max_signals_per_execution=3)
     await refused("signal_limit_exceeded", waits.send(parked, max_signals_per_execution=3))
     await waits.send(parked, "noise", max_signals_per_execution=0)
-    await refused(
-        "signal_limit_exceeded",
-        waits.backend.deliver_approval_signal(
-            claim.execution_id, parked.details.waitpoint_id, "go"
-        ),
-    )
+    # An operator has a reserve.
+    approve = waits.backend.deliver_approval_signal
+    point = parked.details.waitpoint_id
+    for number in range(98):
+        await approve(claim.execution_id, point, f"noise {number}")
+    await refused("signal_limit_exceeded", approve(claim.execution_id, point, "go"))
 
 
 async def test_without_a_policy_ten_thousand(engine: Engine) -> None:

@@ -158,6 +158,13 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         test_susp_approval.test_a_token_holder_cannot_use_up_the_key_of_an_approval,
     ),
     (
+        "approvals have room of their own",
+        SIGNAL,
+        "vouched and RESERVED_SIGNALS or 0",
+        "0",
+        test_susp_approval.test_a_token_holder_cannot_use_up_the_room_for_an_approval,
+    ),
+    (
         "dedup by key",
         SIGNAL,
         "local known = dedup and server.call('GET', dedup)",
@@ -205,7 +212,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "limit of signals",
         SIGNAL,
-        "if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most then",
+        "if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most + count then",
         "if false then",
         test_susp_signal.test_the_policy_limits_signals_over_the_whole_life,
     ),

@@ -16,6 +16,8 @@ local DEFAULT_LIMIT = 10000
 -- to a part of it.
 local MAX_BYTES = 16777216
 local MAX_WAITPOINT_BYTES = 4194304
+local RESERVED_BYTES = 1048576
+local RESERVED_SIGNALS = 100
 local STAMP_EVERY_MS = 1000
 
 -- nil when the caller may signal this waitpoint, else the error.
@@ -75,22 +77,24 @@ local function destination(c, id, rec, point)
   return open, nil, condition
 end
 
--- The error of one signal too many, or nil.
-local function excess(c, id, rec, waitpoint_id, point, size, buffering, want)
-  if tonumber(rec.signal_bytes or 0) + size > MAX_BYTES then
-    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_BYTES))
+-- The error of one signal too many, or nil. Operators have a reserve beyond each limit: whoever
+-- holds a token cannot use up the room that their answer needs.
+local function excess(c, id, rec, waitpoint_id, point, size, buffering, want, vouched)
+  local bytes, count = vouched and RESERVED_BYTES or 0, vouched and RESERVED_SIGNALS or 0
+  if tonumber(rec.signal_bytes or 0) + size > MAX_BYTES + bytes then
+    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_BYTES + bytes))
   end
-  if tonumber(point.signal_bytes or 0) + size > MAX_WAITPOINT_BYTES then
-    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_WAITPOINT_BYTES))
+  if tonumber(point.signal_bytes or 0) + size > MAX_WAITPOINT_BYTES + bytes then
+    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_WAITPOINT_BYTES + bytes))
   end
   local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
-  if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most then
-    return reply.err('signal_limit_exceeded', string.format('%.0f', most))
+  if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most + count then
+    return reply.err('signal_limit_exceeded', string.format('%.0f', most + count))
   end
   -- Evidence for a condition that is still to come must not be trimmed away.
   if buffering
-      and server.call('LLEN', K.waitpoint_signals(c.tag, waitpoint_id)) >= want.maxlen then
-    return reply.err('signal_limit_exceeded', string.format('%.0f', want.maxlen))
+      and server.call('LLEN', K.waitpoint_signals(c.tag, waitpoint_id)) >= want.maxlen + count then
+    return reply.err('signal_limit_exceeded', string.format('%.0f', want.maxlen + count))
   end
 end
 
@@ -132,7 +136,7 @@ reply.register_function('ff_signal', function(keys, args)
   open, problem, condition = destination(c, id, rec, point)
   local buffering = open == 'buffer'
   problem = problem
-    or excess(c, id, rec, waitpoint_id, point, #args[7], buffering, want)
+    or excess(c, id, rec, waitpoint_id, point, #args[7], buffering, want, vouched)
   if problem then return problem end
 
   local signal = {

@@ -23,8 +23,11 @@ local UNMATCHED = {
   signal_ignored_not_in_condition = true,
 }
 
--- Stores an accepted signal with its effect. `trim` bounds the waitpoint's own list.
-function signals.record(c, id, rec, point, signal, effect, trim)
+local EVIDENCE = { appended_to_waitpoint = true, resume_condition_satisfied = true }
+
+-- Stores an accepted signal with its effect. `most` bounds the waitpoint's own list, but never
+-- leaves out what contributed to its condition: a handler that starts again judges by the list.
+function signals.record(c, id, rec, point, signal, effect, most)
   local key = K.signal(id, signal.id)
   local args = {
     'HSET', key, 'target_waitpoint_id', signal.waitpoint_id, 'target_scope', signal.target_scope,
@@ -46,8 +49,9 @@ function signals.record(c, id, rec, point, signal, effect, trim)
     server.call('HSET', waitpoint, 'signal_bytes', tonumber(point.signal_bytes or 0) + size)
   end
   local list = K.waitpoint_signals(c.tag, signal.waitpoint_id)
-  server.call('RPUSH', list, signal.id)
-  if trim then server.call('LTRIM', list, -trim, -1) end
+  if not most or EVIDENCE[effect] or server.call('LLEN', list) < most then
+    server.call('RPUSH', list, signal.id)
+  end
   server.call('ZADD', K.signals(c.tag, id), c.now, signal.id)
   server.call('HINCRBY', waitpoint, 'signal_count', 1)
   if not UNMATCHED[effect] then server.call('HINCRBY', waitpoint, 'matched_signal_count', 1) end
