@@ -151,3 +151,10 @@ def test_json_lines() -> None:
         "count": 2,
     }
     assert "ValueError: no" in json.loads(JsonFormatter().format(failing()))["exception"]
+
+
+def test_a_lone_surrogate_is_escaped() -> None:
+    """It is no Unicode, but names of files and messages of errors hold it."""
+    made = JsonFormatter().format(record("\udcff", who="\ud800 \u202e"))
+    assert made.isascii()
+    assert json.loads(made)["message"] == "\udcff"

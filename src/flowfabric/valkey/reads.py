@@ -24,13 +24,15 @@ READ_FUNCTIONS: Final = frozenset(
 
 _COMMANDS: Final = frozenset(
     {
-        *("PING", "TIME", "INFO", "GET", "EXISTS"),
+        *("PING", "TIME", "INFO", "GET", "EXISTS", "PTTL"),
         *("HGET", "HMGET", "HGETALL", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "LRANGE"),
         *("ZRANGE", "ZMSCORE", "ZCARD"),
         *("XRANGE", "XREVRANGE", "XREAD", "XINFO"),
     }
 )
-_SUBCOMMANDS: Final = frozenset({("CONFIG", "GET"), ("CLUSTER", "SLOTS"), ("FUNCTION", "LIST")})
+_SUBCOMMANDS: Final = frozenset(
+    {("ACL", "GETUSER"), ("CONFIG", "GET"), ("CLUSTER", "SLOTS"), ("FUNCTION", "LIST")}
+)
 
 
 def is_read(args: Sequence[object]) -> bool:

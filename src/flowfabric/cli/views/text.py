@@ -34,7 +34,11 @@ def clean(text: str, keep: str = "") -> str:
 
 def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> str:
     """One JSON value in one line, with the characters escaped that `clean` escapes."""
-    text = msgspec.json.encode(value, enc_hook=enc_hook).decode()
+    try:
+        text = msgspec.json.encode(value, enc_hook=enc_hook).decode()
+    except UnicodeEncodeError:
+        # A lone surrogate, as in the name of a file that is not UTF-8.
+        return json.dumps(msgspec.to_builtins(value, enc_hook=enc_hook), separators=(",", ":"))
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
