@@ -218,7 +218,7 @@ class Endings:
 
     def abandon(self, task: ClaimedTask, error: BaseException) -> None:
         """The end was not accepted: the execution is somebody else's now, or already over."""
-        if isinstance(error, LeaseLost) and error.reason == RELEASED:
+        if task.lease_lost is not None and task.lease_lost.reason == RELEASED:
             # Logged when the loop was found blocked.
             self.summary.released += 1
             task.finish("released")
