@@ -74,6 +74,7 @@ use_pending_with_extras_unsupported T Suspend on the pending waitpoint alone, or
 missing_token T Pass the waitpoint token with the signal.
 invalid_token T Pass the token exactly as it was handed out for this waitpoint.
 token_expired T Fetch a new token for the waitpoint; its signing key was retired.
+batch_too_large T Send fewer items or fewer bytes per call.
 lane_limit_exceeded T Reuse a lane; one that stays empty makes room within a quarter of an hour.
 signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution in the policy.
 signal_bytes_exceeded T Store the data elsewhere and send a reference with the signal.

@@ -7,7 +7,7 @@ __all__ = ["BATCH", "BATCH_BYTES", "in_parts"]
 BATCH = 256
 """The most items one engine call takes; longer batches are sent in pieces."""
 BATCH_BYTES = 4_194_304
-"""About the most bytes it takes."""
+"""The most bytes of payloads and options it takes, unless a single item is larger."""
 
 
 def in_parts(positions: list[int], sizes: list[int]) -> list[list[int]]:

@@ -117,14 +117,16 @@ class Executions(Registration):
         """A few parts are under way at once: the next is packed while the server works."""
         if not positions:
             return
-        parts = in_parts(positions, [len(items[i].input_payload) for i in positions])
+        options = {i: creation_options(items[i]) for i in positions}
+        sizes = [len(items[i].input_payload) + len(options[i]) for i in positions]
+        parts = in_parts(positions, sizes)
         if len(parts) == 1:
-            await self._create_part(tag, [items[i] for i in positions], positions, outcomes)
+            await self._create_part(tag, items, positions, options, outcomes)
             return
         under_way: deque[asyncio.Task[None]] = deque()
         try:
             for part in parts:
-                create = self._create_part(tag, [items[i] for i in part], part, outcomes)
+                create = self._create_part(tag, items, part, options, outcomes)
                 under_way.append(asyncio.create_task(create))
                 if len(under_way) > _PARTS_UNDER_WAY:
                     await under_way[0]
@@ -139,21 +141,27 @@ class Executions(Registration):
                 await asyncio.wait(under_way)
 
     async def _create_part(
-        self, tag: str, items: list[NewExecution], positions: list[int], outcomes: list[Any]
+        self,
+        tag: str,
+        items: Sequence[NewExecution],
+        positions: list[int],
+        options: Mapping[int, bytes],
+        outcomes: list[Any],
     ) -> None:
         args: list[Any] = [b""]
-        for item in items:
+        for position in positions:
+            item = items[position]
             args += (
                 item.execution_id,
                 item.execution_kind,
                 item.input_payload,
                 item.payload_encoding,
-                creation_options(item),
+                options[position],
             )
         reply = await self.fcall("ff_create", tag, args, op="create_execution")
         with decoding(reply, "ff_create", "create_execution"):
-            for position, item, answer in zip(positions, items, reply[2], strict=True):
-                outcomes[position] = creation_outcome(item.execution_id, answer)
+            for position, answer in zip(positions, reply[2], strict=True):
+                outcomes[position] = creation_outcome(items[position].execution_id, answer)
 
     def _check_new(self, item: NewExecution) -> ExecutionId:
         """The id of an execution that can be created as it is described."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from operator import itemgetter
 from typing import Any
 
 from flowfabric.core import keys
@@ -45,7 +46,7 @@ from flowfabric.engine.page_cursor import given_cursor, opened, reading_cursor, 
 __all__ = ["Waitpoints"]
 
 _MAX_PAGE = 1000
-_MAX_LANES = 10_000
+_LANES_AT_ONCE = 500
 _OPEN = frozenset({"pending", "active"})
 
 # Parts of a row that names a place only: its suspension has just ended, or is unreadable.
@@ -216,7 +217,7 @@ class Waitpoints(Calls):
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
             return SuspendedPage(())
-        names = (await self.lanes_in_use())[:_MAX_LANES]
+        names = await self.lanes_in_use()
         damage = Damage("list_suspended")
         entries: list[SuspendedEntry] = []
         last = ""
@@ -242,12 +243,20 @@ class Waitpoints(Calls):
     async def _suspended_rows(
         self, partition: int, lanes: list[str], position: tuple[int, str], limit: int
     ) -> list[_Row]:
-        args = (limit, position[0], raw(position[1]), *lanes)
-        return await self.ask(
-            *("ff_list_suspended", f"{{fp:{partition}}}", args),
-            lambda reply: [((int(row[1]), lossless(row[0])), row) for row in reply[2]],
-            op="list_suspended",
-        )
+        """The first rows after a position. One call reads some of the lanes."""
+        rows: list[_Row] = []
+        start = 0
+        while start < len(lanes):
+            part = lanes[start : start + _LANES_AT_ONCE]
+            args = (limit, position[0], raw(position[1]), *part)
+            found, lanes_read = await self.ask(
+                *("ff_list_suspended", f"{{fp:{partition}}}", args),
+                _suspended_part,
+                op="list_suspended",
+            )
+            start += lanes_read
+            rows = sorted([*rows, *found], key=itemgetter(0))[:limit]
+        return rows
 
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
@@ -299,6 +308,14 @@ def _past_wait(
         signal_ids=signal_ids,
         signals=signals,
     )
+
+
+def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int]:
+    """Rows, and how many lanes they are from."""
+    lanes_read = int(reply[3])
+    if lanes_read < 1:
+        raise ValueError(lanes_read)
+    return [((int(row[1]), lossless(row[0])), row) for row in reply[2]], lanes_read
 
 
 def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:

@@ -32,7 +32,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-LIBRARY_VERSION = 9
+LIBRARY_VERSION = 10
 """Rises whenever a function's arguments, reply or the set of names change."""
 
 MIN_CLIENT = 9

@@ -4,7 +4,7 @@
 --   `operator_override <request id>`), result (`0` none, or
 --   `1` followed by the encoding label), result bytes; then optionally the claim arguments.
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
--- Errors: execution_not_found and those of the fence. Events: completion, expired (a lapsed lease),
+-- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large. Events: completion, expired (a lapsed lease),
 --   acquired and reclaimed (the claims).
 local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_success' }
 
@@ -32,6 +32,8 @@ end
 
 register('ff_complete', function(keys, args)
   local count = tonumber(args[1])
+  local problem = batch.excess(args, count)
+  if problem then return problem end
   local first = 5 * count + 2
   local c = Context.open(keys[1], count > 1 or (args[first + 4] or '1') ~= '1')
   local replies = {}

@@ -6,7 +6,7 @@
 --   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
 -- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
---   unavailable. Events: none.
+--   unavailable; of the whole call: batch_too_large. Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
@@ -206,6 +206,8 @@ local function create(c, id, kind, payload, encoding, opts)
 end
 
 register('ff_create', function(keys, args)
+  local problem = batch.excess(args, (#args - 1) / 5)
+  if problem then return problem end
   local c = Context.open(keys[1], #args > 6)
   local common = args[1] ~= '' and cmsgpack.unpack(args[1]) or NONE
   local replies = {}

@@ -3,21 +3,28 @@
 --   begin after (empty: from the start), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
 --   timeout_at] as stored; [id, score, lane] when its suspension has ended, with a fourth part,
---   nothing, when that is no hash. Errors: none.
+--   nothing, when that is no hash; then how many of the lanes were read. The caller asks for the
+--   others again. Errors: none.
+
+-- After this many index reads and rows, a call reads no further lane.
+local AT_ONCE = 2000
+
 local function before(a_score, a_id, b_score, b_id)
   return a_score < b_score or (a_score == b_score and a_id < b_id)
 end
 
--- The rank of the first member behind the position; the member itself may be gone.
+-- The rank of the first member after the position, which may be gone itself; and how many reads
+-- finding it took.
 local function first_behind(key, score, id)
-  if id == '' then return 0 end
-  local low, high = 0, server.call('ZCARD', key)
+  if id == '' then return 0, 0 end
+  local reads, low, high = 0, 0, server.call('ZCARD', key)
   while low < high do
     local middle = math.floor((low + high) / 2)
+    reads = reads + 1
     local found = server.call('ZRANGE', key, middle, middle, 'WITHSCORES')
     if before(score, id, tonumber(found[2]), found[1]) then high = middle else low = middle + 1 end
   end
-  return low
+  return low, reads
 end
 
 local function details(c, row)
@@ -30,17 +37,19 @@ end
 
 register('ff_list_suspended', function(keys, args)
   local c = Context.open(keys[1])
-  local limit, rows = tonumber(args[1]), {}
-  for i = 4, #args do
+  local limit, rows, work, i = tonumber(args[1]), {}, 0, 3
+  while i < #args and work < AT_ONCE do
+    i = i + 1
     local key = K.lane(c.tag, args[i], 'suspended')
-    local first = first_behind(key, tonumber(args[2]), args[3])
+    local first, reads = first_behind(key, tonumber(args[2]), args[3])
     local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+    work = work + 1 + reads + #page / 2
     for j = 1, #page, 2 do
       rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
     end
   end
   table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
   local listed = {}
-  for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
-  return reply.ok(listed)
+  for n = 1, math.min(limit, #rows) do listed[n] = details(c, rows[n]) end
+  return reply.ok(listed, i - 3)
 end, { 'no-writes' })

@@ -1,4 +1,16 @@
--- Scanner calls that take many executions at once.
+-- Calls that take many executions at once.
+
+-- What a call with several items may carry. The engine's own callers send about half the bytes.
+local MAX_ITEMS, MAX_BYTES = 256, 8388608
+
+-- The error of a call that would block the server for too long, or nil.
+function batch.excess(args, count)
+  if count <= 1 then return nil end
+  if count > MAX_ITEMS then return reply.err('batch_too_large', MAX_ITEMS .. ' items') end
+  local bytes = 0
+  for i = 1, #args do bytes = bytes + #args[i] end
+  if bytes > MAX_BYTES then return reply.err('batch_too_large', MAX_BYTES .. ' bytes') end
+end
 
 -- One answer per id from `first` on. A record that cannot be handled answers
 -- `error:<why>`: it must not undo or hide what the call does for the others.
