@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -20,58 +18,12 @@ from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.executions import Completion
 from tests.support.engine import LANE, Engine
+from tests.support.server_time import LONGEST_US, assert_short, times
 from tests.support.suspension import Waits
 
 SIGNATURES = 128
-LONGEST_US = 20_000
-TRIES = 8
 PAGE = 100
 MB = 1_048_576
-
-
-async def cpu_us(engine: Engine) -> int:
-    told: Any = await engine.backend.transport.call("INFO", "cpu")
-    used = re.findall(rb"used_cpu_(?:user|sys)_main_thread:([\d.]+)", told)
-    return int(sum(map(float, used)) * 1_000_000)
-
-
-async def times(engine: Engine, function: str, call: Callable[[], Awaitable[Any]]) -> list[int]:
-    """Microseconds the server spent in each call of a function, in order, by its slow log.
-
-    The slow log also counts the time in which the machine ran something else; what the server
-    computed in all is known, too, and no call took more.
-    """
-    ask = engine.backend.transport.call
-    await ask("CONFIG", "SET", "slowlog-log-slower-than", 0, "slowlog-max-len", 100_000)
-    await ask("SLOWLOG", "RESET")
-    before = await cpu_us(engine)
-    try:
-        await call()
-        computed = await cpu_us(engine) - before
-        entries: Any = await ask("SLOWLOG", "GET", -1)
-    finally:
-        await ask("CONFIG", "SET", "slowlog-log-slower-than", 10_000, "slowlog-max-len", 128)
-    called = [b"FCALL", function.encode()]
-    return [min(entry[2], computed) for entry in entries[::-1] if entry[3][:2] == called]
-
-
-async def assert_short(
-    engine: Engine,
-    function: str,
-    call: Callable[[], Awaitable[Any]],
-    prepare: Callable[[], Awaitable[Any]] | None = None,
-) -> None:
-    """Of a few tries the best counts, call by call: the machine may have other work."""
-    best: list[int] = []
-    for _ in range(TRIES):
-        if prepare is not None:
-            await prepare()
-        took = await times(engine, function, call)
-        best = [min(pair) for pair in zip(best, took, strict=False)] if best else took
-        assert best, f"{function} was not called"
-        if max(best) <= LONGEST_US:
-            return
-    pytest.fail(f"{function} took {best} µs")
 
 
 def requiring(*tokens: str) -> dict[str, Any]:

@@ -137,7 +137,7 @@ OTHERS: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
 # What answers one word per item takes any word.
 SCANNED: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
     "mark": ("ff_mark_expired", lambda b: b.mark_lease_expired_if_due("{fp:0}", [])),
-    "suspension": ("ff_expire_suspension", lambda b: b.expire_suspension("{fp:0}", [])),
+    "suspension": ("ff_expire_suspension", lambda b: b.expire_suspension("{fp:0}", ["x"])),
 }
 
 

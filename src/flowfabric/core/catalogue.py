@@ -74,6 +74,7 @@ use_pending_with_extras_unsupported T Suspend on the pending waitpoint alone, or
 missing_token T Pass the waitpoint token with the signal.
 invalid_token T Pass the token exactly as it was handed out for this waitpoint.
 token_expired T Fetch a new token for the waitpoint; its signing key was retired.
+tag_limit_exceeded T Use fewer or shorter tags; store the data elsewhere and tag a reference.
 batch_too_large T Send fewer items or fewer bytes per call.
 lane_limit_exceeded T Reuse a lane; one that stays empty makes room within a quarter of an hour.
 signal_limit_exceeded T Send fewer signals, or raise max_signals_per_execution in the policy.
@@ -106,6 +107,7 @@ execution_not_reclaimable I Skip it: its lease is alive or it has finished.
 no_active_lease I Nothing to revoke: nobody holds a lease.
 use_claim_resumed_execution R Claim it with claim_resumed_execution.
 not_a_resumed_execution R Claim it with claim_execution.
+execution_being_deleted R The id was used before and its data is large; repeat at once.
 execution_not_leaseable R Ask for other work.
 lease_conflict R Ask for a new grant.
 invalid_claim_grant R Ask for a new grant.

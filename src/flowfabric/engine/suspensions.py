@@ -51,6 +51,7 @@ __all__ = ["Suspensions"]
 log = logging.getLogger(__name__)
 
 _MAX_WAITPOINTS = 64
+_EXPIRED_AT_ONCE = 20  # Each may close that many waitpoints.
 _MAX_KEY_BYTES = 256
 _MAX_POINTER_BYTES = 65_536
 _PAST_TOLERANCE_MS = 600_000
@@ -236,8 +237,12 @@ class Suspensions(Calls):
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Carry out what due suspensions want; each is checked again."""
-        names = each_stored(ids, "ids")
-        return await self.ask_each("ff_expire_suspension", self.checked_tag(tag), *names)
+        names, tag = each_stored(ids, "ids"), self.checked_tag(tag)
+        verdicts: list[str] = []
+        for start in range(0, len(names), _EXPIRED_AT_ONCE):
+            part = names[start : start + _EXPIRED_AT_ONCE]
+            verdicts += await self.ask_each("ff_expire_suspension", tag, *part)
+        return verdicts
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
         """Close pending waitpoints that nobody used in time; each is checked again."""

@@ -154,11 +154,16 @@ class Upkeep(Calls):
 
     async def survey_indexes(self, parts: Sequence[SurveyPart]) -> list[Survey]:
         """What these parts of partitions look like. In a cluster a call covers one partition."""
-        args: list[str | int] = []
-        for part in parts:
-            args += (part.tag, int(part.whole), len(part.lanes), *part.lanes)
-            args += (len(part.known), *part.known)
-        return await self.ask("ff_survey", parts[0].tag, as_stored(args), _surveys, op="survey")
+        surveys: list[Survey] = []
+        while len(surveys) < len(parts):
+            args: list[str | int] = []
+            for part in parts[len(surveys) :]:
+                args += (part.tag, int(part.whole), len(part.lanes), *part.lanes)
+                args += (len(part.known), *part.known)
+            surveys += await self.ask(
+                "ff_survey", parts[0].tag, as_stored(args), _surveys, op="survey"
+            )
+        return surveys
 
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
         """Ring the doorbells of each partition's lanes that hold claimable work.
@@ -239,7 +244,10 @@ def _audit(reply: list[Any]) -> Audit:
 
 
 def _surveys(reply: list[Any]) -> list[Survey]:
-    return [
+    surveys = [
         Survey(text(tag), text(looks), int(executions), tuple(lossless(name) for name in names))
         for tag, looks, executions, names in reply[2]
     ]
+    if not surveys:
+        raise ValueError(reply)
+    return surveys

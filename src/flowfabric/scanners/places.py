@@ -13,6 +13,7 @@ __all__ = ["Place", "Places", "calls"]
 _AT_ONCE_EXECUTIONS = 600
 _AT_ONCE_PARTITIONS = 32
 _AT_ONCE_LANES = 64
+_LANES_PER_PART = 4
 # A survey looks no closer at more than this; a partition not yet seen counts as such.
 _MANY = 500
 # What a lane may have that holds no executions.
@@ -51,8 +52,8 @@ class Place:
         order = sorted({*lanes, *self.named, *known} - {""})
         parts: list[SurveyPart] = []
         # The first part covers the partition's own indexes, too.
-        for start in range(0, max(1, len(order)), _AT_ONCE_LANES):
-            chunk = order[start : start + _AT_ONCE_LANES]
+        for start in range(0, max(1, len(order)), _LANES_PER_PART):
+            chunk = order[start : start + _LANES_PER_PART]
             names = [n for lane in ("", *chunk) if lane or not start for n in known.get(lane, ())]
             parts.append(SurveyPart(self.tag, chunk, names, whole=not start))
         return parts

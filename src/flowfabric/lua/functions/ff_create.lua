@@ -6,7 +6,7 @@
 --   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
 -- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
---   unavailable; of the whole call: batch_too_large. Events: none.
+--   execution_being_deleted, unavailable; of the whole call: batch_too_large. Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
 local MAX_CAPABILITIES = 256
@@ -120,7 +120,7 @@ local function options(common, packed)
   return setmetatable(own, { __index = common })
 end
 
--- The id that already stands for this submission, if there is one.
+-- The id that already stands for this submission, if there is one; or the error.
 local function existing(c, id, lane, namespace, idem)
   if idem then
     local stored = server.call('GET', K.idem(c.tag, namespace, idem))
@@ -135,7 +135,7 @@ local function existing(c, id, lane, namespace, idem)
     return nil
   end
   if server.call('EXISTS', core) == 1 then return id end
-  purging.finish(c, id)
+  return nil, purging.finish(c, id)
 end
 
 -- Adds to a record what its options and its policy ask for, and returns the fields to store.
@@ -153,7 +153,7 @@ local function specify(c, rec, lane, namespace, opts, policy)
   for name, value in pairs(policy.fields or NONE) do set(name, value) end
   local priority = math.max(0, math.min(MAX_PRIORITY, tonumber(opts.prio or policy.priority or 0)))
   if priority ~= 0 then set('priority', priority) end
-  if opts.tags then set('tagged', 1) end
+  if opts.tags then set('tagged', values.bytes(opts.tags, 1)) end
   local after = opts.delay_in and c:after(opts.delay_in)
   local delay = math.min(tonumber(opts.delay or after or policy.delay or 0), clock.END)
   if delay > c.now then
@@ -168,8 +168,9 @@ end
 local function create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
   local idem = opts.idem
-  local found = existing(c, id, lane, namespace, idem)
+  local found, problem = existing(c, id, lane, namespace, idem)
   if found then return reply.duplicate(found) end
+  if problem then return problem end
   local accepting = c:lane(lane).state
   if accepting == 'draining' or accepting == 'disabled' then
     return reply.err('lane_not_accepting', accepting)
@@ -177,7 +178,7 @@ local function create(c, id, kind, payload, encoding, opts)
   local policy = opts.policy and digest(c, opts.policy) or NONE
   if policy.error then return policy.error end
   local signature = policy.fields and policy.fields.required_capabilities
-  local problem = signature and waiting.signature_excess(c, lane, signature)
+  problem = signature and waiting.signature_excess(c, lane, signature)
   if problem then return problem end
 
   local rec = { state = S.NEW, lane_id = lane, created_at = c.now }

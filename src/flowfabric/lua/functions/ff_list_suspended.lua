@@ -37,9 +37,10 @@ end
 
 register('ff_list_suspended', function(keys, args)
   local c = Context.open(keys[1])
-  local limit, rows, work, i = tonumber(args[1]), {}, 0, 3
-  while i < #args and work < AT_ONCE do
-    i = i + 1
+  local limit, rows, work, lanes_read = tonumber(args[1]), {}, 0, 0
+  for i = 4, #args do
+    if work >= AT_ONCE then break end
+    lanes_read = lanes_read + 1
     local key = K.lane(c.tag, args[i], 'suspended')
     local first, reads = first_behind(key, tonumber(args[2]), args[3])
     local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
@@ -50,6 +51,6 @@ register('ff_list_suspended', function(keys, args)
   end
   table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
   local listed = {}
-  for n = 1, math.min(limit, #rows) do listed[n] = details(c, rows[n]) end
-  return reply.ok(listed, i - 3)
+  for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
+  return reply.ok(listed, lanes_read)
 end, { 'no-writes' })

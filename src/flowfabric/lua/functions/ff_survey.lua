@@ -3,13 +3,16 @@
 -- Keys: every index, core. Arguments: per partition: tag, whether to look at its own indexes
 --   (1 | 0), number of lanes, lanes, number of indexes that existed before, their names (after
 --   `ff:idx:T:`).
--- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist].
+-- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist],
+--   for as many partitions as fit into one call; the caller asks for the others again.
 --   The fingerprint tells whatever is added to an index, lost from it or scored anew; of an index
 --   with very many entries only how many there are. Renewals of leases do not change it.
 -- Errors: none.
 
 -- The largest index whose entries are looked at, and how many entries one call looks at in all.
-local SMALL, AT_ONCE = 500, 10000
+local SMALL, AT_ONCE = 500, 5000
+-- Reading an index costs as much as looking at this many entries.
+local READ = 10
 
 local function is_lease_index(name)
   return name == 'lease_expiry' or string.find(name, ':active$') ~= nil
@@ -20,7 +23,7 @@ local function entries(seen, key, name)
   local most = math.min(SMALL, seen.room.left)
   local flat = server.call('ZRANGE', key, 0, most, 'WITHSCORES')
   if #flat > 2 * most then return nil, 'many ' .. server.call('ZCARD', key) end
-  seen.room.left = seen.room.left - #flat / 2
+  seen.room.left = math.max(0, seen.room.left - #flat / 2)
   local ids = {}
   for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
   if not is_lease_index(name) then return ids, table.concat(flat, ' ') end
@@ -51,6 +54,7 @@ end
 local function note(seen, name)
   if seen.done[name] then return end
   seen.done[name] = true
+  seen.room.left = math.max(0, seen.room.left - READ)
   local ok, content = try(told, seen, name)
   if not ok then content = 'unreadable ' .. content end
   if not content then return end
@@ -87,7 +91,8 @@ local function survey(place, room)
   }
   if place.whole then executions = note_executions(seen, tag) end
   for _, name in ipairs(place.known) do note(seen, name) end
-  for _, name in ipairs(seen.more) do note(seen, name) end
+  for i, name in ipairs(seen.more) do seen.more[i] = seen.prefix .. name end
+  for _, key in ipairs(indexes.existing(seen.more)) do note(seen, string.sub(key, #seen.prefix + 1)) end
   if seen.large then
     -- Counts alone could miss a change that the feed tells of.
     local ok, last = try(server.call, 'XREVRANGE', K.events(tag), '+', '-', 'COUNT', 1)
@@ -140,6 +145,9 @@ register('ff_survey', function(_, args)
     place.known[#place.known + 1] = string.sub(key, #K.index(place.tag, '') + 1)
   end
   local surveys, room = {}, { left = AT_ONCE }
-  for i, place in ipairs(places) do surveys[i] = survey(place, room) end
+  for i, place in ipairs(places) do
+    if i > 1 and room.left < AT_ONCE / 2 then break end
+    surveys[i] = survey(place, room)
+  end
   return reply.ok(surveys)
 end, { 'no-writes' })

@@ -10,6 +10,13 @@ function values.equal(a, b)
   return difference == 0
 end
 
+-- The bytes of all texts from `first` on.
+function values.bytes(list, first)
+  local bytes = 0
+  for i = first, #list do bytes = bytes + #list[i] end
+  return bytes
+end
+
 function values.lists(list, wanted)
   for _, value in ipairs(list) do
     if value == wanted then return true end

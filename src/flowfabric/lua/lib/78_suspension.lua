@@ -2,7 +2,7 @@
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999
--- How many unused waitpoints an ending closes itself; the rest expire by their own time.
+-- How many unused waitpoints the endings of one call close; the rest expire by their own time.
 local MAX_DROPPED = 500
 
 -- How many waitpoints an execution may have, closed ones included.
@@ -62,7 +62,9 @@ end
 function suspension.drop_pending(c, id, rec, reason)
   if not rec.waitpointed then return end
   local pending = K.pending_waitpoints(c.tag, id)
-  for _, waitpoint_id in ipairs(server.call('SPOP', pending, MAX_DROPPED)) do
+  c.dropped = c.dropped or 0
+  for _, waitpoint_id in ipairs(server.call('SPOP', pending, MAX_DROPPED - c.dropped)) do
+    c.dropped = c.dropped + 1
     suspension.close_waitpoint(c, waitpoint_id, reason, reason)
     c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
   end

@@ -8,7 +8,8 @@ local RESULT = { 'rr', '1' }
 -- Larger tags are not copied to the feed: whoever filters by them reads them from their own key.
 local MAX_TAGS_BYTES = 4096
 
-local function tags_of(c, id)
+local function tags_of(c, id, rec)
+  if (tonumber(rec.tagged) or 0) > MAX_TAGS_BYTES then return nil end
   local text = cjson.encode(values.fields(server.call('HGETALL', K.tags(c.tag, id))))
   return #text <= MAX_TAGS_BYTES and text or nil
 end
@@ -19,7 +20,7 @@ local function extras(c, id, rec, how)
   local told = {}
   for name, value in pairs({
     s = how.source, c = how.category, rr = how.has_result and '1' or nil,
-    tg = rec.tagged and tags_of(c, id) or nil,
+    tg = rec.tagged and tags_of(c, id, rec) or nil,
   }) do
     told[#told + 1] = name
     told[#told + 1] = value

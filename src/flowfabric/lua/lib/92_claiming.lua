@@ -6,7 +6,7 @@ local LOOK_AHEAD = 16
 local MAX_LOOKED = 256
 -- And at most at so many of all indexes together.
 local MAX_CANDIDATES = 1024
--- A claim takes no more once it has so many bytes of payloads.
+-- A claim takes no more once it has this many bytes of payloads and tags.
 local MAX_BYTES = 4194304
 local DEFAULT_RECLAIM_CAP = 1000
 -- A memo has room for so many requests of one process, as many as may be under way at a time.
@@ -290,7 +290,7 @@ local function consider(c, want, offered, id, key, rows)
   claiming.take(c, id, rec, mode, want)
   local row = claiming.row(c, id, rec, mode)
   rows[#rows + 1] = row
-  want.bytes = want.bytes + (row[6] and #row[6] or 0)
+  want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
   if want.bytes >= MAX_BYTES then want.max = #rows end
   return false
 end

@@ -1,6 +1,8 @@
 -- Deleting all that belongs to an execution, a bounded number of keys a call.
 
 local CHUNK = 500
+-- How many steps one call takes.
+local STEPS = 4
 
 -- Keys of one attempt; with output also its stream and its summary.
 local function add_attempt(c, id, index, doomed, output)
@@ -58,21 +60,30 @@ function purging.attempts(c, id, count, room, output)
   return count
 end
 
--- One bounded step. What is left is the number of attempts, with an `s` when they had output;
--- nil when all is gone.
+-- One bounded step; the steps of a call share what it may delete. What is left is the number of
+-- attempts, with an `s` when they had output; nil when all is gone.
 function purging.step(c, id, left)
   local attempts, output = tonumber(string.match(left, '%d+')), string.find(left, 's', 1, true)
-  local room = purging.listed(c, id, CHUNK)
-  if room > 0 then attempts = purging.attempts(c, id, attempts, room, output) end
+  c.purge_room = c.purge_room or STEPS * CHUNK
+  local given = math.min(CHUNK, c.purge_room)
+  local room, rest = purging.listed(c, id, given), attempts
+  if room > 0 then rest = purging.attempts(c, id, attempts, room, output) end
+  c.purge_room = c.purge_room - (given - room) - (output and 5 or 1) * (attempts - rest)
+  attempts = rest
   if room > 0 and attempts == 0 then return nil end
   return string.format('%d', attempts) .. (output and 's' or '')
 end
 
--- All that a trimmed execution has left: a new one of the same id must not find any of it.
+-- Deletes all that a trimmed execution has left: a new one of the same id must not find any of it.
+-- The error when that is more than one call may delete; a repeat continues.
 function purging.finish(c, id)
   local backlog = K.index(c.tag, 'purge_backlog')
   local left = server.call('HGET', backlog, id)
   if not left then return end
-  while left do left = purging.step(c, id, left) end
+  while left and (c.purge_room or 1) > 0 do left = purging.step(c, id, left) end
+  if left then
+    server.call('HSET', backlog, id, left)
+    return reply.err('execution_being_deleted')
+  end
   server.call('HDEL', backlog, id)
 end

@@ -7,9 +7,9 @@ local MAX_ITEMS, MAX_BYTES = 256, 8388608
 function batch.excess(args, count)
   if count <= 1 then return nil end
   if count > MAX_ITEMS then return reply.err('batch_too_large', MAX_ITEMS .. ' items') end
-  local bytes = 0
-  for i = 1, #args do bytes = bytes + #args[i] end
-  if bytes > MAX_BYTES then return reply.err('batch_too_large', MAX_BYTES .. ' bytes') end
+  if values.bytes(args, 1) > MAX_BYTES then
+    return reply.err('batch_too_large', MAX_BYTES .. ' bytes')
+  end
 end
 
 -- One answer per id from `first` on. A record that cannot be handled answers
