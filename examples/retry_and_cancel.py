@@ -55,7 +55,7 @@ async def retried() -> None:
     """Three attempts, one result."""
     run = await app.submit(call_bank)
     assert await run.result(timeout=20) == 2
-    attempts = await (await app.client()).backend.read_attempts(run.id)
+    attempts = await (await app.client()).backend.reads.read_attempts(run.id)
     assert [a.attempt_type for a in attempts] == ["initial", "retry", "retry"]
     reasons = [a.failure_reason.splitlines()[0] for a in attempts if a.failure_reason]
     assert reasons == ["ConnectionError: the bank hung up"] * 2

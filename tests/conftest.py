@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.clock import include_test_functions
 from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
@@ -29,14 +29,14 @@ def valkey() -> Iterator[TestServer]:
 
 
 @pytest.fixture
-async def backend(valkey: TestServer) -> AsyncIterator[Backend]:
+async def backend(valkey: TestServer) -> AsyncIterator[ValkeyBackend]:
     """A prepared engine on an empty keyspace, with the test clock at the server's time."""
     async with prepared_backend(valkey.url) as prepared:
         yield prepared
 
 
 @pytest.fixture
-async def engine(backend: Backend, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+async def engine(backend: ValkeyBackend, request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
     """The engine with shorthands. Afterwards no key may be left without an owner.
 
     A test that damages stored data on purpose says so with `@pytest.mark.corrupts`.

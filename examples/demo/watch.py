@@ -72,7 +72,7 @@ class Watch:
 
     async def _row(self, label: str, run: ff.Run[Any]) -> Row:
         attempts, info = await asyncio.gather(
-            self._client.backend.read_attempts(run.id), run.info()
+            self._client.backend.reads.read_attempts(run.id), run.info()
         )
         if info.public_state is PublicState.COMPLETED and run.id not in self._results:
             self._results[run.id] = _shown(await run.result())

@@ -15,6 +15,6 @@ from tests.support.server import TestServer
 @pytest.fixture
 async def waiting_app(engine: Engine, valkey: TestServer) -> AsyncIterator[ff.Fabric]:
     """An application whose handlers can wait."""
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     async with ff.Fabric(valkey.url) as fabric:
         yield fabric

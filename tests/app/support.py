@@ -20,7 +20,7 @@ async def parked(engine: Engine, run: ff.Run[Any], key: str | None = None) -> Op
     async def waits() -> bool:
         if (await run.state()).value != "suspended":
             return False
-        page = await engine.backend.list_pending_waitpoints(run.id)
+        page = await engine.backend.waitpoints.list_pending_waitpoints(run.id)
         found[:] = [
             e for e in page.entries if e.state == "active" and key in (None, e.waitpoint_key)
         ]
@@ -33,5 +33,5 @@ async def parked(engine: Engine, run: ff.Run[Any], key: str | None = None) -> Op
 async def time_out(engine: Engine, execution_id: ExecutionId, ms: int) -> None:
     """Let the time of a wait pass, and do what the scanner of suspension timeouts does."""
     await engine.advance(ms)
-    (done,) = await engine.backend.expire_suspension(execution_id.tag, [execution_id])
+    (done,) = await engine.backend.suspensions.expire_suspension(execution_id.tag, [execution_id])
     assert done == "auto_resume"

@@ -77,7 +77,7 @@ def test_a_run_in_a_later_event_loop(valkey: TestServer) -> None:
         return f"Hello, {name}!"
 
     async def submit() -> ff.Run[str]:
-        await (await app.client()).backend.prepare()
+        await (await app.client()).backend.meta.prepare()
         run = await app.submit(greet, "Ada")
         await app.disconnect()
         return run

@@ -82,7 +82,7 @@ async def test_a_batch_that_was_refused_as_a_whole_raises_the_refusal(
     app: ff.Fabric, engine: Engine
 ) -> None:
     await app.named("greet", lane="closed").submit("Ada")
-    await engine.backend.set_lane_state("closed", "draining")
+    await engine.backend.lanes.set_lane_state("closed", "draining")
     with pytest.raises(EngineError, match="lane_not_accepting"):
         await app.named("greet", lane="closed").submit_many([["Ada"], ["Grace"]])
 

@@ -244,7 +244,7 @@ async def test_a_wait_whose_waitpoint_was_closed_ends_with_its_suspension(
     async with app.worker(scanners=False):
         run = await app.submit(ask)
         waitpoint = await parked(engine, run)
-        await engine.backend.close_waitpoint(run.id, waitpoint.waitpoint_id)
+        await engine.backend.waitpoints.close_waitpoint(run.id, waitpoint.waitpoint_id)
         await (await app.client()).resume(run.id)
         assert await run.result(10) == "resumed"
 
@@ -313,7 +313,7 @@ async def test_an_early_answer_needs_no_parking(app: ff.Fabric, engine: Engine) 
         assert (await ctx.waitpoint("approval")).waitpoint_id == point.waitpoint_id
         if ctx.lease_epoch == 1:
             for name, number in (("maybe", 1), ("yes", 2), ("yes", 3)):
-                await engine.backend.deliver_signal(
+                await engine.backend.signals.deliver_signal(
                     ctx.execution_id,
                     point.waitpoint_id,
                     point.waitpoint_token,
@@ -348,7 +348,7 @@ async def test_what_was_handed_out_is_handed_out_again(app: ff.Fabric, engine: E
         run = await app.submit(ask)
         await parked(engine, run, "a")
         ((waitpoint_id, token),) = seen
-        await engine.backend.deliver_signal(run.id, waitpoint_id, token, "go")
+        await engine.backend.signals.deliver_signal(run.id, waitpoint_id, token, "go")
         assert await run.result(10) == "go"
     assert seen == [(waitpoint_id, token)] * 2
 

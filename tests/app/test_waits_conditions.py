@@ -96,7 +96,7 @@ async def test_the_engine_agrees(
     async with app.worker(scanners=False):
         run: ff.Run[Any] = await app.submit(ask)
         entry = await parked(engine, run)
-        page = await engine.backend.list_pending_waitpoints(run.id)
+        page = await engine.backend.waitpoints.list_pending_waitpoints(run.id)
         keys = [entry.waitpoint_key for entry in page.entries]
         for _ in range(100):
             outcome: Any = await run.signal(

@@ -52,7 +52,7 @@ async def promoted(engine: Engine, run: ff.Run[Any], retries: int) -> None:
     """Do what the promoter of due retries does."""
 
     async def retried() -> bool:
-        await engine.backend.promote_delayed(run.id.tag, "default", [run.id])
+        await engine.backend.upkeep.promote_delayed(run.id.tag, "default", [run.id])
         found = await info(engine.backend, run.id)
         return found.retry_count == retries and found.public_state.value != "delayed"
 
@@ -69,7 +69,7 @@ async def test_a_handed_out_waitpoint_outlives_its_attempt_once_answered(
         answered, open_ = await ctx.waitpoint("a"), await ctx.waitpoint("b")
         points.append(open_.waitpoint_id)
         if ctx.attempt == 0:
-            await engine.backend.deliver_signal(
+            await engine.backend.signals.deliver_signal(
                 ctx.execution_id, answered.waitpoint_id, answered.waitpoint_token, "go"
             )
             raise ff.RetryableError("before it could wait")
@@ -81,7 +81,7 @@ async def test_a_handed_out_waitpoint_outlives_its_attempt_once_answered(
         await parked(engine, run, "b")
         # The old one is closed, so that nobody answers it in vain.
         with pytest.raises(ff.EngineError, match=r"waitpoint_closed|target_not_signalable"):
-            await engine.backend.deliver_approval_signal(run.id, points[0], "lost")
+            await engine.backend.signals.deliver_approval_signal(run.id, points[0], "lost")
         await run.signal("b", "found")
         assert await run.result(10) == ["go", "found"]
     assert points[0] != points[1] == points[2]
@@ -103,7 +103,7 @@ async def test_a_reclaim_keeps_the_answers(app: ff.Fabric, engine: Engine) -> No
         await parked(engine, run)
         await run.signal("a", "go")
         await reached.wait()
-        await engine.backend.revoke_lease(run.id)
+        await engine.backend.leases.revoke_lease(run.id)
         assert await run.result(20) == "go"
     assert (await info(engine.backend, run.id)).total_attempt_count == 2
 
@@ -148,13 +148,13 @@ async def test_a_replay_asks_again_unless_steps_are_kept(app: ff.Fabric, engine:
         await parked(engine, run)
         await run.signal("a", "first")
         assert await run.result(10) == "first 0"
-        await engine.backend.replay_execution(run.id, keep_steps=True)
+        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
         assert await run.result(10) == "first 1"
         await (await app.client()).replay(run.id)
         await parked(engine, run)
         await run.signal("a", "second")
         assert await run.result(10) == "second 2"
-        await engine.backend.replay_execution(run.id, keep_steps=True)
+        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
         assert await run.result(10) == "second 3"
 
 

@@ -15,7 +15,7 @@ from flowfabric.core import keys
 from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.sdk.support import submit, until
 
@@ -61,14 +61,14 @@ class Fleet:
         return codes
 
 
-async def prepared(url: str) -> Backend:
+async def prepared(url: str) -> ValkeyBackend:
     """A backend whose feeds keep every event of the run."""
-    return await Backend.connect(
+    return await ValkeyBackend.connect(
         parse_url(url), prepare_with=PartitionCounts(), request_timeout=2.0
     )
 
 
-async def fill(backend: Backend, rng: random.Random, count: int) -> list[ExecutionId]:
+async def fill(backend: ValkeyBackend, rng: random.Random, count: int) -> list[ExecutionId]:
     """Executions over lanes and partitions; some fail at first and are retried."""
     retry = {"retry_policy": {"max_retries": 5, "backoff": {"type": "fixed", "delay_ms": 50}}}
     ids: list[ExecutionId] = []
@@ -87,7 +87,7 @@ async def fill(backend: Backend, rng: random.Random, count: int) -> list[Executi
 class Books:
     """What the event feeds say, collected while the run goes on: feeds are capped."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ValkeyBackend) -> None:
         self._backend = backend
         self._positions = [f"{{fp:{n}}}" for n in range(SPREAD)]
         self._after = dict.fromkeys(self._positions, "-")
@@ -129,19 +129,19 @@ class Books:
             self.attempts.setdefault(event.execution_id, []).append(attempt)
 
 
-async def all_ended(backend: Backend, ids: Sequence[ExecutionId]) -> bool:
+async def all_ended(backend: ValkeyBackend, ids: Sequence[ExecutionId]) -> bool:
     """Whether every execution has its end."""
     ended = 0
     for first in range(0, len(ids), 500):
         part = ids[first : first + 500]
-        states = await asyncio.gather(*(backend.read_execution_state(i) for i in part))
+        states = await asyncio.gather(*(backend.reads.read_execution_state(i) for i in part))
         if any(state.value not in ("completed", "failed") for state in states):
             return False
         ended += len(part)
     return ended == len(ids)
 
 
-async def audit(backend: Backend, ids: Sequence[ExecutionId], books: Books) -> None:
+async def audit(backend: ValkeyBackend, ids: Sequence[ExecutionId], books: Books) -> None:
     """None lost, one accepted end each, attempts and epochs in step."""
     await books.read()
     assert set(books.completions) == set(ids)
@@ -149,7 +149,7 @@ async def audit(backend: Backend, ids: Sequence[ExecutionId], books: Books) -> N
     assert doubled == {}
     for first in range(0, len(ids), 500):
         part = ids[first : first + 500]
-        infos = await asyncio.gather(*(backend.read_execution_info(i) for i in part))
+        infos = await asyncio.gather(*(backend.reads.read_execution_info(i) for i in part))
         for info in infos:
             assert info.public_state.value == "completed", info
             epochs = books.epochs[info.execution_id]
@@ -159,12 +159,12 @@ async def audit(backend: Backend, ids: Sequence[ExecutionId], books: Books) -> N
             assert attempts == sorted(attempts), (info.execution_id, attempts)
             assert attempts[-1] == info.total_attempt_count - 1
             assert epochs[-1] == len(epochs)
-    for tag in await backend.used_partitions():
+    for tag in await backend.places.used_partitions():
         left: Any = await backend.transport.call("ZCARD", keys.index(tag, "lease_expiry"))
         assert left == 0, tag
 
 
-async def finished(backend: Backend, ids: Sequence[ExecutionId], seconds: float) -> None:
+async def finished(backend: ValkeyBackend, ids: Sequence[ExecutionId], seconds: float) -> None:
     async def done() -> bool:
         try:
             return await all_ended(backend, ids)

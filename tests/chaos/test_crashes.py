@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.chaos.load import Books, Fleet, audit, fill, finished, prepared
 from tests.sdk.support import seeded, until
 from tests.support.server import TestServer
@@ -28,13 +28,13 @@ def server() -> Iterator[TestServer]:
 
 
 @pytest.fixture
-async def backend(server: TestServer) -> AsyncIterator[Backend]:
+async def backend(server: TestServer) -> AsyncIterator[ValkeyBackend]:
     async with await prepared(server.url) as backend:
         yield backend
 
 
 async def killing_workers(
-    server: TestServer, backend: Backend, *, count: int, workers: int, seconds: float
+    server: TestServer, backend: ValkeyBackend, *, count: int, workers: int, seconds: float
 ) -> None:
     rng = seeded("killing workers")
     books = Books(backend)
@@ -81,7 +81,7 @@ async def kill_often(fleet: Fleet, rng: random.Random, enough: asyncio.Event) ->
 
 
 async def killing_the_server(
-    server: TestServer, backend: Backend, *, count: int, workers: int, kills: int
+    server: TestServer, backend: ValkeyBackend, *, count: int, workers: int, kills: int
 ) -> None:
     rng = seeded("killing the server")
     books = Books(backend)
@@ -120,20 +120,20 @@ async def killing_the_server(
 
 
 @pytest.mark.timeout(90)
-async def test_workers_are_killed(server: TestServer, backend: Backend) -> None:
+async def test_workers_are_killed(server: TestServer, backend: ValkeyBackend) -> None:
     await killing_workers(server, backend, count=5000, workers=3, seconds=10)
 
 
 @pytest.mark.timeout(90)
-async def test_server_is_killed(server: TestServer, backend: Backend) -> None:
+async def test_server_is_killed(server: TestServer, backend: ValkeyBackend) -> None:
     await killing_the_server(server, backend, count=2000, workers=2, kills=2)
 
 
 @pytest.mark.chaos
-async def test_workers_are_killed_for_long(server: TestServer, backend: Backend) -> None:
+async def test_workers_are_killed_for_long(server: TestServer, backend: ValkeyBackend) -> None:
     await killing_workers(server, backend, count=60_000, workers=6, seconds=240)
 
 
 @pytest.mark.chaos
-async def test_server_is_killed_often(server: TestServer, backend: Backend) -> None:
+async def test_server_is_killed_often(server: TestServer, backend: ValkeyBackend) -> None:
     await killing_the_server(server, backend, count=20_000, workers=4, kills=12)

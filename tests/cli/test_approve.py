@@ -36,7 +36,7 @@ async def answers(waits: Waits, parked: Suspended) -> list[tuple[str, str, bytes
     """Name, sender and payload of what ended the wait."""
     claim = await waits.engine.claim()
     assert claim.handle.execution_id == parked.handle.execution_id
-    signals = await waits.backend.observe_signals(claim.handle)
+    signals = await waits.backend.waitpoints.observe_signals(claim.handle)
     return [(one.signal_name, one.source_identity, one.payload) for one in signals]
 
 
@@ -76,7 +76,7 @@ async def test_two_distinct_people(cli: Cli, waits: Waits) -> None:
     assert again.out.endswith("approved: no change: the same signal was sent before\n")
     other = await cli("approve", execution_id, "--as", "ada", "--name", "sure")
     assert "not counted" in other.out
-    assert await waits.backend.read_execution_state(execution_id) is PublicState.SUSPENDED
+    assert await waits.backend.reads.read_execution_state(execution_id) is PublicState.SUSPENDED
     assert (await cli("approve", execution_id, "--as", "bob")).out.endswith(
         "the execution resumes\n"
     )

@@ -14,7 +14,7 @@ async def test_cancel_several_with_a_reason(cli: Cli, engine: Engine) -> None:
     assert (done.code, done.err) == (0, "")
     assert done.out == f"{waiting}  cancelled\n{running}  cancelled\n"
     for execution_id in (waiting, running):
-        info = await engine.backend.read_execution_info(execution_id)
+        info = await engine.backend.reads.read_execution_info(execution_id)
         assert info.cancellation_reason == "not needed"
         assert info.cancelled_by == "operator_override"
 
@@ -23,7 +23,7 @@ async def test_one_that_cannot_be_cancelled_does_not_keep_the_others(
     cli: Cli, engine: Engine
 ) -> None:
     ended = await engine.running()
-    await engine.backend.complete(ended)
+    await engine.backend.executions.complete(ended)
     waiting = await engine.create()
     done = await cli("cancel", "deadbeef", ended.execution_id, waiting, "--json")
     assert done.code == 1
@@ -47,12 +47,12 @@ async def test_cancelling_again_changes_nothing(cli: Cli, engine: Engine) -> Non
 
 async def test_replay_with_a_reason(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     done = await cli("replay", handle.execution_id.uuid, "--reason", "new data", "--json")
     assert done.code == 0
     assert done.objects == [{"execution_id": handle.execution_id, "public_state": "waiting"}]
     await engine.claim()
-    attempts = await engine.backend.read_attempts(handle.execution_id)
+    attempts = await engine.backend.reads.read_attempts(handle.execution_id)
     assert [attempt.attempt_type for attempt in attempts] == ["initial", "replay"]
     assert attempts[1].replay_reason == "new data"
 
@@ -66,7 +66,7 @@ async def test_only_ended_ones_are_replayed(cli: Cli, engine: Engine) -> None:
 
 async def test_the_expected_count_makes_a_repeat_harmless(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     execution_id = handle.execution_id
     refused = await cli("replay", execution_id, "--expected-replay-count", "1")
     assert refused.code == 1
@@ -74,7 +74,7 @@ async def test_the_expected_count_makes_a_repeat_harmless(cli: Cli, engine: Engi
         f"error: replay_not_allowed: {execution_id} was replayed 0 times, not 1; nothing changed",
         "hint: to replay it once more, pass --expected-replay-count 0",
     ]
-    assert await engine.backend.read_execution_state(execution_id) is PublicState.COMPLETED
+    assert await engine.backend.reads.read_execution_state(execution_id) is PublicState.COMPLETED
     assert (await cli("replay", execution_id, "--expected-replay-count", "0")).code == 0
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.public_state, info.replay_count) == (PublicState.WAITING, 1)

@@ -11,7 +11,7 @@ import pytest
 from flowfabric.cli.checks.security import check_secret_file, scripting_finding
 from flowfabric.core import keys
 from flowfabric.core.keys import LEADER
-from flowfabric.engine.health import Grade
+from flowfabric.engine.valkey.health import Grade
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.address import parse_url
@@ -50,14 +50,14 @@ async def examined(cli: Cli, *arguments: str, **variables: str) -> tuple[Done, d
 
 async def live(engine: Engine, *lanes: str) -> None:
     """A worker and a scanner leader, as the registry shows them."""
-    await engine.backend.register_worker(
+    await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=lanes or ["default"]
     )
     await engine.backend.transport.call("SET", LEADER, "host:12:uuid", "PX", 60_000)
 
 
 async def test_all_is_well(cli: Cli, engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     await live(engine)
     await engine.create()
     done, found = await examined(cli)
@@ -76,7 +76,7 @@ async def test_all_is_well(cli: Cli, engine: Engine) -> None:
 
 
 async def test_nobody_works(cli: Cli, engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     done, found = await examined(cli)
     assert done.code == 0
     assert found["workers"]["grade"] == found["scanners"]["grade"] == "warning"
@@ -135,7 +135,7 @@ async def test_a_malformed_member_is_shown_as_it_is(cli: Cli, engine: Engine) ->
 
 
 async def test_a_paused_lane(cli: Cli, engine: Engine) -> None:
-    await engine.backend.set_lane_state("mails", "paused", "maintenance")
+    await engine.backend.lanes.set_lane_state("mails", "paused", "maintenance")
     _, found = await examined(cli)
     assert found["lanes"]["grade"] == "warning"
     assert "mails is paused (maintenance)" in found["lanes"]["detail"]
@@ -155,7 +155,7 @@ async def test_lanes_that_share_a_partition(cli: Cli, engine: Engine) -> None:
 
 @pytest.mark.corrupts
 async def test_index_drift_is_broken(cli: Cli, engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     await live(engine)
     execution_id = await engine.create()
     await engine.backend.transport.call(
@@ -186,7 +186,7 @@ async def test_without_a_secret_nobody_can_wait(cli: Cli, engine: Engine) -> Non
     assert found["tokens"]["grade"] == "warning"
     assert found["tokens"]["detail"].startswith("no secret to sign tokens on the server:")
     assert "FF_WAITPOINT_HMAC_SECRET" in found["tokens"]["advice"]
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     await engine.backend.transport.call("DEL", "ff:sec:{fp:7}:waitpoint_hmac")
     _, found = await examined(cli)
     assert found["tokens"]["detail"].startswith("no secret to sign tokens on 1 partition:")
@@ -200,7 +200,7 @@ async def test_a_missing_library_is_a_warning(cli: Cli, engine: Engine) -> None:
         assert found["functions"]["grade"] == "warning"
         assert found["functions"]["detail"] == "the function library is not loaded"
     finally:
-        await engine.backend.prepare()
+        await engine.backend.meta.prepare()
 
 
 @pytest.fixture

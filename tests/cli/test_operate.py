@@ -28,7 +28,7 @@ async def test_summary(cli: Cli, engine: Engine) -> None:
     assert (missing.code, missing.out) == (1, "")
     assert missing.err.startswith(f"error: no_summary: attempt 1 of {handle.execution_id} has no ")
     frame = Frame(payload=b'{"step":"load","done":3}')
-    await engine.backend.append_frame(handle, frame, mode="summary")
+    await engine.backend.streams.append_frame(handle, frame, mode="summary")
     plain = await cli("summary", handle.execution_id)
     assert json.loads(plain.out) == {"step": "load", "done": 3}
     (found,) = (await cli("summary", handle.execution_id, "--attempt", "1", "--json")).objects
@@ -45,11 +45,11 @@ async def test_revoke_lease(cli: Cli, engine: Engine) -> None:
     assert stale.err.startswith("error: stale_lease: ")
     done = await cli("revoke-lease", execution_id, "--yes", "--as", "ada", "--reason", "stuck")
     assert done.out.startswith(f"{execution_id}  lease ")
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.state_vector.ownership_state is OwnershipState.LEASE_REVOKED
     (event,) = [
         event
-        for event in await engine.backend.read_execution_history(execution_id)
+        for event in await engine.backend.reads.read_execution_history(execution_id)
         if event.type == "revoked"
     ]
     assert (event.get("revoked_by"), event.get("reason")) == ("ada", "stuck")
@@ -64,20 +64,20 @@ async def test_close_waitpoint(cli: Cli, waits: Waits) -> None:
     assert (done.code, done.out) == (0, f"{execution_id}  k: closed\n")
     with pytest.raises(EngineError, match="waitpoint_closed"):
         await waits.send(parked)
-    assert await waits.backend.read_execution_state(execution_id) is PublicState.SUSPENDED
+    assert await waits.backend.reads.read_execution_state(execution_id) is PublicState.SUSPENDED
     unknown = await cli("close-waitpoint", execution_id, "k", "--yes", "--json")
     assert unknown.error["code"] == "nothing_waiting"
 
 
 async def test_replay_takes_all_its_inputs(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     done = await cli(
         *("replay", handle.execution_id, "--as", "ada", "--reason", "again", "--keep-steps")
     )
     assert done.code == 0
     await engine.claim()
-    attempt = (await engine.backend.read_attempts(handle.execution_id))[1]
+    attempt = (await engine.backend.reads.read_attempts(handle.execution_id))[1]
     assert (attempt.replay_reason, attempt.replay_requested_by) == ("again", "ada")
 
 
@@ -103,7 +103,7 @@ async def test_secrets_and_their_rotation(cli: Cli, waits: Waits, tmp_path: Path
 
 
 async def test_a_rotation_that_did_not_finish(cli: Cli, waits: Waits) -> None:
-    await waits.backend.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
+    await waits.backend.secrets.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
     groups = (await cli("secrets", "--json")).objects
     assert [(group["current_kid"], group["partitions"]) for group in groups] == [
         ("k1", waits.backend.counts.flow - 1),

@@ -51,7 +51,7 @@ async def test_the_table_in_a_pipe_is_plain_and_complete(cli: Cli, engine: Engin
 async def test_json_is_one_object_a_line(cli: Cli, engine: Engine) -> None:
     execution_id = (await engine.running(execution_kind="resize", priority=7)).execution_id
     (row,) = (await cli("ps", "--json")).objects
-    created = (await engine.backend.read_execution_info(execution_id)).created_at
+    created = (await engine.backend.reads.read_execution_info(execution_id)).created_at
     assert row == {
         "execution_id": execution_id,
         "execution_kind": "resize",
@@ -72,7 +72,7 @@ async def test_filters(cli: Cli, engine: Engine) -> None:
     )
     lane = await engine.create(execution_kind="a", lane="mails")
     ended = await engine.create(execution_kind="a")
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     assert await ids(cli, "--lane", "mails") == {lane}
     assert await ids(cli, "--state", "cancelled") == {ended}
     assert await ids(cli, "--tag", "app.team=x", "--tag", "app.size=1") == {tagged}
@@ -100,7 +100,7 @@ async def test_all_walks_over_every_page(cli: Cli, engine: Engine) -> None:
     for lane, count in (("default", 1100), ("mails", 30)):
         tag = engine.new_id(lane).tag
         await asyncio.gather(*(engine.create(lane=lane) for _ in range(count)))
-        page = await engine.backend.find_executions("", 2000)
+        page = await engine.backend.listings.find_executions("", 2000)
         expected |= {each for each in page if each.tag == tag}
     assert len(expected) == 1130
     assert await ids(cli, "--all") == expected
@@ -127,7 +127,7 @@ def on_terminal(cli: Cli, *arguments: str) -> str:
 
 async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: Engine) -> None:
     ended = await engine.create(execution_kind="resize")
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     await engine.create(execution_kind="resize")
     screen = await asyncio.to_thread(on_terminal, cli, "ps")
     assert "\x1b[" in screen
@@ -154,8 +154,8 @@ async def test_short_ids_grow_until_they_differ(cli: Cli, engine: Engine) -> Non
 
 async def test_stored_text_cannot_control_the_terminal(cli: Cli, engine: Engine) -> None:
     handle = await engine.running(execution_kind="evil")
-    await engine.backend.progress(handle, 10, "a\x1b[2Jb\rc")
-    await engine.backend.fail(handle, "boom \x1b]0;title\x07\x9b\u202e", "cat\x1b[31m")
+    await engine.backend.executions.progress(handle, 10, "a\x1b[2Jb\rc")
+    await engine.backend.executions.fail(handle, "boom \x1b]0;title\x07\x9b\u202e", "cat\x1b[31m")
     done = await cli("show", handle.execution_id.uuid)
     assert done.code == 0
     assert "\x1b" not in done.out
@@ -178,7 +178,7 @@ async def test_watch_prints_what_is_new_and_what_changed(
         assert "waiting" in await running.line(first)
         second = await engine.create()
         assert "waiting" in await running.line(second)
-        await engine.backend.cancel_execution(first)
+        await engine.backend.executions.cancel_execution(first)
         changed = await running.line(first)
         assert "cancelled" in changed
         if form:
@@ -212,7 +212,7 @@ async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
     try:
         async with asyncio.timeout(30):
             await asyncio.to_thread(until, execution_id.uuid[:8].encode())
-            await engine.backend.cancel_execution(execution_id)
+            await engine.backend.executions.cancel_execution(execution_id)
             await asyncio.to_thread(until, b"1 cancelled")
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 0

@@ -41,7 +41,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
         policy=RETRY,
         priority=3,
     )
-    await engine.backend.complete(handle, b'"cat-small.png"', "json")
+    await engine.backend.executions.complete(handle, b'"cat-small.png"', "json")
     out = await shown(cli, handle.execution_id)
     first, second, *_ = out.splitlines()
     assert first == "resize  completed"
@@ -81,7 +81,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
 
 async def test_a_failed_attempt_waits_for_its_retry(cli: Cli, engine: Engine) -> None:
     handle = await engine.running(policy=RETRY)
-    await engine.backend.fail(handle, "ValueError: no\nmore lines", "handler_error")
+    await engine.backend.executions.fail(handle, "ValueError: no\nmore lines", "handler_error")
     out = await shown(cli, handle.execution_id)
     assert re.search(r"Why it is not running: the last attempt failed; .* \(in (59m|1h)", out)
     assert re.search(r"1 +initial +ended_failure +.*ValueError: no \(handler_error\)\n", out)
@@ -95,13 +95,13 @@ async def test_why_it_waits_for_a_worker(cli: Cli, engine: Engine) -> None:
     out = await shown(cli, waiting)
     assert "no live worker serves lane video and offers gpu" in out
     assert "--capabilities gpu" in out
-    await engine.backend.register_worker(
+    await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-9", lanes=["video"], capabilities=["gpu"]
     )
     detail = await as_json(cli, waiting)
     assert detail["workers_of_lane"] == ["w-9"]
     assert detail["summary"] == "1 live worker serves lane video; it starts as soon as one is free"
-    await engine.backend.set_lane_state("video", "paused")
+    await engine.backend.lanes.set_lane_state("video", "paused")
     assert "lane video is paused" in await shown(cli, waiting)
 
 
@@ -109,7 +109,7 @@ async def test_which_capability_keeps_it_waiting(cli: Cli, engine: Engine) -> No
     needs = {"routing_requirements": {"required_capabilities": ["cuda", "gpu"]}}
     waiting = await engine.create(lane="video", policy=needs)
     for instance, offers in (("w-1", []), ("w-2", ["gpu"])):
-        await engine.backend.register_worker(
+        await engine.backend.workers.register_worker(
             worker_id="w", worker_instance_id=instance, lanes=["video"], capabilities=offers
         )
     detail = await as_json(cli, waiting)
@@ -125,7 +125,7 @@ async def test_a_running_one_and_a_lost_one(cli: Cli, engine: Engine) -> None:
     out = await shown(cli, handle.execution_id)
     assert re.search(r"worker +w-1\n +lease +epoch 1, for another [12]?[0-9]", out)
     assert "Why it is not running" not in out
-    await engine.backend.revoke_lease(handle.execution_id, reason="test")
+    await engine.backend.leases.revoke_lease(handle.execution_id, reason="test")
     assert "the lease of w-1 was revoked" in await shown(cli, handle.execution_id)
 
 

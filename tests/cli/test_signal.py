@@ -27,7 +27,7 @@ def token_of(parked: Suspended) -> str:
 async def received(waits: Waits) -> tuple[str, str, bytes | None]:
     """Name, sender and payload of what ended the only wait there was."""
     claim = await waits.engine.claim()
-    (signal,) = await waits.backend.observe_signals(claim.handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
     return signal.signal_name, signal.source_identity, signal.payload
 
 

@@ -17,7 +17,7 @@ from flowfabric.cli.views.tail import readable
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.cli.support import COMMAND, Cli
 from tests.engine.exec_support import promote
@@ -34,14 +34,14 @@ async def write(
 ) -> str:
     raw = payload.encode() if isinstance(payload, str) else payload
     frame = Frame(payload=raw, frame_type=frame_type, **more)
-    return (await engine.backend.append_frame(handle, frame)).stream_id
+    return (await engine.backend.streams.append_frame(handle, frame)).stream_id
 
 
 async def test_a_finished_execution(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     await write(engine, handle, "two ")
     await write(engine, handle, "words\n")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     done = await cli("tail", handle.execution_id.uuid)
     assert (done.code, done.out) == (0, "two words\n")
     assert done.err == "── attempt 1 succeeded\n── completed\n"
@@ -52,14 +52,14 @@ async def test_live_over_a_retry_to_the_end(cli: Cli, engine: Engine) -> None:
     async with cli.start("tail", first.execution_id) as tail:
         await write(engine, first, "one\n")
         await tail.line("one")
-        await engine.backend.fail(first, "ValueError: no\ntraceback", "handler_error")
+        await engine.backend.executions.fail(first, "ValueError: no\ntraceback", "handler_error")
         await tail.line("── attempt 1 failed: ValueError: no")
         await promote(engine, first.execution_id)
         second = (await engine.claim()).handle
         await write(engine, second, "two\n")
         await tail.line("── attempt 2 (retry) on w-1")
         await tail.line("two")
-        await engine.backend.complete(second)
+        await engine.backend.executions.complete(second)
         done = await tail.end()
     assert done.code == 0
     assert done.lines[-2:] == ["── attempt 2 succeeded", "── completed"]
@@ -83,7 +83,7 @@ async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
         await write(engine, again, "after\n")
         await tail.line("── resumed: the handler starts again")
         await tail.line("after")
-        await engine.backend.complete(again)
+        await engine.backend.executions.complete(again)
         assert (await tail.end()).code == 0
 
 
@@ -91,7 +91,7 @@ async def test_json_and_going_on_from_a_frame(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     first = await write(engine, handle, "text")
     await write(engine, handle, b"\xff\x00", "blob", encoding="binary")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     done = await cli("tail", handle.execution_id, "--json")
     assert done.err == ""
     text, blob, closed, end = done.objects
@@ -111,7 +111,7 @@ async def test_what_there_is_now(cli: Cli, engine: Engine) -> None:
     await write(engine, handle, "so far")
     done = await cli("tail", handle.execution_id, "--no-follow")
     assert (done.code, done.out, done.err) == (0, "so far", "")
-    await engine.backend.fail(handle, "no", "handler_error")
+    await engine.backend.executions.fail(handle, "no", "handler_error")
     done = await cli("tail", handle.execution_id, "--no-follow")
     assert (done.out, done.err) == ("so far", "\n── attempt 1 failed: no\n")
 
@@ -119,7 +119,7 @@ async def test_what_there_is_now(cli: Cli, engine: Engine) -> None:
 async def test_it_ends_with_an_execution_that_never_ran(cli: Cli, engine: Engine) -> None:
     waiting = await engine.create()
     async with cli.start("tail", waiting, "--json") as tail:
-        await engine.backend.cancel_execution(waiting, "not needed")
+        await engine.backend.executions.cancel_execution(waiting, "not needed")
         await tail.line('"public_state":"cancelled"')
         assert (await tail.end()).code == 0
 
@@ -128,10 +128,10 @@ async def test_a_lost_worker_and_its_successor(cli: Cli, engine: Engine) -> None
     handle = await engine.running()
     await write(engine, handle, "cut o")
     async with cli.start("tail", handle.execution_id) as tail:
-        await engine.backend.revoke_lease(handle.execution_id, reason="test")
+        await engine.backend.leases.revoke_lease(handle.execution_id, reason="test")
         await tail.line("── attempt 1 stopped: its lease was revoked")
         successor = (await engine.claim()).handle
-        await engine.backend.complete(successor)
+        await engine.backend.executions.complete(successor)
         await tail.line("── attempt 2 (reclaim)")
         assert (await tail.end()).lines[-1] == "── completed"
 
@@ -143,7 +143,7 @@ async def test_a_terminal_gets_colours_but_no_tricks(cli: Cli, engine: Engine) -
     await write(engine, handle, '{"pct":5}', "progress", encoding="json")
     await write(engine, handle, bytes(range(64)), "blob", encoding="binary")
     await write(engine, handle, "no line end")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
     def on_terminal() -> str:
         main, side = pty.openpty()
@@ -180,7 +180,7 @@ async def test_a_character_may_be_split_between_frames(cli: Cli, engine: Engine)
     handle = await engine.running()
     await write(engine, handle, "na\u00efve".encode()[:3])
     await write(engine, handle, "na\u00efve".encode()[3:])
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     assert (await cli("tail", handle.execution_id)).out == "na\u00efve"
 
 
@@ -192,7 +192,7 @@ async def test_a_reader_that_leaves_and_ctrl_c(cli: Cli, engine: Engine) -> None
         tail.send(signal.SIGINT)
         done = await tail.end()
     assert (done.code, done.out) == (0, "one")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     read, pipe = os.pipe()
     os.close(read)
     try:
@@ -219,7 +219,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always")
     try:
         address = parse_url(server.url)
-        backend = await Backend.connect(address, prepare_with=PartitionCounts())
+        backend = await ValkeyBackend.connect(address, prepare_with=PartitionCounts())
         engine = Engine(backend)
         handle = await engine.running()
         await write(engine, handle, "before\n")
@@ -230,7 +230,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
             server.start()
             await write(engine, handle, "after\n")
             await tail.line("after")
-            await backend.complete(handle)
+            await backend.executions.complete(handle)
             done = await tail.end()
         await backend.aclose()
     finally:

@@ -80,13 +80,13 @@ async def test_json_lane_limit_and_namespace(cli: Cli, waits: Waits) -> None:
 async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
     handle = await waits.engine.running()
     execution_id = handle.execution_id
-    early = await waits.backend.create_waitpoint(handle, "early", HOUR)
+    early = await waits.backend.waitpoints.create_waitpoint(handle, "early", HOUR)
     done = await cli("waiting", execution_id.uuid)
     assert re.search(rf"early +not waiting yet +\d+s +in 59m  {early.waitpoint_id}", done.out)
     parked = await waits.park(Single("k", "go"), handle=handle)
     assert len((await cli("waiting", execution_id)).lines) == 3
     await waits.send(parked, source_identity="ada")
-    await waits.backend.close_waitpoint(execution_id, early.waitpoint_id)
+    await waits.backend.waitpoints.close_waitpoint(execution_id, early.waitpoint_id)
     done = await cli("waiting", execution_id)
     first, second = done.lines
     assert first == f"{execution_id} is waiting and waits for no answer."

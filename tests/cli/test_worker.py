@@ -88,7 +88,7 @@ async def test_sigterm_lets_a_running_handler_finish(shop: Cli, client: Client) 
     assert any("stopping: waiting for running tasks" in line for line in done.lines)
     assert "1 completed." in done.lines[-1]
     assert await client.result_now(execution_id) == b'"finished"'
-    assert await client.backend.list_workers() == []
+    assert await client.backend.workers.list_workers() == []
 
 
 async def test_what_outlasts_the_grace_is_given_back(shop: Cli, client: Client) -> None:
@@ -97,7 +97,7 @@ async def test_what_outlasts_the_grace_is_given_back(shop: Cli, client: Client) 
         done = await running.end()
     assert done.code == 0
     assert "1 released." in done.lines[-1]
-    state = await client.backend.read_execution_state(execution_id)
+    state = await client.backend.reads.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
@@ -123,7 +123,7 @@ async def test_the_work_of_a_killed_worker_is_done_by_another(shop: Cli, client:
         second.send(signal.SIGTERM)
         done = await second.end()
     assert done.code == 0
-    attempts = await client.backend.read_attempts(submitted.execution_id)
+    attempts = await client.backend.reads.read_attempts(submitted.execution_id)
     assert [a.attempt_type for a in attempts] == ["initial", "reclaim"]
     shown = await shop("show", submitted.execution_id)
     assert "interrupted_reclaimed" in shown.out
@@ -155,7 +155,7 @@ async def test_url_and_namespace_win_over_the_application(shop: Cli, client: Cli
     url = shop.environment["FF_URL"]
     async with shop.start("--namespace", "tenant", "worker", "fixed:app", "--url", url) as running:
         await running.line("Ready.")
-        (entry,) = await client.backend.list_workers("tenant")
+        (entry,) = await client.backend.workers.list_workers("tenant")
         assert entry.lanes == ("default",)
         running.send(signal.SIGTERM)
         assert (await running.end()).code == 0

@@ -78,7 +78,7 @@ async def test_what_cannot_be_stopped_does_not_keep_the_process(
     assert "1 released." in done.lines[-1]
     named = f"stubborn of {execution_id} ignores that it was cancelled" in done.out
     assert named == (kind == "stubborn")
-    state = await client.backend.read_execution_state(execution_id)
+    state = await client.backend.reads.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
@@ -92,7 +92,7 @@ async def test_a_blocked_event_loop_does_not_keep_the_process(
         await running.line("a task blocks the event loop and the grace is over")
         done = await running.end()
     assert done.code == 128 + signal.SIGTERM
-    state = await client.backend.read_execution_state(execution_id)
+    state = await client.backend.reads.read_execution_state(execution_id)
     assert state is PublicState.WAITING
 
 
@@ -150,9 +150,9 @@ async def test_a_task_the_app_does_not_have(
     options = ("worker", "shop:app", "--no-scanners", "--on-unknown", choice)
     async with shop.start(*options) as running:
         await running.line("Ready.")
-        seen = await client.backend.read_execution_state(submitted.execution_id)
+        seen = await client.backend.reads.read_execution_state(submitted.execution_id)
         while seen.value in ("waiting", "active"):
-            seen = await client.backend.read_execution_state(submitted.execution_id)
+            seen = await client.backend.reads.read_execution_state(submitted.execution_id)
         assert seen.value == state
         running.send(signal.SIGTERM)
         done = await running.end()

@@ -15,8 +15,8 @@ from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.valkey.address import parse_url
 from tests.cluster.nodes import TestCluster
@@ -25,19 +25,19 @@ LANES = [f"lane-{number}" for number in range(12)]
 
 
 @pytest.fixture
-async def backend(cluster: TestCluster) -> AsyncIterator[Backend]:
+async def backend(cluster: TestCluster) -> AsyncIterator[ValkeyBackend]:
     counts = PartitionCounts(flow=32)
-    connected = await Backend.connect(parse_url(cluster.url), prepare_with=counts)
+    connected = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts)
     await connected.transport.call_all_primaries("FLUSHALL")
-    await connected.prepare()
-    await connected.seed_at_boot("ab" * 32)
+    await connected.meta.prepare()
+    await connected.secrets.seed_at_boot("ab" * 32)
     yield connected
     await connected.aclose()
 
 
-async def create(backend: Backend, lane: str) -> ExecutionId:
+async def create(backend: ValkeyBackend, lane: str) -> ExecutionId:
     retry = {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}
-    outcome = await backend.create_execution(
+    outcome = await backend.executions.create_execution(
         NewExecution(
             execution_id=ExecutionId.solo(lane, backend.counts),
             execution_kind="job",
@@ -51,38 +51,42 @@ async def create(backend: Backend, lane: str) -> ExecutionId:
     return outcome.execution_id
 
 
-async def test_a_whole_life_on_every_node(backend: Backend) -> None:
+async def test_a_whole_life_on_every_node(backend: ValkeyBackend) -> None:
     for lane in LANES:
         execution_id = await create(backend, lane)
-        want = Want.of(lane, "w", "w-1")
-        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
-        await backend.renew(claim.handle)
-        await backend.progress(claim.handle, 10, "on")
-        await backend.append_frame(claim.handle, Frame(payload=b"out"))
-        failed = await backend.fail(claim.handle, "x", "transient")
+        want = ClaimRequest.of(lane, "w", "w-1")
+        (claim,) = (await backend.claims.claim_many(want, execution_id.tag, 5)).claims
+        await backend.leases.renew(claim.handle)
+        await backend.executions.progress(claim.handle, 10, "on")
+        await backend.streams.append_frame(claim.handle, Frame(payload=b"out"))
+        failed = await backend.executions.fail(claim.handle, "x", "transient")
         assert isinstance(failed, RetryScheduled)
         supervisor = ScannerSupervisor(backend)
-        while (await backend.read_execution_state(execution_id)).value != "waiting":
+        while (await backend.reads.read_execution_state(execution_id)).value != "waiting":
             await supervisor.scan_once("delayed_promoter")
-        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
-        parked = await backend.suspend(claim.handle, condition=Single("go"))
+        (claim,) = (await backend.claims.claim_many(want, execution_id.tag, 5)).claims
+        parked = await backend.suspensions.suspend(claim.handle, condition=Single("go"))
         assert isinstance(parked, Suspended)
         details = parked.details
-        await backend.deliver_signal(
+        await backend.signals.deliver_signal(
             execution_id, details.waitpoint_id, details.waitpoint_token, "go", payload=b"1"
         )
-        (claim,) = (await backend.claim_many(want, execution_id.tag, 5)).claims
-        assert [signal.payload for signal in await backend.observe_signals(claim.handle)] == [b"1"]
-        await backend.complete(claim.handle, b"done")
-        assert await backend.get_execution_result(execution_id) == b"done"
-        page = await backend.read_stream(execution_id, 0)
+        (claim,) = (await backend.claims.claim_many(want, execution_id.tag, 5)).claims
+        assert [
+            signal.payload for signal in await backend.waitpoints.observe_signals(claim.handle)
+        ] == [b"1"]
+        await backend.executions.complete(claim.handle, b"done")
+        assert await backend.reads.get_execution_result(execution_id) == b"done"
+        page = await backend.streams.read_stream(execution_id, 0)
         assert [frame.payload for frame in page.frames] == [b"out"]
-    listed = await backend.list_executions(limit=100)
+    listed = await backend.listings.list_executions(limit=100)
     assert len(listed.executions) == len(LANES)
     await ScannerSupervisor(backend).scan_once("index_reconciler")
 
 
-async def test_an_application_runs_on_a_cluster(backend: Backend, cluster: TestCluster) -> None:
+async def test_an_application_runs_on_a_cluster(
+    backend: ValkeyBackend, cluster: TestCluster
+) -> None:
     app = ff.Fabric(cluster.url)
 
     @app.task(lane=LANES[0])

@@ -15,9 +15,9 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.cluster.nodes import TestCluster
@@ -26,25 +26,25 @@ LANE = "moving"
 
 
 @pytest.fixture
-async def backend(cluster: TestCluster) -> AsyncIterator[Backend]:
+async def backend(cluster: TestCluster) -> AsyncIterator[ValkeyBackend]:
     counts = PartitionCounts(flow=32)
-    async with await Backend.connect(parse_url(cluster.url), prepare_with=counts) as backend:
+    async with await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=counts) as backend:
         await backend.transport.call_all_primaries("FLUSHALL")
-        await backend.prepare()
+        await backend.meta.prepare()
         yield backend
 
 
-async def submit(backend: Backend) -> ExecutionId:
+async def submit(backend: ValkeyBackend) -> ExecutionId:
     execution_id = ExecutionId.solo(LANE, backend.counts)
     new = NewExecution(execution_id=execution_id, execution_kind="job", lane_id=LANE)
-    assert isinstance(await backend.create_execution(new), Created)
+    assert isinstance(await backend.executions.create_execution(new), Created)
     return execution_id
 
 
-async def claim(backend: Backend) -> Handle:
+async def claim(backend: ValkeyBackend) -> Handle:
     await submit(backend)
     tag = ExecutionId.solo(LANE, backend.counts).tag
-    (claimed,) = (await backend.claim_many(Want.of(LANE, "w", "w-1"), tag, 1)).claims
+    (claimed,) = (await backend.claims.claim_many(ClaimRequest.of(LANE, "w", "w-1"), tag, 1)).claims
     return claimed.handle
 
 
@@ -91,51 +91,59 @@ async def under_way(*calls: Any) -> list[asyncio.Future[Any]]:
 
 
 @pytest.mark.parametrize("part", ["record", "feed", "index"])
-async def test_finished_work_is_kept(backend: Backend, cluster: TestCluster, part: str) -> None:
+async def test_finished_work_is_kept(
+    backend: ValkeyBackend, cluster: TestCluster, part: str
+) -> None:
     handle = await claim(backend)
     execution_id, tag = handle.execution_id, handle.execution_id.tag
     async with half_moved(cluster, tag, moving(handle, part)) as go_on:
-        (completing,) = await under_way(backend.complete_many([Completion(handle, b"done")]))
+        (completing,) = await under_way(
+            backend.executions.complete_many([Completion(handle, b"done")])
+        )
         go_on.set()
         (outcome,) = await completing
         assert isinstance(outcome, Completed)
-    assert await backend.get_execution_result(execution_id) == b"done"
-    (attempt,) = await backend.read_attempts(execution_id)
+    assert await backend.reads.get_execution_result(execution_id) == b"done"
+    (attempt,) = await backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "ended_success"
 
 
-async def test_every_transition_waits_for_the_slot(backend: Backend, cluster: TestCluster) -> None:
+async def test_every_transition_waits_for_the_slot(
+    backend: ValkeyBackend, cluster: TestCluster
+) -> None:
     handle = await claim(backend)
     tag = handle.execution_id.tag
     async with half_moved(cluster, tag, moving(handle, "record")) as go_on:
         # A plain read finds the record where it is.
-        assert (await backend.read_execution_state(handle.execution_id)).value == "active"
+        assert (await backend.reads.read_execution_state(handle.execution_id)).value == "active"
         calls = await under_way(
-            backend.renew(handle), submit(backend), backend.progress(handle, 50, "half")
+            backend.leases.renew(handle),
+            submit(backend),
+            backend.executions.progress(handle, 50, "half"),
         )
         go_on.set()
         await asyncio.gather(*calls)
-    await backend.complete(handle, b"done")
-    assert len((await backend.list_executions()).executions) == 2
+    await backend.executions.complete(handle, b"done")
+    assert len((await backend.listings.list_executions()).executions) == 2
 
 
 async def test_when_patience_ends_the_cluster_is_named(
-    backend: Backend, cluster: TestCluster
+    backend: ValkeyBackend, cluster: TestCluster
 ) -> None:
     handle = await claim(backend)
     backend.transport._request_timeout = 0.2  # type: ignore[attr-defined]
     async with half_moved(cluster, handle.execution_id.tag, moving(handle, "record")):
         with pytest.raises(TransportError) as caught:
-            await backend.complete(handle, b"done")
+            await backend.executions.complete(handle, b"done")
     error = caught.value
     assert (error.kind, error.retryable, error.ambiguous) == ("cluster", True, False)
     assert "is moving to" in error.message
     backend.transport._request_timeout = 5.0  # type: ignore[attr-defined]
-    await backend.complete(handle, b"done")
+    await backend.executions.complete(handle, b"done")
 
 
 async def test_a_key_that_is_gone_under_a_function_is_no_damage(
-    backend: Backend, cluster: TestCluster
+    backend: ValkeyBackend, cluster: TestCluster
 ) -> None:
     """The anchor of a call never exists; if it did, the old primary would run the function."""
     handle = await claim(backend)
@@ -144,10 +152,10 @@ async def test_a_key_that_is_gone_under_a_function_is_no_damage(
     backend.transport._request_timeout = 0.2  # type: ignore[attr-defined]
     async with half_moved(cluster, tag, moving(handle, "record")):
         for call in (
-            backend.complete(handle, b"done"),
-            backend.complete_many([Completion(handle, b"done")]),
-            backend.mark_lease_expired_if_due(tag, [handle.execution_id]),
-            backend.claim_many(Want.of(LANE, "w", "w-2"), tag, 1),
+            backend.executions.complete(handle, b"done"),
+            backend.executions.complete_many([Completion(handle, b"done")]),
+            backend.upkeep.mark_lease_expired_if_due(tag, [handle.execution_id]),
+            backend.claims.claim_many(ClaimRequest.of(LANE, "w", "w-2"), tag, 1),
         ):
             with pytest.raises(TransportError) as caught:
                 await call

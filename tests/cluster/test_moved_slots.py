@@ -14,9 +14,9 @@ from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed import CompletionWatch
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.sdk.cluster_bell import ClusterBell
 from flowfabric.valkey.address import parse_url
@@ -25,24 +25,24 @@ from flowfabric.valkey.transport import Connection
 from tests.cluster.nodes import TestCluster, until
 
 LANE = "moving"
-Pair = tuple[Backend, Backend]
+Pair = tuple[ValkeyBackend, ValkeyBackend]
 
 
 @pytest.fixture
 async def pair(cluster: TestCluster) -> AsyncIterator[Pair]:
     """Two clients: what one of them learns of the move is no help to the other."""
     address, counts = parse_url(cluster.url), PartitionCounts(flow=32)
-    async with await Backend.connect(address, prepare_with=counts) as first:
+    async with await ValkeyBackend.connect(address, prepare_with=counts) as first:
         await first.transport.call_all_primaries("FLUSHALL")
-        await first.prepare()
-        async with await Backend.connect(address) as second:
+        await first.meta.prepare()
+        async with await ValkeyBackend.connect(address) as second:
             yield first, second
 
 
-async def create(backend: Backend) -> ExecutionId:
+async def create(backend: ValkeyBackend) -> ExecutionId:
     execution_id = ExecutionId.solo(LANE, backend.counts)
     new = NewExecution(execution_id=execution_id, execution_kind="job", lane_id=LANE)
-    assert isinstance(await backend.create_execution(new), Created)
+    assert isinstance(await backend.executions.create_execution(new), Created)
     return execution_id
 
 
@@ -66,7 +66,7 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
     watch = CompletionWatch(waiting)
 
     async def see_the_end() -> None:
-        while (await waiting.read_execution_state(execution_id)).value != "completed":
+        while (await waiting.reads.read_execution_state(execution_id)).value != "completed":
             await watch.wait_ended(execution_id)
 
     async def is_blocked() -> bool:
@@ -77,8 +77,10 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
     await until(is_blocked)
     async with moved(cluster, tag):
         await until(is_blocked)
-        (claim,) = (await acting.claim_many(Want.of(LANE, "w", "w-1"), tag, 1)).claims
-        await acting.complete(claim.handle, b"done")
+        (claim,) = (
+            await acting.claims.claim_many(ClaimRequest.of(LANE, "w", "w-1"), tag, 1)
+        ).claims
+        await acting.executions.complete(claim.handle, b"done")
         began = time.monotonic()
         await waiter
         assert time.monotonic() - began < 5

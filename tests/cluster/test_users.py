@@ -14,7 +14,7 @@ import pytest
 import flowfabric as ff
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.valkey.address import Address, parse_url
@@ -67,8 +67,8 @@ class Deployment:
             for entry in log
         }
 
-    async def backend(self, user: str) -> Backend:
-        return await Backend.connect(parse_url(self.url(user)))
+    async def backend(self, user: str) -> ValkeyBackend:
+        return await ValkeyBackend.connect(parse_url(self.url(user)))
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,10 @@ async def deployment(bare: Deployment) -> Deployment:
         await bare.admin(*rule)
     await bare.admin("ACL", "LOG", "RESET")
     operator = parse_url(bare.url("ff-operator"))
-    async with await Backend.connect(operator, prepare_with=PartitionCounts(flow=16)) as backend:
-        await backend.seed_at_boot("ab" * 32)
+    async with await ValkeyBackend.connect(
+        operator, prepare_with=PartitionCounts(flow=16)
+    ) as backend:
+        await backend.secrets.seed_at_boot("ab" * 32)
     return bare
 
 
@@ -186,7 +188,7 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         supervisor = ScannerSupervisor(backend, ScannerSettings(events_retention_ms=1))
         for name in supervisor.status():
             assert (await supervisor.scan_once(name)).errors == 0
-        await backend.list_executions(limit=100)
+        await backend.listings.list_executions(limit=100)
     assert await deployment.refusals() <= OPTIONAL
 
 
@@ -222,7 +224,7 @@ async def test_the_users_can_do_no_more(deployment: Deployment) -> None:
                     await backend.transport.call(*command, key=key)
                 assert caught.value.kind == "auth", command
         with pytest.raises(EngineError):
-            await worker.rotate_waitpoint_hmac_secret(0, "mine", "cd" * 32, 0)
+            await worker.secrets.rotate_waitpoint_hmac_secret(0, "mine", "cd" * 32, 0)
     assert await deployment.admin("DBSIZE") == before
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.embedded import EmbeddedServer
@@ -26,7 +26,7 @@ from tests.docs.scratch import wait_for_server_end
 
 @asynccontextmanager
 async def connected(server: EmbeddedServer) -> AsyncGenerator[Client]:
-    backend = await Backend.connect_and_prepare(parse_url(server.url))
+    backend = await ValkeyBackend.connect_and_prepare(parse_url(server.url))
     async with Client(backend) as client:
         yield client
 

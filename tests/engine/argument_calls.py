@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, get_type_hints
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
@@ -13,22 +13,26 @@ from flowfabric.core.contracts.leases import Handle, ResumeGrant
 from flowfabric.core.contracts.streams import BestEffort, Frame
 from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, ResumePolicy, Suspended
 from flowfabric.core.ids import new_uuid
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion
-from flowfabric.engine.listing import Filter
-from flowfabric.engine.upkeep import Upkeep
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.upkeep import Upkeep
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.suspension import SECRET
 
-__all__ = ["CALLS", "SCANNERS", "methods"]
+__all__ = ["CALLS", "SCANNERS", "methods", "operation"]
 
 Given = dict[str, Any]
 Call = Callable[[Engine], Awaitable[Given]]
 
-# How calls get to the server, and how a backend comes to be.
-_PLUMBING = {"connect", "connect_and_prepare", "fcall", "ask", "ask_each", "read"}
+_CONCERNS = {
+    noun: concern
+    for noun, concern in get_type_hints(Backend).items()
+    if concern is not PartitionCounts
+}
 
 # Upkeep that the contract names: a person may call it, too.
 _OFFERED = {
@@ -36,7 +40,9 @@ _OFFERED = {
     *("reconcile_execution_index", "used_partitions"),
 }
 SCANNERS = {name for name in vars(Upkeep) if not name.startswith("_")} - _OFFERED | {
-    "warn_of_reclaims"
+    "wait_ready",
+    "ring_waiting",
+    "occupied_partitions",
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
 
@@ -45,11 +51,19 @@ def methods() -> list[str]:
     """Every public coroutine method that takes arguments."""
     return [
         name
-        for name, method in inspect.getmembers(Backend, inspect.iscoroutinefunction)
-        if not name.startswith("_")
-        and name not in _PLUMBING
-        and set(inspect.signature(method).parameters) - {"self"}
+        for concern in _CONCERNS.values()
+        for name, method in inspect.getmembers(concern, inspect.iscoroutinefunction)
+        if not name.startswith("_") and set(inspect.signature(method).parameters) - {"self"}
     ]
+
+
+def operation(backend: Backend, name: str) -> Any:
+    """The operation of this name, whatever its concern."""
+    return next(
+        getattr(getattr(backend, noun), name)
+        for noun, concern in _CONCERNS.items()
+        if hasattr(concern, name)
+    )
 
 
 def fixed(**given: Any) -> Call:
@@ -95,14 +109,14 @@ def fenced(**given: Any) -> Call:
 def streamed(**given: Any) -> Call:
     async def make(engine: Engine) -> Given:
         handle = await running(engine)
-        await engine.backend.append_frame(handle, Frame(payload=b"x"))
+        await engine.backend.streams.append_frame(handle, Frame(payload=b"x"))
         return {"execution_id": handle.execution_id, "attempt_index": 0, **given}
 
     return make
 
 
 async def parked(engine: Engine) -> Suspended:
-    outcome = await engine.backend.suspend(await running(engine), condition=Single("k"))
+    outcome = await engine.backend.suspensions.suspend(await running(engine), condition=Single("k"))
     assert isinstance(outcome, Suspended)
     return outcome
 
@@ -178,7 +192,7 @@ async def a_worker(engine: Engine) -> Given:
 
 async def replayed(engine: Engine) -> Given:
     handle = await running(engine)
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     return {"execution_id": handle.execution_id}
 
 
@@ -193,15 +207,17 @@ async def waits(engine: Engine) -> Given:
 async def past_wait(engine: Engine) -> Given:
     wait = await parked(engine)
     execution_id = wait.handle.execution_id
-    await engine.backend.deliver_approval_signal(execution_id, wait.details.waitpoint_id, "go")
-    (past,) = await engine.backend.read_waits(execution_id)
+    await engine.backend.signals.deliver_approval_signal(
+        execution_id, wait.details.waitpoint_id, "go"
+    )
+    (past,) = await engine.backend.waitpoints.read_waits(execution_id)
     return {"execution_id": execution_id, "wait": past}
 
 
 async def signal(engine: Engine) -> Given:
     wait = await parked(engine)
     execution_id = wait.handle.execution_id
-    outcome = await engine.backend.deliver_approval_signal(
+    outcome = await engine.backend.signals.deliver_approval_signal(
         execution_id, wait.details.waitpoint_id, "go"
     )
     assert isinstance(outcome, Accepted)
@@ -333,7 +349,6 @@ CALLS: Mapping[str, Call] = {
     "set_lane_state": fixed(lane_id=LANE, state="active"),
     "shutdown_prepare": fixed(grace_s=0.0),
     "subscribe_lease_history": fixed(where=EventFilter(), partitions=[0]),
-    "signatures": in_lane,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),

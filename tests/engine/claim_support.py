@@ -17,7 +17,9 @@ async def claim_many(
     engine: Engine, max_n: int = 100, *, request_id: str | None = None, **want: Any
 ) -> ClaimedMany:
     tag = engine.new_id(want.get("lane", "default")).tag
-    return await engine.backend.claim_many(engine.want(**want), tag, max_n, request_id=request_id)
+    return await engine.backend.claims.claim_many(
+        engine.want(**want), tag, max_n, request_id=request_id
+    )
 
 
 def ids(claims: list[Claim]) -> list[ExecutionId]:
@@ -30,5 +32,5 @@ async def create_many(engine: Engine, count: int, **options: Any) -> list[Execut
         NewExecution(execution_id=engine.new_id(), execution_kind="job", **options)
         for _ in range(count)
     ]
-    await engine.backend.create_many(made)
+    await engine.backend.executions.create_many(made)
     return sorted(item.execution_id for item in made)

@@ -76,7 +76,7 @@ async def everywhere(engine: Engine, execution_id: ExecutionId) -> dict[str, flo
 
 async def freeze(engine: Engine, at: int) -> None:
     """Stop the engine's clock at this millisecond; `engine.advance` starts it again."""
-    await engine.backend.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
+    await engine.backend.calls.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
 
 
 async def raw(engine: Engine, key: str) -> dict[str, str]:
@@ -91,12 +91,14 @@ async def record(engine: Engine, execution_id: ExecutionId) -> dict[str, str]:
 
 
 async def promote(engine: Engine, execution_id: ExecutionId, lane: str = LANE) -> str:
-    (verdict,) = await engine.backend.promote_delayed(execution_id.tag, lane, [execution_id])
+    (verdict,) = await engine.backend.upkeep.promote_delayed(execution_id.tag, lane, [execution_id])
     return verdict
 
 
 async def expire(engine: Engine, execution_id: ExecutionId, reason: ExpireReason) -> str:
-    (verdict,) = await engine.backend.expire_execution(execution_id.tag, reason, [execution_id])
+    (verdict,) = await engine.backend.upkeep.expire_execution(
+        execution_id.tag, reason, [execution_id]
+    )
     return verdict
 
 
@@ -109,12 +111,14 @@ async def expire_deadline(engine: Engine, execution_id: ExecutionId) -> str:
 
 
 async def mark(engine: Engine, execution_id: ExecutionId) -> str:
-    (verdict,) = await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+    (verdict,) = await engine.backend.upkeep.mark_lease_expired_if_due(
+        execution_id.tag, [execution_id]
+    )
     return verdict
 
 
 async def trim(engine: Engine, execution_id: ExecutionId, lane: str = LANE) -> str:
-    (verdict,) = await engine.backend.trim_retention(execution_id.tag, lane, [execution_id])
+    (verdict,) = await engine.backend.upkeep.trim_retention(execution_id.tag, lane, [execution_id])
     return verdict
 
 
@@ -168,11 +172,11 @@ class Case:
 
     async def _revoked(self) -> None:
         await self._active()
-        await self.backend.revoke_lease(self.execution_id)
+        await self.backend.leases.revoke_lease(self.execution_id)
 
     async def _retry_delayed(self) -> None:
         await self._active()
-        await self.backend.fail(self.held, "boom", "transient")
+        await self.backend.executions.fail(self.held, "boom", "transient")
 
     async def _retry_waiting(self) -> None:
         await self._retry_delayed()
@@ -181,32 +185,32 @@ class Case:
 
     async def _paused_delayed(self) -> None:
         await self._active()
-        await self.backend.delay(self.held, await self.engine.now() + 5000)
+        await self.backend.executions.delay(self.held, await self.engine.now() + 5000)
 
     async def _paused_waiting(self) -> None:
         await self._active()
-        await self.backend.delay(self.held, 1)
+        await self.backend.executions.delay(self.held, 1)
 
     async def _waiting_children(self) -> None:
         await self._active()
         await block(self.engine, self.execution_id)
-        await self.backend.wait_children(self.held)
+        await self.backend.executions.wait_children(self.held)
 
     async def _completed(self) -> None:
         await self._active()
-        await self.backend.complete(self.held, b"result")
+        await self.backend.executions.complete(self.held, b"result")
 
     async def _failed(self) -> None:
         await self._active()
-        await self.backend.fail(self.held, "broken", "permanent")
+        await self.backend.executions.fail(self.held, "broken", "permanent")
 
     async def _cancelled(self) -> None:
         await self._active()
-        await self.backend.cancel_execution(self.execution_id, "enough")
+        await self.backend.executions.cancel_execution(self.execution_id, "enough")
 
     async def _cancelled_early(self) -> None:
         await self._waiting()
-        await self.backend.cancel_execution(self.execution_id, "enough")
+        await self.backend.executions.cancel_execution(self.execution_id, "enough")
 
     async def _expired(self) -> None:
         await self._active()
@@ -220,11 +224,11 @@ class Case:
 
     async def _replayed(self) -> None:
         await self._completed()
-        await self.backend.replay_execution(self.execution_id)
+        await self.backend.executions.replay_execution(self.execution_id)
 
     async def _replayed_early(self) -> None:
         await self._cancelled_early()
-        await self.backend.replay_execution(self.execution_id)
+        await self.backend.executions.replay_execution(self.execution_id)
 
 
 CODES = {

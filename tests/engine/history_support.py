@@ -9,8 +9,8 @@ from typing import Any
 
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.engine.api.events import LeaseSubscription
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.engine import LANE, Engine
 
 LANES = ("alpha", "beta", "gamma")
@@ -22,16 +22,16 @@ RETRY: dict[str, Any] = {
 
 @asynccontextmanager
 async def following(
-    backend: Backend, cursor: Any = "now", where: EventFilter | None = None, **options: Any
-) -> AsyncGenerator[LeaseHistory]:
-    history = await backend.subscribe_lease_history(cursor, where, **options)
+    backend: ValkeyBackend, cursor: Any = "now", where: EventFilter | None = None, **options: Any
+) -> AsyncGenerator[LeaseSubscription]:
+    history = await backend.events.subscribe_lease_history(cursor, where, **options)
     try:
         yield history
     finally:
         await history.aclose()
 
 
-async def take(history: LeaseHistory, count: int) -> list[LeaseEvent]:
+async def take(history: LeaseSubscription, count: int) -> list[LeaseEvent]:
     found: list[LeaseEvent] = []
     async with asyncio.timeout(10):
         while len(found) < count:
@@ -41,7 +41,7 @@ async def take(history: LeaseHistory, count: int) -> list[LeaseEvent]:
     return found
 
 
-async def nothing_more(history: LeaseHistory, backend: Backend) -> None:
+async def nothing_more(history: LeaseSubscription, backend: ValkeyBackend) -> None:
     """What comes next is what happens next, and not anything from before."""
     mine = Engine(backend)
     handle = await mine.running(lane="marker")
@@ -52,10 +52,10 @@ async def nothing_more(history: LeaseHistory, backend: Backend) -> None:
 async def lived(engine: Engine, lane: str = LANE, **create: Any) -> ExecutionId:
     """One short life: acquired, then released by its completion."""
     handle = await engine.running(lane=lane, **create)
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     return handle.execution_id
 
 
-async def blocked(backend: Backend) -> bool:
+async def blocked(backend: ValkeyBackend) -> bool:
     info: Any = await backend.transport.call("INFO", "clients")
     return b"blocked_clients:0" not in info

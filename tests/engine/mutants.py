@@ -35,9 +35,9 @@ def triple(verb: str = "renew") -> Scenario:
 
 async def trims_nothing_early(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     await engine.advance(86_399_000)
-    verdicts = await engine.backend.trim_retention(
+    verdicts = await engine.backend.upkeep.trim_retention(
         handle.execution_id.tag, "default", [handle.execution_id]
     )
     assert verdicts == ["not_due"]
@@ -46,14 +46,14 @@ async def trims_nothing_early(engine: Engine) -> None:
 async def promotes_nothing_early(engine: Engine) -> None:
     execution_id = await engine.create(delay_until=await engine.now() + 10_000)
     await engine.advance(9_000)
-    verdicts = await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
-    assert verdicts == ["not_yet_due"]
+    promote = engine.backend.upkeep.promote_delayed
+    assert await promote(execution_id.tag, "default", [execution_id]) == ["not_yet_due"]
 
 
 async def promotes_only_what_is_delayed(engine: Engine) -> None:
     execution_id = await engine.create()
-    verdicts = await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
-    assert verdicts == ["not_delayed_cleaned"]
+    promote = engine.backend.upkeep.promote_delayed
+    assert await promote(execution_id.tag, "default", [execution_id]) == ["not_delayed_cleaned"]
 
 
 FENCE = "lib/80_fence.lua"

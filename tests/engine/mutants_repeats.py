@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.core.ids import new_uuid
-from flowfabric.engine.calls import text
+from flowfabric.engine.valkey.calls import text
 from tests.engine import (
     test_exec_fail,
     test_lease_cap,
@@ -33,9 +33,9 @@ async def repeats_a_revocation(engine: Engine) -> None:
     handle = await engine.running()
     execution_id, request = handle.execution_id, new_uuid()
     args = (execution_id, "", "x", "me", request)
-    first = await engine.backend.fcall("ff_revoke", execution_id.tag, args, op="revoke")
+    first = await engine.backend.calls.fcall("ff_revoke", execution_id.tag, args, op="revoke")
     await engine.claim()
-    again = await engine.backend.fcall("ff_revoke", execution_id.tag, args, op="revoke")
+    again = await engine.backend.calls.fcall("ff_revoke", execution_id.tag, args, op="revoke")
     assert [text(part) for part in again] == [text(part) for part in first]
     assert (await engine.vector(execution_id)).ownership_state == "leased"
 
@@ -44,11 +44,11 @@ async def repeats_an_override(engine: Engine) -> None:
     execution_id = (await engine.running()).execution_id
     args = (execution_id, "///", f"operator_override {new_uuid()}", 1)
     for _ in range(2):
-        reply = await engine.backend.fcall("ff_delay", execution_id.tag, args, op="delay")
+        reply = await engine.backend.calls.fcall("ff_delay", execution_id.tag, args, op="delay")
         assert text(reply[2]) == "waiting"
         # Taken again after the first call; after the repeat there is nothing to take.
         await engine.claim_all()
-    assert (await engine.backend.read_attempts(execution_id))[0].lease_epoch == 2
+    assert (await engine.backend.reads.read_attempts(execution_id))[0].lease_epoch == 2
 
 
 async def ended_between_attempts(engine: Engine) -> None:

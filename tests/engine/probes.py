@@ -13,8 +13,8 @@ from flowfabric.core.contracts.leases import Claim, ClaimGrant, Granted, Handle,
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import TTL, Engine
 from tests.support.proxy import FaultProxy
@@ -48,7 +48,7 @@ async def untouched(engine: Engine) -> AsyncGenerator[None]:
 
 async def freeze(engine: Engine, at: int) -> None:
     """Stop the engine's clock at this millisecond; `engine.advance` starts it again."""
-    await engine.backend.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
+    await engine.backend.calls.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
 
 
 async def fields(engine: Engine, execution_id: ExecutionId) -> dict[str, str]:
@@ -91,13 +91,13 @@ async def grant_fields(engine: Engine, execution_id: ExecutionId) -> dict[str, s
 
 async def grant(engine: Engine, execution_id: ExecutionId, **options: Any) -> ClaimGrant:
     """A claim grant for worker `w`."""
-    return await engine.backend.issue_claim_grant(execution_id, **(WORKER | options))
+    return await engine.backend.claims.issue_claim_grant(execution_id, **(WORKER | options))
 
 
 async def fused(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
     """An operator takes one named execution."""
     arguments: dict[str, Any] = {"lease_duration_ms": TTL} | options
-    return await engine.backend.issue_grant_and_claim(execution_id, **arguments)
+    return await engine.backend.claims.issue_grant_and_claim(execution_id, **arguments)
 
 
 def a_grant(execution_id: ExecutionId) -> ClaimGrant:
@@ -112,7 +112,7 @@ def a_grant(execution_id: ExecutionId) -> ClaimGrant:
 
 async def reclaim_grant(engine: Engine, execution_id: ExecutionId, **options: Any) -> ReclaimGrant:
     """A reclaim grant for worker `v`."""
-    outcome = await engine.backend.issue_reclaim_grant(execution_id, **(OTHER | options))
+    outcome = await engine.backend.claims.issue_reclaim_grant(execution_id, **(OTHER | options))
     assert isinstance(outcome, Granted), outcome
     return outcome.grant
 
@@ -121,7 +121,7 @@ async def reclaim(engine: Engine, execution_id: ExecutionId, **options: Any) -> 
     """Worker `v` takes over a lost lease."""
     held = await reclaim_grant(engine, execution_id)
     arguments: dict[str, Any] = OTHER | {"lease_ttl_ms": TTL} | options
-    outcome = await engine.backend.reclaim_execution(held, **arguments)
+    outcome = await engine.backend.claims.reclaim_execution(held, **arguments)
     assert isinstance(outcome, Claim), outcome
     return outcome
 
@@ -129,13 +129,13 @@ async def reclaim(engine: Engine, execution_id: ExecutionId, **options: Any) -> 
 async def running(engine: Engine, **create: Any) -> Handle:
     """A new execution held by worker `w`, whatever else waits."""
     held = await grant(engine, await engine.create(**create))
-    return (await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)).handle
+    return (await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)).handle
 
 
 async def paused(engine: Engine, **create: Any) -> Handle:
     """A handle whose execution was given back and is eligible to be resumed."""
     handle = await running(engine, **create)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     return handle
 
 
@@ -150,7 +150,7 @@ async def lapsed(engine: Engine, **create: Any) -> Handle:
 async def mark(engine: Engine, ids: Iterable[ExecutionId]) -> list[str]:
     """What the lease scanner does with executions of one partition."""
     ids = list(ids)
-    return await engine.backend.mark_lease_expired_if_due(ids[0].tag, ids)
+    return await engine.backend.upkeep.mark_lease_expired_if_due(ids[0].tag, ids)
 
 
 async def event_types(engine: Engine, execution_id: ExecutionId) -> list[str]:
@@ -158,10 +158,12 @@ async def event_types(engine: Engine, execution_id: ExecutionId) -> list[str]:
 
 
 @asynccontextmanager
-async def lossy(engine: Engine, valkey: TestServer) -> AsyncGenerator[tuple[Backend, FaultProxy]]:
+async def lossy(
+    engine: Engine, valkey: TestServer
+) -> AsyncGenerator[tuple[ValkeyBackend, FaultProxy]]:
     """A second client of the same engine whose replies can be lost on the way."""
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:

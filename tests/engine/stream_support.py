@@ -13,7 +13,9 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.streams import AppendOutcome, Frame, StreamFrames
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.stream_pool import StreamPool
+from flowfabric.engine.valkey.streams import ValkeyStreams
 from tests.engine.exec_support import ATTEMPT_TIMEOUT, DEADLINE, POLICY, expire, mark, refused
 from tests.support.engine import TTL, Engine
 
@@ -32,7 +34,7 @@ def frames(*payloads: bytes | str, **fields: Any) -> list[Frame]:
 
 async def append(engine: Engine, handle: Handle, payload: bytes | str, **how: Any) -> AppendOutcome:
     (frame,) = frames(payload)
-    return await engine.backend.append_frame(handle, frame, **how)
+    return await engine.backend.streams.append_frame(handle, frame, **how)
 
 
 def stream_key(handle: Handle, suffix: str = "") -> str:
@@ -61,17 +63,19 @@ async def expiry(engine: Engine, handle: Handle) -> int:
 
 async def payloads(engine: Engine, handle: Handle, **how: Any) -> list[bytes]:
     bounds: dict[str, Any] = {"count_limit": 10_000} | how
-    page = await engine.backend.read_stream(handle.execution_id, handle.attempt_index, **bounds)
+    page = await engine.backend.streams.read_stream(
+        handle.execution_id, handle.attempt_index, **bounds
+    )
     return [frame.payload for frame in page.frames]
 
 
-async def blocked_clients(backend: Backend) -> int:
+async def blocked_clients(backend: ValkeyBackend) -> int:
     info: Any = await backend.transport.call("INFO", "clients")
     (line,) = [row for row in info.decode().splitlines() if row.startswith("blocked_clients:")]
     return int(line.partition(":")[2])
 
 
-async def until_blocked(backend: Backend, count: int = 1) -> None:
+async def until_blocked(backend: ValkeyBackend, count: int = 1) -> None:
     """Return when this many tails wait in the server."""
     async with asyncio.timeout(20):
         while await blocked_clients(backend) != count:  # noqa: ASYNC110 - the server has no event for it
@@ -85,14 +89,14 @@ async def waiting_tail(
     # By id: one that was cancelled a moment ago may still count as blocked.
     before = await blocked_ids(engine.backend)
     limits: dict[str, Any] = {"block_ms": 20_000} | how
-    task = asyncio.ensure_future(engine.backend.tail_stream(execution_id, index, **limits))
+    task = asyncio.ensure_future(engine.backend.streams.tail_stream(execution_id, index, **limits))
     async with asyncio.timeout(20):
         while await blocked_ids(engine.backend) <= before:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0)
     return task
 
 
-async def blocked_ids(backend: Backend) -> set[str]:
+async def blocked_ids(backend: ValkeyBackend) -> set[str]:
     """The connections that wait in the server."""
     listing: Any = await backend.transport.call("CLIENT", "LIST")
     clients = [dict(p.split("=", 1) for p in row.split()) for row in listing.decode().splitlines()]
@@ -126,23 +130,23 @@ class Ending(msgspec.Struct):
 
 
 async def _complete(engine: Engine, handle: Handle) -> None:
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
 
 async def _complete_by_operator(engine: Engine, handle: Handle) -> None:
-    await engine.backend.cancel_execution(handle.execution_id, "enough")
+    await engine.backend.executions.cancel_execution(handle.execution_id, "enough")
 
 
 async def _fail(engine: Engine, handle: Handle) -> None:
-    await engine.backend.fail(handle, "broken", "permanent")
+    await engine.backend.executions.fail(handle, "broken", "permanent")
 
 
 async def _fail_and_retry(engine: Engine, handle: Handle) -> None:
-    await engine.backend.fail(handle, "broken", "transient")
+    await engine.backend.executions.fail(handle, "broken", "transient")
 
 
 async def _cancel_by_holder(engine: Engine, handle: Handle) -> None:
-    await engine.backend.cancel(handle, "enough")
+    await engine.backend.executions.cancel(handle, "enough")
 
 
 async def _attempt_timeout(engine: Engine, handle: Handle) -> None:
@@ -162,11 +166,11 @@ async def _mark(engine: Engine, handle: Handle) -> None:
 
 async def _late_write(engine: Engine, handle: Handle) -> None:
     await engine.advance(TTL)
-    await refused(engine.backend.complete(handle), "lease_expired")
+    await refused(engine.backend.executions.complete(handle), "lease_expired")
 
 
 async def _revoke(engine: Engine, handle: Handle) -> None:
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
 
 
 async def _reclaim(engine: Engine, handle: Handle) -> None:
@@ -181,14 +185,14 @@ async def _over_the_cap(engine: Engine, handle: Handle) -> None:
 
 
 async def _suspend(engine: Engine, handle: Handle) -> None:
-    await engine.backend.seed_at_boot(SECRET)
-    await engine.backend.suspend(handle, condition=Single("approval", "go"))
+    await engine.backend.secrets.seed_at_boot(SECRET)
+    await engine.backend.suspensions.suspend(handle, condition=Single("approval", "go"))
 
 
 def _suspend_with(behavior: str) -> End:
     async def suspend(engine: Engine, handle: Handle) -> None:
-        await engine.backend.seed_at_boot(SECRET)
-        await engine.backend.suspend(
+        await engine.backend.secrets.seed_at_boot(SECRET)
+        await engine.backend.suspensions.suspend(
             handle,
             condition=Single("approval", "go"),
             timeout_at=await engine.now() + SUSPENDED_FOR,
@@ -201,7 +205,9 @@ def _suspend_with(behavior: str) -> End:
 async def _suspension_timeout(engine: Engine, handle: Handle) -> None:
     await engine.advance(SUSPENDED_FOR)
     execution_id = handle.execution_id
-    (verdict,) = await engine.backend.expire_suspension(execution_id.tag, [execution_id])
+    (verdict,) = await engine.backend.suspensions.expire_suspension(
+        execution_id.tag, [execution_id]
+    )
     assert verdict in {"fail", "cancel", "expire"}
 
 
@@ -242,3 +248,11 @@ ENDINGS: dict[str, Ending] = {
 # Those that end an attempt which readers already saw closed, by the loss of its lease.
 SECOND = ("reclaim", "reclaim after revoke", "reclaim over the cap", "cancel after the lease")
 FIRST: Sequence[str] = [name for name in ENDINGS if name not in SECOND]
+
+
+async def use_pool(backend: ValkeyBackend, pool: StreamPool) -> None:
+    """Read streams through another pool."""
+    await backend.stream_pool.aclose()
+    backend.stream_pool = pool
+    assert isinstance(backend.streams, ValkeyStreams)
+    backend.streams._pool = pool

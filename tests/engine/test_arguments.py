@@ -21,9 +21,9 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion
-from tests.engine.argument_calls import CALLS, SCANNERS, methods
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from tests.engine.argument_calls import CALLS, SCANNERS, methods, operation
 from tests.engine.exec_support import unchanged
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant
 from tests.support.engine import TTL, Engine, prepared_backend
@@ -33,32 +33,32 @@ from tests.support.suspension import SECRET
 
 SURROGATE = "\ud800"
 OVERRIDE = "operator_override"
-Call = Callable[[Backend, Any], Awaitable[Any]]
+Call = Callable[[ValkeyBackend, Any], Awaitable[Any]]
 
 
 def fail(**wrong: Any) -> Call:
     given: dict[str, Any] = {"failure_reason": "x", "failure_category": "transient"} | wrong
-    return lambda b, h: b.fail_execution(h.execution_id, given.pop("fence", h), **given)
+    return lambda b, h: b.executions.fail_execution(h.execution_id, given.pop("fence", h), **given)
 
 
 def fenced(fence: Any) -> Call:
-    return lambda b, h: b.complete_execution(h.execution_id, fence)
+    return lambda b, h: b.executions.complete_execution(h.execution_id, fence)
 
 
 def complete(**wrong: Any) -> Call:
-    return lambda b, h: b.complete_execution(h.execution_id, h, **wrong)
+    return lambda b, h: b.executions.complete_execution(h.execution_id, h, **wrong)
 
 
 def cancel(*reason: Any, **wrong: Any) -> Call:
-    return lambda b, h: b.cancel_execution(h.execution_id, *reason, **wrong)
+    return lambda b, h: b.executions.cancel_execution(h.execution_id, *reason, **wrong)
 
 
 def replay(**wrong: Any) -> Call:
-    return lambda b, h: b.replay_execution(h.execution_id, **wrong)
+    return lambda b, h: b.executions.replay_execution(h.execution_id, **wrong)
 
 
 def revoke(**wrong: Any) -> Call:
-    return lambda b, h: b.revoke_lease(h.execution_id, **wrong)
+    return lambda b, h: b.leases.revoke_lease(h.execution_id, **wrong)
 
 
 RUNNING: list[tuple[str, Call]] = [
@@ -96,11 +96,14 @@ RUNNING: list[tuple[str, Call]] = [
     ("source", cancel(source=None)),
     ("source", cancel(source=SURROGATE)),
     ("fence", cancel(source="worker", fence=None)),
-    ("source", lambda b, h: b.delay_execution(h.execution_id, h, delay_until=1, source=None)),  # pyright: ignore[reportArgumentType]
-    ("source", lambda b, h: b.move_to_waiting_children(h.execution_id, h, source=5)),  # pyright: ignore[reportArgumentType]
-    ("progress_message", lambda b, h: b.progress(h, 5, 5)),  # pyright: ignore[reportArgumentType]
-    ("fence", lambda b, h: b.update_progress(h.execution_id, None)),  # pyright: ignore[reportArgumentType]
-    ("fence", lambda b, h: b.renew_lease(h.execution_id, None, TTL)),  # pyright: ignore[reportArgumentType]
+    (
+        "source",
+        lambda b, h: b.executions.delay_execution(h.execution_id, h, delay_until=1, source=None),  # pyright: ignore[reportArgumentType]
+    ),
+    ("source", lambda b, h: b.executions.move_to_waiting_children(h.execution_id, h, source=5)),  # pyright: ignore[reportArgumentType]
+    ("progress_message", lambda b, h: b.executions.progress(h, 5, 5)),  # pyright: ignore[reportArgumentType]
+    ("fence", lambda b, h: b.executions.update_progress(h.execution_id, None)),  # pyright: ignore[reportArgumentType]
+    ("fence", lambda b, h: b.leases.renew_lease(h.execution_id, None, TTL)),  # pyright: ignore[reportArgumentType]
     ("expected_lease_id", revoke(expected_lease_id=None)),
     ("expected_lease_id", revoke(expected_lease_id=SURROGATE)),
     ("reason", revoke(reason=None)),
@@ -141,9 +144,9 @@ async def test_a_running_execution(engine: Engine, field: str, call: Call) -> No
 @pytest.mark.parametrize("kind", ["claim", "reclaim"])
 async def test_grants(engine: Engine, kind: str, field: str, value: Any) -> None:
     if kind == "claim":
-        eid, ask = await engine.create(), engine.backend.issue_claim_grant
+        eid, ask = await engine.create(), engine.backend.claims.issue_claim_grant
     else:
-        eid, ask = (await lapsed(engine)).execution_id, engine.backend.issue_reclaim_grant
+        eid, ask = (await lapsed(engine)).execution_id, engine.backend.claims.issue_reclaim_grant
     await refuse(engine, lambda: ask(eid, **(OTHER | {field: value})), field)
 
 
@@ -156,7 +159,7 @@ async def test_a_reclaim(engine: Engine, field: str, changes: dict[str, Any] | N
     given: Any = None if changes is None else msgspec.structs.replace(held, **changes)
     await refuse(
         engine,
-        lambda: engine.backend.reclaim_execution(given, **OTHER, lease_ttl_ms=TTL),
+        lambda: engine.backend.claims.reclaim_execution(given, **OTHER, lease_ttl_ms=TTL),
         field,
     )
 
@@ -165,10 +168,10 @@ async def test_a_reclaim(engine: Engine, field: str, changes: dict[str, Any] | N
 async def test_a_claim(engine: Engine, field: str, value: Any) -> None:
     held = await grant(engine, await engine.create())
     given: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL, field: value}
-    await refuse(engine, lambda: engine.backend.claim_execution(held, **given), field)
+    await refuse(engine, lambda: engine.backend.claims.claim_execution(held, **given), field)
     fused: dict[str, Any] = {"lease_duration_ms": TTL, field: value}
     eid = await engine.create()
-    await refuse(engine, lambda: engine.backend.issue_grant_and_claim(eid, **fused), field)
+    await refuse(engine, lambda: engine.backend.claims.issue_grant_and_claim(eid, **fused), field)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +192,7 @@ async def test_only_that_item_of_a_creation_fails(engine: Engine, field: str, va
     def new(**fields: Any) -> NewExecution:
         return NewExecution(execution_id=engine.new_id(), execution_kind="job", **fields)
 
-    outcomes = await engine.backend.create_many([new(), new(**{field: value}), new()])
+    outcomes = await engine.backend.executions.create_many([new(), new(**{field: value}), new()])
     assert [type(outcome) for outcome in outcomes] == [Created, ValidationError, Created]
     error = outcomes[1]
     assert isinstance(error, ValidationError)
@@ -211,24 +214,24 @@ async def test_only_that_item_of_a_completion_fails(engine: Engine, field: str, 
         items = [item(first), item(second, **{field: value}), item(third)]
         outcomes: list[Completed | EngineError | None]
         if fused:
-            errors, _ = await engine.backend.complete_and_claim(
+            errors, _ = await engine.backend.claims.complete_and_claim(
                 first.execution_id.tag, items, engine.want(), 0
             )
             outcomes = list(errors)
         else:
-            outcomes = list(await engine.backend.complete_many(items))
+            outcomes = list(await engine.backend.executions.complete_many(items))
         assert [isinstance(outcome, EngineError) for outcome in outcomes] == [False, True, False]
         error = outcomes[1]
         assert isinstance(error, ValidationError)
         assert (error.code, error.detail.partition(":")[0]) == ("invalid_input", field)
-        await engine.backend.complete(second)
+        await engine.backend.executions.complete(second)
 
 
 async def test_reasons_are_never_refused_for_what_they_say(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.progress(handle, message=f"half {SURROGATE}")
-    await engine.backend.cancel_execution(handle.execution_id, f"odd {SURROGATE}")
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.progress(handle, message=f"half {SURROGATE}")
+    await engine.backend.executions.cancel_execution(handle.execution_id, f"odd {SURROGATE}")
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.cancellation_reason == "odd ?"
 
 
@@ -236,7 +239,7 @@ async def test_a_fence_of_unknown_ids_is_stale_not_wrong(engine: Engine) -> None
     handle = await engine.running()
     error = await unchanged(
         engine,
-        lambda: engine.backend.complete_execution(
+        lambda: engine.backend.executions.complete_execution(
             handle.execution_id, Fence(new_uuid(), 1, new_uuid())
         ),
     )
@@ -251,7 +254,9 @@ async def test_a_suspension_by_triple(engine: Engine, field: str, fence: Any) ->
     handle = await engine.running()
     await refuse(
         engine,
-        lambda: engine.backend.suspend_by_triple(handle.execution_id, fence, condition=Single("k")),
+        lambda: engine.backend.suspensions.suspend_by_triple(
+            handle.execution_id, fence, condition=Single("k")
+        ),
         field,
     )
 
@@ -265,7 +270,7 @@ async def test_a_suspension_by_triple(engine: Engine, field: str, fence: Any) ->
 )
 async def test_the_filter_of_a_subscription(engine: Engine, field: str, value: Any) -> None:
     where = EventFilter(**{field: value})
-    await refuse(engine, lambda: engine.backend.subscribe_lease_history(where=where), field)
+    await refuse(engine, lambda: engine.backend.events.subscribe_lease_history(where=where), field)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +283,9 @@ async def test_the_filter_of_a_subscription(engine: Engine, field: str, value: A
 )
 async def test_the_condition_of_a_suspension(engine: Engine, condition: Any) -> None:
     handle = await engine.running()
-    await refuse(engine, lambda: engine.backend.suspend(handle, condition=condition), "condition")
+    await refuse(
+        engine, lambda: engine.backend.suspensions.suspend(handle, condition=condition), "condition"
+    )
 
 
 # --- the mechanical part ------------------------------------------------------------------------
@@ -320,7 +327,7 @@ async def small(small_server: TestServer) -> AsyncIterator[Engine]:
     """An engine of few partitions: its whole keyspace is quickly compared."""
     counts = PartitionCounts(flow=2, budget=1, quota=1)
     async with prepared_backend(small_server.url, counts) as client:
-        await client.seed_at_boot(SECRET)
+        await client.secrets.seed_at_boot(SECRET)
         yield Engine(client)
         assert await find_leaks(client) == []
 
@@ -328,7 +335,7 @@ async def small(small_server: TestServer) -> AsyncIterator[Engine]:
 async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:
     """The operation with these arguments, by name; `*` and `**` are given whole."""
     given = dict(given)
-    method = getattr(engine.backend, name)
+    method = operation(engine.backend, name)
     parameters = inspect.signature(method).parameters.values()
     first: list[Any] = []
     if starred := [one.name for one in parameters if one.kind is one.VAR_POSITIONAL]:
@@ -411,7 +418,7 @@ async def test_wrong_types(small: Engine, name: str) -> None:
     await sweep.begin()
     await call(small, name, sweep.given)
     await sweep.begin()
-    for parameter in inspect.signature(getattr(Backend, name)).parameters.values():
+    for parameter in inspect.signature(operation(small.backend, name)).parameters.values():
         if parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD:
             continue
         for field in ("", *fields_of(sweep.given.get(parameter.name))):

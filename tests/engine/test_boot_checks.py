@@ -11,8 +11,8 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.health import Grade, health_findings
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.health import Grade, health_findings
 from flowfabric.valkey import library
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
@@ -49,7 +49,7 @@ async def test_redis_is_refused_by_name_and_left_alone(
     async with scripted_peer(peer) as port:
         address = parse_url(f"valkey://127.0.0.1:{port}")
         with pytest.raises(EngineError, match="is not Valkey") as caught:
-            await asyncio.wait_for(Backend.connect(address, prepare_with=prepare_with), 5)
+            await asyncio.wait_for(ValkeyBackend.connect(address, prepare_with=prepare_with), 5)
     assert caught.value.code == "valkey_version_too_low"
     assert not {b"EVAL", b"FUNCTION", b"SADD"} & set(peer.asked)
 
@@ -58,7 +58,7 @@ async def test_a_client_does_not_wait_for_an_upgrade_of_the_server() -> None:
     async with scripted_peer(Peer(OLD)) as port:
         with pytest.raises(EngineError, match=r"detected 7\.2, required >= 8\.0"):
             await asyncio.wait_for(
-                Backend.connect(parse_url(f"valkey://127.0.0.1:{port}")), timeout=5
+                ValkeyBackend.connect(parse_url(f"valkey://127.0.0.1:{port}")), timeout=5
             )
 
 
@@ -152,7 +152,7 @@ async def server(valkey: TestServer, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 
 async def joined(valkey: TestServer) -> PartitionCounts:
-    backend = await Backend.connect(parse_url(valkey.url))
+    backend = await ValkeyBackend.connect(parse_url(valkey.url))
     await backend.aclose()
     return backend.counts
 
@@ -202,7 +202,7 @@ async def test_a_client_does_not_end_the_service_of_older_processes(
     with pytest.raises(EngineError, match="doctor --prepare"):
         await joined(valkey)
     assert await read_library(server) == older
-    await (await Backend.connect(parse_url(valkey.url), prepare_with=COUNTS)).aclose()
+    await (await ValkeyBackend.connect(parse_url(valkey.url), prepare_with=COUNTS)).aclose()
     assert await joined(valkey) == COUNTS
 
 
@@ -234,8 +234,8 @@ async def test_the_owner_of_a_server_replaces_other_content_of_its_version(
     await server.call("FUNCTION", "LOAD", made(library.LIBRARY_VERSION, "x", 1))
     address = parse_url(valkey.url)
     with pytest.raises(EngineError, match="FF_FORCE_LUA_RELOAD"):
-        await Backend.connect(address, prepare_with=prepare_with)
-    backend = await Backend.connect(address, prepare_with=prepare_with, revive=os.getpid)
+        await ValkeyBackend.connect(address, prepare_with=prepare_with)
+    backend = await ValkeyBackend.connect(address, prepare_with=prepare_with, revive=os.getpid)
     await backend.aclose()
     stored = await read_library(server)
     assert stored is not None

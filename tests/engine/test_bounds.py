@@ -16,7 +16,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, times
 from tests.support.suspension import Waits
@@ -40,7 +40,7 @@ def new(engine: Engine, policy: dict[str, Any] | None = None, payload: bytes = b
 
 
 async def signatures(engine: Engine) -> int:
-    return len(await engine.backend.signatures(engine.new_id().tag, LANE))
+    return len(await engine.backend.calls.signatures(engine.new_id().tag, LANE))
 
 
 # --- requirement signatures of a lane ---------------------------------------------
@@ -50,11 +50,13 @@ async def test_a_signature_leaves_with_its_last_execution(engine: Engine) -> Non
     first = await engine.create(policy=requiring("gpu"))
     second = await engine.create(policy=requiring("gpu"))
     assert await signatures(engine) == 1
-    await engine.backend.cancel_execution(first, source="operator_override")
+    await engine.backend.executions.cancel_execution(first, source="operator_override")
     assert await signatures(engine) == 1
-    await engine.backend.cancel_execution(second, source="operator_override")
+    await engine.backend.executions.cancel_execution(second, source="operator_override")
     assert await signatures(engine) == 0
-    await engine.backend.create_many([new(engine, requiring(f"c{n % 3}")) for n in range(9)])
+    await engine.backend.executions.create_many(
+        [new(engine, requiring(f"c{n % 3}")) for n in range(9)]
+    )
     assert await signatures(engine) == 3
     assert len(await engine.claim_all(9, capabilities=["c0", "c1"])) == 6
     assert await signatures(engine) == 1
@@ -65,7 +67,9 @@ async def test_a_reclaimed_execution_takes_its_signature_along(engine: Engine) -
     claim = await engine.claim(capabilities=["gpu"], ttl=1000)
     assert await signatures(engine) == 0
     await engine.advance(2000)
-    await engine.backend.mark_lease_expired_if_due(claim.execution_id.tag, [claim.execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        claim.execution_id.tag, [claim.execution_id]
+    )
     assert await signatures(engine) == 1
     await engine.claim_all(2, capabilities=["gpu"])
     assert await signatures(engine) == 0
@@ -73,7 +77,7 @@ async def test_a_reclaimed_execution_takes_its_signature_along(engine: Engine) -
 
 async def test_a_lane_has_a_limited_number_of_signatures(engine: Engine) -> None:
     many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES + 1)]
-    outcomes = await engine.backend.create_many(many)
+    outcomes = await engine.backend.executions.create_many(many)
     refused = [each for each in outcomes if isinstance(each, EngineError)]
     assert [(each.code, each.details) for each in refused] == [
         ("signature_limit_exceeded", (str(SIGNATURES),))
@@ -96,7 +100,7 @@ async def test_a_claim_from_very_many_signatures(engine: Engine) -> None:
         for _ in range(4):
             items = [new(engine, requiring(token)) for token in capabilities]
             created.extend(item.execution_id for item in items)
-            await engine.backend.create_many(items)
+            await engine.backend.executions.create_many(items)
 
     async def claim() -> None:
         claims = await engine.claim_all(256, capabilities=capabilities)
@@ -119,10 +123,10 @@ async def test_more_signatures_than_allowed_slow_nothing_down(engine: Engine) ->
         await engine.backend.transport.call("SADD", keys.lane(tag, LANE, "sigs"), *strays)
 
     async def claim() -> None:
-        await engine.backend.claim_many(engine.want(capabilities=["gpu"]), tag, 1)
+        await engine.backend.claims.claim_many(engine.want(capabilities=["gpu"]), tag, 1)
 
     async def reconcile() -> None:
-        await engine.backend.reconcile_execution_index(tag, [execution_id])
+        await engine.backend.upkeep.reconcile_execution_index(tag, [execution_id])
 
     await assert_short(engine, "ff_claim_many", claim)
     await assert_short(engine, "ff_reconcile", reconcile)
@@ -130,11 +134,11 @@ async def test_more_signatures_than_allowed_slow_nothing_down(engine: Engine) ->
 
 async def test_reconciling_a_page_on_a_lane_with_all_its_signatures(engine: Engine) -> None:
     many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES)]
-    await engine.backend.create_many(many)
+    await engine.backend.executions.create_many(many)
     ids = [each.execution_id for each in many[:100]]
 
     async def reconcile() -> None:
-        verdicts = await engine.backend.reconcile_execution_index(ids[0].tag, ids)
+        verdicts = await engine.backend.upkeep.reconcile_execution_index(ids[0].tag, ids)
         assert set(verdicts) == {"consistent"}
 
     await assert_short(engine, "ff_reconcile", reconcile)
@@ -148,7 +152,7 @@ async def test_large_payloads_travel_in_parts(engine: Engine) -> None:
 
     async def create() -> None:
         items = [new(engine, payload=b"x" * MB) for _ in range(12)]
-        outcomes = await engine.backend.create_many(items)
+        outcomes = await engine.backend.executions.create_many(items)
         assert not [each for each in outcomes if isinstance(each, EngineError)]
 
     async def claim() -> None:
@@ -159,7 +163,7 @@ async def test_large_payloads_travel_in_parts(engine: Engine) -> None:
     async def complete() -> None:
         # A repeat is answered again, but first it travels.
         items = [Completion(each.handle, b"y" * MB) for each in held[:4] * 3]
-        outcomes = await engine.backend.complete_many(items)
+        outcomes = await engine.backend.executions.complete_many(items)
         assert not [each for each in outcomes if isinstance(each, EngineError)]
 
     await assert_short(engine, "ff_create", create)
@@ -175,7 +179,9 @@ async def test_completing_and_claiming_sends_large_results_in_parts(engine: Engi
     tag = claims[0].execution_id.tag
 
     async def complete() -> None:
-        outcomes, claimed = await engine.backend.complete_and_claim(tag, items, engine.want(), 5)
+        outcomes, claimed = await engine.backend.claims.complete_and_claim(
+            tag, items, engine.want(), 5
+        )
         assert (outcomes, len(claimed.claims)) == ([None] * 11, 1)
 
     assert len(await times(engine, "ff_complete", complete)) == 3
@@ -190,10 +196,10 @@ async def test_reading_a_long_stream(engine: Engine, frames: int, size: int) -> 
     handle = await engine.running()
     batch = [Frame(payload=b"x" * size)] * min(256, max(1, MB // size))
     for _ in range(0, frames, len(batch)):
-        await engine.backend.append_frames(handle, batch)
+        await engine.backend.streams.append_frames(handle, batch)
 
     async def read() -> None:
-        page = await engine.backend.read_stream(handle.execution_id, 0, count_limit=10_000)
+        page = await engine.backend.streams.read_stream(handle.execution_id, 0, count_limit=10_000)
         assert len(page.frames) >= frames
 
     await assert_short(engine, "ff_stream_read", read)
@@ -208,7 +214,7 @@ async def test_an_execution_has_a_limited_number_of_waitpoints(engine: Engine) -
     handle = await engine.running()
     tag, execution_id = handle.execution_id.tag, handle.execution_id
     call = engine.backend.transport.call
-    first = await engine.backend.create_waitpoint(handle, "k", 60_000)
+    first = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     stored = keys.waitpoint(tag, first.waitpoint_id)
     others = [f"00000000-0000-4000-8000-{n:012d}" for n in range(9_998)]
     await call("SADD", keys.waitpoints(tag, execution_id), *others)
@@ -216,12 +222,12 @@ async def test_an_execution_has_a_limited_number_of_waitpoints(engine: Engine) -
         await call("COPY", stored, keys.waitpoint(tag, other))
 
     async def read() -> None:
-        assert len(await engine.backend.read_waits(execution_id, "k")) == 9_999
+        assert len(await engine.backend.waitpoints.read_waits(execution_id, "k")) == 9_999
 
     await assert_short(engine, "ff_read_waits", read)
-    await engine.backend.create_waitpoint(handle, "k2", 60_000)
+    await engine.backend.waitpoints.create_waitpoint(handle, "k2", 60_000)
     with pytest.raises(EngineError, match=r"waitpoint_limit_exceeded: 10000"):
-        await engine.backend.create_waitpoint(handle, "k3", 60_000)
+        await engine.backend.waitpoints.create_waitpoint(handle, "k3", 60_000)
     with pytest.raises(EngineError, match=r"waitpoint_limit_exceeded: 10000"):
         await waits.park(handle=handle)
 
@@ -231,7 +237,7 @@ async def test_signals_of_a_token_and_of_an_execution_have_limited_bytes(engine:
     handle = await engine.running()
     payload = b"x" * 65_536
     for number in range(5):
-        waitpoint = await engine.backend.create_waitpoint(handle, f"k{number}", 60_000)
+        waitpoint = await engine.backend.waitpoints.create_waitpoint(handle, f"k{number}", 60_000)
         for _ in range(64 if number < 4 else 0):
             await waits.signal(handle.execution_id, waitpoint, "nope", payload=payload)
         with pytest.raises(EngineError, match=r"signal_bytes_exceeded") as caught:
@@ -244,7 +250,7 @@ async def test_signals_of_a_token_and_of_an_execution_have_limited_bytes(engine:
 async def test_signals_and_a_suspension_at_their_limits(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    waitpoint = await engine.backend.create_waitpoint(handle, "k", 60_000)
+    waitpoint = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     for number in range(999):
         await waits.signal(handle.execution_id, waitpoint, f"s{number}")
 
@@ -257,7 +263,9 @@ async def test_signals_and_a_suspension_at_their_limits(engine: Engine) -> None:
 
     async def suspend() -> None:
         pending = UsePending(waitpoint.waitpoint_id)
-        await engine.backend.suspend(handle, condition=Single("k", "never"), waitpoints=[pending])
+        await engine.backend.suspensions.suspend(
+            handle, condition=Single("k", "never"), waitpoints=[pending]
+        )
 
     assert max(await times(engine, "ff_suspend", suspend)) <= LONGEST_US
 
@@ -279,27 +287,31 @@ async def test_batches_of_leases(engine: Engine) -> None:
     tag = ids[0].tag
 
     async def renew() -> None:
-        await engine.backend.renew_many([each.handle for each in claims])
+        await engine.backend.leases.renew_many([each.handle for each in claims])
 
     async def append() -> None:
-        await engine.backend.append_frames(claims[0].handle, [Frame(payload=b"x" * 4096)] * 256)
+        await engine.backend.streams.append_frames(
+            claims[0].handle, [Frame(payload=b"x" * 4096)] * 256
+        )
 
     await assert_short(engine, "ff_renew", renew)
     await assert_short(engine, "ff_append", append)
     await engine.advance(40_000)
-    marked = await engine.backend.mark_lease_expired_if_due(tag, ids[:PAGE])
+    marked = await engine.backend.upkeep.mark_lease_expired_if_due(tag, ids[:PAGE])
     assert marked == ["marked_expired"] * PAGE
     await engine.advance(40_000)
 
     async def mark() -> None:
-        await engine.backend.mark_lease_expired_if_due(tag, ids[:PAGE])
+        await engine.backend.upkeep.mark_lease_expired_if_due(tag, ids[:PAGE])
 
     async def expire() -> None:
-        await engine.backend.expire_execution(tag, ExpireReason.EXECUTION_DEADLINE, ids[:PAGE])
+        await engine.backend.upkeep.expire_execution(
+            tag, ExpireReason.EXECUTION_DEADLINE, ids[:PAGE]
+        )
         del ids[:PAGE]
 
     async def trim() -> None:
-        await engine.backend.trim_retention(tag, LANE, ended[:PAGE])
+        await engine.backend.upkeep.trim_retention(tag, LANE, ended[:PAGE])
 
     ended = ids[:]
     await assert_short(engine, "ff_mark_expired", mark)

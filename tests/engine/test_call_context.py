@@ -30,7 +30,7 @@ TAG = "{fp:0}"
 async def test_joined_writes_keep_their_order(
     engine: Engine, writes: list[str], members: dict[bytes, float]
 ) -> None:
-    await engine.backend.fcall("ff_test_joined", TAG, writes, op="test")
+    await engine.backend.calls.fcall("ff_test_joined", TAG, writes, op="test")
     found: Any = await engine.backend.transport.call(
         "ZRANGE", f"ff:idx:{TAG}:joined", 0, -1, "WITHSCORES"
     )
@@ -40,21 +40,23 @@ async def test_joined_writes_keep_their_order(
 @pytest.mark.corrupts
 async def test_joined_writes_to_a_set_keep_their_order(engine: Engine) -> None:
     writes = ["srem a", "sadd a", "srem a", "sadd b", "srem b", "sadd b"]
-    await engine.backend.fcall("ff_test_joined", TAG, writes, op="test")
+    await engine.backend.calls.fcall("ff_test_joined", TAG, writes, op="test")
     assert await engine.backend.transport.call("SMEMBERS", f"ff:idx:{TAG}:joined") == [b"b"]
 
 
 async def test_a_batch_reads_the_settings_of_each_lane_once(engine: Engine) -> None:
     call = engine.backend.transport.call
     for lane in ("left", "right"):
-        await engine.backend.fcall("ff_set_lane", TAG, (lane, "priority_weight_ms", 5), op="test")
+        await engine.backend.calls.fcall(
+            "ff_set_lane", TAG, (lane, "priority_weight_ms", 5), op="test"
+        )
     await call("CONFIG", "RESETSTAT")
     items: list[Any] = [""]
     for number in range(10):
         execution_id = f"{TAG}:00000000-0000-4000-8000-{number:012d}"
         options = b"\x82\xa4lane" + (b"\xa4left" if number % 2 else b"\xa5right") + b"\xa4prio\x01"
         items += (execution_id, "job", "", "", options)
-    await engine.backend.fcall("ff_create", TAG, items, op="test")
+    await engine.backend.calls.fcall("ff_create", TAG, items, op="test")
     stats: Any = await call("INFO", "commandstats")
     assert re.findall(rb"cmdstat_hmget:calls=(\d+)", stats) == [b"2"]
 

@@ -33,13 +33,15 @@ RETRY = {"retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_
 
 async def claim_fresh(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
     arguments: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL} | options
-    return await engine.backend.claim_execution(await grant(engine, execution_id), **arguments)
+    return await engine.backend.claims.claim_execution(
+        await grant(engine, execution_id), **arguments
+    )
 
 
 async def claim_resumed(engine: Engine, execution_id: ExecutionId, **options: Any) -> Claim:
     arguments: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL} | options
     held = await grant(engine, execution_id)
-    return await engine.backend.claim_resumed_execution(held, **arguments)
+    return await engine.backend.claims.claim_resumed_execution(held, **arguments)
 
 
 # --- fresh ---------------------------------------------------------------------
@@ -77,14 +79,14 @@ async def test_a_fresh_claim_carries_everything_and_moves_to_active(engine: Engi
         "worker:w-1:leases": None,
         "attempt_timeout": now + 700,
     }
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is not None
     assert snapshot.current_lease.lease_id == lease_id
     assert snapshot.current_lease.worker_instance_id == "w-1"
     assert snapshot.current_attempt is not None
     assert snapshot.current_attempt.attempt_id == attempt_id
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.started_at, info.total_attempt_count) == (str(now), 1)
     assert await grant_fields(engine, execution_id) == {}
     assert "grant_expires_at" not in await fields(engine, execution_id)
@@ -119,23 +121,23 @@ async def test_minted_ids_differ(engine: Engine) -> None:
 async def test_a_retry_attempt_has_its_lineage(engine: Engine) -> None:
     handle = await engine.running(policy=RETRY)
     execution_id = handle.execution_id
-    started = (await engine.backend.read_execution_info(execution_id)).started_at
-    await engine.backend.progress(handle, 40, "half")
-    await engine.backend.fail(handle, "boom", "transient")
+    started = (await engine.backend.reads.read_execution_info(execution_id)).started_at
+    await engine.backend.executions.progress(handle, 40, "half")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     await engine.advance(11)
-    assert await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id]) == [
-        "promoted"
-    ]
+    assert await engine.backend.upkeep.promote_delayed(
+        execution_id.tag, "default", [execution_id]
+    ) == ["promoted"]
     claim = await claim_fresh(engine, execution_id, **OTHER | {"worker_id": "w"})
     assert (claim.attempt_type, claim.attempt_index, claim.handle.lease_epoch) == ("retry", 1, 2)
-    first, second = await engine.backend.read_attempts(execution_id)
+    first, second = await engine.backend.reads.read_attempts(execution_id)
     assert (first.attempt_state, first.failure_reason) == ("ended_failure", "boom")
     assert (first.attempt_id, first.lease_epoch) == (handle.attempt_id, 1)
     assert first.worker_instance_id == "w-1"
     assert (second.attempt_state, second.attempt_type) == ("started", "retry")
     assert (second.retry_reason, second.previous_attempt_index) == ("boom", 0)
     assert second.failure_reason is None
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.started_at == started
     assert (info.progress_pct, info.progress_message) == (None, None)
     assert (info.retry_count, info.total_attempt_count) == (1, 2)
@@ -144,17 +146,19 @@ async def test_a_retry_attempt_has_its_lineage(engine: Engine) -> None:
 async def test_a_replay_attempt_has_its_lineage(engine: Engine) -> None:
     handle = await engine.running()
     execution_id = handle.execution_id
-    await engine.backend.complete(handle)
-    await engine.backend.replay_execution(execution_id, reason="again", requested_by="ops")
+    await engine.backend.executions.complete(handle)
+    await engine.backend.executions.replay_execution(
+        execution_id, reason="again", requested_by="ops"
+    )
     claim = await claim_fresh(engine, execution_id)
     assert (claim.attempt_type, claim.attempt_index, claim.handle.lease_epoch) == ("replay", 1, 2)
-    first, second = await engine.backend.read_attempts(execution_id)
+    first, second = await engine.backend.reads.read_attempts(execution_id)
     assert (first.attempt_state, first.attempt_type) == ("ended_success", "initial")
     assert (second.replay_reason, second.replay_requested_by) == ("again", "ops")
     assert (second.previous_attempt_index, second.replayed_from_attempt_index) == (0, 0)
-    await engine.backend.revoke_lease(execution_id)
+    await engine.backend.leases.revoke_lease(execution_id)
     await reclaim(engine, execution_id)
-    _, second, third = await engine.backend.read_attempts(execution_id)
+    _, second, third = await engine.backend.reads.read_attempts(execution_id)
     assert second.replayed_from_attempt_index == 0, "archived, too"
     assert (third.previous_attempt_index, third.replayed_from_attempt_index) == (1, None)
     stored = await fields(engine, execution_id)
@@ -163,15 +167,15 @@ async def test_a_replay_attempt_has_its_lineage(engine: Engine) -> None:
 
 async def test_a_replay_of_an_execution_that_never_ran_is_a_replay(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.cancel_execution(execution_id)
-    await engine.backend.replay_execution(execution_id, reason="again")
+    await engine.backend.executions.cancel_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id, reason="again")
     await freeze(engine, await engine.now())
     claim = await claim_fresh(engine, execution_id)
     assert (claim.attempt_type, claim.attempt_index) == ("replay", 0)
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert (attempt.attempt_type, attempt.replay_reason) == ("replay", "again")
     assert attempt.previous_attempt_index is None
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.started_at == str(await engine.now())
 
 
@@ -180,9 +184,9 @@ async def test_an_execution_that_never_ran_can_end_and_be_replayed_repeatedly(
 ) -> None:
     execution_id = await engine.create()
     for letter in ("f", "p", "p"):
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
         assert (await engine.vector(execution_id)).code == f"tunnc{letter}"
-        await engine.backend.replay_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id)
     assert (await claim_fresh(engine, execution_id)).attempt_index == 0
 
 
@@ -192,9 +196,9 @@ async def test_a_lease_needs_a_positive_number_of_ms(engine: Engine, ttl: Any) -
     backend = engine.backend
     async with untouched(engine):
         for work in (
-            backend.claim_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
-            backend.claim_resumed_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
-            backend.issue_grant_and_claim(unknown, lease_duration_ms=ttl),
+            backend.claims.claim_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
+            backend.claims.claim_resumed_execution(a_grant(unknown), **WORKER, lease_ttl_ms=ttl),
+            backend.claims.issue_grant_and_claim(unknown, lease_duration_ms=ttl),
         ):
             await refused("invalid_input", work)
 
@@ -204,7 +208,9 @@ async def test_given_ids_must_be_uuids(engine: Engine, field: str) -> None:
     ids: dict[str, Any] = {field: "no-uuid"}
     await refused(
         "invalid_input",
-        engine.backend.claim_execution(a_grant(engine.new_id()), **WORKER, lease_ttl_ms=TTL, **ids),
+        engine.backend.claims.claim_execution(
+            a_grant(engine.new_id()), **WORKER, lease_ttl_ms=TTL, **ids
+        ),
     )
 
 
@@ -215,7 +221,7 @@ async def test_check_order_of_a_fresh_claim(engine: Engine) -> None:
     held = a_grant(execution_id)
 
     async def attempt(grant_value: ClaimGrant) -> Claim:
-        return await engine.backend.claim_execution(grant_value, **WORKER, lease_ttl_ms=TTL)
+        return await engine.backend.claims.claim_execution(grant_value, **WORKER, lease_ttl_ms=TTL)
 
     await refused("execution_not_found", attempt(held))
     await engine.create(execution_id=execution_id)
@@ -249,14 +255,16 @@ async def test_a_wrong_lane_is_refused_and_leaves_the_grant(engine: Engine) -> N
     one, two = await grant(engine, fresh), await grant(engine, resumable)
     async with untouched(engine):
         elsewhere: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL, "lane_id": "x"}
-        error = await refused("invalid_input", backend.claim_execution(one, **elsewhere))
+        error = await refused("invalid_input", backend.claims.claim_execution(one, **elsewhere))
         assert "lane_mismatch" in error.detail
-        error = await refused("invalid_input", backend.claim_resumed_execution(two, **elsewhere))
+        error = await refused(
+            "invalid_input", backend.claims.claim_resumed_execution(two, **elsewhere)
+        )
         assert "lane_mismatch" in error.detail
         error = await refused("invalid_input", fused(engine, fresh, lane_id="x"))
         assert "lane_mismatch" in error.detail
-    await backend.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="default")
-    await backend.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="second")
+    await backend.claims.claim_execution(one, **WORKER, lease_ttl_ms=TTL, lane_id="default")
+    await backend.claims.claim_resumed_execution(two, **WORKER, lease_ttl_ms=TTL, lane_id="second")
 
 
 # --- resumed -------------------------------------------------------------------
@@ -267,18 +275,18 @@ async def test_a_paused_attempt_is_resumed_with_the_grant_of_the_wrong_claim(
 ) -> None:
     handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 60_000}})
     execution_id = handle.execution_id
-    await engine.backend.progress(handle, 10)
-    started = (await engine.backend.read_execution_info(execution_id)).started_at
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.progress(handle, 10)
+    started = (await engine.backend.reads.read_execution_info(execution_id)).started_at
+    await engine.backend.executions.delay(handle, 1)
     held = await grant(engine, execution_id, **OTHER)
     async with untouched(engine):
         await refused(
             "use_claim_resumed_execution",
-            engine.backend.claim_execution(held, **OTHER, lease_ttl_ms=TTL),
+            engine.backend.claims.claim_execution(held, **OTHER, lease_ttl_ms=TTL),
         )
     await freeze(engine, await engine.now())
     lease_id = new_uuid()
-    claim = await engine.backend.claim_resumed_execution(
+    claim = await engine.backend.claims.claim_resumed_execution(
         held, **OTHER, lease_ttl_ms=TTL, lease_id=lease_id
     )
     now = await engine.now()
@@ -287,9 +295,9 @@ async def test_a_paused_attempt_is_resumed_with_the_grant_of_the_wrong_claim(
     assert (claim.handle.attempt_id, claim.attempt_index) == (handle.attempt_id, 0)
     assert claim.attempt_type == "initial"
     assert await engine.vector(execution_id) == ACTIVE
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.total_attempt_count, info.started_at, info.progress_pct) == (1, started, 10)
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert (attempt.attempt_state, attempt.resumed_at) == ("started", now)
     assert (attempt.suspended_at, attempt.suspension_id) == (None, None)
     assert (attempt.lease_id, attempt.worker_instance_id) == (lease_id, "v-1")
@@ -316,7 +324,7 @@ async def test_a_resume_grant_is_consumed_on_its_lane(engine: Engine) -> None:
         expires_at_ms=held.expires_at_ms,
         lane_id="default",
     )
-    claim = await engine.backend.claim_from_resume_grant(resume, **WORKER, lease_ttl_ms=TTL)
+    claim = await engine.backend.claims.claim_from_resume_grant(resume, **WORKER, lease_ttl_ms=TTL)
     assert claim.handle.kind == "resumed"
 
 
@@ -326,7 +334,9 @@ async def test_check_order_of_a_resumed_claim(engine: Engine) -> None:
     held = a_grant(execution_id)
 
     async def attempt(grant_value: ClaimGrant) -> Claim:
-        return await engine.backend.claim_resumed_execution(grant_value, **WORKER, lease_ttl_ms=TTL)
+        return await engine.backend.claims.claim_resumed_execution(
+            grant_value, **WORKER, lease_ttl_ms=TTL
+        )
 
     await refused("execution_not_found", attempt(held))
     await engine.create(execution_id=execution_id)
@@ -354,9 +364,9 @@ async def test_check_order_of_a_resumed_claim(engine: Engine) -> None:
 
 async def test_a_paused_lane_resumes_nothing(engine: Engine) -> None:
     held = await grant(engine, (await paused(engine)).execution_id)
-    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.lanes.set_lane_state("default", "paused")
     async with untouched(engine):
         await refused(
             "execution_not_leaseable",
-            engine.backend.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
+            engine.backend.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
         )

@@ -26,11 +26,11 @@ async def rings(engine: Engine, lane: str) -> list[bytes]:
 
 
 async def test_a_first_submission_registers_its_lane(engine: Engine) -> None:
-    assert (await engine.backend.list_lanes())[0] == ["default"]
-    await refused("lane_not_found", engine.backend.get_lane("new lane"))
+    assert (await engine.backend.lanes.list_lanes())[0] == ["default"]
+    await refused("lane_not_found", engine.backend.lanes.get_lane("new lane"))
     await engine.create(lane="new lane")
-    assert (await engine.backend.list_lanes())[0] == ["default", "new lane"]
-    settings = await engine.backend.get_lane("new lane")
+    assert (await engine.backend.lanes.list_lanes())[0] == ["default", "new lane"]
+    settings = await engine.backend.lanes.get_lane("new lane")
     assert (settings.state, settings.reason) == ("active", "")
     assert (settings.priority_weight_ms, settings.reclaim_grace_ms) == (10**12, 0)
     assert settings.emit_renewals is False
@@ -38,30 +38,30 @@ async def test_a_first_submission_registers_its_lane(engine: Engine) -> None:
 
 async def test_lanes_are_listed_by_name_in_pages(engine: Engine) -> None:
     for lane in ("b", "a", "c", "d"):
-        await engine.backend.set_lane_state(lane, "active")
+        await engine.backend.lanes.set_lane_state(lane, "active")
     backend = engine.backend
-    assert await backend.list_lanes(limit=2) == (["a", "b"], "b")
-    assert await backend.list_lanes("b", 2) == (["c", "d"], "d")
-    assert await backend.list_lanes("d", 2) == (["default"], None)
-    assert await backend.list_lanes("default", 2) == ([], None)
-    assert await backend.list_lanes(limit=5) == (["a", "b", "c", "d", "default"], None)
-    assert await backend.list_lanes(limit=0) == ([], None)
+    assert await backend.lanes.list_lanes(limit=2) == (["a", "b"], "b")
+    assert await backend.lanes.list_lanes("b", 2) == (["c", "d"], "d")
+    assert await backend.lanes.list_lanes("d", 2) == (["default"], None)
+    assert await backend.lanes.list_lanes("default", 2) == ([], None)
+    assert await backend.lanes.list_lanes(limit=5) == (["a", "b", "c", "d", "default"], None)
+    assert await backend.lanes.list_lanes(limit=0) == ([], None)
 
 
 async def test_a_broken_stored_name_hides_no_lane(engine: Engine) -> None:
     await engine.create(lane="good")
     await engine.backend.transport.call("SADD", keys.LANES, b"bad\x01")
-    assert await engine.backend.list_lanes() == (["default", "good"], None)
+    assert await engine.backend.lanes.list_lanes() == (["default", "good"], None)
 
 
 @pytest.mark.parametrize("lane", ["", "x" * 65, "tab\t", "ü"])
 async def test_lane_names_are_checked_everywhere(engine: Engine, lane: str) -> None:
     backend = engine.backend
     async with untouched(engine):
-        await refused("invalid_input", backend.get_lane(lane))
-        await refused("invalid_input", backend.set_lane_state(lane, "paused"))
-        await refused("invalid_input", backend.set_lane_config(lane, reclaim_grace_ms=1))
-        await refused("invalid_input", backend.scan_eligible_executions(lane, "{fp:0}", 1))
+        await refused("invalid_input", backend.lanes.get_lane(lane))
+        await refused("invalid_input", backend.lanes.set_lane_state(lane, "paused"))
+        await refused("invalid_input", backend.lanes.set_lane_config(lane, reclaim_grace_ms=1))
+        await refused("invalid_input", backend.claims.scan_eligible_executions(lane, "{fp:0}", 1))
 
 
 # --- states --------------------------------------------------------------------------
@@ -69,10 +69,10 @@ async def test_lane_names_are_checked_everywhere(engine: Engine, lane: str) -> N
 
 async def test_states_are_set_for_every_partition_and_say_what_was_before(engine: Engine) -> None:
     backend = engine.backend
-    assert await backend.set_lane_state("lane", "paused", "maintenance") == "active"
-    assert await backend.set_lane_state("lane", "draining") == "paused"
-    assert await backend.set_lane_state("lane", "disabled", "over") == "draining"
-    settings = await backend.get_lane("lane")
+    assert await backend.lanes.set_lane_state("lane", "paused", "maintenance") == "active"
+    assert await backend.lanes.set_lane_state("lane", "draining") == "paused"
+    assert await backend.lanes.set_lane_state("lane", "disabled", "over") == "draining"
+    settings = await backend.lanes.get_lane("lane")
     assert (settings.state, settings.reason) == ("disabled", "over")
     copies: Any = await backend.transport.call("KEYS", "ff:idx:*:lane:lane:config")
     assert len(copies) == backend.counts.flow
@@ -81,13 +81,13 @@ async def test_states_are_set_for_every_partition_and_say_what_was_before(engine
 @pytest.mark.parametrize("state", ["", "Active", "closed"])
 async def test_an_unknown_state_is_refused(engine: Engine, state: str) -> None:
     async with untouched(engine):
-        await refused("invalid_input", engine.backend.set_lane_state("default", state))
+        await refused("invalid_input", engine.backend.lanes.set_lane_state("default", state))
 
 
 @pytest.mark.parametrize("state", ["draining", "disabled"])
 async def test_a_lane_that_takes_nothing_names_its_state(engine: Engine, state: str) -> None:
     await engine.create()  # so that lane and partition are registered
-    await engine.backend.set_lane_state("default", state)
+    await engine.backend.lanes.set_lane_state("default", state)
     async with untouched(engine):
         error = await refused("lane_not_accepting", engine.create())
     assert error.detail == state
@@ -95,13 +95,13 @@ async def test_a_lane_that_takes_nothing_names_its_state(engine: Engine, state: 
 
 async def test_a_paused_lane_accepts_and_goes_on_where_it_stood(engine: Engine) -> None:
     running_one = await running(engine)
-    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.lanes.set_lane_state("default", "paused")
     waiting = await engine.create()
     assert await engine.claim_all() == []
-    await engine.backend.renew(running_one)
-    await engine.backend.complete(running_one)
+    await engine.backend.leases.renew(running_one)
+    await engine.backend.executions.complete(running_one)
     await rings(engine, "default")
-    await engine.backend.set_lane_state("default", "active")
+    await engine.backend.lanes.set_lane_state("default", "active")
     # Resuming rings, so that nobody has to poll.
     assert str(waiting.partition).encode() in await rings(engine, "default")
     assert [claim.execution_id for claim in await engine.claim_all()] == [waiting]
@@ -125,41 +125,45 @@ async def test_a_paused_lane_accepts_and_goes_on_where_it_stood(engine: Engine) 
 )
 async def test_settings_out_of_range_are_refused(engine: Engine, bad: dict[str, Any]) -> None:
     async with untouched(engine):
-        await refused("invalid_input", engine.backend.set_lane_config("default", **bad))
+        await refused("invalid_input", engine.backend.lanes.set_lane_config("default", **bad))
 
 
 async def test_a_reason_is_text(engine: Engine) -> None:
     number: Any = 5
     async with untouched(engine):
-        await refused("invalid_input", engine.backend.set_lane_state("mails", "paused", number))
-    assert await engine.backend.set_lane_state("mails", "paused", "odd \ud800 one") == "active"
-    assert await engine.backend.set_lane_state("mails", "draining", "x" * 5000) == "paused"
-    assert len((await engine.backend.get_lane("mails")).reason) == 4096
+        await refused(
+            "invalid_input", engine.backend.lanes.set_lane_state("mails", "paused", number)
+        )
+    assert (
+        await engine.backend.lanes.set_lane_state("mails", "paused", "odd \ud800 one") == "active"
+    )
+    assert await engine.backend.lanes.set_lane_state("mails", "draining", "x" * 5000) == "paused"
+    assert len((await engine.backend.lanes.get_lane("mails")).reason) == 4096
 
 
 @pytest.mark.corrupts
 async def test_damaged_settings_are_named(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", reclaim_grace_ms=1)
+    await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=1)
     await engine.backend.transport.call(
         "HSET", keys.lane_config("default"), "reclaim_grace_ms", "x"
     )
     with pytest.raises(CorruptionError, match="lane default"):
-        await engine.backend.get_lane("default")
+        await engine.backend.lanes.get_lane("default")
 
 
 async def test_settings_are_kept_one_by_one(engine: Engine) -> None:
     backend = engine.backend
-    await backend.set_lane_config("default", priority_weight_ms=60_000)
-    await backend.set_lane_config("default", reclaim_grace_ms=5, emit_renewals=True)
-    await backend.set_lane_state("default", "paused")
-    settings = await backend.get_lane("default")
+    await backend.lanes.set_lane_config("default", priority_weight_ms=60_000)
+    await backend.lanes.set_lane_config("default", reclaim_grace_ms=5, emit_renewals=True)
+    await backend.lanes.set_lane_state("default", "paused")
+    settings = await backend.lanes.get_lane("default")
     assert (settings.priority_weight_ms, settings.reclaim_grace_ms) == (60_000, 5)
     assert (settings.emit_renewals, settings.state) == (True, "paused")
 
 
 async def test_a_smaller_weight_lets_age_win(engine: Engine) -> None:
     """With a minute a point, five points are worth five minutes of waiting."""
-    await engine.backend.set_lane_config("default", priority_weight_ms=60_000)
+    await engine.backend.lanes.set_lane_config("default", priority_weight_ms=60_000)
     start = await engine.now()
     await freeze(engine, start)
     old = await engine.create()
@@ -172,11 +176,11 @@ async def test_a_smaller_weight_lets_age_win(engine: Engine) -> None:
 
 
 async def test_the_weight_counts_for_lost_work_too(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", priority_weight_ms=1000)
+    await engine.backend.lanes.set_lane_config("default", priority_weight_ms=1000)
     handle = await running(engine, priority=7)
     await engine.advance(TTL + 1)
     await mark(engine, [handle.execution_id])
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     score = (await placed(engine, handle.execution_id))["lane:default:reclaimable"]
     assert score == int(info.created_at) - 7000
 
@@ -193,17 +197,22 @@ async def test_scanning_shows_what_waits_in_order_and_reserves_nothing(engine: E
     await engine.create(delay_until=await engine.now() + 60_000)
     tag, backend = urgent.tag, engine.backend
     async with untouched(engine):
-        assert await backend.scan_eligible_executions("default", tag, 10) == [urgent, *made]
-        assert await backend.scan_eligible_executions("default", tag, 3) == [urgent, *made[:2]]
-        assert await backend.scan_eligible_executions("default", tag, 0) == []
-        assert await backend.scan_eligible_executions("elsewhere", tag, 10) == []
+        assert await backend.claims.scan_eligible_executions("default", tag, 10) == [urgent, *made]
+        assert await backend.claims.scan_eligible_executions("default", tag, 3) == [
+            urgent,
+            *made[:2],
+        ]
+        assert await backend.claims.scan_eligible_executions("default", tag, 0) == []
+        assert await backend.claims.scan_eligible_executions("elsewhere", tag, 10) == []
 
 
 async def test_an_unreadable_member_hides_no_execution(engine: Engine) -> None:
     execution_id = await engine.create()
     tag, index = execution_id.tag, keys.eligible(execution_id.tag, "default")
     await engine.backend.transport.call("ZADD", index, 1, "not-an-id")
-    assert await engine.backend.scan_eligible_executions("default", tag, 10) == [execution_id]
+    assert await engine.backend.claims.scan_eligible_executions("default", tag, 10) == [
+        execution_id
+    ]
     await engine.backend.transport.call("ZREM", index, "not-an-id")
 
 
@@ -218,25 +227,25 @@ async def test_whatever_makes_work_claimable_rings(engine: Engine) -> None:
     assert await rings(engine, "default") == here
     handle = (await engine.claim()).handle
     assert await rings(engine, "default") == []
-    await backend.delay(handle, 1)
+    await backend.executions.delay(handle, 1)
     assert await rings(engine, "default") == here
     handle = (await engine.claim()).handle
-    await backend.revoke_lease(execution_id)
+    await backend.leases.revoke_lease(execution_id)
     assert await rings(engine, "default") == here
     handle = (await engine.claim()).handle
     await engine.advance(TTL + 1)
     await mark(engine, [execution_id])
     assert await rings(engine, "default") == here
     handle = (await engine.claim()).handle
-    await backend.delay(handle, await engine.now() + 1000)
+    await backend.executions.delay(handle, await engine.now() + 1000)
     assert await rings(engine, "default") == []
     await engine.advance(1001)
-    await backend.promote_delayed(tag, "default", [execution_id])
+    await backend.upkeep.promote_delayed(tag, "default", [execution_id])
     assert await rings(engine, "default") == here
     handle = (await engine.claim()).handle
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     assert await rings(engine, "default") == []
-    await backend.replay_execution(execution_id)
+    await backend.executions.replay_execution(execution_id)
     assert await rings(engine, "default") == here
 
 

@@ -7,7 +7,7 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from tests.engine.claim_support import BOTH, GPU, claim_many, create_many, ids
 from tests.engine.probes import (
     OTHER,
@@ -49,7 +49,7 @@ async def test_fresh_resumed_and_reclaimed_in_one_call(engine: Engine) -> None:
     for claim in claimed.claims:
         indexes = await placed(engine, claim.execution_id)
         assert set(indexes) == {"lane:default:active", "lease_expiry", "worker:v-1:leases"}
-        await engine.backend.complete(claim.handle)
+        await engine.backend.executions.complete(claim.handle)
 
 
 async def test_order_is_priority_then_age_then_id(engine: Engine) -> None:
@@ -71,10 +71,12 @@ async def test_order_is_priority_then_age_then_id(engine: Engine) -> None:
 async def test_a_retried_execution_ranks_by_its_original_age(engine: Engine) -> None:
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 5}}}
     handle = await engine.running(policy=policy)
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     await engine.advance(10)
     younger = await engine.create()
-    await engine.backend.promote_delayed(handle.execution_id.tag, "default", [handle.execution_id])
+    await engine.backend.upkeep.promote_delayed(
+        handle.execution_id.tag, "default", [handle.execution_id]
+    )
     assert ids(await engine.claim_all()) == [handle.execution_id, younger]
 
 
@@ -113,7 +115,7 @@ async def test_what_is_passed_over_does_not_hide_the_next_best_of_its_index(
     await mark(engine, [passed.execution_id, lost.execution_id])
     fresh = await engine.create()
     if first == "granted":
-        await engine.backend.issue_reclaim_grant(passed.execution_id, **OTHER)
+        await engine.backend.claims.issue_reclaim_grant(passed.execution_id, **OTHER)
     elif first == "without a record":
         await engine.backend.transport.call(
             "DEL", keys.core(passed.execution_id.tag, passed.execution_id)
@@ -156,7 +158,7 @@ async def test_lanes_and_partitions_are_separate(engine: Engine) -> None:
     await engine.create(lane="one")
     assert (await claim_many(engine, lane="two")).claims == []
     tag = "{fp:1}" if engine.new_id("one").tag != "{fp:1}" else "{fp:2}"
-    claimed = await engine.backend.claim_many(engine.want(lane="one"), tag, 10)
+    claimed = await engine.backend.claims.claim_many(engine.want(lane="one"), tag, 10)
     assert claimed == ClaimedMany([], 0)
 
 
@@ -215,9 +217,9 @@ async def test_a_repeat_leaves_out_what_ended_meanwhile(engine: Engine) -> None:
         await engine.create()
     request_id = new_uuid()
     first = (await claim_many(engine, 4, request_id=request_id)).claims
-    await engine.backend.complete(first[0].handle)
-    await engine.backend.delay(first[1].handle, 1)
-    await engine.backend.revoke_lease(first[2].execution_id)
+    await engine.backend.executions.complete(first[0].handle)
+    await engine.backend.executions.delay(first[1].handle, 1)
+    await engine.backend.leases.revoke_lease(first[2].execution_id)
     again = await claim_many(engine, 4, request_id=request_id)
     assert again.claims == first[3:]
     await engine.advance(TTL)
@@ -239,11 +241,11 @@ async def test_a_lost_reply_costs_no_execution(engine: Engine, valkey: TestServe
     made = {await engine.create() for _ in range(3)}
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_claim_many")
-        claimed = await client.claim_many(engine.want(), engine.new_id().tag, 10)
+        claimed = await client.claims.claim_many(engine.want(), engine.new_id().tag, 10)
         assert proxy.dropped == 1
         assert set(ids(claimed.claims)) == made
         for claim in claimed.claims:
-            await client.complete(claim.handle)
+            await client.executions.complete(claim.handle)
     for execution_id in made:
         assert await event_types(engine, execution_id) == ["acquired", "completion"]
 
@@ -273,7 +275,7 @@ async def test_members_in_the_wrong_state_are_cleaned(engine: Engine) -> None:
     call = engine.backend.transport.call
     active = (await engine.running()).execution_id
     ended = (await engine.running()).execution_id
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     delayed = await engine.create(delay_until=await engine.now() + 60_000)
     for execution_id in (active, ended, delayed):
         before = await placed(engine, execution_id)
@@ -297,9 +299,9 @@ async def test_an_execution_in_two_indexes_is_claimed_once(engine: Engine) -> No
 
 async def test_complete_and_take_the_next(engine: Engine) -> None:
     handles = [await engine.running() for _ in range(3)]
-    await engine.backend.cancel_execution(handles[1].execution_id)
+    await engine.backend.executions.cancel_execution(handles[1].execution_id)
     waiting = [await engine.create() for _ in range(3)]
-    outcomes, claimed = await engine.backend.complete_and_claim(
+    outcomes, claimed = await engine.backend.claims.complete_and_claim(
         handles[0].execution_id.tag,
         [Completion(handle, b"r") for handle in handles],
         engine.want(),
@@ -313,14 +315,14 @@ async def test_complete_and_take_the_next(engine: Engine) -> None:
     assert set(ids(claimed.claims)) <= set(waiting)
     assert len(claimed.claims) == 2
     assert claimed.remaining == 1
-    assert await engine.backend.get_execution_result(handles[2].execution_id) == b"r"
+    assert await engine.backend.reads.get_execution_result(handles[2].execution_id) == b"r"
 
 
 async def test_a_result_over_the_limit_stops_nobody_else(engine: Engine) -> None:
     large, small = await engine.running(), await engine.running()
     following = await engine.create()
-    limit = engine.backend.limits.max_payload_bytes
-    outcomes, claimed = await engine.backend.complete_and_claim(
+    limit = engine.backend.calls.limits.max_payload_bytes
+    outcomes, claimed = await engine.backend.claims.complete_and_claim(
         large.execution_id.tag,
         [Completion(large, b"x" * (limit + 1)), Completion(small, b"x" * limit)],
         engine.want(),
@@ -331,17 +333,17 @@ async def test_a_result_over_the_limit_stops_nobody_else(engine: Engine) -> None
         None,
     ]
     assert ids(claimed.claims) == [following]
-    await engine.backend.renew(large)
+    await engine.backend.leases.renew(large)
 
 
 async def test_completions_stand_when_nothing_is_claimed(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.lanes.set_lane_state("default", "paused")
     await engine.create()
     items = [Completion(handle)]
     tag = handle.execution_id.tag
     for max_n in (5, 0):
-        outcomes, claimed = await engine.backend.complete_and_claim(
+        outcomes, claimed = await engine.backend.claims.complete_and_claim(
             tag, items, engine.want(), max_n
         )
         assert outcomes == [None]
@@ -354,7 +356,7 @@ async def test_a_lost_reply_of_the_fused_call(engine: Engine, valkey: TestServer
     following = await engine.create()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_complete")
-        outcomes, claimed = await client.complete_and_claim(
+        outcomes, claimed = await client.claims.complete_and_claim(
             handle.execution_id.tag, [Completion(handle)], engine.want(), 5
         )
         assert proxy.dropped == 1
@@ -369,6 +371,6 @@ async def test_the_reclaim_cap_ends_an_execution_found_by_a_claim(engine: Engine
     behind = await engine.create()
     claimed = await claim_many(engine, 1, worker=OTHER["worker_id"])
     assert ids(claimed.claims) == [behind]
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.public_state.value, info.failure_reason) == ("failed", "max_reclaims_exceeded")
     assert set(await placed(engine, handle.execution_id)) == {"lane:default:terminal"}

@@ -73,7 +73,7 @@ async def test_a_lost_niche_execution_behind_lost_foreign_work_is_found(engine: 
 async def test_an_emptied_signature_leaves_no_trace(engine: Engine) -> None:
     await engine.create(policy=GPU)
     claim = await engine.claim(capabilities=["gpu"])
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
     assert await claim_many(engine, capabilities=["gpu"]) == ClaimedMany([], 0)
     sigs = keys.lane(claim.execution_id.tag, "default", "sigs")
     assert await engine.backend.transport.call("EXISTS", sigs) == 0
@@ -97,14 +97,14 @@ async def test_an_index_does_not_decide_who_may_claim(engine: Engine, lost: bool
     execution_id = await engine.create(policy=GPU)
     if lost:
         await engine.claim(capabilities=["gpu"])
-        await engine.backend.revoke_lease(execution_id)
+        await engine.backend.leases.revoke_lease(execution_id)
     index = keys.reclaimable if lost else keys.eligible
     await engine.backend.transport.call("ZADD", index(execution_id.tag, "default"), 1, execution_id)
     assert await claim_many(engine) == ClaimedMany([], 0)
 
 
 async def in_grace(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", reclaim_grace_ms=10**12)
+    await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=10**12)
     await lapsed(engine)
 
 
@@ -141,7 +141,7 @@ async def test_live_grants_are_skipped_and_hide_nothing(engine: Engine) -> None:
     assert ids((await claim_many(engine, 1, worker="v", instance="v-1")).claims) == [free]
     # None of them is there for the taking, so nothing remains.
     assert await claim_many(engine) == ClaimedMany([], 0)
-    claim = await engine.backend.claim_execution(
+    claim = await engine.backend.claims.claim_execution(
         grants[3], worker_id="w", worker_instance_id="w-9", lease_ttl_ms=TTL
     )
     assert claim.execution_id == held[3]
@@ -160,33 +160,33 @@ async def test_a_lapsed_grant_is_no_obstacle(engine: Engine) -> None:
 async def test_a_closed_lane_hands_out_nothing(engine: Engine, state: str) -> None:
     running = await engine.running()
     lost = await engine.running()
-    await engine.backend.revoke_lease(lost.execution_id)
+    await engine.backend.leases.revoke_lease(lost.execution_id)
     waiting = await engine.create()
-    assert await engine.backend.set_lane_state("default", state) == "active"
+    assert await engine.backend.lanes.set_lane_state("default", state) == "active"
     async with untouched(engine):
         assert await claim_many(engine) == ClaimedMany([], 0)
     # Running work goes on.
-    await engine.backend.renew(running)
-    await engine.backend.complete(running)
-    assert await engine.backend.set_lane_state("default", "active") == state
+    await engine.backend.leases.renew(running)
+    await engine.backend.executions.complete(running)
+    assert await engine.backend.lanes.set_lane_state("default", "active") == state
     assert set(ids((await claim_many(engine)).claims)) == {lost.execution_id, waiting}
 
 
 async def test_a_draining_lane_is_emptied(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.set_lane_state("default", "draining")
+    await engine.backend.lanes.set_lane_state("default", "draining")
     await refused("lane_not_accepting", engine.create())
     assert ids((await claim_many(engine)).claims) == [execution_id]
 
 
 async def test_expired_work_is_offered_after_the_lanes_grace(engine: Engine) -> None:
-    await engine.backend.set_lane_config("default", reclaim_grace_ms=10_000)
+    await engine.backend.lanes.set_lane_config("default", reclaim_grace_ms=10_000)
     await freeze(engine, await engine.now())
     handle = await engine.running()
     revoked = await engine.running()
     expiry = await engine.now() + TTL
     await freeze(engine, expiry - 1)
-    await engine.backend.revoke_lease(revoked.execution_id)
+    await engine.backend.leases.revoke_lease(revoked.execution_id)
     await freeze(engine, expiry)
     assert await mark(engine, [handle.execution_id]) == ["marked_expired"]
     # Revoked work is offered at once.

@@ -44,7 +44,7 @@ async def test_an_operator_takes_a_named_execution(engine: Engine) -> None:
     }
     (event,) = await engine.events(execution_id)
     assert event.get("reason") == "issue_grant_and_claim"
-    await engine.backend.complete(claim.handle, b"by hand")
+    await engine.backend.executions.complete(claim.handle, b"by hand")
 
 
 async def test_an_operator_resumes_a_paused_execution(engine: Engine) -> None:
@@ -54,12 +54,12 @@ async def test_an_operator_resumes_a_paused_execution(engine: Engine) -> None:
     assert (claim.handle.lease_epoch, claim.handle.worker_instance_id) == (2, "me-1")
     last = (await engine.events(handle.execution_id))[-1]
     assert last.get("reason") == "issue_grant_and_claim_resumed"
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
 
 
 async def test_an_operator_passes_by_a_paused_lane(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.lanes.set_lane_state("default", "paused")
     assert (await fused(engine, execution_id)).execution_id == execution_id
 
 
@@ -115,25 +115,25 @@ async def test_a_repeated_fresh_claim_gives_the_same_claim(engine: Engine) -> No
     execution_id = await engine.create(input_payload=b"x", tags={"a.b": "c"})
     held = await grant(engine, execution_id)
     ids: dict[str, Any] = {"lease_id": new_uuid(), "attempt_id": new_uuid()}
-    first = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+    first = await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
     async with untouched(engine):
-        again = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+        again = await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
         assert again == first
         for other in ({**ids, "lease_id": new_uuid()}, {**ids, "attempt_id": new_uuid()}):
             await refused(
                 "execution_not_leaseable",
-                engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **other),
+                engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **other),
             )
 
 
 async def test_a_repeated_resumed_claim_gives_the_same_claim(engine: Engine) -> None:
     held = await grant(engine, (await paused(engine)).execution_id)
     lease_id = new_uuid()
-    first = await engine.backend.claim_resumed_execution(
+    first = await engine.backend.claims.claim_resumed_execution(
         held, **WORKER, lease_ttl_ms=TTL, lease_id=lease_id
     )
     async with untouched(engine):
-        again = await engine.backend.claim_resumed_execution(
+        again = await engine.backend.claims.claim_resumed_execution(
             held, **WORKER, lease_ttl_ms=TTL, lease_id=lease_id
         )
     assert again == first
@@ -154,12 +154,12 @@ async def test_a_repeat_after_the_lease_ran_out_is_refused(engine: Engine) -> No
     execution_id = await engine.create()
     held = await grant(engine, execution_id)
     ids: dict[str, Any] = {"lease_id": new_uuid(), "attempt_id": new_uuid()}
-    await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
+    await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids)
     await engine.advance(TTL)
     async with untouched(engine):
         await refused(
             "execution_not_leaseable",
-            engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids),
+            engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL, **ids),
         )
 
 
@@ -177,13 +177,13 @@ async def test_a_lost_claim_reply_is_answered_again(
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(function.encode())
         if function == "ff_grant_and_claim":
-            claim = await client.issue_grant_and_claim(execution_id, lease_duration_ms=TTL)
+            claim = await client.claims.issue_grant_and_claim(execution_id, lease_duration_ms=TTL)
         elif resumed:
-            claim = await client.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
+            claim = await client.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
         else:
-            claim = await client.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+            claim = await client.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
         assert proxy.dropped == 1
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
     acquired = [kind for kind in await event_types(engine, execution_id) if kind == "acquired"]
     assert len(acquired) == (2 if resumed else 1)
 
@@ -191,6 +191,6 @@ async def test_a_lost_claim_reply_is_answered_again(
 async def test_terminal_and_lost_executions_take_no_claim(engine: Engine) -> None:
     lost = await lapsed(engine)
     await refused("execution_not_eligible", grant(engine, lost.execution_id))
-    await engine.backend.cancel_execution(lost.execution_id)
+    await engine.backend.executions.cancel_execution(lost.execution_id)
     await refused("execution_not_eligible", grant(engine, lost.execution_id))
     await refused("execution_not_eligible", fused(engine, lost.execution_id))

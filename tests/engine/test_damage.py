@@ -20,7 +20,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import CorruptionError, KeyStoreError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.listings import Filter
 from tests.engine.probes import paused, running
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.suspension import Waits
@@ -64,15 +64,15 @@ async def lapsed(engine: Engine) -> ExecutionId:
 async def world(engine: Engine, caplog: pytest.LogCaptureFixture) -> World:
     caplog.set_level(logging.ERROR, "flowfabric")
     waits, backend = await Waits.open(engine), engine.backend
-    await backend.set_lane_config(LANE, reclaim_grace_ms=1)
+    await backend.lanes.set_lane_config(LANE, reclaim_grace_ms=1)
     policy = {"retry_policy": {"max_retries": 3}, "timeout_policy": {"attempt_timeout_ms": 10**9}}
     retried = await running(engine, policy=policy, tags=TAGS)
-    await backend.append_frame(retried, Frame(payload=b"x", correlation_id="c"))
-    await backend.append_frame(retried, Frame(payload=b"{}"), mode="summary")
-    await backend.progress(retried, 5, "half")
-    await backend.fail(retried, "boom", "transient")
+    await backend.streams.append_frame(retried, Frame(payload=b"x", correlation_id="c"))
+    await backend.streams.append_frame(retried, Frame(payload=b"{}"), mode="summary")
+    await backend.executions.progress(retried, 5, "half")
+    await backend.executions.fail(retried, "boom", "transient")
     ended = await running(engine, tags=TAGS, payload_encoding="json", input_payload=b"1")
-    await backend.complete(ended, b"2", "json")
+    await backend.executions.complete(ended, b"2", "json")
     parked = await waits.park(handle=await running(engine), timeout_at=await engine.now() + 10**9)
     outcome = await waits.send(parked, "other", payload=b"1", source_identity="ada")
     assert isinstance(outcome, Accepted)
@@ -82,12 +82,12 @@ async def world(engine: Engine, caplog: pytest.LogCaptureFixture) -> World:
     await paused(engine)
     gone = [await lapsed(engine) for _ in range(2)]
     await engine.advance(TTL + 1)
-    await backend.mark_lease_expired_if_due(gone[0].tag, gone)
+    await backend.upkeep.mark_lease_expired_if_due(gone[0].tag, gone)
     routed = policy | {"routing_requirements": {"required_capabilities": ["gpu"]}}
     waiting = await engine.create(tags=TAGS, policy=routed, priority=3)
     healthy = await engine.create(tags=TAGS)
     for instance in ("w-1", "w-2"):
-        await backend.register_worker(worker_instance_id=instance, **WORKER)
+        await backend.workers.register_worker(worker_instance_id=instance, **WORKER)
     sentinel = (await running(engine)).execution_id
     return World(
         engine=engine,
@@ -112,76 +112,78 @@ def reads(world: World) -> dict[str, Callable[[], Awaitable[Any]]]:
     b = world.engine.backend
     parked = world.parked.execution_id
     found: dict[str, Callable[[], Awaitable[Any]]] = {
-        "context": lambda: b.read_execution_context(world.ended),
-        "policy": lambda: b.read_execution_policy(world.waiting),
-        "result": lambda: b.get_execution_result(world.ended),
-        "outcome": lambda: b.read_outcome(world.ended),
-        "tag": lambda: b.get_execution_tag(world.waiting, "app.team"),
-        "find": lambda: b.find_executions(world.waiting.uuid[:8]),
-        "lanes": b.list_lanes,
-        "lane": lambda: b.get_lane(LANE),
-        "eligible": lambda: b.scan_eligible_executions(LANE, world.waiting.tag, 100),
-        "observe": lambda: b.observe_signals(world.resumed),
-        "signal": lambda: b.read_signal(parked, world.signal_id),
-        "token": lambda: b.read_waitpoint_token(parked, world.waitpoint_id),
-        "kids": lambda: b.list_waitpoint_hmac_kids(parked.partition),
-        "stream": lambda: b.read_stream(world.retried, 0),
-        "tail": lambda: b.tail_stream(world.retried, 0, block_ms=1),
-        "quiet stream": lambda: b.read_stream(world.lapsed, 0),
-        "summary": lambda: b.read_summary(world.retried, 0),
+        "context": lambda: b.reads.read_execution_context(world.ended),
+        "policy": lambda: b.reads.read_execution_policy(world.waiting),
+        "result": lambda: b.reads.get_execution_result(world.ended),
+        "outcome": lambda: b.reads.read_outcome(world.ended),
+        "tag": lambda: b.reads.get_execution_tag(world.waiting, "app.team"),
+        "find": lambda: b.listings.find_executions(world.waiting.uuid[:8]),
+        "lanes": b.lanes.list_lanes,
+        "lane": lambda: b.lanes.get_lane(LANE),
+        "eligible": lambda: b.claims.scan_eligible_executions(LANE, world.waiting.tag, 100),
+        "observe": lambda: b.waitpoints.observe_signals(world.resumed),
+        "signal": lambda: b.waitpoints.read_signal(parked, world.signal_id),
+        "token": lambda: b.signals.read_waitpoint_token(parked, world.waitpoint_id),
+        "kids": lambda: b.secrets.list_waitpoint_hmac_kids(parked.partition),
+        "stream": lambda: b.streams.read_stream(world.retried, 0),
+        "tail": lambda: b.streams.tail_stream(world.retried, 0, block_ms=1),
+        "quiet stream": lambda: b.streams.read_stream(world.lapsed, 0),
+        "summary": lambda: b.streams.read_summary(world.retried, 0),
     }
     for eid in world.ids:
         found |= {
-            f"info {eid}": lambda eid=eid: b.read_execution_info(eid),
-            f"state {eid}": lambda eid=eid: b.read_execution_state(eid),
-            f"describe {eid}": lambda eid=eid: b.describe_execution(eid),
-            f"namespace {eid}": lambda eid=eid: b.get_execution_namespace(eid),
-            f"fields {eid}": lambda eid=eid: b.read_exec_core_fields(eid, ["state"]),
-            f"attempts {eid}": lambda eid=eid: b.read_attempts(eid),
-            f"history {eid}": lambda eid=eid: b.read_execution_history(eid),
-            f"explain {eid}": lambda eid=eid: b.explain_execution(eid),
-            f"waits {eid}": lambda eid=eid: b.read_waits(eid, "k"),
+            f"info {eid}": lambda eid=eid: b.reads.read_execution_info(eid),
+            f"state {eid}": lambda eid=eid: b.reads.read_execution_state(eid),
+            f"describe {eid}": lambda eid=eid: b.reads.describe_execution(eid),
+            f"namespace {eid}": lambda eid=eid: b.reads.get_execution_namespace(eid),
+            f"fields {eid}": lambda eid=eid: b.reads.read_exec_core_fields(eid, ["state"]),
+            f"attempts {eid}": lambda eid=eid: b.reads.read_attempts(eid),
+            f"history {eid}": lambda eid=eid: b.reads.read_execution_history(eid),
+            f"explain {eid}": lambda eid=eid: b.reads.explain_execution(eid),
+            f"waits {eid}": lambda eid=eid: b.waitpoints.read_waits(eid, "k"),
         }
     return found
 
 
 async def executions(world: World) -> None:
-    page = await world.engine.backend.list_executions(limit=100)
+    page = await world.engine.backend.listings.list_executions(limit=100)
     listed = {row.execution_id for row in page.executions}
     assert {world.healthy, world.healthy_parked} <= listed
 
 
 async def by_tag(world: World) -> None:
     where = Filter(tags=TAGS)
-    page = await world.engine.backend.list_executions(limit=100, where=where)
+    page = await world.engine.backend.listings.list_executions(limit=100, where=where)
     assert world.healthy in {row.execution_id for row in page.executions}
 
 
 async def eligible(world: World) -> None:
     partition = world.healthy.partition
-    page = await world.engine.backend.list_lane(LANE, "eligible", partition=partition, limit=100)
+    page = await world.engine.backend.listings.list_lane(
+        LANE, "eligible", partition=partition, limit=100
+    )
     assert world.healthy in {row.execution_id for row in page.executions}
 
 
 async def suspended(world: World) -> None:
-    page = await world.engine.backend.list_suspended()
+    page = await world.engine.backend.suspensions.list_suspended()
     assert world.healthy_parked in {row.execution_id for row in page.entries}
 
 
 async def leases(world: World) -> None:
-    page = await world.engine.backend.list_expired_leases()
+    page = await world.engine.backend.leases.list_expired_leases()
     assert world.healthy_lapsed in {row.execution_id for row in page.entries}
 
 
 async def workers(world: World) -> None:
-    listed = {row.worker_instance_id for row in await world.engine.backend.list_workers()}
+    listed = {row.worker_instance_id for row in await world.engine.backend.workers.list_workers()}
     assert "w-2" in listed
 
 
 async def waitpoints(world: World) -> None:
-    page = await world.engine.backend.list_pending_waitpoints(world.healthy_parked)
+    page = await world.engine.backend.waitpoints.list_pending_waitpoints(world.healthy_parked)
     assert len(page.entries) == 1
-    await world.engine.backend.list_pending_waitpoints(world.parked.execution_id)
+    await world.engine.backend.waitpoints.list_pending_waitpoints(world.parked.execution_id)
 
 
 async def events(world: World) -> None:
@@ -189,7 +191,7 @@ async def events(world: World) -> None:
     partition = world.sentinel.partition
     async with (
         asyncio.timeout(5),
-        await world.engine.backend.subscribe_lease_history(
+        await world.engine.backend.events.subscribe_lease_history(
             "start", partitions=[partition]
         ) as history,
     ):
@@ -355,9 +357,9 @@ async def test_a_damaged_frame_is_named(world: World, entry: tuple[Any, ...]) ->
     call, backend = world.engine.backend.transport.call, world.engine.backend
     await call("XADD", keys.stream(world.retried.tag, world.retried, 0), "*", *entry)
     if entry[-1] == "":
-        await backend.read_stream(world.retried, 0)
+        await backend.streams.read_stream(world.retried, 0)
         return
     with pytest.raises(CorruptionError, match="frame "):
-        await backend.read_stream(world.retried, 0)
+        await backend.streams.read_stream(world.retried, 0)
     with pytest.raises(CorruptionError, match="frame "):
-        await backend.tail_stream(world.retried, 0)
+        await backend.streams.tail_stream(world.retried, 0)

@@ -47,7 +47,7 @@ async def test_backoff(engine: Engine, backoff: dict[str, Any], delays: list[int
     now = await engine.now()
     for delay in delays:
         await freeze(engine, now)
-        outcome = await engine.backend.fail(handle, "x", "transient")
+        outcome = await engine.backend.executions.fail(handle, "x", "transient")
         assert isinstance(outcome, RetryScheduled)
         assert outcome.delay_until - now == delay
         now += delay
@@ -65,14 +65,14 @@ async def test_backoff(engine: Engine, backoff: dict[str, Any], delays: list[int
 )
 async def test_backoff_is_capped(engine: Engine, backoff: dict[str, Any]) -> None:
     handle = await engine.running(policy={"retry_policy": {"backoff": backoff}})
-    outcome = await engine.backend.fail(handle, "x", "transient")
+    outcome = await engine.backend.executions.fail(handle, "x", "transient")
     assert isinstance(outcome, RetryScheduled)
     assert outcome.delay_until == 2**53 - 1
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.delay_until == 2**53 - 1
-    (event,) = await engine.backend.read_execution_history(handle.execution_id)
+    (event,) = await engine.backend.reads.read_execution_history(handle.execution_id)
     assert event.get("delay_until") == 2**53 - 1
-    assert await engine.backend.fail(handle, "x", "transient") == outcome
+    assert await engine.backend.executions.fail(handle, "x", "transient") == outcome
 
 
 async def test_jitter_stays_in_the_upper_half(engine: Engine) -> None:
@@ -83,7 +83,7 @@ async def test_jitter_stays_in_the_upper_half(engine: Engine) -> None:
         await engine.create(policy=stored)
     delays: list[int] = []
     for claim in await engine.claim_all(60):
-        outcome = await engine.backend.fail(claim.handle, "x", "transient")
+        outcome = await engine.backend.executions.fail(claim.handle, "x", "transient")
         assert isinstance(outcome, RetryScheduled)
         delays.append(outcome.delay_until - now)
     assert all(500 <= delay <= 1000 for delay in delays)
@@ -98,7 +98,7 @@ async def test_jitter_on_tiny_delays(engine: Engine, delay: int) -> None:
     handle = await engine.running(policy={"retry_policy": {"backoff": backoff}})
     now = await engine.now()
     await freeze(engine, now)
-    outcome = await engine.backend.fail(handle, "x", "transient")
+    outcome = await engine.backend.executions.fail(handle, "x", "transient")
     assert isinstance(outcome, RetryScheduled)
     assert -(-delay // 2) <= outcome.delay_until - now <= delay
 
@@ -112,7 +112,7 @@ async def test_default_policy_matches_the_engine_defaults(engine: Engine) -> Non
         handle = await engine.running(policy={"retry_policy": stored | {"retry_on_timeout": True}})
         now = await engine.now()
         await freeze(engine, now)
-        outcome = await engine.backend.fail(handle, "x", "transient")
+        outcome = await engine.backend.executions.fail(handle, "x", "transient")
         assert isinstance(outcome, RetryScheduled)
         assert outcome.delay_until - now == backoff.initial_delay_ms == 1000
     assert RetryPolicy().max_retries == 3

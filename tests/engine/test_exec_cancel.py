@@ -22,15 +22,15 @@ from tests.support.engine import LANE, TTL, Engine
 @pytest.mark.parametrize("state", [*RUNNABLE, *ACTIVE])
 async def test_an_operator_cancels_from_anywhere(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    outcome = await case.backend.cancel_execution(case.execution_id, "enough")
+    outcome = await case.backend.executions.cancel_execution(case.execution_id, "enough")
     assert outcome == Cancelled(case.execution_id)
     assert outcome.public_state.value == "cancelled"
-    info = await case.backend.read_execution_info(case.execution_id)
+    info = await case.backend.reads.read_execution_info(case.execution_id)
     assert (info.cancellation_reason, info.cancelled_by) == ("enough", "operator_override")
     assert list(await indexes(engine, case.execution_id)) == [f"lane:{LANE}:terminal"]
     assert info.delay_until is None
     assert info.blocking_detail == ""
-    for attempt in await case.backend.read_attempts(case.execution_id):
+    for attempt in await case.backend.reads.read_attempts(case.execution_id):
         assert attempt.ended_at is not None
     event = (await engine.events(case.execution_id))[-1]
     assert (event.type, event.get("outcome")) == ("completion", "cancelled")
@@ -40,8 +40,8 @@ async def test_an_operator_cancels_from_anywhere(engine: Engine, state: str) -> 
 @pytest.mark.parametrize("state", ["active", "paused_waiting", "waiting_children", "revoked"])
 async def test_an_unfinished_attempt_is_ended(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    await case.backend.cancel_execution(case.execution_id, "enough")
-    (attempt,) = await case.backend.read_attempts(case.execution_id)
+    await case.backend.executions.cancel_execution(case.execution_id, "enough")
+    (attempt,) = await case.backend.reads.read_attempts(case.execution_id)
     assert attempt.attempt_state == "ended_cancelled"
     assert attempt.failure_reason == "cancelled: enough"
     assert attempt.failure_category is None
@@ -49,8 +49,8 @@ async def test_an_unfinished_attempt_is_ended(engine: Engine, state: str) -> Non
 
 async def test_an_ended_attempt_keeps_its_end(engine: Engine) -> None:
     case = await Case.make(engine, "retry_delayed")
-    await case.backend.cancel_execution(case.execution_id, "enough")
-    (attempt,) = await case.backend.read_attempts(case.execution_id)
+    await case.backend.executions.cancel_execution(case.execution_id, "enough")
+    (attempt,) = await case.backend.reads.read_attempts(case.execution_id)
     assert (attempt.attempt_state, attempt.failure_reason) == ("ended_failure", "boom")
 
 
@@ -61,7 +61,9 @@ async def test_engine_sources_are_refused_before_any_lookup(
     for execution_id in (engine.new_id(), await engine.create()):
         answer = await unchanged(
             engine,
-            lambda eid=execution_id: engine.backend.cancel_execution(eid, source=source.value),
+            lambda eid=execution_id: engine.backend.executions.cancel_execution(
+                eid, source=source.value
+            ),
         )
         assert isinstance(answer, EngineError)
         assert answer.code == "invalid_input"
@@ -69,26 +71,32 @@ async def test_engine_sources_are_refused_before_any_lookup(
 
 
 async def test_unknown_execution(engine: Engine) -> None:
-    await refused(engine.backend.cancel_execution(engine.new_id()), "execution_not_found")
+    await refused(
+        engine.backend.executions.cancel_execution(engine.new_id()), "execution_not_found"
+    )
 
 
 @pytest.mark.parametrize("source", ["lease_holder", "worker", "my own reason"])
 async def test_the_lease_holder(engine: Engine, source: str) -> None:
     handle = await engine.running()
-    await engine.backend.cancel_execution(handle.execution_id, "done", source=source, fence=handle)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.cancel_execution(
+        handle.execution_id, "done", source=source, fence=handle
+    )
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.cancelled_by == source
     # The same holder, again: answered as before, nothing written.
     answer = await unchanged(
         engine,
-        lambda: engine.backend.cancel_execution(
+        lambda: engine.backend.executions.cancel_execution(
             handle.execution_id, "again", source=source, fence=handle
         ),
     )
     assert answer == Cancelled(handle.execution_id)
     # Another's fence is told what happened.
     error = await refused(
-        engine.backend.cancel_execution(handle.execution_id, source=source, fence=foreign_fence()),
+        engine.backend.executions.cancel_execution(
+            handle.execution_id, source=source, fence=foreign_fence()
+        ),
         "execution_not_active",
     )
     assert error.details == ("cancelled", "1", "terminal", handle.attempt_id)
@@ -96,16 +104,20 @@ async def test_the_lease_holder(engine: Engine, source: str) -> None:
 
 async def test_a_worker_after_the_operator(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.cancel_execution(handle.execution_id, "operator")
-    assert await engine.backend.cancel(handle, "worker") == Cancelled(handle.execution_id)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id, "operator")
+    assert await engine.backend.executions.cancel(handle, "worker") == Cancelled(
+        handle.execution_id
+    )
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.cancellation_reason == "operator"
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "expired", "expired_early"])
 async def test_an_ended_execution(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    answer = await unchanged(engine, lambda: case.backend.cancel_execution(case.execution_id))
+    answer = await unchanged(
+        engine, lambda: case.backend.executions.cancel_execution(case.execution_id)
+    )
     assert isinstance(answer, EngineError)
     assert answer.code == "execution_not_active"
     outcome = "success" if state == "completed" else state.removesuffix("_early")
@@ -115,7 +127,7 @@ async def test_an_ended_execution(engine: Engine, state: str) -> None:
 async def test_cancelled_again_by_an_operator(engine: Engine) -> None:
     case = await Case.make(engine, "cancelled_early")
     answer = await unchanged(
-        engine, lambda: case.backend.cancel_execution(case.execution_id, "other reason")
+        engine, lambda: case.backend.executions.cancel_execution(case.execution_id, "other reason")
     )
     assert answer == Cancelled(case.execution_id)
 
@@ -123,37 +135,39 @@ async def test_cancelled_again_by_an_operator(engine: Engine) -> None:
 async def test_a_lost_lease_cannot_cancel(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(TTL)
-    await refused(engine.backend.cancel(handle), "lease_expired")
-    assert await engine.backend.cancel_execution(handle.execution_id)
+    await refused(engine.backend.executions.cancel(handle), "lease_expired")
+    assert await engine.backend.executions.cancel_execution(handle.execution_id)
 
 
 async def test_a_grant_dies_with_the_execution(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.issue_claim_grant(execution_id, worker_id="w", worker_instance_id="w-1")
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.claims.issue_claim_grant(
+        execution_id, worker_id="w", worker_instance_id="w-1"
+    )
+    await engine.backend.executions.cancel_execution(execution_id)
     assert not any(name.endswith(b":claim_grant") for name in await engine.dump())
 
 
 async def test_reasons_are_cut_and_empty_ones_read_as_unset(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.cancel_execution(execution_id, "ü" * 5000)
-    info = await engine.backend.read_execution_info(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id, "ü" * 5000)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.cancellation_reason == "ü" * 2048
     other = await engine.create()
-    await engine.backend.cancel_execution(other)
-    assert (await engine.backend.read_execution_info(other)).cancellation_reason is None
+    await engine.backend.executions.cancel_execution(other)
+    assert (await engine.backend.reads.read_execution_info(other)).cancellation_reason is None
 
 
 async def test_the_worker_learns_on_its_next_call(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
     for call in (
-        engine.backend.renew(handle),
-        engine.backend.progress(handle, 1),
-        engine.backend.complete(handle),
-        engine.backend.fail(handle, "x", "transient"),
-        engine.backend.delay(handle, 2**50),
-        engine.backend.wait_children(handle),
+        engine.backend.leases.renew(handle),
+        engine.backend.executions.progress(handle, 1),
+        engine.backend.executions.complete(handle),
+        engine.backend.executions.fail(handle, "x", "transient"),
+        engine.backend.executions.delay(handle, 2**50),
+        engine.backend.executions.wait_children(handle),
     ):
         error = await refused(call, "execution_not_active")
         assert error.details[0] == "cancelled"
@@ -163,5 +177,5 @@ async def test_signature_index_is_left(engine: Engine) -> None:
     execution_id = await engine.create(
         policy={"routing_requirements": {"required_capabilities": ["gpu"]}}
     )
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     assert list(await indexes(engine, execution_id)) == [f"lane:{LANE}:terminal"]

@@ -30,13 +30,13 @@ async def test_progress_writes_only_what_is_given(engine: Engine) -> None:
     handle = await engine.running()
     before = await record(engine, handle.execution_id)
     await engine.advance(5)
-    await engine.backend.progress(handle, 10, "ten")
-    await engine.backend.progress(handle, pct=20)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.progress(handle, 10, "ten")
+    await engine.backend.executions.progress(handle, pct=20)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.progress_message) == (20, "ten")
-    await engine.backend.progress(handle, message="still twenty")
-    await engine.backend.progress(handle)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.progress(handle, message="still twenty")
+    await engine.backend.executions.progress(handle)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.progress_message) == (20, "still twenty")
     after = await record(engine, handle.execution_id)
     added = {
@@ -50,9 +50,9 @@ async def test_progress_writes_only_what_is_given(engine: Engine) -> None:
 
 async def test_progress_may_go_back_and_be_cleared(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.progress(handle, 100, "all")
-    await engine.backend.progress(handle, 0, "")
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.progress(handle, 100, "all")
+    await engine.backend.executions.progress(handle, 0, "")
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.progress_message) == (0, None)
     assert "progress_message" not in await record(engine, handle.execution_id)
 
@@ -60,22 +60,23 @@ async def test_progress_may_go_back_and_be_cleared(engine: Engine) -> None:
 @pytest.mark.parametrize("pct", [-1, 101, 1.5, "5", True])
 async def test_progress_range(engine: Engine, pct: Any) -> None:
     handle = await engine.running()
-    answer = await unchanged(engine, lambda: engine.backend.progress(handle, pct))
+    answer = await unchanged(engine, lambda: engine.backend.executions.progress(handle, pct))
     assert answer.code == "invalid_input"
     assert answer.detail.startswith("progress_pct")
 
 
 async def test_progress_message_is_cut(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.progress(handle, message="a" + "ü" * 4000)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.progress(handle, message="a" + "ü" * 4000)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.progress_message == "a" + "ü" * 2047
 
 
 async def test_progress_checks_in_order(engine: Engine) -> None:
     async def code(fence: Any, execution_id: Any) -> str:
         answer = await unchanged(
-            engine, lambda: engine.backend.update_progress(execution_id, fence, progress_pct=1)
+            engine,
+            lambda: engine.backend.executions.update_progress(execution_id, fence, progress_pct=1),
         )
         return answer.code
 
@@ -93,13 +94,13 @@ async def test_progress_checks_in_order(engine: Engine) -> None:
         Fence(own.lease_id, 1, own.attempt_id, 7),
     ):
         assert await code(stale, handle.execution_id) == "stale_lease"
-    await engine.backend.update_progress(
+    await engine.backend.executions.update_progress(
         handle.execution_id, Fence(own.lease_id, own.lease_epoch), progress_pct=1
     )
     await engine.advance(TTL)
     assert await code(Fence(), handle.execution_id) == "lease_expired"
     await engine.advance(-TTL)
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     await engine.advance(TTL)
     assert await code(handle, handle.execution_id) == "lease_revoked"
 
@@ -110,9 +111,9 @@ async def test_progress_checks_in_order(engine: Engine) -> None:
 @pytest.mark.parametrize(("given", "stored"), [(5, 5), (-5, 0), (10_000, 9000), (10**40, 9000)])
 async def test_priority_is_clamped_and_rescored(engine: Engine, given: int, stored: int) -> None:
     execution_id = await engine.create(priority=2)
-    outcome = await engine.backend.change_priority(execution_id, given)
+    outcome = await engine.backend.executions.change_priority(execution_id, given)
     assert outcome == PriorityChanged(execution_id, 2, stored)
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.priority == stored
     assert await indexes(engine, execution_id) == {
         f"lane:{LANE}:eligible": int(info.created_at) - stored * 10**12
@@ -123,11 +124,11 @@ async def test_priority_is_clamped_and_rescored(engine: Engine, given: int, stor
 
 
 async def test_priority_with_requirements_and_a_lane_weight(engine: Engine) -> None:
-    await engine.backend.set_lane_config(LANE, priority_weight_ms=1000)
+    await engine.backend.lanes.set_lane_config(LANE, priority_weight_ms=1000)
     policy = {"routing_requirements": {"required_capabilities": ["gpu"]}}
     execution_id = await engine.create(policy=policy)
-    await engine.backend.change_priority(execution_id, 4)
-    created = int((await engine.backend.read_execution_info(execution_id)).created_at)
+    await engine.backend.executions.change_priority(execution_id, 4)
+    created = int((await engine.backend.reads.read_execution_info(execution_id)).created_at)
     assert await indexes(engine, execution_id) == {f"lane:{LANE}:eligible:gpu": created - 4000}
 
 
@@ -135,7 +136,7 @@ async def test_priority_with_requirements_and_a_lane_weight(engine: Engine) -> N
 async def test_priority_of_everything_runnable(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
     before = await indexes(engine, case.execution_id)
-    await case.backend.change_priority(case.execution_id, 8)
+    await case.backend.executions.change_priority(case.execution_id, 8)
     after = await indexes(engine, case.execution_id)
     assert set(after) == set(before)
     if CODES[state][2] != "e":
@@ -144,10 +145,10 @@ async def test_priority_of_everything_runnable(engine: Engine, state: str) -> No
 
 async def test_a_delayed_one_uses_it_when_promoted(engine: Engine) -> None:
     execution_id = await engine.create(delay_until=await engine.now() + 1000)
-    await engine.backend.change_priority(execution_id, 6)
+    await engine.backend.executions.change_priority(execution_id, 6)
     await engine.advance(1000)
     await promote(engine, execution_id)
-    created = int((await engine.backend.read_execution_info(execution_id)).created_at)
+    created = int((await engine.backend.reads.read_execution_info(execution_id)).created_at)
     assert await indexes(engine, execution_id) == {f"lane:{LANE}:eligible": created - 6 * 10**12}
 
 
@@ -156,25 +157,29 @@ async def test_priority_never_creates_an_entry(engine: Engine) -> None:
     execution_id = await engine.create()
     key = keys.eligible(execution_id.tag, LANE)
     await engine.backend.transport.call("ZREM", key, execution_id)
-    await engine.backend.change_priority(execution_id, 6)
+    await engine.backend.executions.change_priority(execution_id, 6)
     assert await indexes(engine, execution_id) == {}
 
 
 async def test_priority_checks_in_order(engine: Engine) -> None:
     bad: Any = "7"
-    await refused(engine.backend.change_priority(engine.new_id(), bad), "invalid_input")
-    await refused(engine.backend.change_priority(engine.new_id(), 7), "execution_not_found")
+    await refused(engine.backend.executions.change_priority(engine.new_id(), bad), "invalid_input")
+    await refused(
+        engine.backend.executions.change_priority(engine.new_id(), 7), "execution_not_found"
+    )
     handle = await engine.running()
-    await refused(engine.backend.change_priority(handle.execution_id, 7), "execution_not_eligible")
+    await refused(
+        engine.backend.executions.change_priority(handle.execution_id, 7), "execution_not_eligible"
+    )
 
 
 async def test_priority_leaves_a_grant_alone(engine: Engine) -> None:
     execution_id = await engine.create()
-    grant = await engine.backend.issue_claim_grant(
+    grant = await engine.backend.claims.issue_claim_grant(
         execution_id, worker_id="w", worker_instance_id="w-1"
     )
-    await engine.backend.change_priority(execution_id, 7)
-    claim = await engine.backend.claim_execution(
+    await engine.backend.executions.change_priority(execution_id, 7)
+    claim = await engine.backend.claims.claim_execution(
         grant, worker_id="w", worker_instance_id="w-1", lease_ttl_ms=1000
     )
     assert claim.execution_id == execution_id
@@ -186,7 +191,7 @@ async def test_one_request_changes_the_priority_once(engine: Engine) -> None:
 
     async def change() -> Any:
         args = (execution_id, 5, request)
-        reply = await engine.backend.fcall(
+        reply = await engine.backend.calls.fcall(
             "ff_change_priority", execution_id.tag, args, op="change_priority"
         )
         return reply[2:]
@@ -196,7 +201,9 @@ async def test_one_request_changes_the_priority_once(engine: Engine) -> None:
     # Even when a worker took it before the repeat arrived.
     await engine.claim()
     assert await unchanged(engine, change) == [2, 5]
-    await refused(engine.backend.change_priority(execution_id, 6), "execution_not_eligible")
+    await refused(
+        engine.backend.executions.change_priority(execution_id, 6), "execution_not_eligible"
+    )
 
 
 # --- tags ---------------------------------------------------------------------------------------
@@ -208,15 +215,17 @@ INVALID = ["App.x", "app", "app.", "app..x", "ap p.x", "app.foo-bar", "app.Foo",
 @pytest.mark.parametrize("key", VALID)
 async def test_valid_keys(engine: Engine, key: str) -> None:
     execution_id = await engine.create()
-    assert await engine.backend.set_execution_tag(execution_id, key, "värde\x00") == 1
-    assert await engine.backend.get_execution_tag(execution_id, key) == "värde\x00"
+    assert await engine.backend.executions.set_execution_tag(execution_id, key, "värde\x00") == 1
+    assert await engine.backend.reads.get_execution_tag(execution_id, key) == "värde\x00"
 
 
 @pytest.mark.parametrize("key", INVALID)
 async def test_invalid_keys_write_nothing(engine: Engine, key: str) -> None:
     execution_id = await engine.create()
     tags = {"app.good": "1", key: "2"}
-    answer = await unchanged(engine, lambda: engine.backend.set_execution_tags(execution_id, tags))
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.set_execution_tags(execution_id, tags)
+    )
     assert (answer.code, answer.detail) == ("invalid_tag_key", key)
 
 
@@ -225,29 +234,33 @@ async def test_tags_are_upserted_in_any_phase(engine: Engine) -> None:
     await engine.claim()
     before = await engine.now()
     await engine.advance(5)
-    count = await engine.backend.set_execution_tags(execution_id, {"app.a": "2", "app.b": "3"})
+    count = await engine.backend.executions.set_execution_tags(
+        execution_id, {"app.a": "2", "app.b": "3"}
+    )
     assert count == 2
     tags = {"app.a": "2", "app.b": "3", "Odd Key": "kept"}
-    assert await engine.backend.get_execution_tags(execution_id) == tags
-    snapshot = await engine.backend.describe_execution(execution_id)
+    assert await engine.backend.reads.get_execution_tags(execution_id) == tags
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.tags == tags
     assert snapshot.last_mutation_at >= before + 5
-    await engine.backend.cancel_execution(execution_id)
-    await engine.backend.set_execution_tag(execution_id, "app.c", "4")
-    assert await engine.backend.get_execution_tag(execution_id, "app.c") == "4"
+    await engine.backend.executions.cancel_execution(execution_id)
+    await engine.backend.executions.set_execution_tag(execution_id, "app.c", "4")
+    assert await engine.backend.reads.get_execution_tag(execution_id, "app.c") == "4"
     assert not any("." in name for name in await record(engine, execution_id))
     assert [e.type for e in await engine.events(execution_id)] == ["acquired", "completion"]
 
 
 async def test_an_odd_key_cannot_be_updated(engine: Engine) -> None:
     execution_id = await engine.create(tags={"Odd Key": "kept"})
-    await refused(engine.backend.set_execution_tag(execution_id, "Odd Key", "x"), "invalid_tag_key")
+    await refused(
+        engine.backend.executions.set_execution_tag(execution_id, "Odd Key", "x"), "invalid_tag_key"
+    )
 
 
 async def test_tags_set_later_reach_the_claim(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.set_execution_tag(execution_id, "app.a", "1")
+    await engine.backend.executions.set_execution_tag(execution_id, "app.a", "1")
     claim = await engine.claim()
     assert claim.tags == {"app.a": "1"}
     assert (await raw(engine, keys.tags(execution_id.tag, execution_id))) == {"app.a": "1"}
@@ -255,13 +268,19 @@ async def test_tags_set_later_reach_the_claim(engine: Engine) -> None:
 
 async def test_tag_errors_in_order(engine: Engine) -> None:
     missing = engine.new_id()
-    await refused(engine.backend.set_execution_tags(missing, {}), "invalid_input")
-    await refused(engine.backend.set_execution_tag(missing, "bad", "x"), "invalid_tag_key")
-    await refused(engine.backend.set_execution_tag(missing, "a.b", "x" * 4097), "invalid_input")
+    await refused(engine.backend.executions.set_execution_tags(missing, {}), "invalid_input")
+    await refused(
+        engine.backend.executions.set_execution_tag(missing, "bad", "x"), "invalid_tag_key"
+    )
+    await refused(
+        engine.backend.executions.set_execution_tag(missing, "a.b", "x" * 4097), "invalid_input"
+    )
     many = {f"a.b{i}": "x" for i in range(129)}
-    await refused(engine.backend.set_execution_tags(missing, many), "invalid_input")
-    answer = await unchanged(engine, lambda: engine.backend.set_execution_tag(missing, "a.b", "x"))
+    await refused(engine.backend.executions.set_execution_tags(missing, many), "invalid_input")
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.set_execution_tag(missing, "a.b", "x")
+    )
     assert answer.code == "execution_not_found"
-    assert await engine.backend.get_execution_tag(missing, "a.b") is None
+    assert await engine.backend.reads.get_execution_tag(missing, "a.b") is None
     execution_id = await engine.create()
-    assert await engine.backend.get_execution_tag(execution_id, "a.b") is None
+    assert await engine.backend.reads.get_execution_tag(execution_id, "a.b") is None

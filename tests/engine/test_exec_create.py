@@ -54,16 +54,16 @@ async def test_everything_given_is_readable(engine: Engine) -> None:
         execution_deadline_at=deadline,
         policy={"routing_requirements": {"required_capabilities": ["gpu", "cuda"]}},
     )
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.namespace, info.lane_id, info.execution_kind) == ("tenant", "lane: 100%", "kind")
     assert (info.priority, info.payload_encoding) == (7, "raw")
     assert info.execution_deadline_at == deadline
     assert info.required_capabilities == ("cuda", "gpu")
-    context = await engine.backend.read_execution_context(execution_id)
+    context = await engine.backend.reads.read_execution_context(execution_id)
     assert context.input_payload == b"\x00\xff\xfe"
     assert context.tags == {"Any Key": "ü"}
     assert context.payload_encoding == "raw"
-    fields = await engine.backend.read_exec_core_fields(
+    fields = await engine.backend.reads.read_exec_core_fields(
         execution_id, ["creator_identity", "nonsense"]
     )
     assert fields == {"creator_identity": "me", "nonsense": None}
@@ -97,7 +97,7 @@ async def test_priority(
     engine: Engine, given: int | None, policy: dict[str, Any] | None, stored: int
 ) -> None:
     execution_id = await engine.create(priority=given, policy=policy)
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.priority == stored
     held = await indexes(engine, execution_id)
     assert held == {f"lane:{LANE}:eligible": int(info.created_at) - stored * 10**12}
@@ -118,7 +118,7 @@ async def test_priority_then_age(engine: Engine) -> None:
 async def test_delay(engine: Engine, source: str, offset: int) -> None:
     await engine.advance(0)
     due = await engine.now() + offset * 60_000
-    outcome = await engine.backend.create_execution(
+    outcome = await engine.backend.executions.create_execution(
         new(engine, delay_until=due)
         if source == "argument"
         else new(engine, policy=parse_policy({"delay_until": due}))
@@ -126,7 +126,7 @@ async def test_delay(engine: Engine, source: str, offset: int) -> None:
     assert isinstance(outcome, Created)
     delayed = offset > 0
     assert outcome.public_state is (PublicState.DELAYED if delayed else PublicState.WAITING)
-    info = await engine.backend.read_execution_info(outcome.execution_id)
+    info = await engine.backend.reads.read_execution_info(outcome.execution_id)
     assert info.delay_until == (due if delayed else None)
     suffix, score = ("delayed", due) if delayed else ("eligible", int(info.created_at))
     assert await indexes(engine, outcome.execution_id) == {f"lane:{LANE}:{suffix}": score}
@@ -134,7 +134,7 @@ async def test_delay(engine: Engine, source: str, offset: int) -> None:
 
 async def test_own_delay_wins_over_the_policy(engine: Engine) -> None:
     now = await engine.now()
-    outcome = await engine.backend.create_execution(
+    outcome = await engine.backend.executions.create_execution(
         new(engine, delay_until=1, policy=parse_policy({"delay_until": now + 60_000}))
     )
     assert isinstance(outcome, Created)
@@ -147,7 +147,7 @@ async def test_deadline(engine: Engine, absolute: int | None) -> None:
         execution_deadline_at=absolute,
         policy={"timeout_policy": {"execution_deadline_ms": 5000}},
     )
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     expected = int(info.created_at) + 5000 if absolute is None else absolute
     assert info.execution_deadline_at == expected
     assert (await indexes(engine, execution_id))["execution_deadline"] == expected
@@ -163,16 +163,16 @@ async def test_durations_beyond_exact_numbers_are_capped(engine: Engine) -> None
             "stream_policy": {"retention_ttl_ms": U64},
         },
     )
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.execution_deadline_at, info.delay_until) == (MAX_MS, MAX_MS)
     other = await engine.create(
         policy={"timeout_policy": {"attempt_timeout_ms": U64, "execution_deadline_ms": U64}}
     )
     claim = await engine.claim()
     assert claim.attempt_timeout_ms == MAX_MS
-    await engine.backend.complete(claim.handle)
-    await engine.backend.replay_execution(other)
-    assert (await engine.backend.read_execution_info(other)).execution_deadline_at == MAX_MS
+    await engine.backend.executions.complete(claim.handle)
+    await engine.backend.executions.replay_execution(other)
+    assert (await engine.backend.reads.read_execution_info(other)).execution_deadline_at == MAX_MS
 
 
 async def test_zero_durations_are_off(engine: Engine) -> None:
@@ -187,7 +187,7 @@ async def test_zero_durations_are_off(engine: Engine) -> None:
 
 async def test_payload_limit_is_inclusive(engine: Engine) -> None:
     execution_id = await engine.create(input_payload=b"\xff" * 1_048_576)
-    context = await engine.backend.read_execution_context(execution_id)
+    context = await engine.backend.reads.read_execution_context(execution_id)
     assert context.input_payload == b"\xff" * 1_048_576
     error = await unchanged(engine, lambda: engine.create(input_payload=bytes(1_048_577)))
     assert error.code == "payload_too_large"
@@ -223,7 +223,7 @@ async def test_payload_limit_is_inclusive(engine: Engine) -> None:
 )
 async def test_invalid_input(engine: Engine, fields: dict[str, Any], part: str) -> None:
     item = new(engine, execution_id=engine.new_id(), **fields)
-    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(item))
     assert isinstance(error, EngineError)
     assert error.code == "invalid_input"
     assert error.detail.startswith(part)
@@ -232,10 +232,11 @@ async def test_invalid_input(engine: Engine, fields: dict[str, Any], part: str) 
 async def test_partition_of_the_id(engine: Engine) -> None:
     beyond = ExecutionId.trusted("{fp:256}:11111111-2222-4333-8444-555555555555")
     await refused(
-        engine.backend.create_execution(new(engine, execution_id=beyond)), "invalid_input"
+        engine.backend.executions.create_execution(new(engine, execution_id=beyond)),
+        "invalid_input",
     )
     execution_id = engine.new_id()
-    outcome = await engine.backend.create_execution(
+    outcome = await engine.backend.executions.create_execution(
         new(engine, execution_id=execution_id, partition_id=execution_id.partition)
     )
     assert isinstance(outcome, Created)
@@ -257,7 +258,7 @@ BAD_CAPABILITIES: list[tuple[Any, str]] = [
 async def test_policy_objects_are_checked_too(engine: Engine, tokens: Any, detail: str) -> None:
     policy = ExecutionPolicy(routing_requirements=RoutingRequirements(required_capabilities=tokens))
     item = new(engine, policy=policy)
-    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(item))
     assert (error.code, error.detail) == ("invalid_capabilities", detail)
 
 
@@ -271,7 +272,7 @@ async def test_policy_objects_are_checked_too(engine: Engine, tokens: Any, detai
 )
 async def test_broken_policy_objects(engine: Engine, policy: ExecutionPolicy) -> None:
     item = new(engine, policy=policy)
-    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(item))
     assert error.code == "invalid_policy_json"
 
 
@@ -281,7 +282,7 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
 
     options = msgspec.msgpack.encode({"policy": policy})
     execution_id = engine.new_id()
-    reply = await engine.backend.fcall(
+    reply = await engine.backend.calls.fcall(
         "ff_create", execution_id.tag, ("", execution_id, "job", b"", "", options), op="test"
     )
     return reply[2][0]
@@ -355,11 +356,11 @@ async def test_limits_that_nothing_enforces_are_refused(
     """One of a batch fails alone."""
     await engine.create()
     limited = new(engine, policy=policy)
-    error = await unchanged(engine, lambda: engine.backend.create_execution(limited))
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(limited))
     assert isinstance(error, UnavailableError)
     assert (error.code, error.detail) == ("unavailable", detail)
     assert (error.op, error.retryable) == ("create_execution", False)
-    first, second = await engine.backend.create_many([limited, new(engine)])
+    first, second = await engine.backend.executions.create_many([limited, new(engine)])
     assert isinstance(first, UnavailableError)
     assert isinstance(second, Created)
 
@@ -367,19 +368,19 @@ async def test_limits_that_nothing_enforces_are_refused(
 @pytest.mark.parametrize("state", ["draining", "disabled"])
 async def test_lane_not_accepting(engine: Engine, state: str) -> None:
     known = await engine.create(lane="closed", idempotency_key="k")
-    await engine.backend.set_lane_state("closed", state)
+    await engine.backend.lanes.set_lane_state("closed", state)
     item = new(engine, lane_id="closed")
-    error = await unchanged(engine, lambda: engine.backend.create_execution(item))
+    error = await unchanged(engine, lambda: engine.backend.executions.create_execution(item))
     assert (error.code, error.detail) == ("lane_not_accepting", state)
     # What was accepted before is still recognised: duplicates are found first.
     again = new(engine, lane_id="closed", idempotency_key="k")
-    assert await engine.backend.create_execution(again) == Duplicate(known)
-    await engine.backend.set_lane_state("closed", "paused")
-    assert isinstance(await engine.backend.create_execution(item), Created)
+    assert await engine.backend.executions.create_execution(again) == Duplicate(known)
+    await engine.backend.lanes.set_lane_state("closed", "paused")
+    assert isinstance(await engine.backend.executions.create_execution(item), Created)
 
 
 async def test_lane_is_checked_before_the_policy(engine: Engine) -> None:
-    await engine.backend.set_lane_state(LANE, "draining")
+    await engine.backend.lanes.set_lane_state(LANE, "draining")
     reply = await _raw_create(engine, "{")
     assert reply == [0, b"lane_not_accepting", b"draining"]
 
@@ -392,10 +393,12 @@ async def test_new_lanes_and_partitions_are_registered(engine: Engine) -> None:
         new(engine, execution_id=ExecutionId.solo("one", engine.backend.counts), lane_id="two"),
         new(engine, lane_id="three"),
     ]
-    await engine.backend.create_many(items)
-    lanes, _ = await engine.backend.list_lanes()
+    await engine.backend.executions.create_many(items)
+    lanes, _ = await engine.backend.lanes.list_lanes()
     assert {"one", "two", "three"} <= set(lanes)
-    assert {first.tag, items[2].execution_id.tag} <= set(await engine.backend.used_partitions())
+    assert {first.tag, items[2].execution_id.tag} <= set(
+        await engine.backend.places.used_partitions()
+    )
 
 
 async def test_policy_is_stored_as_given(engine: Engine) -> None:

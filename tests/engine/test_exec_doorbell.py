@@ -43,11 +43,11 @@ async def test_promotion(engine: Engine, state: str) -> None:
 async def test_giving_back(engine: Engine) -> None:
     handle = await engine.running()
     await rung(engine)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     assert await rung(engine) == [handle.execution_id.partition]
     handle = (await engine.claim()).handle
     await rung(engine)
-    await engine.backend.delay(handle, await engine.now() + BACKOFF)
+    await engine.backend.executions.delay(handle, await engine.now() + BACKOFF)
     assert await rung(engine) == []
 
 
@@ -59,26 +59,26 @@ async def test_lost_leases(engine: Engine) -> None:
     assert await rung(engine) == [handle.execution_id.partition]
     await engine.claim()
     await rung(engine)
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     assert await rung(engine) == [handle.execution_id.partition]
 
 
 async def test_replay(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     await rung(engine)
-    await engine.backend.replay_execution(case.execution_id)
+    await engine.backend.executions.replay_execution(case.execution_id)
     assert await rung(engine) == [case.execution_id.partition]
 
 
 async def test_silence(engine: Engine) -> None:
     handle = await engine.running(policy={"retry_policy": {}})
     await rung(engine)
-    await engine.backend.progress(handle, 1)
-    await engine.backend.fail(handle, "x", "transient")
-    await engine.backend.change_priority(handle.execution_id, 5)
-    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.backend.executions.progress(handle, 1)
+    await engine.backend.executions.fail(handle, "x", "transient")
+    await engine.backend.executions.change_priority(handle.execution_id, 5)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
     other = await engine.running()
     await rung(engine)
     await block(engine, other.execution_id)
-    await engine.backend.wait_children(other)
+    await engine.backend.executions.wait_children(other)
     assert await rung(engine) == []

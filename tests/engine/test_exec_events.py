@@ -41,7 +41,7 @@ async def test_completion(engine: Engine, state: str) -> None:
     completions = [e for e in await engine.events(case.execution_id) if e.type == "completion"]
     assert len(completions) == 1
     (event,) = completions
-    info = await engine.backend.read_execution_info(case.execution_id)
+    info = await engine.backend.reads.read_execution_info(case.execution_id)
     assert event.at == pytest.approx(int(info.completed_at or 0), abs=1000)
     expected: dict[str, dict[str, Any]] = {
         "completed": {"outcome": "success", "reason": "completed", "result_ref": True},
@@ -78,7 +78,7 @@ async def test_completion(engine: Engine, state: str) -> None:
 async def test_common_fields(engine: Engine) -> None:
     execution_id = await engine.create(lane="x", namespace="tenant", execution_kind="mail")
     before = await engine.now()
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     (event,) = await engine.events(execution_id)
     assert (event.execution_id, event.namespace) == (execution_id, "tenant")
     assert (event.lane_id, event.execution_kind) == ("x", "mail")
@@ -93,7 +93,7 @@ async def test_a_whole_life_in_order(engine: Engine) -> None:
     await case.claim()
     second = case.held
     until = await engine.now() + 500
-    await backend.delay(second, until)
+    await backend.executions.delay(second, until)
     await engine.advance(500)
     await promote(engine, execution_id)
     await case.claim()
@@ -102,13 +102,13 @@ async def test_a_whole_life_in_order(engine: Engine) -> None:
     await mark(engine, execution_id)
     await case.claim()
     fourth = case.held
-    await backend.revoke_lease(execution_id, reason="why")
+    await backend.leases.revoke_lease(execution_id, reason="why")
     await case.claim()
     await block(engine, execution_id)
-    await backend.wait_children(case.held)
-    await backend.cancel_execution(execution_id, "enough")
-    await backend.replay_execution(execution_id, requested_by="me")
-    await backend.change_priority(execution_id, 3)
+    await backend.executions.wait_children(case.held)
+    await backend.executions.cancel_execution(execution_id, "enough")
+    await backend.executions.replay_execution(execution_id, requested_by="me")
+    await backend.executions.change_priority(execution_id, 3)
     found = await engine.events(execution_id)
     assert [event.type for event in found] == [
         *("acquired", "released"),
@@ -149,7 +149,7 @@ async def test_a_whole_life_in_order(engine: Engine) -> None:
     assert found[10].get("attempt_id") == case.held.attempt_id
     assert found[11].fields == {"branch": "normal", "replay_count": 1, "requested_by": "me"}
     assert found[12].fields == {"old_priority": 0, "new_priority": 3}
-    history = await backend.read_execution_history(execution_id)
+    history = await backend.reads.read_execution_history(execution_id)
     unusual = {"expired", "revoked", "reclaimed", "replayed"}
     assert history == [
         event
@@ -162,22 +162,24 @@ async def test_what_is_no_event(engine: Engine) -> None:
     execution_id = await engine.create(delay_until=await engine.now() + 100)
     await engine.advance(100)
     await promote(engine, execution_id)
-    await engine.backend.set_execution_tag(execution_id, "a.b", "c")
+    await engine.backend.executions.set_execution_tag(execution_id, "a.b", "c")
     handle = (await engine.claim()).handle
-    await engine.backend.renew(handle)
-    await engine.backend.progress(handle, 5)
-    await engine.backend.wait_children(handle)
+    await engine.backend.leases.renew(handle)
+    await engine.backend.executions.progress(handle, 5)
+    await engine.backend.executions.wait_children(handle)
     assert [event.type for event in await engine.events(execution_id)] == ["acquired"]
-    assert await engine.backend.read_execution_history(execution_id) == []
+    assert await engine.backend.reads.read_execution_history(execution_id) == []
 
 
 async def test_refused_calls_append_nothing(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     before = await engine.events(handle.execution_id)
-    await engine.backend.complete(handle)
-    await refused(engine.backend.cancel_execution(handle.execution_id), "execution_not_active")
-    await refused(engine.backend.fail(handle, "x", "y"), "execution_not_active")
+    await engine.backend.executions.complete(handle)
+    await refused(
+        engine.backend.executions.cancel_execution(handle.execution_id), "execution_not_active"
+    )
+    await refused(engine.backend.executions.fail(handle, "x", "y"), "execution_not_active")
     assert await expire_deadline(engine, handle.execution_id) == "already_terminal"
     assert await engine.events(handle.execution_id) == before
 
@@ -185,9 +187,9 @@ async def test_refused_calls_append_nothing(engine: Engine) -> None:
 async def test_history_keeps_the_newest_32(engine: Engine) -> None:
     execution_id = await engine.create(policy={"max_replay_count": 100})
     for _ in range(40):
-        await engine.backend.cancel_execution(execution_id)
-        await engine.backend.replay_execution(execution_id)
-    history = await engine.backend.read_execution_history(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id)
+    history = await engine.backend.reads.read_execution_history(execution_id)
     assert [event.get("replay_count") for event in history] == list(range(9, 41))
     assert history == [e for e in await engine.events(execution_id) if e.type == "replayed"][8:]
 
@@ -198,20 +200,20 @@ async def test_each_run_completes_once(engine: Engine, states: tuple[str, ...]) 
     for n, state in enumerate(states):
         handle = (await engine.claim()).handle
         if state == "completed":
-            await engine.backend.complete(handle)
+            await engine.backend.executions.complete(handle)
         elif state == "failed":
-            await engine.backend.fail(handle, "x", "permanent")
+            await engine.backend.executions.fail(handle, "x", "permanent")
         else:
-            await engine.backend.cancel(handle)
+            await engine.backend.executions.cancel(handle)
         completions = [e for e in await engine.events(execution_id) if e.type == "completion"]
         assert len(completions) == n + 1
         assert completions[-1].get("attempt_index") == n
-        await engine.backend.replay_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id)
 
 
 async def test_a_worker_as_source(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.cancel(handle, "x")
+    await engine.backend.executions.cancel(handle, "x")
     event = (await engine.events(handle.execution_id))[-1]
     assert event.get("source") == "worker"
 
@@ -219,8 +221,8 @@ async def test_a_worker_as_source(engine: Engine) -> None:
 async def test_entry_order_is_commit_order(engine: Engine) -> None:
     first, second = await engine.create(), await engine.create()
     await engine.claim_all(2)
-    await engine.backend.cancel_execution(second)
-    await engine.backend.cancel_execution(first)
+    await engine.backend.executions.cancel_execution(second)
+    await engine.backend.executions.cancel_execution(first)
     one = (await engine.events(first))[-1]
     two = (await engine.events(second))[-1]
     assert _position(two) < _position(one)
@@ -234,19 +236,19 @@ def _position(event: Event) -> tuple[int, int]:
 async def test_a_completion_carries_the_tags(engine: Engine) -> None:
     tags = {"Any Key": 'ü\x00"', "app.a": ""}
     handle = await engine.running(tags=tags)
-    await engine.backend.set_execution_tag(handle.execution_id, "app.late", "1")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.set_execution_tag(handle.execution_id, "app.late", "1")
+    await engine.backend.executions.complete(handle)
     acquired, completed = await engine.events(handle.execution_id)
     assert completed.tags == tags | {"app.late": "1"}
     assert acquired.tags is None
     # Of an execution that never ran, too.
     waiting = await engine.create(tags=tags)
-    await engine.backend.cancel_execution(waiting)
+    await engine.backend.executions.cancel_execution(waiting)
     (cancelled,) = await engine.events(waiting)
     assert (cancelled.tags, cancelled.get("source")) == (tags, "operator_override")
     # Many would fill the feed.
     handle = await engine.running(tags={"app.long": "x" * 4096})
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     assert (await engine.events(handle.execution_id))[-1].tags is None
 
 

@@ -41,10 +41,10 @@ async def test_attempt_timeout_on_the_millisecond(engine: Engine) -> None:
     assert answer == "not_yet_due"
     await freeze(engine, now + 1000)
     assert await expire_attempt(engine, handle.execution_id) == "expired"
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.public_state.value == "expired"
     assert (info.failure_reason, info.failure_category) == ("attempt_timeout", "timeout")
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert attempt.attempt_state == "ended_failure"
     assert attempt.failure_reason == "attempt_timeout"
     assert attempt.ended_at == now + 1000
@@ -62,7 +62,7 @@ async def test_deadline_of_a_never_claimed_execution(engine: Engine) -> None:
     assert await unchanged(engine, lambda: expire_deadline(engine, execution_id)) == "not_yet_due"
     await engine.advance(1000)
     assert await expire_deadline(engine, execution_id) == "expired"
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.failure_reason == "execution_deadline"
     assert info.state_vector.code == "tunnxf"
     assert list(await indexes(engine, execution_id)) == [f"lane:{LANE}:terminal"]
@@ -72,10 +72,10 @@ async def test_deadline_of_a_never_claimed_execution(engine: Engine) -> None:
 
 async def test_a_past_deadline_expires_at_the_first_scan(engine: Engine) -> None:
     execution_id = await engine.create(execution_deadline_at=1)
-    scan = await engine.backend.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
+    scan = await engine.backend.upkeep.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
     assert [page.ids for page in scan.pages] == [[execution_id]]
     assert await expire_deadline(engine, execution_id) == "expired"
-    scan = await engine.backend.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
+    scan = await engine.backend.upkeep.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
     assert list(scan.pages) == []
 
 
@@ -86,9 +86,9 @@ async def test_a_deadline_ends_everything(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
     await engine.advance(3_600_000)
     assert await expire_deadline(engine, case.execution_id) == "expired"
-    info = await engine.backend.read_execution_info(case.execution_id)
+    info = await engine.backend.reads.read_execution_info(case.execution_id)
     assert (info.public_state.value, info.failure_reason) == ("expired", "execution_deadline")
-    for attempt in await engine.backend.read_attempts(case.execution_id):
+    for attempt in await engine.backend.reads.read_attempts(case.execution_id):
         assert attempt.attempt_state == "ended_failure"
     assert list(await indexes(engine, case.execution_id)) == [f"lane:{LANE}:terminal"]
 
@@ -112,11 +112,11 @@ async def test_whether_a_timeout_is_retried(
     handle = await engine.running(policy=timeouts(**retry))
     await engine.advance(1000)
     assert await expire_attempt(engine, handle.execution_id) == verdict
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     expected = {"expired": "expired", "failed": "failed", "retry_scheduled": "delayed"}[verdict]
     assert info.public_state.value == expected
     assert (info.failure_reason, info.failure_category) == ("attempt_timeout", "timeout")
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert (attempt.attempt_state, attempt.failure_category) == ("ended_failure", "timeout")
     event = (await engine.events(handle.execution_id))[-1]
     reason = {
@@ -133,7 +133,7 @@ async def test_timeouts_use_up_retries(engine: Engine) -> None:
     execution_id = handle.execution_id
     await engine.advance(1000)
     assert await expire_attempt(engine, execution_id) == "retry_scheduled"
-    assert (await engine.backend.read_execution_info(execution_id)).retry_count == 1
+    assert (await engine.backend.reads.read_execution_info(execution_id)).retry_count == 1
     await engine.advance(10)
     await promote(engine, execution_id)
     claim = await engine.claim()
@@ -157,7 +157,7 @@ async def test_a_stale_timer_after_a_retry(engine: Engine) -> None:
     """A scan saw the first attempt's timer; meanwhile the second attempt runs."""
     handle = await engine.running(policy=timeouts(max_retries=3))
     await engine.advance(1000)
-    await engine.backend.fail(handle, "x", "transient")
+    await engine.backend.executions.fail(handle, "x", "transient")
     answer = await unchanged(engine, lambda: expire_attempt(engine, handle.execution_id))
     assert answer == "not_yet_due"
     await engine.advance(10)
@@ -182,7 +182,7 @@ async def test_a_removed_timer_does_not_act(engine: Engine) -> None:
         await expire_deadline(engine, handle.execution_id),
     ):
         assert verdict == "not_yet_due"
-    assert (await engine.backend.read_execution_state(handle.execution_id)).value == "active"
+    assert (await engine.backend.reads.read_execution_state(handle.execution_id)).value == "active"
 
 
 @pytest.mark.corrupts
@@ -195,7 +195,7 @@ async def test_timers_of_missing_executions_are_dropped(
     names = [keys.index(missing.tag, name.value) for name in ExpireReason]
     for name in names:
         await call("ZADD", name, 1, missing)
-    verdicts = await engine.backend.expire_execution(missing.tag, reason, [missing])
+    verdicts = await engine.backend.upkeep.expire_execution(missing.tag, reason, [missing])
     assert verdicts == ["not_found_cleaned"]
     assert await call("EXISTS", *names) == 0
 
@@ -209,13 +209,13 @@ async def test_timers_of_ended_executions_are_dropped(engine: Engine) -> None:
         await call("ZADD", name, 1, case.execution_id)
     assert await expire_deadline(engine, case.execution_id) == "already_terminal"
     assert await call("EXISTS", *names) == 0
-    assert (await engine.backend.read_execution_state(case.execution_id)).value == "completed"
+    assert (await engine.backend.reads.read_execution_state(case.execution_id)).value == "completed"
 
 
 async def test_fail_against_the_deadline(engine: Engine) -> None:
     """The deadline survives the retry and ends the waiting execution later."""
     handle = await engine.running(policy=POLICY)
-    await engine.backend.fail(handle, "x", "transient")
+    await engine.backend.executions.fail(handle, "x", "transient")
     assert "execution_deadline" in await indexes(engine, handle.execution_id)
     await engine.advance(3_600_000)
     assert await expire_deadline(engine, handle.execution_id) == "expired"
@@ -227,9 +227,9 @@ async def test_a_batch_answers_each(engine: Engine) -> None:
     fresh = (await engine.running(policy=timeouts())).execution_id
     waiting = await engine.create()
     ended = await engine.create()
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     missing = engine.new_id()
-    verdicts = await engine.backend.expire_execution(
+    verdicts = await engine.backend.upkeep.expire_execution(
         missing.tag, ExpireReason.ATTEMPT_TIMEOUT, [due[0], fresh, waiting, ended, missing, *due]
     )
     assert verdicts == [
@@ -241,7 +241,9 @@ async def test_a_batch_answers_each(engine: Engine) -> None:
 async def test_a_reclaimed_attempt_gets_the_full_time(engine: Engine) -> None:
     handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 90_000}})
     await engine.advance(TTL)
-    await engine.backend.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        handle.execution_id.tag, [handle.execution_id]
+    )
     now = await engine.now() + 100
     await freeze(engine, now)
     await engine.claim()

@@ -60,9 +60,9 @@ async def test_decision(
     engine: Engine, stored: dict[str, Any] | None, category: str, *, retried: bool
 ) -> None:
     handle = await engine.running(policy=stored)
-    outcome = await engine.backend.fail(handle, "reason", category)
+    outcome = await engine.backend.executions.fail(handle, "reason", category)
     assert isinstance(outcome, RetryScheduled if retried else TerminalFailed)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.public_state.value == ("delayed" if retried else "failed")
     assert info.failure_reason == "reason"
     assert info.failure_category == (category or None)
@@ -73,14 +73,16 @@ async def test_retries_run_out(engine: Engine) -> None:
     handle = await engine.running(policy=policy(max_retries=2))
     execution_id = handle.execution_id
     for n in (1, 2):
-        outcome = await engine.backend.fail(handle, f"boom {n}", "transient")
+        outcome = await engine.backend.executions.fail(handle, f"boom {n}", "transient")
         assert isinstance(outcome, RetryScheduled)
         assert outcome.next_attempt_index == n
         claim = await again(engine, execution_id)
         assert (claim.attempt_type, claim.attempt_index) == ("retry", n)
         handle = claim.handle
-    assert isinstance(await engine.backend.fail(handle, "boom 3", "transient"), TerminalFailed)
-    attempts = await engine.backend.read_attempts(execution_id)
+    assert isinstance(
+        await engine.backend.executions.fail(handle, "boom 3", "transient"), TerminalFailed
+    )
+    attempts = await engine.backend.reads.read_attempts(execution_id)
     assert [(a.attempt_type, a.attempt_state, a.failure_reason) for a in attempts] == [
         ("initial", "ended_failure", "boom 1"),
         ("retry", "ended_failure", "boom 2"),
@@ -92,36 +94,36 @@ async def test_retries_run_out(engine: Engine) -> None:
     assert all(a.ended_at is not None and a.ended_at >= a.started_at for a in attempts)
     assert len({a.attempt_id for a in attempts}) == 3
     assert [a.lease_epoch for a in attempts] == [1, 2, 3]
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.retry_count, info.total_attempt_count) == (2, 3)
 
 
 async def test_a_retry_that_succeeds(engine: Engine) -> None:
     handle = await engine.running(policy=policy())
-    started = (await engine.backend.read_execution_info(handle.execution_id)).started_at
-    await engine.backend.fail(handle, "boom", "transient")
+    started = (await engine.backend.reads.read_execution_info(handle.execution_id)).started_at
+    await engine.backend.executions.fail(handle, "boom", "transient")
     claim = await again(engine, handle.execution_id)
-    await engine.backend.complete(claim.handle, b"r")
-    first, second = await engine.backend.read_attempts(handle.execution_id)
+    await engine.backend.executions.complete(claim.handle, b"r")
+    first, second = await engine.backend.reads.read_attempts(handle.execution_id)
     assert (first.attempt_state, first.failure_reason) == ("ended_failure", "boom")
     assert (second.attempt_state, second.failure_reason) == ("ended_success", None)
     assert second.failure_category is None
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.public_state.value == "completed"
     assert info.started_at == started
 
 
 async def test_between_attempts(engine: Engine) -> None:
     handle = await engine.running(policy=policy())
-    await engine.backend.progress(handle, 40, "half")
-    outcome = await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.progress(handle, 40, "half")
+    outcome = await engine.backend.executions.fail(handle, "boom", "transient")
     assert isinstance(outcome, RetryScheduled)
-    snapshot = await engine.backend.describe_execution(handle.execution_id)
+    snapshot = await engine.backend.reads.describe_execution(handle.execution_id)
     assert snapshot is not None
     assert snapshot.current_attempt is None
     assert snapshot.current_lease is None
     assert snapshot.blocking_reason == "waiting_for_retry_backoff"
-    fields = await engine.backend.read_exec_core_fields(
+    fields = await engine.backend.reads.read_exec_core_fields(
         handle.execution_id,
         [
             *("pending_retry_reason", "pending_previous_attempt_index", "current_attempt_index"),
@@ -141,13 +143,13 @@ async def test_between_attempts(engine: Engine) -> None:
     assert held == {f"lane:{LANE}:delayed": outcome.delay_until}
     # Progress belongs to an attempt: the next one starts without.
     await again(engine, handle.execution_id)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.progress_message) == (None, None)
     assert "pending_retry_reason" not in await record(engine, handle.execution_id)
 
 
 async def ended_by_cancel(engine: Engine, execution_id: ExecutionId) -> str:
-    await engine.backend.cancel_execution(execution_id, "enough")
+    await engine.backend.executions.cancel_execution(execution_id, "enough")
     return "cancelled"
 
 
@@ -166,46 +168,46 @@ async def test_an_execution_that_ends_between_attempts_has_no_current_one(
     handle = await engine.running(policy=policy(), execution_deadline_at=deadline)
     execution_id = handle.execution_id
     if replayed and end is ended_by_cancel:
-        await engine.backend.complete(handle)
-        await engine.backend.replay_execution(execution_id)
+        await engine.backend.executions.complete(handle)
+        await engine.backend.executions.replay_execution(execution_id)
     else:
-        await engine.backend.fail(handle, "boom", "transient")
+        await engine.backend.executions.fail(handle, "boom", "transient")
     outcome = await end(engine, execution_id)
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert (snapshot.current_attempt, snapshot.total_attempt_count) == (None, 1)
     names = ["current_attempt_id", "current_attempt_index", "attempt_state", "between_attempts"]
-    assert await engine.backend.read_exec_core_fields(execution_id, names) == {
+    assert await engine.backend.reads.read_exec_core_fields(execution_id, names) == {
         "current_attempt_id": None,
         "current_attempt_index": "0",
         "attempt_state": "attempt_terminal",
         "between_attempts": None,
     }
-    error = await refused(engine.backend.renew(handle), "execution_not_active")
+    error = await refused(engine.backend.leases.renew(handle), "execution_not_active")
     assert error.details == (outcome, "1", "terminal", "")
     # The next run has one again, also once it has ended.
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
     claim = await engine.claim()
-    await engine.backend.cancel_execution(execution_id)
-    snapshot = await engine.backend.describe_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.current_attempt is not None
     assert snapshot.current_attempt.attempt_id == claim.handle.attempt_id
-    error = await refused(engine.backend.renew(claim.handle), "execution_not_active")
+    error = await refused(engine.backend.leases.renew(claim.handle), "execution_not_active")
     assert error.details[3] == claim.handle.attempt_id
 
 
 async def test_long_texts_are_cut(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.fail(handle, "ü" * 5000, "permanent")
-    reason = (await engine.backend.read_execution_info(handle.execution_id)).failure_reason
+    await engine.backend.executions.fail(handle, "ü" * 5000, "permanent")
+    reason = (await engine.backend.reads.read_execution_info(handle.execution_id)).failure_reason
     assert reason == "ü" * 4096
 
 
 async def test_empty_texts_read_as_unset(engine: Engine) -> None:
     handle = await engine.running()
-    assert isinstance(await engine.backend.fail(handle, "", ""), TerminalFailed)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    assert isinstance(await engine.backend.executions.fail(handle, "", ""), TerminalFailed)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.failure_reason, info.failure_category) == (None, None)
 
 
@@ -217,7 +219,7 @@ GENEROUS = '{"max_retries": 9, "backoff": {"type": "fixed", "delay_ms": 5}}'
 
 async def test_a_worker_cannot_grant_itself_retries(engine: Engine) -> None:
     handle = await engine.running()
-    outcome = await engine.backend.fail_execution(
+    outcome = await engine.backend.executions.fail_execution(
         handle.execution_id,
         handle,
         failure_reason="x",
@@ -229,7 +231,7 @@ async def test_a_worker_cannot_grant_itself_retries(engine: Engine) -> None:
 
 async def test_an_operator_can(engine: Engine) -> None:
     handle = await engine.running()
-    outcome = await engine.backend.fail_execution(
+    outcome = await engine.backend.executions.fail_execution(
         handle.execution_id,
         failure_reason="x",
         failure_category="transient",
@@ -244,7 +246,7 @@ async def test_an_operator_policy_is_checked(engine: Engine, text: str) -> None:
     handle = await engine.running()
     answer = await unchanged(
         engine,
-        lambda: engine.backend.fail_execution(
+        lambda: engine.backend.executions.fail_execution(
             handle.execution_id,
             failure_reason="x",
             failure_category="transient",
@@ -262,7 +264,9 @@ async def test_an_unreadable_policy_means_no_retry(engine: Engine, stored: bytes
     handle = await engine.running(policy=policy())
     key = keys.policy(handle.execution_id.tag, handle.execution_id)
     await engine.backend.transport.call("SET", key, stored)
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
+    assert isinstance(
+        await engine.backend.executions.fail(handle, "x", "transient"), TerminalFailed
+    )
 
 
 # --- repeats ------------------------------------------------------------------------------------
@@ -270,14 +274,16 @@ async def test_an_unreadable_policy_means_no_retry(engine: Engine, stored: bytes
 
 async def test_a_final_failure_repeated(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.fail(handle, "x", "transient")
-    answer = await unchanged(engine, lambda: engine.backend.fail(handle, "other", "timeout"))
+    await engine.backend.executions.fail(handle, "x", "transient")
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.fail(handle, "other", "timeout")
+    )
     assert answer == TerminalFailed()
 
 
 async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) -> None:
     handle = await engine.running(policy=policy())
-    first = await engine.backend.fail(handle, "x", "transient")
+    first = await engine.backend.executions.fail(handle, "x", "transient")
 
     own = handle.fence
     without_index = Fence(own.lease_id, own.lease_epoch, own.attempt_id)
@@ -286,7 +292,7 @@ async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) 
         for fence in (handle, without_index):
             answer = await unchanged(
                 engine,
-                lambda fence=fence: engine.backend.fail_execution(
+                lambda fence=fence: engine.backend.executions.fail_execution(
                     handle.execution_id, fence, failure_reason="x", failure_category="transient"
                 ),
             )
@@ -298,12 +304,12 @@ async def test_a_scheduled_retry_repeated_at_every_later_moment(engine: Engine) 
     await repeated()
     other = (await engine.claim(instance="w-2")).handle
     await repeated()
-    await engine.backend.fail(other, "y", "transient")
+    await engine.backend.executions.fail(other, "y", "transient")
     await repeated()
     third = await again(engine, handle.execution_id)
-    await engine.backend.complete(third.handle)
+    await engine.backend.executions.complete(third.handle)
     await repeated()
-    await engine.backend.replay_execution(handle.execution_id)
+    await engine.backend.executions.replay_execution(handle.execution_id)
     await repeated()
 
 
@@ -313,11 +319,11 @@ async def test_a_repeat_without_the_index_after_pauses(engine: Engine) -> None:
     fences: list[Fence] = []
     for _ in range(3):
         for _ in range(2):
-            await engine.backend.delay((await engine.claim()).handle, 1)
+            await engine.backend.executions.delay((await engine.claim()).handle, 1)
         handle = (await engine.claim()).handle
         own = handle.fence
         fences.append(Fence(own.lease_id, own.lease_epoch, own.attempt_id))
-        await engine.backend.fail(handle, "x", "transient")
+        await engine.backend.executions.fail(handle, "x", "transient")
         await engine.advance(10)
         await promote(engine, execution_id)
     assert [fence.lease_epoch for fence in fences] == [3, 6, 9]
@@ -325,7 +331,7 @@ async def test_a_repeat_without_the_index_after_pauses(engine: Engine) -> None:
     async def repeat(fence: Fence) -> Any:
         return await unchanged(
             engine,
-            lambda: engine.backend.fail_execution(
+            lambda: engine.backend.executions.fail_execution(
                 execution_id, fence, failure_reason="x", failure_category="transient"
             ),
         )
@@ -343,9 +349,11 @@ async def test_a_repeat_without_the_index_after_pauses(engine: Engine) -> None:
 
 async def test_an_operator_replay_is_no_retry(engine: Engine) -> None:
     handle = await engine.running(policy=policy())
-    await engine.backend.complete(handle)
-    await engine.backend.replay_execution(handle.execution_id)
-    answer = await unchanged(engine, lambda: engine.backend.fail(handle, "x", "transient"))
+    await engine.backend.executions.complete(handle)
+    await engine.backend.executions.replay_execution(handle.execution_id)
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.fail(handle, "x", "transient")
+    )
     assert isinstance(answer, EngineError)
     assert answer.code == "execution_not_active"
 
@@ -357,13 +365,15 @@ async def test_a_failure_of_someone_else_is_no_repeat(engine: Engine) -> None:
     handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 5}})
     await engine.advance(5)
     assert await expire_attempt(engine, handle.execution_id) == "expired"
-    await refused(engine.backend.fail(handle, "x", "transient"), "execution_not_active")
+    await refused(engine.backend.executions.fail(handle, "x", "transient"), "execution_not_active")
 
 
 async def test_default_retry_policy_allows_three(engine: Engine) -> None:
     handle = await engine.running(policy={"retry_policy": {"retry_on_timeout": True}})
     for n in range(3):
-        outcome = await engine.backend.fail(handle, "x", "transient")
+        outcome = await engine.backend.executions.fail(handle, "x", "transient")
         assert isinstance(outcome, RetryScheduled)
         handle = (await again(engine, handle.execution_id, 1000 * 2**n)).handle
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
+    assert isinstance(
+        await engine.backend.executions.fail(handle, "x", "transient"), TerminalFailed
+    )

@@ -16,20 +16,20 @@ from tests.support.engine import TTL, Engine
 Call = Callable[[Engine, ExecutionId, Fence | Handle, str], Awaitable[Any]]
 
 FENCED: dict[str, Call] = {
-    "complete": lambda engine, eid, fence, source: engine.backend.complete_execution(
+    "complete": lambda engine, eid, fence, source: engine.backend.executions.complete_execution(
         eid, fence, result_payload=b"r", source=source
     ),
-    "fail": lambda engine, eid, fence, source: engine.backend.fail_execution(
+    "fail": lambda engine, eid, fence, source: engine.backend.executions.fail_execution(
         eid, fence, failure_reason="r", failure_category="transient", source=source
     ),
-    "delay": lambda engine, eid, fence, source: engine.backend.delay_execution(
+    "delay": lambda engine, eid, fence, source: engine.backend.executions.delay_execution(
         eid, fence, delay_until=2**50, source=source
     ),
-    "wait_children": lambda engine, eid, fence, source: engine.backend.move_to_waiting_children(
-        eid, fence, source=source
+    "wait_children": lambda engine, eid, fence, source: (
+        engine.backend.executions.move_to_waiting_children(eid, fence, source=source)
     ),
 }
-CANCEL: Call = lambda engine, eid, fence, source: engine.backend.cancel_execution(  # noqa: E731
+CANCEL: Call = lambda engine, eid, fence, source: engine.backend.executions.cancel_execution(  # noqa: E731
     eid, "r", source=source, fence=fence
 )
 ALL = {**FENCED, "cancel": CANCEL}
@@ -92,10 +92,11 @@ async def test_a_partial_triple_is_no_repeat(engine: Engine) -> None:
     """Even the former holder must name its whole triple to be told what it was told before."""
     handle = await engine.running()
     own = handle.fence
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     without_lease = Fence("", own.lease_epoch, own.attempt_id, own.attempt_index)
     answer = await unchanged(
-        engine, lambda: engine.backend.complete_execution(handle.execution_id, without_lease)
+        engine,
+        lambda: engine.backend.executions.complete_execution(handle.execution_id, without_lease),
     )
     assert code_of(answer) == "partial_fence_triple"
 
@@ -105,9 +106,9 @@ async def _in_state(engine: Engine, state: str) -> ExecutionId:
         return await engine.create()
     handle = await engine.running()
     if state == "completed":
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
     elif state == "revoked":
-        await engine.backend.revoke_lease(handle.execution_id)
+        await engine.backend.leases.revoke_lease(handle.execution_id)
     elif state == "expired":
         await engine.advance(TTL)
     return handle.execution_id
@@ -145,7 +146,7 @@ async def test_the_attempt_index_may_be_left_out(engine: Engine, operation: str)
 @pytest.mark.parametrize("operation", ALL)
 async def test_revocation_comes_before_expiry_and_identity(engine: Engine, operation: str) -> None:
     handle = await engine.running()
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     for _ in range(2):
         for fence in (handle, foreign_fence()):
             answer = await unchanged(
@@ -179,8 +180,8 @@ async def test_cancel_and_progress_do_not_mark(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(TTL)
     for call in (
-        lambda: engine.backend.cancel(handle),
-        lambda: engine.backend.progress(handle, 1),
+        lambda: engine.backend.executions.cancel(handle),
+        lambda: engine.backend.executions.progress(handle, 1),
     ):
         assert code_of(await unchanged(engine, call)) == "lease_expired"
 
@@ -190,16 +191,16 @@ async def test_the_last_millisecond(engine: Engine) -> None:
     await engine.create()
     early, late = await engine.claim_all(2)
     await freeze(engine, early.lease_expires_at - 1)
-    await engine.backend.complete(early.handle)
+    await engine.backend.executions.complete(early.handle)
     await freeze(engine, late.lease_expires_at)
-    await refused(engine.backend.complete(late.handle), "lease_expired")
+    await refused(engine.backend.executions.complete(late.handle), "lease_expired")
 
 
 @pytest.mark.parametrize("operation", FENCED)
 async def test_an_operator_needs_no_fence(engine: Engine, operation: str) -> None:
     handle = await engine.running()
     await FENCED[operation](engine, handle.execution_id, Fence(), "operator_override")
-    state = await engine.backend.read_execution_state(handle.execution_id)
+    state = await engine.backend.reads.read_execution_state(handle.execution_id)
     assert state.value != "active" or operation == "wait_children"
 
 
@@ -210,7 +211,7 @@ async def test_an_operator_still_needs_a_live_lease(engine: Engine, operation: s
     answer = await unchanged(engine, lambda: call(engine, waiting, Fence(), "operator_override"))
     assert code_of(answer) == "execution_not_active"
     handle = (await engine.claim()).handle
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     answer = await unchanged(
         engine, lambda: call(engine, handle.execution_id, Fence(), "operator_override")
     )
@@ -238,9 +239,9 @@ async def test_a_lease_that_expired_stays_expired_when_the_clock_steps_back(
     assert await mark(engine, handle.execution_id) == "marked_expired"
     await engine.advance(-TTL)
     for call in (
-        lambda: engine.backend.complete(handle),
-        lambda: engine.backend.progress(handle, 1),
-        lambda: engine.backend.cancel(handle),
+        lambda: engine.backend.executions.complete(handle),
+        lambda: engine.backend.executions.progress(handle, 1),
+        lambda: engine.backend.executions.cancel(handle),
     ):
         assert code_of(await unchanged(engine, call)) == "lease_expired"
 
@@ -250,11 +251,11 @@ async def test_malformed_ids(engine: Engine, bad: str) -> None:
     wrong = ExecutionId.trusted(bad)
     plain: Any = str.__str__(wrong)
     for call in (
-        engine.backend.complete_execution(plain),
-        engine.backend.cancel_execution(plain),
-        engine.backend.read_execution_info(plain),
-        engine.backend.replay_execution(plain),
-        engine.backend.change_priority(plain, 1),
+        engine.backend.executions.complete_execution(plain),
+        engine.backend.executions.cancel_execution(plain),
+        engine.backend.reads.read_execution_info(plain),
+        engine.backend.executions.replay_execution(plain),
+        engine.backend.executions.change_priority(plain, 1),
     ):
         await refused(call, "invalid_input")
 
@@ -262,9 +263,9 @@ async def test_malformed_ids(engine: Engine, bad: str) -> None:
 async def test_ids_outside_the_partitions(engine: Engine) -> None:
     beyond = ExecutionId.trusted(f"{{fp:{engine.backend.counts.flow}}}:{new_uuid()}")
     for call in (
-        engine.backend.complete_execution(beyond),
-        engine.backend.cancel_execution(beyond),
-        engine.backend.describe_execution(beyond),
-        engine.backend.set_execution_tag(beyond, "a.b", "c"),
+        engine.backend.executions.complete_execution(beyond),
+        engine.backend.executions.cancel_execution(beyond),
+        engine.backend.reads.describe_execution(beyond),
+        engine.backend.executions.set_execution_tag(beyond, "a.b", "c"),
     ):
         await refused(call, "invalid_input")

@@ -42,14 +42,14 @@ async def test_same_id_is_a_duplicate_whatever_else_differs(engine: Engine) -> N
         idempotency_key="fresh",
         policy=parse_policy({"max_replay_count": 1}),
     )
-    assert await engine.backend.create_execution(other) == Duplicate(execution_id)
+    assert await engine.backend.executions.create_execution(other) == Duplicate(execution_id)
     assert await engine.dump() == before
 
 
 async def test_same_key_gives_the_first_id(engine: Engine) -> None:
     first = await engine.create(idempotency_key="k", input_payload=b"1")
     before = await engine.dump()
-    again = await engine.backend.create_execution(new(engine, idempotency_key="k"))
+    again = await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert again == Duplicate(first)
     assert await engine.dump() == before
 
@@ -66,7 +66,7 @@ async def test_keys_are_scoped_by_partition_and_namespace(engine: Engine) -> Non
         ("elsewhere", "default", elsewhere),
     ):
         repeat = new(engine, idempotency_key="k", lane_id=lane, namespace=namespace)
-        assert await engine.backend.create_execution(repeat) == Duplicate(expected)
+        assert await engine.backend.executions.create_execution(repeat) == Duplicate(expected)
 
 
 async def test_keys_are_compared_bytewise(engine: Engine) -> None:
@@ -102,31 +102,33 @@ async def test_a_repeat_does_not_extend_the_window(engine: Engine) -> None:
     execution_id = await engine.create(idempotency_key="k")
     key = keys.idem(execution_id.tag, "default", "k")
     await engine.backend.transport.call("PEXPIRE", key, 3000)
-    await engine.backend.create_execution(new(engine, idempotency_key="k"))
+    await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert await ttl(engine, execution_id, "default", "k") <= 3000
 
 
 async def test_a_trimmed_target_is_a_miss(engine: Engine) -> None:
     first = await engine.create(idempotency_key="k")
-    await engine.backend.cancel_execution(first)
+    await engine.backend.executions.cancel_execution(first)
     await engine.advance(DAY)
     assert await trim(engine, first) == "purged"
     second = await engine.create(idempotency_key="k")
     assert second != first
-    repeat = await engine.backend.create_execution(new(engine, idempotency_key="k"))
+    repeat = await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert repeat == Duplicate(second)
 
 
 async def test_a_finished_execution_still_answers_for_its_key(engine: Engine) -> None:
     handle = await engine.running(idempotency_key="k")
-    await engine.backend.complete(handle)
-    repeat = await engine.backend.create_execution(new(engine, idempotency_key="k"))
+    await engine.backend.executions.complete(handle)
+    repeat = await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert repeat == Duplicate(handle.execution_id)
 
 
 async def test_concurrent_creates_make_one(engine: Engine) -> None:
     items = [new(engine, idempotency_key="k") for _ in range(20)]
-    outcomes = await asyncio.gather(*(engine.backend.create_execution(item) for item in items))
+    outcomes = await asyncio.gather(
+        *(engine.backend.executions.create_execution(item) for item in items)
+    )
     created = [outcome for outcome in outcomes if isinstance(outcome, Created)]
     assert len(created) == 1
     assert {outcome.execution_id for outcome in outcomes} == {created[0].execution_id}
@@ -140,16 +142,16 @@ async def test_duplicates_inside_one_batch(engine: Engine) -> None:
         new(engine, idempotency_key="k"),
         new(engine, idempotency_key="k"),
     ]
-    outcomes = await engine.backend.create_many(items)
+    outcomes = await engine.backend.executions.create_many(items)
     assert [type(outcome) for outcome in outcomes] == [Created, Duplicate, Created, Duplicate]
     assert outcomes[1] == Duplicate(shared)
     assert outcomes[3] == Duplicate(items[2].execution_id)
-    assert (await engine.backend.read_execution_context(shared)).input_payload == b""
+    assert (await engine.backend.reads.read_execution_context(shared)).input_payload == b""
     assert len(await engine.claim_all()) == 2
 
 
 async def test_one_bad_item_affects_no_other(engine: Engine) -> None:
-    await engine.backend.set_lane_state("closed", "disabled")
+    await engine.backend.lanes.set_lane_state("closed", "disabled")
     beyond = ExecutionId.trusted("{fp:300}:11111111-2222-4333-8444-555555555555")
     items = [
         new(engine),
@@ -160,7 +162,7 @@ async def test_one_bad_item_affects_no_other(engine: Engine) -> None:
         new(engine, execution_id=beyond),
         new(engine, delay_until=await engine.now() + 60_000),
     ]
-    outcomes = await engine.backend.create_many(items)
+    outcomes = await engine.backend.executions.create_many(items)
     codes = [getattr(outcome, "code", "created") for outcome in outcomes]
     assert codes == [
         "created",
@@ -180,11 +182,11 @@ async def test_one_bad_item_affects_no_other(engine: Engine) -> None:
 
 async def test_a_long_batch_keeps_its_order(engine: Engine) -> None:
     items = [new(engine, lane_id=f"lane-{i % 3}") for i in range(600)]
-    outcomes = await engine.backend.create_many(items)
+    outcomes = await engine.backend.executions.create_many(items)
     assert not any(isinstance(outcome, EngineError) for outcome in outcomes)
     created = [outcome.execution_id for outcome in outcomes if isinstance(outcome, Created)]
     assert created == [item.execution_id for item in items]
 
 
 async def test_an_empty_batch(engine: Engine) -> None:
-    assert await engine.backend.create_many([]) == []
+    assert await engine.backend.executions.create_many([]) == []

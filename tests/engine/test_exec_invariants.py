@@ -61,20 +61,20 @@ class Walk:
         handle = self.random.choice(self.handles[-6:])
         match self.random.randrange(8):
             case 0:
-                await self.backend.complete(handle, b"r")
+                await self.backend.executions.complete(handle, b"r")
             case 1 | 2:
-                await self.backend.fail(handle, "x", "transient")
+                await self.backend.executions.fail(handle, "x", "transient")
             case 3:
-                await self.backend.fail(handle, "x", "permanent")
+                await self.backend.executions.fail(handle, "x", "permanent")
             case 4:
-                await self.backend.delay(handle, await self.engine.now() + 500)
+                await self.backend.executions.delay(handle, await self.engine.now() + 500)
             case 5:
                 await block(self.engine, handle.execution_id)
-                await self.backend.wait_children(handle)
+                await self.backend.executions.wait_children(handle)
             case 6:
-                await self.backend.cancel(handle)
+                await self.backend.executions.cancel(handle)
             case _:
-                await self.backend.renew(handle)
+                await self.backend.leases.renew(handle)
 
     async def _operator(self) -> None:
         if not self.ids:
@@ -82,13 +82,15 @@ class Walk:
         execution_id = self.random.choice(self.ids)
         match self.random.randrange(5):
             case 0:
-                await self.backend.cancel_execution(execution_id)
+                await self.backend.executions.cancel_execution(execution_id)
             case 1 | 2:
-                await self.backend.replay_execution(execution_id)
+                await self.backend.executions.replay_execution(execution_id)
             case 3:
-                await self.backend.revoke_lease(execution_id)
+                await self.backend.leases.revoke_lease(execution_id)
             case _:
-                await self.backend.change_priority(execution_id, self.random.randrange(10))
+                await self.backend.executions.change_priority(
+                    execution_id, self.random.randrange(10)
+                )
 
     async def _time(self) -> None:
         await self.engine.advance(self.random.choice([1, 400, 1500, 25_000, 40_000]))
@@ -96,26 +98,26 @@ class Walk:
             return
         tag = self.ids[0].tag
         self.random.shuffle(order := list(self.ids))
-        await self.backend.mark_lease_expired_if_due(tag, order)
-        await self.backend.promote_delayed(tag, LANE, order)
-        await self.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, order)
+        await self.backend.upkeep.mark_lease_expired_if_due(tag, order)
+        await self.backend.upkeep.promote_delayed(tag, LANE, order)
+        await self.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, order)
 
     async def check(self) -> None:
         for execution_id in self.ids:
             await self._check(execution_id)
 
     async def _check(self, execution_id: ExecutionId) -> None:
-        info = await self.backend.read_execution_info(execution_id)
+        info = await self.backend.reads.read_execution_info(execution_id)
         assert violations(info.state_vector) == []
         terminal = info.state_vector.lifecycle_phase.value == "terminal"
         assert (info.completed_at is not None) == terminal
-        result = await self.backend.get_execution_result(execution_id)
+        result = await self.backend.reads.get_execution_result(execution_id)
         assert (result is not None) == (info.public_state.value == "completed")
         assert info.retry_count <= 5
         held = await indexes(self.engine, execution_id)
         if terminal:
             assert set(held) == TERMINAL_INDEX
-        attempts = await self.backend.read_attempts(execution_id)
+        attempts = await self.backend.reads.read_attempts(execution_id)
         assert len(attempts) == info.total_attempt_count
         running = [a for a in attempts if not AttemptRecordState(a.attempt_state).terminal]
         assert len(running) <= 1
@@ -164,19 +166,19 @@ async def test_a_lease_lives_longer_not_shorter(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(-600_000)
     assert await mark(engine, handle.execution_id) == "not_yet_expired"
-    renewed = await engine.backend.renew(handle)
+    renewed = await engine.backend.leases.renew(handle)
     assert renewed.expires_at <= await engine.now() + handle.lease_ttl_ms
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
 
 async def test_ages_and_reads_survive(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(-600_000)
     later = await engine.create()
-    await engine.backend.complete(handle)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    await engine.backend.executions.complete(handle)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert int(info.completed_at or 0) < int(info.created_at)
-    snapshot = await engine.backend.describe_execution(handle.execution_id)
+    snapshot = await engine.backend.reads.describe_execution(handle.execution_id)
     assert snapshot is not None
     assert snapshot.last_mutation_at >= int(info.created_at)
     feed = await engine.events(handle.execution_id)
@@ -187,7 +189,7 @@ async def test_ages_and_reads_survive(engine: Engine) -> None:
 async def test_a_retry_counts_from_the_new_time(engine: Engine) -> None:
     handle = await engine.running(policy=POLICY)
     await engine.advance(-600_000)
-    outcome: Any = await engine.backend.fail(handle, "x", "transient")
+    outcome: Any = await engine.backend.executions.fail(handle, "x", "transient")
     assert outcome.delay_until <= await engine.now() + 1000
     await engine.advance(1000)
     assert await promote(engine, handle.execution_id) == "promoted"

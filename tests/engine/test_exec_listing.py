@@ -10,8 +10,8 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, NewExecution
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine import listing
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey import listings as listing
 from tests.engine.exec_support import Case, refused
 from tests.support.engine import LANE, Engine
 
@@ -25,7 +25,7 @@ async def many(engine: Engine, count: int, **fields: Any) -> list[ExecutionId]:
         NewExecution(execution_id=engine.new_id(lane), execution_kind="job", lane_id=lane, **fields)
         for _ in range(count)
     ]
-    await engine.backend.create_many(items)
+    await engine.backend.executions.create_many(items)
     return [item.execution_id for item in items]
 
 
@@ -37,7 +37,7 @@ async def walk(engine: Engine, limit: int, **options: Any) -> list[list[Executio
     pages: list[list[ExecutionId]] = []
     cursor = ""
     while True:
-        page = await engine.backend.list_executions(cursor=cursor, limit=limit, **options)
+        page = await engine.backend.listings.list_executions(cursor=cursor, limit=limit, **options)
         pages.append(ids(page))
         if page.next_cursor is None:
             return pages
@@ -47,7 +47,7 @@ async def walk(engine: Engine, limit: int, **options: Any) -> list[list[Executio
 async def test_three_pages(engine: Engine) -> None:
     created = await many(engine, 15)
     partition = created[0].partition
-    page = await engine.backend.list_executions(partition=partition, limit=5)
+    page = await engine.backend.listings.list_executions(partition=partition, limit=5)
     assert page.next_cursor == page.executions[-1].execution_id
     pages = await walk(engine, 5, partition=partition)
     assert [len(page) for page in pages] == [5, 5, 5]
@@ -78,22 +78,22 @@ async def test_pages_larger_than_a_read(engine: Engine) -> None:
 async def test_limits(engine: Engine) -> None:
     await many(engine, 3)
     for limit in (0, -1):
-        page = await engine.backend.list_executions(limit=limit)
+        page = await engine.backend.listings.list_executions(limit=limit)
         assert page == ExecutionPage(())
-    assert len((await engine.backend.list_executions(limit=10**9)).executions) == 3
+    assert len((await engine.backend.listings.list_executions(limit=10**9)).executions) == 3
 
 
 async def test_an_empty_deployment(engine: Engine) -> None:
-    assert await engine.backend.list_executions() == ExecutionPage(())
-    assert await engine.backend.list_executions(partition=3) == ExecutionPage(())
+    assert await engine.backend.listings.list_executions() == ExecutionPage(())
+    assert await engine.backend.listings.list_executions(partition=3) == ExecutionPage(())
 
 
 async def test_the_row(engine: Engine) -> None:
     execution_id = await engine.create(
         lane="x", namespace="tenant", execution_kind="mail", priority=4
     )
-    (row,) = (await engine.backend.list_executions()).executions
-    info = await engine.backend.read_execution_info(execution_id)
+    (row,) = (await engine.backend.listings.list_executions()).executions
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (row.execution_id, row.namespace, row.lane_id) == (execution_id, "tenant", "x")
     assert (row.execution_kind, row.public_state.value, row.priority) == ("mail", "waiting", 4)
     assert row.created_at == info.created_at
@@ -104,7 +104,7 @@ async def test_filters(engine: Engine) -> None:
     tenant = await engine.create(namespace="tenant", tags={"app.a": "1", "app.b": "2"})
     other = await engine.create(lane="elsewhere", execution_kind="mail", tags={"app.a": "1"})
     ended = await engine.create()
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     for where, expected in (
         (Filter(), {plain, tenant, other, ended}),
         (Filter(namespace="tenant"), {tenant}),
@@ -130,7 +130,7 @@ async def test_a_filtered_page_may_be_short(
     monkeypatch.setattr(listing, "_MAX_EXAMINED", 10)
     created = await many(engine, 25)
     wanted = max(created)
-    await engine.backend.set_execution_tag(wanted, "app.a", "1")
+    await engine.backend.executions.set_execution_tag(wanted, "app.a", "1")
     pages = await walk(engine, 5, where=Filter(tags={"app.a": "1"}))
     assert pages == [[], [], [wanted]]
 
@@ -138,13 +138,13 @@ async def test_a_filtered_page_may_be_short(
 async def test_changes_during_a_walk(engine: Engine) -> None:
     created = sorted(await many(engine, 9))
     partition = created[0].partition
-    first = await engine.backend.list_executions(partition=partition, limit=3)
+    first = await engine.backend.listings.list_executions(partition=partition, limit=3)
     # The one the cursor names goes, and new ones come.
-    await engine.backend.cancel_execution(created[2])
+    await engine.backend.executions.cancel_execution(created[2])
     await engine.advance(86_400_000)
-    await engine.backend.trim_retention(created[2].tag, LANE, [created[2]])
+    await engine.backend.upkeep.trim_retention(created[2].tag, LANE, [created[2]])
     await many(engine, 5)
-    rest = await engine.backend.list_executions(
+    rest = await engine.backend.listings.list_executions(
         partition=partition, cursor=first.next_cursor or "", limit=100
     )
     listed = ids(first) + ids(rest)
@@ -168,19 +168,19 @@ def sealed(content: str) -> str:
     ],
 )
 async def test_bad_cursors(engine: Engine, cursor: str) -> None:
-    await refused(engine.backend.list_executions(cursor=cursor), "invalid_cursor")
+    await refused(engine.backend.listings.list_executions(cursor=cursor), "invalid_cursor")
 
 
 @pytest.mark.parametrize("cursor", ["nonsense", f"{{fp:2}}:{OTHER}", sealed("1|")])
 async def test_bad_cursors_of_a_partition(engine: Engine, cursor: str) -> None:
-    call = engine.backend.list_executions(partition=1, cursor=cursor)
+    call = engine.backend.listings.list_executions(partition=1, cursor=cursor)
     await refused(call, "invalid_cursor")
 
 
 @pytest.mark.parametrize("partition", [-1, 256])
 async def test_bad_partitions(engine: Engine, partition: int) -> None:
-    await refused(engine.backend.list_executions(partition=partition), "invalid_input")
-    call = engine.backend.list_lane(LANE, "active", partition=partition)
+    await refused(engine.backend.listings.list_executions(partition=partition), "invalid_input")
+    call = engine.backend.listings.list_lane(LANE, "active", partition=partition)
     await refused(call, "invalid_input")
 
 
@@ -189,7 +189,7 @@ async def test_corrupt_members(engine: Engine) -> None:
     execution_id = await engine.create()
     key = keys.index(execution_id.tag, "all_executions")
     await engine.backend.transport.call("ZADD", key, 0, "rubbish")
-    page = await engine.backend.list_executions()
+    page = await engine.backend.listings.list_executions()
     assert ids(page) == [execution_id]
     assert page.damaged == ("list_executions: member: 'rubbish' is no execution id",)
 
@@ -201,8 +201,8 @@ async def test_ids_without_a_record_are_skipped(engine: Engine) -> None:
     call = engine.backend.transport.call
     await call("ZADD", keys.index(ghost.tag, "all_executions"), 0, ghost)
     await call("ZADD", keys.eligible(ghost.tag, LANE), 0, ghost)
-    assert ids(await engine.backend.list_executions()) == [execution_id]
-    page = await engine.backend.list_lane(LANE, "eligible", partition=ghost.partition)
+    assert ids(await engine.backend.listings.list_executions()) == [execution_id]
+    page = await engine.backend.listings.list_lane(LANE, "eligible", partition=ghost.partition)
     assert ids(page) == [execution_id]
 
 
@@ -214,7 +214,7 @@ async def walk_lane(engine: Engine, state: str, limit: int) -> list[ExecutionId]
     listed: list[ExecutionId] = []
     cursor = ""
     while True:
-        page = await engine.backend.list_lane(
+        page = await engine.backend.listings.list_lane(
             LANE, state, partition=partition, cursor=cursor, limit=limit
         )
         listed += ids(page)
@@ -270,11 +270,13 @@ async def test_empty_lane_states(engine: Engine, state: str) -> None:
 
 
 async def test_lane_input(engine: Engine) -> None:
-    error = await refused(engine.backend.list_lane(LANE, "waiting", partition=1), "invalid_input")
+    error = await refused(
+        engine.backend.listings.list_lane(LANE, "waiting", partition=1), "invalid_input"
+    )
     assert "blocked_lane" in error.detail
-    await refused(engine.backend.list_lane("", "active", partition=1), "invalid_input")
-    page = await engine.backend.list_lane(LANE, "active", partition=1, limit=0)
+    await refused(engine.backend.listings.list_lane("", "active", partition=1), "invalid_input")
+    page = await engine.backend.listings.list_lane(LANE, "active", partition=1, limit=0)
     assert page == ExecutionPage(())
     for cursor in ("x", sealed("1"), sealed(f"1.0|{{fp:2}}:{OTHER}"), sealed("nan|x")):
-        call = engine.backend.list_lane(LANE, "active", partition=1, cursor=cursor)
+        call = engine.backend.listings.list_lane(LANE, "active", partition=1, cursor=cursor)
         await refused(call, "invalid_cursor")

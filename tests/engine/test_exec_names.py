@@ -12,7 +12,7 @@ import pytest
 import flowfabric
 from flowfabric.core import keys
 from flowfabric.core.state import CODE_LETTERS, StateVector, index_suffix, violations
-from flowfabric.engine.calls import text
+from flowfabric.engine.valkey.calls import text
 from tests.support.engine import Engine
 
 TAG = "{fp:42}"
@@ -55,7 +55,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
 
 
 async def built_by_lua(engine: Engine, name: str, *args: str, first: str = TAG) -> str:
-    reply = await engine.backend.fcall("ff_test_key", first, (name, *args), op="test")
+    reply = await engine.backend.calls.fcall("ff_test_key", first, (name, *args), op="test")
     return text(reply[2])
 
 
@@ -113,7 +113,7 @@ def test_lane_names_cannot_collide() -> None:
 
 
 async def by_lua(engine: Engine, member: str, *args: str) -> str:
-    reply = await engine.backend.fcall("ff_test_state", TAG, (member, *args), op="test")
+    reply = await engine.backend.calls.fcall("ff_test_state", TAG, (member, *args), op="test")
     return text(reply[2])
 
 

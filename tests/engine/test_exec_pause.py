@@ -27,10 +27,10 @@ TIMEOUT = {"timeout_policy": {"attempt_timeout_ms": 1000}}
 async def test_delay_until_a_time(engine: Engine) -> None:
     handle = await engine.running()
     until = await engine.now() + 5000
-    outcome = await engine.backend.delay(handle, until)
+    outcome = await engine.backend.executions.delay(handle, until)
     assert outcome == Delayed(handle.execution_id, PublicState.DELAYED)
     assert await indexes(engine, handle.execution_id) == {f"lane:{LANE}:delayed": until}
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert attempt.attempt_state == "suspended"
     assert attempt.suspension_id == "worker_delay"
     assert attempt.suspended_at is not None
@@ -38,7 +38,7 @@ async def test_delay_until_a_time(engine: Engine) -> None:
     event = (await engine.events(handle.execution_id))[-1]
     assert (event.type, event.get("reason")) == ("released", "worker_delay")
     assert event.get("delay_until") == until
-    snapshot = await engine.backend.describe_execution(handle.execution_id)
+    snapshot = await engine.backend.reads.describe_execution(handle.execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is None
     assert snapshot.current_attempt is not None
@@ -49,7 +49,7 @@ async def test_delay_that_is_due_gives_the_lease_back(engine: Engine, offset: in
     handle = await engine.running()
     now = await engine.now()
     await freeze(engine, now)
-    outcome = await engine.backend.delay(handle, now + offset)
+    outcome = await engine.backend.executions.delay(handle, now + offset)
     assert outcome == Delayed(handle.execution_id, PublicState.WAITING)
     assert list(await indexes(engine, handle.execution_id)) == [f"lane:{LANE}:eligible"]
     claim = await engine.claim()
@@ -59,7 +59,7 @@ async def test_delay_that_is_due_gives_the_lease_back(engine: Engine, offset: in
 @pytest.mark.parametrize("until", [0, -1, 2**63, 1.5, "soon", True])
 async def test_delay_input(engine: Engine, until: Any) -> None:
     handle = await engine.running()
-    answer = await unchanged(engine, lambda: engine.backend.delay(handle, until))
+    answer = await unchanged(engine, lambda: engine.backend.executions.delay(handle, until))
     assert answer.code == "invalid_input"
     assert answer.detail.startswith("delay_until")
 
@@ -67,23 +67,23 @@ async def test_delay_input(engine: Engine, until: Any) -> None:
 @pytest.mark.parametrize("until", [2**53 - 1, 2**53, 2**63 - 1])
 async def test_a_delay_beyond_all_times_is_the_latest_one(engine: Engine, until: int) -> None:
     handle = await engine.running()
-    await engine.backend.delay(handle, until)
+    await engine.backend.executions.delay(handle, until)
     created = await engine.create(delay_until=until, execution_deadline_at=until)
     for execution_id in (handle.execution_id, created):
-        info = await engine.backend.read_execution_info(execution_id)
+        info = await engine.backend.reads.read_execution_info(execution_id)
         assert (info.public_state, info.delay_until) == (PublicState.DELAYED, 2**53 - 1)
     assert info.execution_deadline_at == 2**53 - 1
 
 
 async def test_the_same_attempt_resumes(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.progress(handle, 30, "third")
-    await engine.backend.delay(handle, await engine.now() + 5000)
+    await engine.backend.executions.progress(handle, 30, "third")
+    await engine.backend.executions.delay(handle, await engine.now() + 5000)
     assert await engine.claim_all() == []
     assert await promote(engine, handle.execution_id) == "not_yet_due"
     await engine.advance(5000)
     assert await promote(engine, handle.execution_id) == "promoted"
-    grant = await engine.backend.issue_claim_grant(
+    grant = await engine.backend.claims.issue_claim_grant(
         handle.execution_id, worker_id="w", worker_instance_id="w-1"
     )
     worker: dict[str, Any] = {
@@ -91,18 +91,20 @@ async def test_the_same_attempt_resumes(engine: Engine) -> None:
         "worker_instance_id": "w-1",
         "lease_ttl_ms": 5000,
     }
-    await refused(engine.backend.claim_execution(grant, **worker), "use_claim_resumed_execution")
-    claim = await engine.backend.claim_resumed_execution(grant, **worker)
+    await refused(
+        engine.backend.claims.claim_execution(grant, **worker), "use_claim_resumed_execution"
+    )
+    claim = await engine.backend.claims.claim_resumed_execution(grant, **worker)
     assert claim.handle.attempt_id == handle.attempt_id
     assert claim.handle.attempt_index == 0
     assert claim.handle.lease_epoch == handle.lease_epoch + 1
     assert claim.handle.lease_id != handle.lease_id
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert attempt.attempt_state == "started"
     assert attempt.resumed_at is not None
     assert (attempt.suspended_at, attempt.suspension_id) == (None, None)
     # Progress belongs to the attempt, which is still the same.
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert (info.progress_pct, info.total_attempt_count) == (30, 1)
 
 
@@ -112,7 +114,7 @@ async def test_the_unused_attempt_time_is_kept(engine: Engine) -> None:
     armed = (await indexes(engine, handle.execution_id))["attempt_timeout"]
     assert armed is not None
     await freeze(engine, claimed + 300)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     left = armed - (claimed + 300)
     assert "attempt_timeout" not in await indexes(engine, handle.execution_id)
     fields = await record(engine, handle.execution_id)
@@ -124,7 +126,7 @@ async def test_the_unused_attempt_time_is_kept(engine: Engine) -> None:
     assert "attempt_timeout_remaining_ms" not in await record(engine, handle.execution_id)
     # A second pause counts on from there.
     await freeze(engine, claimed + 900_100)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     fields = await record(engine, handle.execution_id)
     assert float(fields["attempt_timeout_remaining_ms"]) == left - 100
 
@@ -132,7 +134,7 @@ async def test_the_unused_attempt_time_is_kept(engine: Engine) -> None:
 async def test_an_overdue_timer_keeps_one_millisecond(engine: Engine) -> None:
     handle = await engine.running(policy=TIMEOUT)
     await engine.advance(5000)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     assert (await record(engine, handle.execution_id))["attempt_timeout_remaining_ms"] == "1"
     now = await engine.now()
     await freeze(engine, now)
@@ -145,34 +147,34 @@ async def test_an_overdue_timer_keeps_one_millisecond(engine: Engine) -> None:
 async def test_the_deadline_stays_armed(engine: Engine) -> None:
     deadline = await engine.now() + 60_000
     handle = await engine.running(execution_deadline_at=deadline)
-    await engine.backend.delay(handle, await engine.now() + 5000)
+    await engine.backend.executions.delay(handle, await engine.now() + 5000)
     assert (await indexes(engine, handle.execution_id))["execution_deadline"] == deadline
 
 
 async def test_a_delay_repeated(engine: Engine) -> None:
     handle = await engine.running()
     until = await engine.now() + 5000
-    first = await engine.backend.delay(handle, until)
-    assert await unchanged(engine, lambda: engine.backend.delay(handle, until)) == first
+    first = await engine.backend.executions.delay(handle, until)
+    assert await unchanged(engine, lambda: engine.backend.executions.delay(handle, until)) == first
     await engine.advance(5000)
     await promote(engine, handle.execution_id)
-    assert await unchanged(engine, lambda: engine.backend.delay(handle, until)) == first
+    assert await unchanged(engine, lambda: engine.backend.executions.delay(handle, until)) == first
     await engine.claim()
-    answer = await unchanged(engine, lambda: engine.backend.delay(handle, until))
+    answer = await unchanged(engine, lambda: engine.backend.executions.delay(handle, until))
     assert answer.code == "stale_lease"
 
 
 async def test_a_delay_that_was_due_repeated(engine: Engine) -> None:
     handle = await engine.running()
-    first = await engine.backend.delay(handle, 1)
-    assert await unchanged(engine, lambda: engine.backend.delay(handle, 1)) == first
+    first = await engine.backend.executions.delay(handle, 1)
+    assert await unchanged(engine, lambda: engine.backend.executions.delay(handle, 1)) == first
     assert first.public_state is PublicState.WAITING
 
 
 async def test_a_delay_is_no_move(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.delay(handle, 1)
-    await refused(engine.backend.wait_children(handle), "execution_not_active")
+    await engine.backend.executions.delay(handle, 1)
+    await refused(engine.backend.executions.wait_children(handle), "execution_not_active")
 
 
 # --- waiting for children -----------------------------------------------------------------------
@@ -180,41 +182,43 @@ async def test_a_delay_is_no_move(engine: Engine) -> None:
 
 async def test_ready_keeps_the_lease(engine: Engine) -> None:
     handle = await engine.running(policy=TIMEOUT)
-    answer = await unchanged(engine, lambda: engine.backend.wait_children(handle))
+    answer = await unchanged(engine, lambda: engine.backend.executions.wait_children(handle))
     assert answer == Ready()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
 
 async def test_moved(engine: Engine) -> None:
     handle = await engine.running(policy=TIMEOUT)
     await block(engine, handle.execution_id)
-    outcome = await engine.backend.wait_children(handle)
+    outcome = await engine.backend.executions.wait_children(handle)
     assert outcome == Moved(handle.execution_id)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert await indexes(engine, handle.execution_id) == {
         f"lane:{LANE}:blocked:dependencies": int(info.created_at)
     }
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert (attempt.attempt_state, attempt.suspension_id) == ("suspended", "waiting_children")
     event = (await engine.events(handle.execution_id))[-1]
     assert (event.type, event.get("reason")) == ("released", "waiting_children")
     assert event.get("delay_until") is None
     assert int((await record(engine, handle.execution_id))["attempt_timeout_remaining_ms"]) > 0
-    why = await engine.backend.explain_execution(handle.execution_id)
+    why = await engine.backend.reads.explain_execution(handle.execution_id)
     assert (why.blocking_reason, why.unresolved_edges) == ("waiting_for_children", 1)
-    assert await unchanged(engine, lambda: engine.backend.wait_children(handle)) == outcome
-    await refused(engine.backend.delay(handle, 1), "execution_not_active")
+    assert (
+        await unchanged(engine, lambda: engine.backend.executions.wait_children(handle)) == outcome
+    )
+    await refused(engine.backend.executions.delay(handle, 1), "execution_not_active")
 
 
 async def test_a_move_that_would_be_ready_is_not_repeated(engine: Engine) -> None:
     """The answer stored with the pause wins over what the edges say now."""
     handle = await engine.running()
     await block(engine, handle.execution_id)
-    await engine.backend.wait_children(handle)
+    await engine.backend.executions.wait_children(handle)
     await engine.backend.transport.call(
         "DEL", keys.unresolved(handle.execution_id.tag, handle.execution_id)
     )
-    assert await engine.backend.wait_children(handle) == Moved(handle.execution_id)
+    assert await engine.backend.executions.wait_children(handle) == Moved(handle.execution_id)
 
 
 # --- promotion ----------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ async def test_promotion_on_the_millisecond(engine: Engine) -> None:
     assert await unchanged(engine, lambda: promote(engine, execution_id)) == "not_yet_due"
     await freeze(engine, due)
     assert await promote(engine, execution_id) == "promoted"
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.delay_until is None
     assert await indexes(engine, execution_id) == {
         f"lane:{LANE}:eligible": int(info.created_at) - 3 * 10**12
@@ -240,7 +244,9 @@ async def test_promotion_of_many(engine: Engine) -> None:
     ids = [await engine.create(delay_until=now + 1000 * (i + 1)) for i in range(3)]
     missing = engine.new_id()
     await engine.advance(2500)
-    verdicts = await engine.backend.promote_delayed(ids[0].tag, LANE, [*ids, missing, ids[0]])
+    verdicts = await engine.backend.upkeep.promote_delayed(
+        ids[0].tag, LANE, [*ids, missing, ids[0]]
+    )
     assert verdicts == [
         *("promoted", "promoted", "not_yet_due", "not_found_cleaned", "not_delayed_cleaned")
     ]
@@ -254,7 +260,7 @@ async def test_promotion_cleans_what_does_not_belong(engine: Engine) -> None:
     index = keys.lane(missing.tag, LANE, "delayed")
     await call("ZADD", index, 1, missing, 1, handle.execution_id, 1, waiting)
     ids = [missing, handle.execution_id, waiting]
-    verdicts = await engine.backend.promote_delayed(missing.tag, LANE, ids)
+    verdicts = await engine.backend.upkeep.promote_delayed(missing.tag, LANE, ids)
     assert verdicts == ["not_found_cleaned", "not_runnable_cleaned", "not_delayed_cleaned"]
     assert await call("EXISTS", index) == 0
     assert (await engine.vector(waiting)).code == "ruewnf"

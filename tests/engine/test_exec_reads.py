@@ -27,22 +27,22 @@ async def test_missing_executions(engine: Engine) -> None:
     missing = engine.new_id()
     backend = engine.backend
     for call in (
-        backend.read_execution_info(missing),
-        backend.read_execution_state(missing),
-        backend.read_outcome(missing),
-        backend.read_attempts(missing),
-        backend.read_execution_history(missing),
-        backend.explain_execution(missing),
+        backend.reads.read_execution_info(missing),
+        backend.reads.read_execution_state(missing),
+        backend.reads.read_outcome(missing),
+        backend.reads.read_attempts(missing),
+        backend.reads.read_execution_history(missing),
+        backend.reads.explain_execution(missing),
     ):
         await refused(call, "execution_not_found")
-    await refused(backend.read_execution_context(missing), "invalid_input")
-    assert await backend.describe_execution(missing) is None
-    assert await backend.get_execution_result(missing) is None
-    assert await backend.get_execution_namespace(missing) is None
-    assert await backend.get_execution_tags(missing) == {}
-    assert await backend.read_exec_core_fields(missing, ["priority"]) == {"priority": None}
-    assert await backend.read_current_attempt_index(missing) == 0
-    assert await backend.read_total_attempt_count(missing) == 0
+    await refused(backend.reads.read_execution_context(missing), "invalid_input")
+    assert await backend.reads.describe_execution(missing) is None
+    assert await backend.reads.get_execution_result(missing) is None
+    assert await backend.reads.get_execution_namespace(missing) is None
+    assert await backend.reads.get_execution_tags(missing) == {}
+    assert await backend.reads.read_exec_core_fields(missing, ["priority"]) == {"priority": None}
+    assert await backend.reads.read_current_attempt_index(missing) == 0
+    assert await backend.reads.read_total_attempt_count(missing) == 0
 
 
 @pytest.mark.parametrize("state", sorted(CODES))
@@ -51,16 +51,16 @@ async def test_every_state_reads(engine: Engine, state: str) -> None:
     backend, execution_id = engine.backend, case.execution_id
     vector = StateVector.from_code(CODES[state])
     assert violations(vector) == []
-    info = await backend.read_execution_info(execution_id)
+    info = await backend.reads.read_execution_info(execution_id)
     assert info.state_vector == vector
-    assert await backend.read_execution_state(execution_id) is vector.public_state
-    snapshot = await backend.describe_execution(execution_id)
+    assert await backend.reads.read_execution_state(execution_id) is vector.public_state
+    snapshot = await backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.public_state is vector.public_state
     reason = vector.blocking_reason.value
     assert snapshot.blocking_reason == (None if reason == "none" else reason)
     assert (snapshot.current_lease is not None) == (CODES[state][0] == "a")
-    fields = await backend.read_exec_core_fields(
+    fields = await backend.reads.read_exec_core_fields(
         execution_id,
         [
             *("lifecycle_phase", "ownership_state", "eligibility_state", "blocking_reason"),
@@ -82,18 +82,18 @@ async def test_every_state_reads(engine: Engine, state: str) -> None:
         "total_attempt_count": str(info.total_attempt_count),
         "current_lease_epoch": "0" if case.handle is None else "1",
     }
-    attempts = await backend.read_attempts(execution_id)
-    assert len(attempts) == await backend.read_total_attempt_count(execution_id)
+    attempts = await backend.reads.read_attempts(execution_id)
+    assert len(attempts) == await backend.reads.read_total_attempt_count(execution_id)
     assert [attempt.attempt_index for attempt in attempts] == list(range(len(attempts)))
-    why = await backend.explain_execution(execution_id)
+    why = await backend.reads.explain_execution(execution_id)
     assert (why.public_state, why.blocking_reason) == (vector.public_state, reason)
 
 
 async def test_snapshot_of_a_lease(engine: Engine) -> None:
     execution_id = await engine.create(tags={"a.b": "c"}, namespace="tenant")
     claim = await engine.claim()
-    renewed = await engine.backend.renew(claim.handle)
-    snapshot = await engine.backend.describe_execution(execution_id)
+    renewed = await engine.backend.leases.renew(claim.handle)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     handle = claim.handle
     assert snapshot.current_attempt == CurrentAttempt(handle.attempt_id, 0)
@@ -104,33 +104,33 @@ async def test_snapshot_of_a_lease(engine: Engine) -> None:
     assert lease.expires_at == renewed.expires_at
     assert lease.last_heartbeat_at == renewed.expires_at - TTL
     assert (snapshot.namespace, snapshot.tags) == ("tenant", {"a.b": "c"})
-    assert await engine.backend.get_execution_namespace(execution_id) == "tenant"
+    assert await engine.backend.reads.get_execution_namespace(execution_id) == "tenant"
 
 
 @pytest.mark.parametrize("state", ["lease_expired", "revoked"])
 async def test_a_lost_lease_is_still_shown(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    snapshot = await engine.backend.describe_execution(case.execution_id)
+    snapshot = await engine.backend.reads.describe_execution(case.execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is not None
     assert snapshot.current_lease.lease_id == case.held.lease_id
-    why = await engine.backend.explain_execution(case.execution_id)
+    why = await engine.backend.reads.explain_execution(case.execution_id)
     assert why.blocking_detail.startswith("lease ")
 
 
 async def test_attempt_indexes(engine: Engine) -> None:
     execution_id = await engine.create()
     backend = engine.backend
-    assert await backend.read_current_attempt_index(execution_id) == 0
-    assert await backend.read_total_attempt_count(execution_id) == 0
+    assert await backend.reads.read_current_attempt_index(execution_id) == 0
+    assert await backend.reads.read_total_attempt_count(execution_id) == 0
     await engine.claim()
-    assert await backend.read_current_attempt_index(execution_id) == 0
-    assert await backend.read_total_attempt_count(execution_id) == 1
+    assert await backend.reads.read_current_attempt_index(execution_id) == 0
+    assert await backend.reads.read_total_attempt_count(execution_id) == 1
     await engine.advance(TTL)
-    await backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+    await backend.upkeep.mark_lease_expired_if_due(execution_id.tag, [execution_id])
     await engine.claim()
-    assert await backend.read_current_attempt_index(execution_id) == 1
-    assert await backend.read_total_attempt_count(execution_id) == 2
+    assert await backend.reads.read_current_attempt_index(execution_id) == 1
+    assert await backend.reads.read_total_attempt_count(execution_id) == 2
 
 
 async def test_explain(engine: Engine) -> None:
@@ -138,25 +138,29 @@ async def test_explain(engine: Engine) -> None:
     execution_id = await engine.create(
         delay_until=due, policy={"routing_requirements": {"required_capabilities": ["gpu"]}}
     )
-    why = await engine.backend.explain_execution(execution_id)
+    why = await engine.backend.reads.explain_execution(execution_id)
     assert (why.blocking_reason, why.retry_at, why.lane_state) == (
         "waiting_for_delay",
         due,
         "active",
     )
-    assert why.since == int((await engine.backend.read_execution_info(execution_id)).created_at)
-    await engine.backend.set_lane_state(LANE, "paused")
+    assert why.since == int(
+        (await engine.backend.reads.read_execution_info(execution_id)).created_at
+    )
+    await engine.backend.lanes.set_lane_state(LANE, "paused")
     await engine.advance(60_000)
-    await engine.backend.promote_delayed(execution_id.tag, LANE, [execution_id])
-    why = await engine.backend.explain_execution(execution_id)
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, LANE, [execution_id])
+    why = await engine.backend.reads.explain_execution(execution_id)
     assert (why.blocking_reason, why.lane_state) == ("waiting_for_worker", "paused")
     assert (why.retry_at, why.missing_capabilities, why.live_workers) == (None, ("gpu",), 0)
-    await engine.backend.set_lane_state(LANE, "active")
+    await engine.backend.lanes.set_lane_state(LANE, "active")
     await refused(
-        engine.backend.issue_claim_grant(execution_id, worker_id="w", worker_instance_id="w"),
+        engine.backend.claims.issue_claim_grant(
+            execution_id, worker_id="w", worker_instance_id="w"
+        ),
         "capability_mismatch",
     )
-    why = await engine.backend.explain_execution(execution_id)
+    why = await engine.backend.reads.explain_execution(execution_id)
     assert why.missing_capabilities == ("gpu",)
 
 
@@ -164,13 +168,13 @@ async def test_reads_write_nothing(engine: Engine) -> None:
     case = await Case.make(engine, "retry_waiting")
     before = await engine.dump()
     backend, execution_id = engine.backend, case.execution_id
-    await backend.read_execution_info(execution_id)
-    await backend.describe_execution(execution_id)
-    await backend.read_outcome(execution_id)
-    await backend.read_attempts(execution_id)
-    await backend.read_execution_history(execution_id)
-    await backend.explain_execution(execution_id)
-    await backend.list_executions()
+    await backend.reads.read_execution_info(execution_id)
+    await backend.reads.describe_execution(execution_id)
+    await backend.reads.read_outcome(execution_id)
+    await backend.reads.read_attempts(execution_id)
+    await backend.reads.read_execution_history(execution_id)
+    await backend.reads.explain_execution(execution_id)
+    await backend.listings.list_executions()
     assert await engine.dump() == before
 
 
@@ -205,7 +209,9 @@ STRICT = [
 async def test_describe_is_strict(engine: Engine, field: str, value: Any) -> None:
     handle = await engine.running()
     await damage(engine, handle.execution_id, **{field: value})
-    error = await refused(engine.backend.describe_execution(handle.execution_id), "corruption")
+    error = await refused(
+        engine.backend.reads.describe_execution(handle.execution_id), "corruption"
+    )
     assert error.detail.startswith(str(handle.execution_id))
     assert len(error.detail.split(": ")) >= 3
 
@@ -216,17 +222,17 @@ async def test_corrupt_fields_in_other_reads(engine: Engine) -> None:
     await damage(engine, handle.execution_id, state="zzzzzz")
     backend = engine.backend
     for call in (
-        backend.read_execution_info(handle.execution_id),
-        backend.read_execution_state(handle.execution_id),
-        backend.explain_execution(handle.execution_id),
-        backend.read_attempts(handle.execution_id),
+        backend.reads.read_execution_info(handle.execution_id),
+        backend.reads.read_execution_state(handle.execution_id),
+        backend.reads.explain_execution(handle.execution_id),
+        backend.reads.read_attempts(handle.execution_id),
     ):
         await refused(call, "corruption")
-    page = await backend.list_executions()
+    page = await backend.listings.list_executions()
     assert page.executions == ()
     assert [problem.split(": ")[1] for problem in page.damaged] == ["state"]
     await damage(engine, handle.execution_id, state="alnnnr", priority="high")
-    await refused(backend.read_execution_info(handle.execution_id), "corruption")
+    await refused(backend.reads.read_execution_info(handle.execution_id), "corruption")
 
 
 @pytest.mark.corrupts
@@ -234,7 +240,7 @@ async def test_a_corrupt_attempt(engine: Engine) -> None:
     case = await Case.make(engine, "retry_delayed")
     key = keys.attempt(case.execution_id.tag, case.execution_id, 0)
     await engine.backend.transport.call("HDEL", key, "lease")
-    await refused(engine.backend.read_attempts(case.execution_id), "corruption")
+    await refused(engine.backend.reads.read_attempts(case.execution_id), "corruption")
 
 
 @pytest.mark.corrupts
@@ -242,9 +248,9 @@ async def test_corrupt_tags(engine: Engine) -> None:
     execution_id = await engine.create(tags={"a.b": "c"})
     key = keys.tags(execution_id.tag, execution_id)
     await engine.backend.transport.call("HSET", key, "a.b", b"\xff")
-    await refused(engine.backend.get_execution_tags(execution_id), "corruption")
-    await refused(engine.backend.describe_execution(execution_id), "corruption")
-    await refused(engine.backend.get_execution_tag(execution_id, "a.b"), "corruption")
+    await refused(engine.backend.reads.get_execution_tags(execution_id), "corruption")
+    await refused(engine.backend.reads.describe_execution(execution_id), "corruption")
+    await refused(engine.backend.reads.get_execution_tag(execution_id, "a.b"), "corruption")
 
 
 @pytest.mark.corrupts
@@ -252,14 +258,16 @@ async def test_an_empty_field_reads_as_unset(engine: Engine) -> None:
     execution_id = await engine.create()
     empty = ("priority", "retry_count", "started_at", "lease", "attempt", "flow_id", "lane_id")
     await damage(engine, execution_id, **dict.fromkeys(empty, ""))
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.priority, info.retry_count, info.started_at) == (0, 0, None)
     assert (info.total_attempt_count, info.flow_id, info.lane_id) == (0, None, "default")
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert (snapshot.current_attempt, snapshot.flow_id) == (None, None)
-    known = await engine.backend.read_exec_core_fields(execution_id, ["started_at", "priority"])
+    known = await engine.backend.reads.read_exec_core_fields(
+        execution_id, ["started_at", "priority"]
+    )
     assert known == {"started_at": None, "priority": "0"}
     await damage(engine, execution_id, created_at="")
-    error = await refused(engine.backend.describe_execution(execution_id), "corruption")
+    error = await refused(engine.backend.reads.describe_execution(execution_id), "corruption")
     assert error.detail == f"{execution_id}: created_at: is missing"

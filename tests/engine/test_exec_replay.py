@@ -30,13 +30,13 @@ from tests.support.engine import LANE, TTL, Engine
 @pytest.mark.parametrize("state", TERMINAL)
 async def test_every_outcome(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    before = await engine.backend.read_execution_info(case.execution_id)
-    ended = await engine.backend.read_attempts(case.execution_id)
-    outcome = await engine.backend.replay_execution(
+    before = await engine.backend.reads.read_execution_info(case.execution_id)
+    ended = await engine.backend.reads.read_attempts(case.execution_id)
+    outcome = await engine.backend.executions.replay_execution(
         case.execution_id, reason="again", requested_by="me"
     )
     assert outcome == Replayed(PublicState.WAITING)
-    info = await engine.backend.read_execution_info(case.execution_id)
+    info = await engine.backend.reads.read_execution_info(case.execution_id)
     assert info.replay_count == 1
     assert (info.retry_count, info.lease_reclaim_count) == (0, 0)
     for gone in (
@@ -44,10 +44,10 @@ async def test_every_outcome(engine: Engine, state: str) -> None:
         *(info.cancellation_reason, info.cancelled_by, info.progress_pct, info.progress_message),
     ):
         assert gone is None
-    assert await engine.backend.get_execution_result(case.execution_id) is None
+    assert await engine.backend.reads.get_execution_result(case.execution_id) is None
     assert (info.created_at, info.started_at) == (before.created_at, before.started_at)
-    assert await engine.backend.read_attempts(case.execution_id) == ended
-    snapshot = await engine.backend.describe_execution(case.execution_id)
+    assert await engine.backend.reads.read_attempts(case.execution_id) == ended
+    snapshot = await engine.backend.reads.describe_execution(case.execution_id)
     assert snapshot is not None
     assert snapshot.current_attempt is None
     claim = await engine.claim()
@@ -55,7 +55,7 @@ async def test_every_outcome(engine: Engine, state: str) -> None:
     assert claim.attempt_type == "replay" if ended else "initial"
     assert claim.attempt_index == len(ended)
     assert claim.handle.lease_epoch == len(ended) + 1
-    attempt = (await engine.backend.read_attempts(case.execution_id))[-1]
+    attempt = (await engine.backend.reads.read_attempts(case.execution_id))[-1]
     assert attempt.attempt_type == "replay"
     assert (attempt.replay_reason, attempt.replay_requested_by) == ("again", "me")
     assert attempt.previous_attempt_index == (0 if ended else None)
@@ -68,29 +68,31 @@ async def test_every_outcome(engine: Engine, state: str) -> None:
 @pytest.mark.parametrize("state", [*RUNNABLE, "active", "lease_expired", "revoked"])
 async def test_only_ended_executions(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    answer = await unchanged(engine, lambda: case.backend.replay_execution(case.execution_id))
+    answer = await unchanged(
+        engine, lambda: case.backend.executions.replay_execution(case.execution_id)
+    )
     assert answer.code == "execution_not_terminal"
 
 
 async def test_checks_in_order(engine: Engine) -> None:
     await refused(
-        engine.backend.replay_execution(engine.new_id(), expected_replay_count=5),
+        engine.backend.executions.replay_execution(engine.new_id(), expected_replay_count=5),
         "execution_not_found",
     )
     waiting = await engine.create(policy={"max_replay_count": 0})
     await refused(
-        engine.backend.replay_execution(waiting, expected_replay_count=5),
+        engine.backend.executions.replay_execution(waiting, expected_replay_count=5),
         "execution_not_terminal",
     )
-    await engine.backend.cancel_execution(waiting)
+    await engine.backend.executions.cancel_execution(waiting)
     await refused(
-        engine.backend.replay_execution(waiting, expected_replay_count=5),
+        engine.backend.executions.replay_execution(waiting, expected_replay_count=5),
         "max_replays_exhausted",
     )
     other = await engine.create()
-    await engine.backend.cancel_execution(other)
+    await engine.backend.executions.cancel_execution(other)
     answer = await unchanged(
-        engine, lambda: engine.backend.replay_execution(other, expected_replay_count=5)
+        engine, lambda: engine.backend.executions.replay_execution(other, expected_replay_count=5)
     )
     assert answer.code == "replay_not_allowed"
 
@@ -99,12 +101,14 @@ async def test_checks_in_order(engine: Engine) -> None:
 async def test_limit(engine: Engine, policy: dict[str, Any] | None, limit: int) -> None:
     execution_id = await engine.create(policy=policy)
     for count in range(limit):
-        await engine.backend.cancel_execution(execution_id)
-        await engine.backend.replay_execution(execution_id, expected_replay_count=count)
-    await engine.backend.cancel_execution(execution_id)
-    answer = await unchanged(engine, lambda: engine.backend.replay_execution(execution_id))
+        await engine.backend.executions.cancel_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id, expected_replay_count=count)
+    await engine.backend.executions.cancel_execution(execution_id)
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.replay_execution(execution_id)
+    )
     assert answer.code == "max_replays_exhausted"
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.replay_count == limit
 
 
@@ -112,23 +116,23 @@ async def test_counters_restart(engine: Engine) -> None:
     policy = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 0}}}
     handle = await engine.running(policy=policy)
     execution_id = handle.execution_id
-    await engine.backend.fail(handle, "1", "transient")
+    await engine.backend.executions.fail(handle, "1", "transient")
     await promote(engine, execution_id)
     handle = (await engine.claim()).handle
     await engine.advance(TTL)
     await mark(engine, execution_id)
     handle = (await engine.claim()).handle
-    await engine.backend.fail(handle, "2", "transient")
-    info = await engine.backend.read_execution_info(execution_id)
+    await engine.backend.executions.fail(handle, "2", "transient")
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.public_state.value, info.retry_count, info.lease_reclaim_count) == ("failed", 1, 1)
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
     claim = await engine.claim()
     assert claim.attempt_index == 3
     # The replay has its own retry.
-    await engine.backend.fail(claim.handle, "3", "transient")
-    info = await engine.backend.read_execution_info(execution_id)
+    await engine.backend.executions.fail(claim.handle, "3", "transient")
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.public_state.value, info.retry_count) == ("delayed", 1)
-    attempts = await engine.backend.read_attempts(execution_id)
+    attempts = await engine.backend.reads.read_attempts(execution_id)
     assert [a.attempt_type for a in attempts] == ["initial", "retry", "reclaim", "replay"]
     assert [a.attempt_state for a in attempts] == [
         *("ended_failure", "interrupted_reclaimed", "ended_failure", "ended_failure")
@@ -138,14 +142,14 @@ async def test_counters_restart(engine: Engine) -> None:
 
 async def test_what_an_archived_attempt_says(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.cancel_execution(handle.execution_id, "enough")
-    await engine.backend.replay_execution(handle.execution_id)
-    (attempt,) = await engine.backend.read_attempts(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id, "enough")
+    await engine.backend.executions.replay_execution(handle.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(handle.execution_id)
     assert attempt.failure_reason == "cancelled: enough"
     second = (await engine.claim()).handle
-    await engine.backend.complete(second)
-    await engine.backend.replay_execution(handle.execution_id)
-    attempt = (await engine.backend.read_attempts(handle.execution_id))[1]
+    await engine.backend.executions.complete(second)
+    await engine.backend.executions.replay_execution(handle.execution_id)
+    attempt = (await engine.backend.reads.read_attempts(handle.execution_id))[1]
     assert (attempt.attempt_state, attempt.failure_reason) == ("ended_success", None)
 
 
@@ -153,10 +157,10 @@ async def test_an_archived_success_stores_no_failure_of_another(engine: Engine) 
     policy = {"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}}
     handle = await engine.running(policy=policy)
     execution_id = handle.execution_id
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     await promote(engine, execution_id)
-    await engine.backend.complete((await engine.claim()).handle)
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.complete((await engine.claim()).handle)
+    await engine.backend.executions.replay_execution(execution_id)
     stored = await raw(engine, keys.attempt(execution_id.tag, execution_id, 1))
     assert stored["attempt_state"] == "ended_success"
     assert stored["retry_reason"] == "boom"
@@ -168,11 +172,11 @@ async def test_deadlines(engine: Engine, policy_duration: int | None) -> None:
     policy = policy_duration and {"timeout_policy": {"execution_deadline_ms": policy_duration}}
     absolute = None if policy else await engine.now() + 60_000
     execution_id = await engine.create(policy=policy or None, execution_deadline_at=absolute)
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await engine.advance(1000)
     now = await engine.now()
-    await engine.backend.replay_execution(execution_id)
-    info = await engine.backend.read_execution_info(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     held = await indexes(engine, execution_id)
     if policy_duration is None:
         assert info.execution_deadline_at is None
@@ -186,17 +190,17 @@ async def test_deadlines(engine: Engine, policy_duration: int | None) -> None:
 async def test_ranks_by_original_age(engine: Engine) -> None:
     old = await engine.create()
     await engine.advance(5)
-    await engine.backend.cancel_execution(old)
+    await engine.backend.executions.cancel_execution(old)
     young = await engine.create()
     await engine.advance(5)
-    await engine.backend.replay_execution(old)
+    await engine.backend.executions.replay_execution(old)
     assert [claim.execution_id for claim in await engine.claim_all(2)] == [old, young]
 
 
 async def test_event_and_history(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.cancel_execution(execution_id)
-    await engine.backend.replay_execution(execution_id, reason="why", requested_by="me")
+    await engine.backend.executions.cancel_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id, reason="why", requested_by="me")
     event = (await engine.events(execution_id))[-1]
     assert event.type == "replayed"
     assert event.fields == {
@@ -205,7 +209,7 @@ async def test_event_and_history(engine: Engine) -> None:
         "requested_by": "me",
         "reason": "why",
     }
-    assert await engine.backend.read_execution_history(execution_id) == [event]
+    assert await engine.backend.reads.read_execution_history(execution_id) == [event]
 
 
 async def test_steps_go_unless_kept(engine: Engine) -> None:
@@ -213,8 +217,8 @@ async def test_steps_go_unless_kept(engine: Engine) -> None:
     key = keys.steps(execution_id.tag, execution_id)
     for keep in (True, False):
         await engine.backend.transport.call("HSET", key, "step", "1")
-        await engine.backend.cancel_execution(execution_id)
-        await engine.backend.replay_execution(execution_id, keep_steps=keep)
+        await engine.backend.executions.cancel_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id, keep_steps=keep)
         assert await engine.backend.transport.call("EXISTS", key) == int(keep)
 
 
@@ -222,9 +226,9 @@ async def test_what_is_kept(engine: Engine) -> None:
     execution_id = await engine.create(
         input_payload=b"in", tags={"a.b": "c"}, policy={"max_replay_count": 5}
     )
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     before = await engine.dump()
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
     after = await engine.dump()
     for name in (keys.payload, keys.tags, keys.policy):
         key = name(execution_id.tag, execution_id).encode()
@@ -234,9 +238,9 @@ async def test_what_is_kept(engine: Engine) -> None:
 async def test_a_paused_and_cancelled_one(engine: Engine) -> None:
     handle = await engine.running()
     await block(engine, handle.execution_id)
-    await engine.backend.wait_children(handle)
-    await engine.backend.cancel_execution(handle.execution_id)
-    await engine.backend.replay_execution(handle.execution_id)
+    await engine.backend.executions.wait_children(handle)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
+    await engine.backend.executions.replay_execution(handle.execution_id)
     stored = await record(engine, handle.execution_id)
     assert not {"paused", "suspended_at", "attempt_timeout_remaining_ms"} & set(stored)
     assert list(await indexes(engine, handle.execution_id)) == [f"lane:{LANE}:eligible"]
@@ -247,21 +251,23 @@ async def test_a_paused_and_cancelled_one(engine: Engine) -> None:
 
 async def _request(engine: Engine, execution_id: Any, request: str) -> Any:
     args = (execution_id, "", "", "", "0", request)
-    reply = await engine.backend.fcall("ff_replay", execution_id.tag, args, op="replay_execution")
+    reply = await engine.backend.calls.fcall(
+        "ff_replay", execution_id.tag, args, op="replay_execution"
+    )
     return reply[2]
 
 
 async def test_the_same_request_is_carried_out_once(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     request = new_uuid()
     assert await _request(engine, execution_id, request) == b"waiting"
     assert await unchanged(engine, lambda: _request(engine, execution_id, request)) == b"waiting"
     # Even when the new run has ended before the repeat arrives.
-    await engine.backend.complete((await engine.claim()).handle)
+    await engine.backend.executions.complete((await engine.claim()).handle)
     assert await unchanged(engine, lambda: _request(engine, execution_id, request)) == b"waiting"
     assert await _request(engine, execution_id, new_uuid()) == b"waiting"
-    assert (await engine.backend.read_execution_info(execution_id)).replay_count == 2
+    assert (await engine.backend.reads.read_execution_info(execution_id)).replay_count == 2
 
 
 async def test_a_repeat_that_was_overtaken_has_no_effect(engine: Engine) -> None:
@@ -269,33 +275,39 @@ async def test_a_repeat_that_was_overtaken_has_no_effect(engine: Engine) -> None
     execution_id = await engine.create()
 
     async def request(function: str, *args: Any) -> list[Any]:
-        return await engine.backend.fcall(function, execution_id.tag, (execution_id, *args), op="t")
+        return await engine.backend.calls.fcall(
+            function, execution_id.tag, (execution_id, *args), op="t"
+        )
 
     first = await request("ff_change_priority", 5, "a")
     await request("ff_change_priority", 9, "b")
     assert await request("ff_change_priority", 5, "a") == first
-    assert (await engine.backend.read_execution_info(execution_id)).priority == 9
+    assert (await engine.backend.reads.read_execution_info(execution_id)).priority == 9
     for name in ("c", "d"):
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
         await request("ff_replay", "", "", "", "0", name)
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await request("ff_replay", "", "", "", "0", "c")
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.replay_count, info.public_state.value) == (2, "cancelled")
 
 
 async def test_another_request_is_refused_while_it_runs(engine: Engine) -> None:
     execution_id = await engine.create()
-    await engine.backend.cancel_execution(execution_id)
-    await engine.backend.replay_execution(execution_id)
-    answer = await unchanged(engine, lambda: engine.backend.replay_execution(execution_id))
+    await engine.backend.executions.cancel_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.replay_execution(execution_id)
+    )
     assert answer.code == "execution_not_terminal"
 
 
 @pytest.mark.corrupts
 async def test_an_unreadable_policy(engine: Engine) -> None:
     execution_id = await engine.create(policy={"max_replay_count": 5})
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await engine.backend.transport.call("SET", keys.policy(execution_id.tag, execution_id), "{")
-    answer = await unchanged(engine, lambda: engine.backend.replay_execution(execution_id))
+    answer = await unchanged(
+        engine, lambda: engine.backend.executions.replay_execution(execution_id)
+    )
     assert answer.code == "corruption"

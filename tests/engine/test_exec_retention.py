@@ -39,12 +39,14 @@ async def owned(engine: Engine, execution_id: ExecutionId) -> list[bytes]:
 @pytest.mark.parametrize("state", TERMINAL)
 async def test_everything_goes(engine: Engine, state: str) -> None:
     case = await Case.make(engine, state)
-    await engine.backend.set_execution_tag(case.execution_id, "a.b", "c")
+    await engine.backend.executions.set_execution_tag(case.execution_id, "a.b", "c")
     await engine.advance(DAY)
     assert await trim(engine, case.execution_id) == "purged"
     assert await owned(engine, case.execution_id) == []
-    await refused(engine.backend.read_execution_info(case.execution_id), "execution_not_found")
-    assert await engine.backend.get_execution_result(case.execution_id) is None
+    await refused(
+        engine.backend.reads.read_execution_info(case.execution_id), "execution_not_found"
+    )
+    assert await engine.backend.reads.get_execution_result(case.execution_id) is None
 
 
 async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
@@ -55,13 +57,13 @@ async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
         policy={"retry_policy": {"backoff": {"type": "fixed", "delay_ms": 0}}},
     )
     handle = (await engine.claim()).handle
-    await engine.backend.fail(handle, "x", "transient")
+    await engine.backend.executions.fail(handle, "x", "transient")
     await promote(engine, execution_id)
     handle = (await engine.claim()).handle
     await block(engine, execution_id)
     call = engine.backend.transport.call
     await call("HSET", keys.steps(execution_id.tag, execution_id), "s", "1")
-    await engine.backend.complete(handle, b"out")
+    await engine.backend.executions.complete(handle, b"out")
     kinds = {name.rsplit(b":", 1)[-1] for name in await owned(engine, execution_id)}
     assert kinds == {
         *(b"core", b"payload", b"result", b"policy", b"tags", b"history", b"steps"),
@@ -80,7 +82,7 @@ async def test_due_time(engine: Engine, ttl: int | None) -> None:
     execution_id = await engine.create(policy=policy)
     now = await engine.now() + 1000
     await freeze(engine, now)
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     due = now + (DAY if ttl is None else ttl)
     assert await indexes(engine, execution_id) == {f"lane:{LANE}:terminal": due}
     if ttl != 0:
@@ -93,11 +95,11 @@ async def test_due_time(engine: Engine, ttl: int | None) -> None:
 async def test_a_replayed_execution_is_not_purged(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     await engine.advance(DAY)
-    await engine.backend.replay_execution(case.execution_id)
+    await engine.backend.executions.replay_execution(case.execution_id)
     answer = await unchanged(engine, lambda: trim(engine, case.execution_id))
     assert answer == "not_terminal"
     # Its age counts from the new end.
-    await engine.backend.complete((await engine.claim()).handle)
+    await engine.backend.executions.complete((await engine.claim()).handle)
     assert await unchanged(engine, lambda: trim(engine, case.execution_id)) == "not_due"
 
 
@@ -105,8 +107,10 @@ async def test_a_purged_execution_is_not_replayed(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     await engine.advance(DAY)
     await trim(engine, case.execution_id)
-    await refused(engine.backend.replay_execution(case.execution_id), "execution_not_found")
-    await refused(engine.backend.complete(case.held), "execution_not_found")
+    await refused(
+        engine.backend.executions.replay_execution(case.execution_id), "execution_not_found"
+    )
+    await refused(engine.backend.executions.complete(case.held), "execution_not_found")
 
 
 @pytest.mark.corrupts
@@ -114,29 +118,29 @@ async def test_entries_that_do_not_belong_are_removed(engine: Engine) -> None:
     ghost, waiting = engine.new_id(), await engine.create()
     index = keys.lane(ghost.tag, LANE, "terminal")
     await engine.backend.transport.call("ZADD", index, 1, ghost, 1, waiting)
-    verdicts = await engine.backend.trim_retention(ghost.tag, LANE, [ghost, waiting])
+    verdicts = await engine.backend.upkeep.trim_retention(ghost.tag, LANE, [ghost, waiting])
     assert verdicts == ["orphan_removed", "not_terminal"]
     assert await engine.backend.transport.call("EXISTS", index) == 0
-    assert (await engine.backend.read_execution_state(waiting)).value == "waiting"
+    assert (await engine.backend.reads.read_execution_state(waiting)).value == "waiting"
 
 
 async def test_trimming_twice(engine: Engine) -> None:
     case = await Case.make(engine, "completed")
     await engine.advance(DAY)
     ids = [case.execution_id, case.execution_id]
-    verdicts = await engine.backend.trim_retention(case.execution_id.tag, LANE, ids)
+    verdicts = await engine.backend.upkeep.trim_retention(case.execution_id.tag, LANE, ids)
     assert verdicts == ["purged", "orphan_removed"]
 
 
 async def test_a_recreated_execution_starts_clean(engine: Engine) -> None:
     case = await Case.make(engine, "retry_waiting")
-    await engine.backend.cancel_execution(case.execution_id)
+    await engine.backend.executions.cancel_execution(case.execution_id)
     await engine.advance(DAY)
     await trim(engine, case.execution_id)
     await engine.create(execution_id=case.execution_id)
     claim = await engine.claim()
     assert (claim.attempt_index, claim.handle.lease_epoch) == (0, 1)
-    assert len(await engine.backend.read_attempts(case.execution_id)) == 1
+    assert len(await engine.backend.reads.read_attempts(case.execution_id)) == 1
 
 
 async def _with_attempts(engine: Engine, count: int) -> ExecutionId:
@@ -147,11 +151,11 @@ async def _with_attempts(engine: Engine, count: int) -> ExecutionId:
     execution_id = await engine.create(policy=policy)
     for _ in range(count - 1):
         handle = (await engine.claim()).handle
-        await engine.backend.fail(handle, "x", "transient")
+        await engine.backend.executions.fail(handle, "x", "transient")
         await promote(engine, execution_id)
     handle = (await engine.claim()).handle
-    await engine.backend.fail(handle, "x", "permanent")
-    assert await engine.backend.read_total_attempt_count(execution_id) == count
+    await engine.backend.executions.fail(handle, "x", "permanent")
+    assert await engine.backend.reads.read_total_attempt_count(execution_id) == count
     return execution_id
 
 
@@ -159,18 +163,21 @@ async def test_a_long_purge_goes_on_in_pieces(engine: Engine) -> None:
     execution_id = await _with_attempts(engine, 505)
     await engine.advance(DAY)
     assert await trim(engine, execution_id) == "purging"
-    await refused(engine.backend.read_execution_info(execution_id), "execution_not_found")
-    assert await engine.backend.list_executions() == await engine.backend.list_executions(limit=0)
+    await refused(engine.backend.reads.read_execution_info(execution_id), "execution_not_found")
+    assert (
+        await engine.backend.listings.list_executions()
+        == await engine.backend.listings.list_executions(limit=0)
+    )
     backlog = keys.index(execution_id.tag, "purge_backlog")
     assert await engine.backend.transport.call("EXISTS", backlog) == 1
     left = 1
     rounds = 0
     while left:
-        left = await engine.backend.purge(execution_id.tag)
+        left = await engine.backend.upkeep.purge(execution_id.tag)
         rounds += 1
     assert rounds == 1
     assert await owned(engine, execution_id) == []
-    assert await engine.backend.purge(execution_id.tag) == 0
+    assert await engine.backend.upkeep.purge(execution_id.tag) == 0
 
 
 async def test_an_id_used_again_finds_nothing_of_its_former_life(engine: Engine) -> None:
@@ -178,12 +185,12 @@ async def test_an_id_used_again_finds_nothing_of_its_former_life(engine: Engine)
     await engine.advance(DAY)
     assert await trim(engine, execution_id) == "purging"
     await engine.create(execution_id=execution_id)
-    assert await engine.backend.purge(execution_id.tag) == 0
+    assert await engine.backend.upkeep.purge(execution_id.tag) == 0
     handle = (await engine.claim()).handle
-    await engine.backend.complete(handle, b"new")
+    await engine.backend.executions.complete(handle, b"new")
     # A repeat is recognised by the attempt it ended.
-    await engine.backend.complete(handle, b"new")
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    await engine.backend.executions.complete(handle, b"new")
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert (attempt.attempt_state, attempt.failure_reason) == ("ended_success", None)
 
 
@@ -194,14 +201,14 @@ async def test_a_long_backlog_is_worked_off(engine: Engine) -> None:
     entries = [part for n in range(2000) for part in (f"{engine.new_id()}-{n}", "0")]
     await engine.backend.transport.call("HSET", backlog, *entries)
     for left in range(1999, -1, -1):
-        assert await engine.backend.purge(tag) == left
+        assert await engine.backend.upkeep.purge(tag) == left
     assert await engine.backend.transport.call("EXISTS", backlog) == 0
 
 
 @pytest.mark.parametrize("retention", [2**53 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1])
 async def test_for_ever_is_never(engine: Engine, retention: int) -> None:
     execution_id = await engine.create(policy={"stream_policy": {"retention_ttl_ms": retention}})
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await engine.advance(100 * 365 * DAY)
     assert await trim(engine, execution_id) == "not_due"
     (due,) = (await indexes(engine, execution_id)).values()
@@ -209,7 +216,7 @@ async def test_for_ever_is_never(engine: Engine, retention: int) -> None:
     await engine.backend.transport.call(
         "ZREM", keys.index(execution_id.tag, f"lane:{LANE}:terminal"), execution_id
     )
-    await engine.backend.reconcile_execution_index(execution_id.tag, [execution_id])
+    await engine.backend.upkeep.reconcile_execution_index(execution_id.tag, [execution_id])
     assert list((await indexes(engine, execution_id)).values()) == [due]
 
 
@@ -219,5 +226,5 @@ async def test_events_outlive_the_execution(engine: Engine) -> None:
     await engine.advance(DAY)
     await trim(engine, case.execution_id)
     assert await engine.events(case.execution_id) == before
-    trimmed = await engine.backend.trim_events(keys.events(case.execution_id.tag), 2**45)
+    trimmed = await engine.backend.upkeep.trim_events(keys.events(case.execution_id.tag), 2**45)
     assert trimmed == len(before)

@@ -31,7 +31,9 @@ async def test_a_policy_that_cannot_be_read_allows_no_retry(engine: Engine, stor
     handle = await engine.running(policy=POLICY)
     key = keys.policy(handle.execution_id.tag, handle.execution_id)
     await engine.backend.transport.call("SET", key, stored)
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), TerminalFailed)
+    assert isinstance(
+        await engine.backend.executions.fail(handle, "x", "transient"), TerminalFailed
+    )
 
 
 async def test_null_is_absent_in_a_stored_policy(engine: Engine) -> None:
@@ -39,4 +41,6 @@ async def test_null_is_absent_in_a_stored_policy(engine: Engine) -> None:
     key = keys.policy(handle.execution_id.tag, handle.execution_id)
     stored = '{"retry_policy": {"max_retries": null, "backoff": {"multiplier": null}}}'
     await engine.backend.transport.call("SET", key, stored)
-    assert isinstance(await engine.backend.fail(handle, "x", "transient"), RetryScheduled)
+    assert isinstance(
+        await engine.backend.executions.fail(handle, "x", "transient"), RetryScheduled
+    )

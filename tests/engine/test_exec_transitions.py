@@ -44,17 +44,19 @@ async def _claim(case: Case) -> Any:
 
 
 async def _wait_children(case: Case) -> Any:
-    return await case.backend.move_to_waiting_children(case.execution_id, case.fence)
+    return await case.backend.executions.move_to_waiting_children(case.execution_id, case.fence)
 
 
 async def _delay(case: Case) -> Any:
     until = await case.engine.now() + 7000
-    return await case.backend.delay_execution(case.execution_id, case.fence, delay_until=until)
+    return await case.backend.executions.delay_execution(
+        case.execution_id, case.fence, delay_until=until
+    )
 
 
 def _fail(category: str) -> Operation:
     def fail(case: Case) -> Awaitable[Any]:
-        return case.backend.fail_execution(
+        return case.backend.executions.fail_execution(
             case.execution_id, case.fence, failure_reason="r", failure_category=category
         )
 
@@ -63,28 +65,30 @@ def _fail(category: str) -> Operation:
 
 OPERATIONS: dict[str, Operation] = {
     "claim": _claim,
-    "complete": lambda case: case.backend.complete_execution(case.execution_id, case.fence),
+    "complete": lambda case: case.backend.executions.complete_execution(
+        case.execution_id, case.fence
+    ),
     "fail_retry": _fail("transient"),
     "fail_final": _fail("permanent"),
     "delay": _delay,
-    "delay_due": lambda case: case.backend.delay_execution(
+    "delay_due": lambda case: case.backend.executions.delay_execution(
         case.execution_id, case.fence, delay_until=1
     ),
     "wait_children": _wait_children,
-    "cancel": lambda case: case.backend.cancel_execution(case.execution_id, "why"),
-    "cancel_by_worker": lambda case: case.backend.cancel_execution(
+    "cancel": lambda case: case.backend.executions.cancel_execution(case.execution_id, "why"),
+    "cancel_by_worker": lambda case: case.backend.executions.cancel_execution(
         case.execution_id, "why", source="worker", fence=case.fence
     ),
     "expire_attempt": lambda case: expire_attempt(case.engine, case.execution_id),
     "expire_deadline": lambda case: expire_deadline(case.engine, case.execution_id),
     "mark_expired": lambda case: mark(case.engine, case.execution_id),
-    "revoke": lambda case: case.backend.revoke_lease(case.execution_id),
+    "revoke": lambda case: case.backend.leases.revoke_lease(case.execution_id),
     "promote": lambda case: promote(case.engine, case.execution_id),
-    "replay": lambda case: case.backend.replay_execution(case.execution_id),
-    "progress": lambda case: case.backend.update_progress(
+    "replay": lambda case: case.backend.executions.replay_execution(case.execution_id),
+    "progress": lambda case: case.backend.executions.update_progress(
         case.execution_id, case.fence, progress_pct=1
     ),
-    "change_priority": lambda case: case.backend.change_priority(case.execution_id, 7),
+    "change_priority": lambda case: case.backend.executions.change_priority(case.execution_id, 7),
 }
 PREPARATION: dict[str, int] = {
     "expire_attempt": ATTEMPT_TIMEOUT,
@@ -160,7 +164,7 @@ async def test_listed_transition(engine: Engine, state: str, operation: str) -> 
     earliest = await engine.now()
     await OPERATIONS[operation](case)
 
-    info = await engine.backend.read_execution_info(case.execution_id)
+    info = await engine.backend.reads.read_execution_info(case.execution_id)
     expected = StateVector.from_code(TABLE[state, operation])
     assert info.state_vector == expected
     assert info.public_state is expected.public_state
@@ -170,7 +174,7 @@ async def test_listed_transition(engine: Engine, state: str, operation: str) -> 
     assert set(held) == _expected_indexes(expected, operation)
     _check_scores(held, info.created_at, await record(engine, case.execution_id))
 
-    fields = await engine.backend.read_exec_core_fields(
+    fields = await engine.backend.reads.read_exec_core_fields(
         case.execution_id, ["last_transition_at", "last_mutation_at", "completed_at", "delay_until"]
     )
     assert int(fields["last_mutation_at"] or 0) >= earliest

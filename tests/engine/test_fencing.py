@@ -16,9 +16,9 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion, Holder
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion, Holder
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.probes import event_types, mark, placed, reclaim, refused, running, untouched
 from tests.support.engine import TTL, Engine
 
@@ -36,32 +36,32 @@ async def _only(outcomes: Awaitable[Sequence[object]]) -> object:
     return outcome
 
 
-async def _completed_and_claimed(backend: Backend, handle: Handle) -> Sequence[object]:
-    elsewhere = Want.of("elsewhere", "w", "w-1")
+async def _completed_and_claimed(backend: ValkeyBackend, handle: Handle) -> Sequence[object]:
+    elsewhere = ClaimRequest.of("elsewhere", "w", "w-1")
     items = [Completion(handle, b"zombie")]
-    outcomes, claimed = await backend.complete_and_claim(
+    outcomes, claimed = await backend.claims.complete_and_claim(
         handle.execution_id.tag, items, elsewhere, 1
     )
     assert not claimed.claims
     return outcomes
 
 
-Verb = Callable[[Backend, Handle], Awaitable[object]]
+Verb = Callable[[ValkeyBackend, Handle], Awaitable[object]]
 
 VERBS: dict[str, Verb] = {
-    "complete": lambda b, h: b.complete(h, b"zombie"),
-    "complete_many": lambda b, h: _only(b.complete_many([Completion(h, b"zombie")])),
-    "fail": lambda b, h: b.fail(h, "zombie", "transient"),
-    "cancel": lambda b, h: b.cancel(h, "zombie"),
-    "delay": lambda b, h: b.delay(h, 2**50),
-    "wait_children": lambda b, h: b.wait_children(h),
-    "progress": lambda b, h: b.progress(h, 99, "zombie"),
-    "renew": lambda b, h: b.renew(h),
-    "renew_many": lambda b, h: _only(b.renew_many([h])),
+    "complete": lambda b, h: b.executions.complete(h, b"zombie"),
+    "complete_many": lambda b, h: _only(b.executions.complete_many([Completion(h, b"zombie")])),
+    "fail": lambda b, h: b.executions.fail(h, "zombie", "transient"),
+    "cancel": lambda b, h: b.executions.cancel(h, "zombie"),
+    "delay": lambda b, h: b.executions.delay(h, 2**50),
+    "wait_children": lambda b, h: b.executions.wait_children(h),
+    "progress": lambda b, h: b.executions.progress(h, 99, "zombie"),
+    "renew": lambda b, h: b.leases.renew(h),
+    "renew_many": lambda b, h: _only(b.leases.renew_many([h])),
     "complete_and_claim": lambda b, h: _only(_completed_and_claimed(b, h)),
-    "suspend": lambda b, h: b.suspend(h, condition=Single("go")),
-    "create_waitpoint": lambda b, h: b.create_waitpoint(h, "go", 1000),
-    "append_frame": lambda b, h: b.append_frame(h, Frame(payload=b"zombie")),
+    "suspend": lambda b, h: b.suspensions.suspend(h, condition=Single("go")),
+    "create_waitpoint": lambda b, h: b.waitpoints.create_waitpoint(h, "go", 1000),
+    "append_frame": lambda b, h: b.streams.append_frame(h, Frame(payload=b"zombie")),
 }
 MARKS_EXPIRY = set(VERBS) - {"cancel", "progress", "create_waitpoint", "append_frame"}
 # An append has words of its own for a lost lease, and for an attempt that ended (06).
@@ -113,20 +113,22 @@ async def reclaimed_and_lapsed_again(engine: Engine) -> Handle:
 
 async def resumed_by_the_same_worker(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     assert (await engine.claim()).handle.attempt_id == handle.attempt_id
     return handle
 
 
 async def resumed_and_completed(engine: Engine) -> Handle:
     handle = await resumed_by_the_same_worker(engine)
-    await engine.backend.complete_execution(handle.execution_id, source="operator_override")
+    await engine.backend.executions.complete_execution(
+        handle.execution_id, source="operator_override"
+    )
     return handle
 
 
 async def revoked(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     return handle
 
 
@@ -138,13 +140,13 @@ async def revoked_and_reclaimed(engine: Engine) -> Handle:
 
 async def cancelled_by_operator(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.cancel_execution(handle.execution_id, "stop")
+    await engine.backend.executions.cancel_execution(handle.execution_id, "stop")
     return handle
 
 
 async def completed(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.complete(handle, b"done")
+    await engine.backend.executions.complete(handle, b"done")
     return handle
 
 
@@ -152,38 +154,38 @@ async def failed_and_reclaimed(engine: Engine) -> Handle:
     handle = await failed_with_retry(engine)
     execution_id = handle.execution_id
     await engine.advance(6)
-    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     assert (await engine.claim()).attempt_index == 1
     return handle
 
 
 async def failed_with_retry(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     return handle
 
 
 async def failed_for_good(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.fail(handle, "boom", "permanent")
+    await engine.backend.executions.fail(handle, "boom", "permanent")
     return handle
 
 
 async def given_back(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    await engine.backend.delay(handle, await engine.now() + 60_000)
+    await engine.backend.executions.delay(handle, await engine.now() + 60_000)
     return handle
 
 
 async def given_back_and_cancelled(engine: Engine) -> Handle:
     handle = await given_back(engine)
-    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
     return handle
 
 
 async def given_back_cancelled_and_replayed(engine: Engine) -> Handle:
     handle = await given_back_and_cancelled(engine)
-    await engine.backend.replay_execution(handle.execution_id)
+    await engine.backend.executions.replay_execution(handle.execution_id)
     return handle
 
 
@@ -192,20 +194,20 @@ async def waiting_for_children(engine: Engine) -> Handle:
     execution_id = handle.execution_id
     edges = keys.unresolved(execution_id.tag, execution_id)
     await engine.backend.transport.call("SADD", edges, "an-edge")
-    assert (await engine.backend.wait_children(handle)).kind == "moved"
+    assert (await engine.backend.executions.wait_children(handle)).kind == "moved"
     return handle
 
 
 async def capped(engine: Engine) -> Handle:
     handle = await running(engine, policy={"max_reclaim_count": 0})
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     assert await engine.claim_all() == []
     return handle
 
 
 async def replayed(engine: Engine) -> Handle:
     handle = await completed(engine)
-    await engine.backend.replay_execution(handle.execution_id)
+    await engine.backend.executions.replay_execution(handle.execution_id)
     return handle
 
 
@@ -218,7 +220,7 @@ async def replayed_and_claimed(engine: Engine) -> Handle:
 async def trimmed(engine: Engine) -> Handle:
     handle = await completed(engine)
     await engine.advance(86_400_001)
-    verdicts = await engine.backend.trim_retention(
+    verdicts = await engine.backend.upkeep.trim_retention(
         handle.execution_id.tag, "default", [handle.execution_id]
     )
     assert verdicts == ["purged"]
@@ -285,7 +287,7 @@ async def test_marking_by_a_refused_call_is_the_scanners_marking(engine: Engine)
     """Same record, same indexes, same event as the scanner's."""
     by_call, by_scanner = await running(engine), await running(engine)
     await engine.advance(TTL + 1)
-    await refused("lease_expired", engine.backend.complete(by_call))
+    await refused("lease_expired", engine.backend.executions.complete(by_call))
     await mark(engine, [by_scanner.execution_id])
     assert set(await placed(engine, by_call.execution_id)) == set(
         await placed(engine, by_scanner.execution_id)
@@ -295,16 +297,20 @@ async def test_marking_by_a_refused_call_is_the_scanners_marking(engine: Engine)
 
 # --- the triple ---------------------------------------------------------------------------
 
-FencedVerb = Callable[[Backend, ExecutionId, Holder], Awaitable[object]]
+FencedVerb = Callable[[ValkeyBackend, ExecutionId, Holder], Awaitable[object]]
 
 FENCED: dict[str, FencedVerb] = {
-    "complete": lambda b, e, f: b.complete_execution(e, f),
-    "fail": lambda b, e, f: b.fail_execution(e, f, failure_reason="r", failure_category="c"),
-    "delay": lambda b, e, f: b.delay_execution(e, f, delay_until=1),
-    "wait_children": lambda b, e, f: b.move_to_waiting_children(e, f),
-    "renew": lambda b, e, f: b.renew_lease(e, f, TTL),
-    "cancel": lambda b, e, f: b.cancel_execution(e, "r", source="lease_holder", fence=f),
-    "cancel_custom": lambda b, e, f: b.cancel_execution(e, "r", source="my-tool", fence=f),
+    "complete": lambda b, e, f: b.executions.complete_execution(e, f),
+    "fail": lambda b, e, f: b.executions.fail_execution(
+        e, f, failure_reason="r", failure_category="c"
+    ),
+    "delay": lambda b, e, f: b.executions.delay_execution(e, f, delay_until=1),
+    "wait_children": lambda b, e, f: b.executions.move_to_waiting_children(e, f),
+    "renew": lambda b, e, f: b.leases.renew_lease(e, f, TTL),
+    "cancel": lambda b, e, f: b.executions.cancel_execution(e, "r", source="lease_holder", fence=f),
+    "cancel_custom": lambda b, e, f: b.executions.cancel_execution(
+        e, "r", source="my-tool", fence=f
+    ),
 }
 
 
@@ -391,22 +397,29 @@ async def test_progress_needs_lease_and_epoch_only(engine: Engine) -> None:
             Fence(handle.lease_id, 1, handle.attempt_id, 4),
         ):
             await refused(
-                "stale_lease", backend.update_progress(execution_id, fence, progress_pct=1)
+                "stale_lease",
+                backend.executions.update_progress(execution_id, fence, progress_pct=1),
             )
-    await backend.update_progress(execution_id, Fence(handle.lease_id, 1), progress_pct=50)
-    info = await backend.read_execution_info(execution_id)
+    await backend.executions.update_progress(
+        execution_id, Fence(handle.lease_id, 1), progress_pct=50
+    )
+    info = await backend.reads.read_execution_info(execution_id)
     assert info.progress_pct == 50
 
 
 # --- operator override ----------------------------------------------------------------------
 
-OVERRIDE: dict[str, Callable[[Backend, ExecutionId], Awaitable[object]]] = {
-    "complete": lambda b, e: b.complete_execution(e, source="operator_override"),
-    "fail": lambda b, e: b.fail_execution(
+OVERRIDE: dict[str, Callable[[ValkeyBackend, ExecutionId], Awaitable[object]]] = {
+    "complete": lambda b, e: b.executions.complete_execution(e, source="operator_override"),
+    "fail": lambda b, e: b.executions.fail_execution(
         e, failure_reason="r", failure_category="c", source="operator_override"
     ),
-    "delay": lambda b, e: b.delay_execution(e, delay_until=1, source="operator_override"),
-    "wait_children": lambda b, e: b.move_to_waiting_children(e, source="operator_override"),
+    "delay": lambda b, e: b.executions.delay_execution(
+        e, delay_until=1, source="operator_override"
+    ),
+    "wait_children": lambda b, e: b.executions.move_to_waiting_children(
+        e, source="operator_override"
+    ),
 }
 
 
@@ -434,7 +447,7 @@ async def test_no_other_source_is_an_override(engine: Engine, source: str) -> No
     async with untouched(engine):
         await refused(
             "fence_required",
-            engine.backend.complete_execution(handle.execution_id, source=source),
+            engine.backend.executions.complete_execution(handle.execution_id, source=source),
         )
 
 
@@ -444,7 +457,7 @@ async def test_an_override_with_a_wrong_triple_is_still_checked(engine: Engine) 
     async with untouched(engine):
         await refused(
             "stale_lease",
-            engine.backend.complete_execution(
+            engine.backend.executions.complete_execution(
                 handle.execution_id, fence, source="operator_override"
             ),
         )
@@ -453,12 +466,12 @@ async def test_an_override_with_a_wrong_triple_is_still_checked(engine: Engine) 
 async def test_a_batch_refuses_the_zombie_and_serves_the_rest(engine: Engine) -> None:
     zombie = await reclaimed_by_another(engine)
     good = await running(engine)
-    outcomes = await engine.backend.complete_many(
+    outcomes = await engine.backend.executions.complete_many(
         [Completion(zombie, b"z"), Completion(good, b"g"), Completion(zombie, b"z")]
     )
     assert [isinstance(outcome, EngineError) for outcome in outcomes] == [True, False, True]
-    assert await engine.backend.get_execution_result(zombie.execution_id) is None
-    assert await engine.backend.get_execution_result(good.execution_id) == b"g"
+    assert await engine.backend.reads.get_execution_result(zombie.execution_id) is None
+    assert await engine.backend.reads.get_execution_result(good.execution_id) == b"g"
 
 
 async def test_epochs_order_all_owners(engine: Engine) -> None:
@@ -466,9 +479,9 @@ async def test_epochs_order_all_owners(engine: Engine) -> None:
     owners = [handle]
     for step in range(6):
         if step % 3 == 0:
-            await engine.backend.delay(owners[-1], 1)
+            await engine.backend.executions.delay(owners[-1], 1)
         elif step % 3 == 1:
-            await engine.backend.revoke_lease(handle.execution_id)
+            await engine.backend.leases.revoke_lease(handle.execution_id)
         else:
             await engine.advance(TTL + 1)
             await mark(engine, [handle.execution_id])
@@ -478,4 +491,4 @@ async def test_epochs_order_all_owners(engine: Engine) -> None:
         for zombie in owners[:-1]:
             for name, verb in VERBS.items():
                 await refused(refusal_of(name, "stale_lease"), verb(engine.backend, zombie))
-    await engine.backend.complete(owners[-1])
+    await engine.backend.executions.complete(owners[-1])

@@ -17,17 +17,17 @@ async def test_the_cap_has_no_category_of_an_earlier_failure(engine: Engine, via
     retries = {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 0}}
     handle = await running(engine, policy={"max_reclaim_count": 0, "retry_policy": retries})
     execution_id = handle.execution_id
-    await engine.backend.fail(handle, "boom", "transient")
-    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.backend.executions.fail(handle, "boom", "transient")
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     await engine.claim()
     await lose_once_more(engine, execution_id)
     if via == "grant":
-        await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
     else:
         assert await engine.claim_all() == []
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.failure_reason, info.failure_category) == ("max_reclaims_exceeded", None)
-    first, second = await engine.backend.read_attempts(execution_id)
+    first, second = await engine.backend.reads.read_attempts(execution_id)
     assert (first.failure_category, second.failure_category) == ("transient", None)
 
 
@@ -40,17 +40,17 @@ async def test_a_cap_told_again(engine: Engine, cap: int) -> None:
     assert first == ReclaimCapExceeded(execution_id, cap)
     async with untouched(engine):
         assert await use(engine, a_grant(execution_id), max_reclaim_count=cap) == first
-        told = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        told = await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
         assert told == ReclaimCapExceeded(execution_id, 50)
 
 
 async def test_only_the_cap_is_told_again(engine: Engine) -> None:
     execution_id = (await lapsed(engine, policy={"max_reclaim_count": 0})).execution_id
-    await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
-    await engine.backend.replay_execution(execution_id)
-    outcome = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+    await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
+    await engine.backend.executions.replay_execution(execution_id)
+    outcome = await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
     assert outcome.kind == "not_reclaimable"
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     assert (await use(engine, a_grant(execution_id))).kind == "not_reclaimable"
 
 

@@ -114,11 +114,11 @@ async def test_the_workers_own_list_is_looked_at_last(
         await refused("execution_not_found", attempt(engine.new_id()))
         error = await refused("invalid_capabilities", attempt(execution_id))
         assert error.detail == f"worker:{problem}"
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await refused("execution_not_eligible", attempt(execution_id))
     lost = (await lapsed(engine)).execution_id
     async with untouched(engine):
-        ask = engine.backend.issue_reclaim_grant
+        ask = engine.backend.claims.issue_reclaim_grant
         missing = ask(engine.new_id(), **WORKER, worker_capabilities=tokens)
         await refused("execution_not_found", missing)
         error = await refused(
@@ -135,7 +135,7 @@ async def test_check_order_of_a_claim_grant(engine: Engine) -> None:
 
     async def attempt(csv: str = many) -> None:
         args = (execution_id, "", "w w-1", csv, 5000, "token", "", "", "", "")
-        await engine.backend.fcall("ff_issue_claim_grant", execution_id.tag, args, op="grant")
+        await engine.backend.calls.fcall("ff_issue_claim_grant", execution_id.tag, args, op="grant")
 
     await refused("execution_not_found", attempt())
     await engine.create(execution_id=execution_id)
@@ -208,7 +208,7 @@ async def test_one_slot_for_claim_grants(engine: Engine) -> None:
             await refused("grant_already_exists", grant(engine, execution_id, **worker))
         await refused(
             "grant_already_exists",
-            engine.backend.issue_grant_and_claim(execution_id, lease_duration_ms=TTL),
+            engine.backend.claims.issue_grant_and_claim(execution_id, lease_duration_ms=TTL),
         )
 
 
@@ -219,7 +219,7 @@ async def test_one_slot_for_a_paused_execution(engine: Engine) -> None:
         await refused("grant_already_exists", grant(engine, execution_id, **OTHER))
         await refused(
             "grant_already_exists",
-            engine.backend.issue_grant_and_claim(execution_id, lease_duration_ms=TTL),
+            engine.backend.claims.issue_grant_and_claim(execution_id, lease_duration_ms=TTL),
         )
 
 
@@ -229,7 +229,8 @@ async def test_one_slot_for_reclaim_grants(engine: Engine) -> None:
     async with untouched(engine):
         for worker in (WORKER, OTHER):
             await refused(
-                "grant_already_exists", engine.backend.issue_reclaim_grant(execution_id, **worker)
+                "grant_already_exists",
+                engine.backend.claims.issue_reclaim_grant(execution_id, **worker),
             )
 
 
@@ -239,7 +240,7 @@ async def test_a_grant_is_valid_through_its_last_millisecond(engine: Engine) -> 
     held = await grant(engine, execution_id, grant_ttl_ms=5000)
     await freeze(engine, held.expires_at_ms)
     await refused("grant_already_exists", grant(engine, execution_id))
-    claim = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+    claim = await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
     assert claim.execution_id == execution_id
 
 
@@ -249,13 +250,15 @@ async def test_a_grant_lapses_one_millisecond_later(engine: Engine) -> None:
     held = await grant(engine, execution_id, grant_ttl_ms=5000)
     await freeze(engine, held.expires_at_ms + 1)
     await refused(
-        "claim_grant_expired", engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+        "claim_grant_expired",
+        engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
     )
     # The stale grant was removed, so it now looks like one that its time to live removed.
     assert await grant_fields(engine, execution_id) == {}
     assert "grant_expires_at" not in await fields(engine, execution_id)
     await refused(
-        "invalid_claim_grant", engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+        "invalid_claim_grant",
+        engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
     )
     assert await placed(engine, execution_id) != {}
     await grant(engine, execution_id, **OTHER)
@@ -267,9 +270,12 @@ async def test_a_lapsed_grant_is_replaced_without_a_claim_in_between(engine: Eng
     await engine.advance(5001)
     new = await grant(engine, execution_id, **OTHER)
     await refused(
-        "invalid_claim_grant", engine.backend.claim_execution(old, **WORKER, lease_ttl_ms=TTL)
+        "invalid_claim_grant",
+        engine.backend.claims.claim_execution(old, **WORKER, lease_ttl_ms=TTL),
     )
-    assert (await engine.backend.claim_execution(new, **OTHER, lease_ttl_ms=TTL)).attempt_index == 0
+    assert (
+        await engine.backend.claims.claim_execution(new, **OTHER, lease_ttl_ms=TTL)
+    ).attempt_index == 0
 
 
 async def test_a_grant_whose_key_is_gone_is_invalid(engine: Engine) -> None:
@@ -278,7 +284,8 @@ async def test_a_grant_whose_key_is_gone_is_invalid(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", keys.grant(execution_id.tag, execution_id))
     async with untouched(engine):
         await refused(
-            "invalid_claim_grant", engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+            "invalid_claim_grant",
+            engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
         )
 
 
@@ -302,10 +309,10 @@ async def test_a_grant_needs_its_worker_and_its_token(engine: Engine) -> None:
         for candidate, worker in forged:
             await refused(
                 "invalid_claim_grant",
-                engine.backend.claim_execution(candidate, **worker, lease_ttl_ms=TTL),
+                engine.backend.claims.claim_execution(candidate, **worker, lease_ttl_ms=TTL),
             )
     # Another process of the same worker may use it.
-    claim = await engine.backend.claim_execution(
+    claim = await engine.backend.claims.claim_execution(
         held, worker_id="w", worker_instance_id="w-2", lease_ttl_ms=TTL
     )
     assert claim.handle.worker_instance_id == "w-2"
@@ -315,12 +322,12 @@ async def test_a_grant_needs_its_worker_and_its_token(engine: Engine) -> None:
 async def test_a_grant_is_consumed_once(engine: Engine) -> None:
     execution_id = await engine.create()
     held = await grant(engine, execution_id)
-    claim = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+    claim = await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
     assert await grant_fields(engine, execution_id) == {}
-    await engine.backend.delay(claim.handle, 1)
+    await engine.backend.executions.delay(claim.handle, 1)
     await refused(
         "invalid_claim_grant",
-        engine.backend.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
+        engine.backend.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL),
     )
 
 
@@ -328,9 +335,9 @@ async def test_a_lost_grant_reply_is_answered_again(engine: Engine, valkey: Test
     execution_id = await engine.create()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_issue_claim_grant")
-        held = await client.issue_claim_grant(execution_id, **WORKER)
+        held = await client.claims.issue_claim_grant(execution_id, **WORKER)
         assert proxy.dropped == 1
-    await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+    await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
 
 
 async def test_a_lost_reclaim_grant_reply_is_answered_again(
@@ -339,7 +346,7 @@ async def test_a_lost_reclaim_grant_reply_is_answered_again(
     execution_id = (await lapsed(engine)).execution_id
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_issue_reclaim_grant")
-        outcome = await client.issue_reclaim_grant(execution_id, **OTHER)
+        outcome = await client.claims.issue_reclaim_grant(execution_id, **OTHER)
         assert proxy.dropped == 1
     assert outcome.kind == "granted"
 
@@ -349,17 +356,17 @@ async def test_an_execution_that_ends_takes_its_grant_along(engine: Engine, end:
     execution_id = await engine.create(execution_deadline_at=await engine.now() + 1000)
     held = await grant(engine, execution_id, grant_ttl_ms=60_000)
     if end == "cancel":
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
     else:
         await engine.advance(1001)
-        assert await engine.backend.expire_execution(
+        assert await engine.backend.upkeep.expire_execution(
             execution_id.tag, ExpireReason.EXECUTION_DEADLINE, [execution_id]
         ) == ["expired"]
     assert await grant_fields(engine, execution_id) == {}
     async with untouched(engine):
         await refused(
             "execution_not_leaseable",
-            engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+            engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
         )
 
 
@@ -371,7 +378,7 @@ async def test_a_malformed_partition_key_is_refused_locally(
         execution_id=engine.new_id(), partition_key=partition_key, grant_key="k", expires_at_ms=1
     )
     with pytest.raises(ConfigError) as caught:
-        await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+        await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
     assert caught.value.field == "partition_key"
 
 
@@ -382,7 +389,7 @@ async def test_another_executions_partition_is_refused_locally(engine: Engine) -
         execution_id=execution_id, partition_key=other, grant_key="k", expires_at_ms=1
     )
     with pytest.raises(ConfigError):
-        await engine.backend.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
+        await engine.backend.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
 
 
 @pytest.mark.parametrize(
@@ -397,8 +404,8 @@ async def test_another_executions_partition_is_refused_locally(engine: Engine) -
 )
 async def test_identities_are_checked_first(engine: Engine, worker: dict[str, Any]) -> None:
     unknown: ExecutionId = engine.new_id()
-    await refused("invalid_input", engine.backend.issue_claim_grant(unknown, **worker))
-    await refused("invalid_input", engine.backend.issue_reclaim_grant(unknown, **worker))
+    await refused("invalid_input", engine.backend.claims.issue_claim_grant(unknown, **worker))
+    await refused("invalid_input", engine.backend.claims.issue_reclaim_grant(unknown, **worker))
 
 
 @pytest.mark.parametrize("state", ["paused", "disabled"])
@@ -406,13 +413,13 @@ async def test_a_lane_that_hands_out_nothing_gives_no_grant(engine: Engine, stat
     waiting = await engine.create()
     held = await grant(engine, waiting)
     other = await engine.create()
-    await engine.backend.set_lane_state("default", state)
+    await engine.backend.lanes.set_lane_state("default", state)
     async with untouched(engine):
         await refused("execution_not_eligible", grant(engine, other))
         await refused(
             "execution_not_leaseable",
-            engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+            engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
         )
-    await engine.backend.set_lane_state("default", "draining")
-    await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+    await engine.backend.lanes.set_lane_state("default", "draining")
+    await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
     await grant(engine, other)

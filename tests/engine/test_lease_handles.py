@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from tests.engine.probes import refused, running, untouched
 from tests.support.engine import Engine
 
@@ -172,10 +172,10 @@ def test_a_handle_does_not_show_its_fence() -> None:
 async def test_decoded_bytes_are_as_good_as_the_handle(engine: Engine) -> None:
     handle = await engine.running()
     stored = Handle.decode(handle.opaque)
-    await engine.backend.renew(stored)
-    await engine.backend.complete(stored, b"x")
-    await engine.backend.complete(handle, b"y")
-    assert await engine.backend.get_execution_result(handle.execution_id) == b"x"
+    await engine.backend.leases.renew(stored)
+    await engine.backend.executions.complete(stored, b"x")
+    await engine.backend.executions.complete(handle, b"y")
+    assert await engine.backend.reads.get_execution_result(handle.execution_id) == b"x"
 
 
 async def test_a_handle_of_another_backend_reaches_no_server(engine: Engine) -> None:
@@ -183,21 +183,21 @@ async def test_a_handle_of_another_backend_reaches_no_server(engine: Engine) -> 
     foreign = msgspec.structs.replace(handle, backend="postgres")
     backend = engine.backend
     verbs: list[Callable[[], Awaitable[object]]] = [
-        lambda: backend.complete(foreign),
-        lambda: backend.fail(foreign, "r", "c"),
-        lambda: backend.cancel(foreign),
-        lambda: backend.delay(foreign, 1),
-        lambda: backend.wait_children(foreign),
-        lambda: backend.progress(foreign, 1),
-        lambda: backend.renew(foreign),
+        lambda: backend.executions.complete(foreign),
+        lambda: backend.executions.fail(foreign, "r", "c"),
+        lambda: backend.executions.cancel(foreign),
+        lambda: backend.executions.delay(foreign, 1),
+        lambda: backend.executions.wait_children(foreign),
+        lambda: backend.executions.progress(foreign, 1),
+        lambda: backend.leases.renew(foreign),
     ]
     async with untouched(engine):
         for verb in verbs:
             error = await refused("handle_from_other_backend", verb())
             assert error.detail == "expected=valkey actual=postgres"
         outcomes: list[object] = [
-            *await backend.complete_many([Completion(foreign)]),
-            *await backend.renew_many([foreign]),
+            *await backend.executions.complete_many([Completion(foreign)]),
+            *await backend.leases.renew_many([foreign]),
         ]
         for outcome in outcomes:
             assert isinstance(outcome, EngineError)

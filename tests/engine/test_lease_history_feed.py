@@ -10,10 +10,10 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.feed_cursor import FeedCursor, cursor_text
-from flowfabric.engine import feed_reader
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed import CompletionWatch
-from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.engine.api.events import LeaseSubscription
+from flowfabric.engine.valkey import feed_reader
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
 from tests.engine.history_support import LANES, RETRY, blocked, following, lived, nothing_more, take
@@ -27,17 +27,17 @@ async def test_every_kind_of_event_in_the_order_of_commits(engine: Engine) -> No
     async with following(backend) as history:
         handle = await engine.running(policy=RETRY)
         execution_id = handle.execution_id
-        await backend.fail(handle, "boom", "transient")
+        await backend.executions.fail(handle, "boom", "transient")
         await engine.advance(10)
-        await backend.promote_delayed(execution_id.tag, LANE, [execution_id])
+        await backend.upkeep.promote_delayed(execution_id.tag, LANE, [execution_id])
         retried = (await engine.claim()).handle
         await engine.advance(TTL + 1)
         await mark(engine, [execution_id])
         first = (await reclaim(engine, execution_id)).handle
-        await backend.revoke_lease(execution_id, reason="ops")
+        await backend.leases.revoke_lease(execution_id, reason="ops")
         again = (await reclaim(engine, execution_id)).handle
-        await backend.complete(again, b"r")
-        await backend.replay_execution(execution_id)
+        await backend.executions.complete(again, b"r")
+        await backend.executions.replay_execution(execution_id)
         events = await take(history, 9)
     assert [(event.kind, event.reason) for event in events] == [
         ("acquired", None),
@@ -93,7 +93,7 @@ async def test_a_live_event_arrives_while_the_subscriber_waits(engine: Engine) -
 
 async def test_now_is_the_moment_of_subscribing(engine: Engine) -> None:
     await lived(engine)
-    history = await engine.backend.subscribe_lease_history()
+    history = await engine.backend.events.subscribe_lease_history()
     after = await lived(engine)
     assert [event.execution_id for event in await take(history, 2)] == [after, after]
     await history.aclose()
@@ -143,7 +143,7 @@ async def test_a_cursor_survives_the_process_as_text_too(
         await take(history, 1)
         kept = cursor_text(history.cursor)
     later = await lived(engine, "beta")
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     async with other, following(other, kept) as history:
         events = await take(history, 3)
     assert [event.kind for event in events if event.lane_id == "alpha"] == ["released"]
@@ -180,7 +180,7 @@ async def test_one_partition_alone(engine: Engine) -> None:
         kept = history.cursor
     async with following(engine.backend, kept, partitions=[here]) as history:
         assert [event.kind for event in await take(history, 1)] == ["released"]
-    await refused(engine.backend.subscribe_lease_history(kept), "invalid_cursor")
+    await refused(engine.backend.events.subscribe_lease_history(kept), "invalid_cursor")
     async with following(engine.backend, partitions=[here]) as history:
         after = await lived(engine, "alpha")
         assert [event.execution_id for event in await take(history, 2)] == [after, after]
@@ -204,12 +204,12 @@ async def test_one_partition_alone(engine: Engine) -> None:
     ],
 )
 async def test_what_is_no_cursor_is_refused_at_once(engine: Engine, cursor: Any, code: str) -> None:
-    await refused(engine.backend.subscribe_lease_history(cursor), code)
+    await refused(engine.backend.events.subscribe_lease_history(cursor), code)
 
 
 @pytest.mark.parametrize("partitions", [[], [256], [-1], ["x"], [True]])
 async def test_partitions_that_do_not_exist(engine: Engine, partitions: Any) -> None:
-    call = engine.backend.subscribe_lease_history(partitions=partitions)
+    call = engine.backend.events.subscribe_lease_history(partitions=partitions)
     await refused(call, "invalid_input")
 
 
@@ -274,7 +274,7 @@ async def test_a_completion_matches_by_the_tags_it_carries(engine: Engine) -> No
         await nothing(history)
 
 
-async def nothing(history: LeaseHistory) -> None:
+async def nothing(history: LeaseSubscription) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await anext(history)
@@ -286,7 +286,7 @@ async def test_a_filter_on_a_flow(engine: Engine) -> None:
     execution_id = await engine.create()
     core = keys.core(execution_id.tag, execution_id)
     await engine.backend.transport.call("HSET", core, "flow_id", flow_id)
-    await engine.backend.complete((await engine.claim()).handle)
+    await engine.backend.executions.complete((await engine.claim()).handle)
     assert {event.get("flow_id") for event in await engine.events(execution_id)} == {flow_id}
     async with following(engine.backend, "start", EventFilter(flow_id=flow_id)) as history:
         assert {event.execution_id for event in await take(history, 2)} == {execution_id}
@@ -308,7 +308,7 @@ async def test_entries_that_name_no_execution_are_passed_over(
     async with following(engine.backend, "start", where) as history:
         handle = (await engine.claim()).handle
         await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         assert [event.kind for event in await take(history, 2)] == ["acquired", "released"]
     async with asyncio.timeout(5):
         await ended
@@ -317,4 +317,4 @@ async def test_entries_that_name_no_execution_are_passed_over(
 
 async def test_a_filter_is_a_filter(engine: Engine) -> None:
     wrong: Any = {"lane": "x"}
-    await refused(engine.backend.subscribe_lease_history(where=wrong), "invalid_input")
+    await refused(engine.backend.events.subscribe_lease_history(where=wrong), "invalid_input")

@@ -11,9 +11,9 @@ from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.feed_cursor import FeedCursor
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine import feed_reader
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.engine.api.events import LeaseSubscription
+from flowfabric.engine.valkey import feed_reader
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey import library
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
@@ -38,7 +38,7 @@ async def after_two(engine: Engine) -> tuple[bytes, ExecutionId]:
     return events[-1].cursor, execution_id
 
 
-async def expired(history: LeaseHistory) -> EngineError:
+async def expired(history: LeaseSubscription) -> EngineError:
     async with asyncio.timeout(10):
         return await refused(anext(history), "cursor_expired")
 
@@ -59,7 +59,7 @@ async def test_events_that_were_trimmed_unread_are_never_passed_over_in_silence(
 
 async def test_a_feed_trimmed_to_nothing(engine: Engine) -> None:
     cursor, execution_id = await after_two(engine)
-    await engine.backend.trim_events(keys.events(execution_id.tag), 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
     async with following(engine.backend, cursor) as history:
         error = await expired(history)
     async with following(engine.backend, error.details[0]) as history:
@@ -70,13 +70,13 @@ async def test_trimming_what_was_read_is_no_gap(engine: Engine) -> None:
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor
-    await engine.backend.trim_events(keys.events(engine.new_id().tag), 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
     later = await lived(engine)
     async with following(engine.backend, kept) as history:
         assert [event.execution_id for event in await take(history, 2)] == [later, later]
 
 
-async def server_ms(backend: Backend) -> int:
+async def server_ms(backend: ValkeyBackend) -> int:
     reply: Any = await backend.transport.call("TIME")
     seconds, micros = map(int, reply)
     return seconds * 1000 + micros // 1000
@@ -91,7 +91,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
     newest = int(last.event_id.partition("/")[2].partition("-")[0])
     while await server_ms(backend) <= newest + 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await backend.trim_events(keys.events(engine.new_id().tag), newest + 1)
+    await backend.upkeep.trim_events(keys.events(engine.new_id().tag), newest + 1)
     later = await lived(engine)
     # The feed is not named in the cursor: it stands at the cursor's time.
     cursor = FeedCursor(newest - 1 if missed else newest + 1).encode()
@@ -122,7 +122,7 @@ async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engi
     code = library._assemble(cluster=False, events_maxlen=100)
     await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
     await lived(engine)
-    await engine.backend.trim_events(keys.events(engine.new_id().tag), 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor
@@ -181,7 +181,7 @@ async def test_a_lost_connection_ends_it_with_the_cursor(
 ) -> None:
     await lived(engine)
     with FaultProxy(valkey.socket_path) as proxy:
-        other = await Backend.connect(parse_url(proxy.url), request_timeout=1.0)
+        other = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=1.0)
         async with other, following(other, "start") as history:
             await take(history, 1)
             await take(history, 1)

@@ -67,12 +67,12 @@ async def test_marking_keeps_the_lease_and_offers_the_execution(engine: Engine) 
         "worker_id": "w",
         "worker_instance_id": "w-1",
     }
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.public_state.value == "active"
     assert snapshot.current_lease is not None
     assert snapshot.current_lease.expires_at == now
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "started"
 
 
@@ -89,11 +89,11 @@ async def test_every_situation_and_its_clean_up(engine: Engine) -> None:
     missing = engine.new_id()
     waiting = await engine.create()
     ended = (await running(engine)).execution_id
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     unowned = (await running(engine)).execution_id
     await write(engine, unowned, state="aunnnr")
     revoked = (await running(engine)).execution_id
-    await engine.backend.revoke_lease(revoked)
+    await engine.backend.leases.revoke_lease(revoked)
     live = (await running(engine)).execution_id
     live_expiry = keys.index(missing.tag, "lease_expiry")
     everyone = [missing, waiting, ended, unowned, revoked, live]
@@ -116,10 +116,10 @@ async def test_a_lapsed_lease_is_found_by_the_due_scan_once(engine: Engine) -> N
     handle = await engine.running()
     tag = handle.execution_id.tag
     await engine.advance(TTL + 1)
-    pages = await engine.backend.scan_due({tag: ["lease_expiry"]}, 50)
+    pages = await engine.backend.upkeep.scan_due({tag: ["lease_expiry"]}, 50)
     assert [page.ids for page in _pages(pages)] == [[handle.execution_id]]
     await mark(engine, [handle.execution_id])
-    assert _pages(await engine.backend.scan_due({tag: ["lease_expiry"]}, 50)) == []
+    assert _pages(await engine.backend.upkeep.scan_due({tag: ["lease_expiry"]}, 50)) == []
 
 
 def _pages(scanned: Any) -> list[Any]:
@@ -136,7 +136,7 @@ async def test_revoking_takes_the_lease_and_offers_the_execution(engine: Engine)
     before, indexes = await fields(engine, execution_id), await placed(engine, execution_id)
     now = await engine.now() + 10
     await freeze(engine, now)
-    outcome = await engine.backend.revoke_lease(execution_id, reason="maintenance")
+    outcome = await engine.backend.leases.revoke_lease(execution_id, reason="maintenance")
     assert outcome == Revoked(handle.lease_id, 1)
     assert await engine.vector(execution_id) == REVOKED
     stored = await fields(engine, execution_id)
@@ -155,7 +155,7 @@ async def test_revoking_takes_the_lease_and_offers_the_execution(engine: Engine)
     assert (event.type, event.at) == ("revoked", now)
     assert (event.get("reason"), event.get("revoked_by")) == ("maintenance", "operator")
     assert (event.get("lease_id"), event.get("worker_instance_id")) == (handle.lease_id, "w-1")
-    await refused("lease_revoked", engine.backend.complete(handle))
+    await refused("lease_revoked", engine.backend.executions.complete(handle))
 
 
 async def test_the_expected_lease_is_compared(engine: Engine) -> None:
@@ -164,11 +164,11 @@ async def test_the_expected_lease_is_compared(engine: Engine) -> None:
     async with untouched(engine):
         error = await refused(
             "stale_lease",
-            engine.backend.revoke_lease(handle.execution_id, expected_lease_id=other),
+            engine.backend.leases.revoke_lease(handle.execution_id, expected_lease_id=other),
         )
     assert other in error.detail
     assert handle.lease_id in error.detail
-    outcome = await engine.backend.revoke_lease(
+    outcome = await engine.backend.leases.revoke_lease(
         handle.execution_id, expected_lease_id=handle.lease_id
     )
     assert outcome.kind == "revoked"
@@ -177,23 +177,23 @@ async def test_the_expected_lease_is_compared(engine: Engine) -> None:
 async def test_a_lapsed_lease_that_nobody_marked_can_be_revoked(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(TTL + 1)
-    assert (await engine.backend.revoke_lease(handle.execution_id)).kind == "revoked"
+    assert (await engine.backend.leases.revoke_lease(handle.execution_id)).kind == "revoked"
     assert await event_types(engine, handle.execution_id) == ["acquired", "revoked"]
 
 
 async def test_nothing_to_revoke(engine: Engine) -> None:
     backend = engine.backend
-    await refused("execution_not_found", backend.revoke_lease(engine.new_id()))
+    await refused("execution_not_found", backend.leases.revoke_lease(engine.new_id()))
     waiting = await engine.create()
     granted = await engine.create()
     await grant(engine, granted)
     delayed = await engine.create(delay_until=await engine.now() + 60_000)
     given_back = (await paused(engine)).execution_id
     ended = (await running(engine)).execution_id
-    await backend.cancel_execution(ended)
+    await backend.executions.cancel_execution(ended)
     expired = (await lapsed(engine)).execution_id
     revoked = (await running(engine)).execution_id
-    await backend.revoke_lease(revoked)
+    await backend.leases.revoke_lease(revoked)
     async with untouched(engine):
         for execution_id, reason in (
             (waiting, "no_active_lease"),
@@ -204,13 +204,13 @@ async def test_nothing_to_revoke(engine: Engine) -> None:
             (expired, "already_expired"),
             (revoked, "already_revoked"),
         ):
-            outcome = await backend.revoke_lease(execution_id, expected_lease_id=new_uuid())
+            outcome = await backend.leases.revoke_lease(execution_id, expected_lease_id=new_uuid())
             assert outcome == AlreadySatisfied(reason)
 
 
 async def test_a_revocation_reason_is_cut_at_its_limit(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.revoke_lease(handle.execution_id, reason="ä" * 5000)
+    await engine.backend.leases.revoke_lease(handle.execution_id, reason="ä" * 5000)
     stored = (await fields(engine, handle.execution_id))["lease_revoke_reason"]
     assert stored == "ä" * 2048
 
@@ -219,7 +219,7 @@ async def test_a_lost_revoke_reply(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_revoke")
-        outcome = await client.revoke_lease(handle.execution_id)
+        outcome = await client.leases.revoke_lease(handle.execution_id)
         assert proxy.dropped == 1
     # The repeat gets the answer that was lost.
     assert outcome == Revoked(handle.lease_id, 1)
@@ -233,7 +233,7 @@ async def test_loss_is_forgotten_once_somebody_takes_over(engine: Engine) -> Non
             await engine.advance(TTL + 1)
             await mark(engine, [handle.execution_id])
         else:
-            await engine.backend.revoke_lease(handle.execution_id)
+            await engine.backend.leases.revoke_lease(handle.execution_id)
         await reclaim(engine, handle.execution_id)
         stored = await fields(engine, handle.execution_id)
         assert not {name for name in stored if name.startswith(("lease_revo", "lease_expired"))}

@@ -41,7 +41,7 @@ async def ended_once(engine: Engine, execution_id: ExecutionId, outcome: str) ->
 async def test_complete_and_expiry_scan(engine: Engine, first: bool) -> None:
     handle = await running(engine)
     if first:
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         await engine.advance(TTL + 1)
         async with untouched(engine):
             assert await mark(engine, [handle.execution_id]) == ["not_active"]
@@ -50,7 +50,7 @@ async def test_complete_and_expiry_scan(engine: Engine, first: bool) -> None:
         await engine.advance(TTL + 1)
         await mark(engine, [handle.execution_id])
         async with untouched(engine):
-            await refused("lease_expired", engine.backend.complete(handle))
+            await refused("lease_expired", engine.backend.executions.complete(handle))
 
 
 @FIRST_OR_SECOND
@@ -58,29 +58,29 @@ async def test_renew_and_expiry_scan(engine: Engine, first: bool) -> None:
     handle = await running(engine)
     await engine.advance(TTL - 2000)
     if first:
-        await engine.backend.renew(handle)
+        await engine.backend.leases.renew(handle)
         await engine.advance(2001)
         async with untouched(engine):
             assert await mark(engine, [handle.execution_id]) == ["not_yet_expired"]
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
     else:
         await engine.advance(2001)
         assert await mark(engine, [handle.execution_id]) == ["marked_expired"]
         async with untouched(engine):
-            await refused("lease_expired", engine.backend.renew(handle))
+            await refused("lease_expired", engine.backend.leases.renew(handle))
 
 
 @FIRST_OR_SECOND
 async def test_complete_and_operator_cancel(engine: Engine, first: bool) -> None:
     handle = await running(engine)
     if first:
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         error = await refused(
-            "execution_not_active", engine.backend.cancel_execution(handle.execution_id)
+            "execution_not_active", engine.backend.executions.cancel_execution(handle.execution_id)
         )
     else:
-        await engine.backend.cancel_execution(handle.execution_id)
-        error = await refused("execution_not_active", engine.backend.complete(handle))
+        await engine.backend.executions.cancel_execution(handle.execution_id)
+        error = await refused("execution_not_active", engine.backend.executions.complete(handle))
     assert error.details[0] == ("success" if first else "cancelled")
     await ended_once(engine, handle.execution_id, error.details[0])
 
@@ -89,14 +89,14 @@ async def test_complete_and_operator_cancel(engine: Engine, first: bool) -> None
 async def test_complete_and_revoke(engine: Engine, first: bool) -> None:
     handle = await running(engine)
     if first:
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         async with untouched(engine):
-            outcome = await engine.backend.revoke_lease(handle.execution_id)
+            outcome = await engine.backend.leases.revoke_lease(handle.execution_id)
         assert outcome.kind == "already_satisfied"
     else:
-        assert (await engine.backend.revoke_lease(handle.execution_id)).kind == "revoked"
+        assert (await engine.backend.leases.revoke_lease(handle.execution_id)).kind == "revoked"
         async with untouched(engine):
-            await refused("lease_revoked", engine.backend.complete(handle))
+            await refused("lease_revoked", engine.backend.executions.complete(handle))
 
 
 @FIRST_OR_SECOND
@@ -105,13 +105,13 @@ async def test_expiry_and_revoke(engine: Engine, first: bool) -> None:
     await engine.advance(TTL + 1)
     if first:
         await mark(engine, [handle.execution_id])
-        outcome = await engine.backend.revoke_lease(handle.execution_id)
+        outcome = await engine.backend.leases.revoke_lease(handle.execution_id)
         assert outcome.kind == "already_satisfied"
     else:
-        await engine.backend.revoke_lease(handle.execution_id)
+        await engine.backend.leases.revoke_lease(handle.execution_id)
         assert await mark(engine, [handle.execution_id]) == ["already_revoked"]
     claim = await reclaim(engine, handle.execution_id)
-    attempts = await engine.backend.read_attempts(handle.execution_id)
+    attempts = await engine.backend.reads.read_attempts(handle.execution_id)
     reason = "lease_expired" if first else "lease_revoked"
     assert attempts[claim.attempt_index].reclaim_reason == reason
 
@@ -121,14 +121,16 @@ async def test_fail_and_deadline(engine: Engine) -> None:
     deadline = await engine.now() + 10_000
     handle = await running(engine, policy=RETRY, execution_deadline_at=deadline)
     execution_id = handle.execution_id
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     await engine.advance(10_001)
-    assert await engine.backend.expire_execution(
+    assert await engine.backend.upkeep.expire_execution(
         execution_id.tag, ExpireReason.EXECUTION_DEADLINE, [execution_id]
     ) == ["expired"]
     await ended_once(engine, execution_id, "expired")
     # The lost reply of the failure is still answered as it was.
-    assert (await engine.backend.fail(handle, "boom", "transient")).kind == "retry_scheduled"
+    assert (
+        await engine.backend.executions.fail(handle, "boom", "transient")
+    ).kind == "retry_scheduled"
 
 
 async def test_a_timer_scan_that_comes_after_a_new_claim(engine: Engine) -> None:
@@ -137,31 +139,35 @@ async def test_a_timer_scan_that_comes_after_a_new_claim(engine: Engine) -> None
     execution_id = handle.execution_id
     await engine.advance(1001)
     # The scan has read the id as due; before it acts, the attempt fails and is claimed again.
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     await engine.advance(6)
-    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     claim = await engine.claim()
     async with untouched(engine):
-        assert await engine.backend.expire_execution(
+        assert await engine.backend.upkeep.expire_execution(
             execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [execution_id]
         ) == ["not_yet_due"]
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
 
 
 @FIRST_OR_SECOND
 async def test_purge_and_replay(engine: Engine, first: bool) -> None:
     handle = await running(engine)
     execution_id = handle.execution_id
-    await engine.backend.complete(handle, b"r")
+    await engine.backend.executions.complete(handle, b"r")
     await engine.advance(86_400_001)
     tag = execution_id.tag
     if first:
-        assert await engine.backend.trim_retention(tag, "default", [execution_id]) == ["purged"]
-        await refused("execution_not_found", engine.backend.replay_execution(execution_id))
+        assert await engine.backend.upkeep.trim_retention(tag, "default", [execution_id]) == [
+            "purged"
+        ]
+        await refused(
+            "execution_not_found", engine.backend.executions.replay_execution(execution_id)
+        )
     else:
-        await engine.backend.replay_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id)
         async with untouched(engine):
-            verdicts = await engine.backend.trim_retention(tag, "default", [execution_id])
+            verdicts = await engine.backend.upkeep.trim_retention(tag, "default", [execution_id])
             assert verdicts == ["not_terminal"]
         assert (await engine.claim()).attempt_index == 1
 
@@ -171,7 +177,9 @@ async def test_two_creates_with_one_key(engine: Engine) -> None:
         NewExecution(execution_id=engine.new_id(), execution_kind="job", idempotency_key="k")
         for _ in range(2)
     ]
-    outcomes = await asyncio.gather(*(engine.backend.create_execution(item) for item in items))
+    outcomes = await asyncio.gather(
+        *(engine.backend.executions.create_execution(item) for item in items)
+    )
     assert sorted(outcome.kind for outcome in outcomes) == ["created", "duplicate"]
     assert len({outcome.execution_id for outcome in outcomes}) == 1
 
@@ -181,16 +189,16 @@ async def test_cancel_and_claim(engine: Engine, first: bool) -> None:
     execution_id = await engine.create()
     held = await grant(engine, execution_id)
     if first:
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
         await refused(
             "execution_not_leaseable",
-            engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+            engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
         )
         assert await engine.claim_all() == []
     else:
-        claim = await engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
-        await engine.backend.cancel_execution(execution_id)
-        await refused("execution_not_active", engine.backend.renew(claim.handle))
+        claim = await engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL)
+        await engine.backend.executions.cancel_execution(execution_id)
+        await refused("execution_not_active", engine.backend.leases.renew(claim.handle))
     await ended_once(engine, execution_id, "cancelled")
 
 
@@ -199,13 +207,13 @@ async def test_cancel_and_reclaim(engine: Engine, first: bool) -> None:
     handle = await lapsed(engine)
     held = await reclaim_grant(engine, handle.execution_id)
     if first:
-        await engine.backend.cancel_execution(handle.execution_id)
-        outcome = await engine.backend.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
+        await engine.backend.executions.cancel_execution(handle.execution_id)
+        outcome = await engine.backend.claims.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
         assert isinstance(outcome, NotReclaimable)
     else:
-        outcome = await engine.backend.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
+        outcome = await engine.backend.claims.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
         assert isinstance(outcome, Claim)
-        await engine.backend.cancel_execution(handle.execution_id)
+        await engine.backend.executions.cancel_execution(handle.execution_id)
     await ended_once(engine, handle.execution_id, "cancelled")
 
 
@@ -216,7 +224,8 @@ async def test_two_reclaimers(engine: Engine, first: bool) -> None:
     if first:
         await reclaim_grant(engine, execution_id)
         await refused(
-            "grant_already_exists", engine.backend.issue_reclaim_grant(execution_id, **WORKER)
+            "grant_already_exists",
+            engine.backend.claims.issue_reclaim_grant(execution_id, **WORKER),
         )
         # A live grant keeps the claim cycle away too.
         assert await engine.claim_all() == []
@@ -225,7 +234,7 @@ async def test_two_reclaimers(engine: Engine, first: bool) -> None:
         await engine.advance(5001)
         (taken,) = await engine.claim_all()
         assert taken.handle.kind == "reclaimed"
-        outcome = await engine.backend.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
+        outcome = await engine.backend.claims.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
         assert isinstance(outcome, NotReclaimable)
 
 
@@ -244,10 +253,10 @@ async def test_a_worker_that_slept_through_its_lease(engine: Engine) -> None:
     await engine.advance(TTL + 1)
     await mark(engine, [zombie.execution_id])
     owner = await reclaim(engine, zombie.execution_id)
-    await refused("stale_lease", engine.backend.complete(zombie, b"old"))
-    await engine.backend.complete(owner.handle, b"new")
-    await refused("execution_not_active", engine.backend.complete(zombie, b"old"))
-    assert await engine.backend.get_execution_result(zombie.execution_id) == b"new"
+    await refused("stale_lease", engine.backend.executions.complete(zombie, b"old"))
+    await engine.backend.executions.complete(owner.handle, b"new")
+    await refused("execution_not_active", engine.backend.executions.complete(zombie, b"old"))
+    assert await engine.backend.reads.get_execution_result(zombie.execution_id) == b"new"
     await ended_once(engine, zombie.execution_id, "success")
 
 
@@ -273,11 +282,11 @@ async def test_verbs_of_one_holder_in_one_breath(engine: Engine) -> None:
     handle = await running(engine)
     backend = engine.backend
     verbs: list[Callable[[], Awaitable[object]]] = [
-        lambda: backend.complete(handle),
-        lambda: backend.fail(handle, "r", "permanent"),
-        lambda: backend.cancel(handle),
-        lambda: backend.renew(handle),
-        lambda: backend.cancel_execution(handle.execution_id),
+        lambda: backend.executions.complete(handle),
+        lambda: backend.executions.fail(handle, "r", "permanent"),
+        lambda: backend.executions.cancel(handle),
+        lambda: backend.leases.renew(handle),
+        lambda: backend.executions.cancel_execution(handle.execution_id),
     ]
     results = await asyncio.gather(*(verb() for verb in verbs), return_exceptions=True)
     assert not isinstance(results[0], BaseException)

@@ -56,7 +56,7 @@ def a_grant(execution_id: ExecutionId) -> ReclaimGrant:
 
 async def use(engine: Engine, held: ReclaimGrant, **options: Any) -> Any:
     arguments: dict[str, Any] = OTHER | {"lease_ttl_ms": TTL} | options
-    return await engine.backend.reclaim_execution(held, **arguments)
+    return await engine.backend.claims.reclaim_execution(held, **arguments)
 
 
 async def lose_once_more(engine: Engine, execution_id: ExecutionId) -> None:
@@ -83,15 +83,17 @@ async def test_a_reclaim_grant_reserves_and_moves_nothing(engine: Engine) -> Non
 
 async def test_what_cannot_be_reclaimed(engine: Engine) -> None:
     backend = engine.backend
-    await refused("execution_not_found", backend.issue_reclaim_grant(engine.new_id(), **OTHER))
+    await refused(
+        "execution_not_found", backend.claims.issue_reclaim_grant(engine.new_id(), **OTHER)
+    )
     waiting = await engine.create()
     held = (await running(engine)).execution_id
     given_back = (await paused(engine)).execution_id
     ended = (await running(engine)).execution_id
-    await backend.cancel_execution(ended)
+    await backend.executions.cancel_execution(ended)
     async with untouched(engine):
         for execution_id in (waiting, held, given_back, ended):
-            outcome = await backend.issue_reclaim_grant(execution_id, **OTHER)
+            outcome = await backend.claims.issue_reclaim_grant(execution_id, **OTHER)
             assert outcome == NotReclaimable(execution_id, "execution_not_reclaimable")
             # The state comes before the grant.
             assert await use(engine, a_grant(execution_id)) == outcome
@@ -101,9 +103,9 @@ async def test_what_cannot_be_reclaimed(engine: Engine) -> None:
 async def test_a_lapsed_lease_must_be_marked_first(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(TTL + 1)
-    outcome = await engine.backend.issue_reclaim_grant(handle.execution_id, **OTHER)
+    outcome = await engine.backend.claims.issue_reclaim_grant(handle.execution_id, **OTHER)
     assert outcome.kind == "not_reclaimable"
-    await refused("lease_expired", engine.backend.renew(handle))
+    await refused("lease_expired", engine.backend.leases.renew(handle))
     await reclaim_grant(engine, handle.execution_id)
 
 
@@ -112,7 +114,7 @@ async def test_capabilities_are_checked_when_the_grant_is_issued(engine: Engine)
     handle = (await engine.claim(capabilities=["gpu", "cuda"])).handle
     execution_id = handle.execution_id
     await lose_once_more(engine, execution_id)
-    outcome = await engine.backend.issue_reclaim_grant(
+    outcome = await engine.backend.claims.issue_reclaim_grant(
         execution_id, **OTHER, worker_capabilities=["gpu"]
     )
     assert outcome == NotReclaimable(execution_id, "capability_mismatch: cuda")
@@ -129,7 +131,9 @@ async def test_check_order_of_a_reclaim_grant(engine: Engine) -> None:
 
     async def attempt(csv: str, lane: str = "") -> None:
         args = (execution_id, lane, "v v-1", csv, 5000, "token", "", "", "", "")
-        await engine.backend.fcall("ff_issue_reclaim_grant", execution_id.tag, args, op="grant")
+        await engine.backend.calls.fcall(
+            "ff_issue_reclaim_grant", execution_id.tag, args, op="grant"
+        )
 
     await write(
         engine,
@@ -156,12 +160,12 @@ async def test_check_order_of_a_reclaim_grant(engine: Engine) -> None:
 async def test_a_closed_lane_gives_nothing_back(engine: Engine, state: str) -> None:
     first, second = (await lapsed(engine)).execution_id, (await lapsed(engine)).execution_id
     held = await reclaim_grant(engine, first)
-    await engine.backend.set_lane_state("default", state)
+    await engine.backend.lanes.set_lane_state("default", state)
     async with untouched(engine):
         assert (await use(engine, held)).kind == "not_reclaimable"
-        outcome = await engine.backend.issue_reclaim_grant(second, **OTHER)
+        outcome = await engine.backend.claims.issue_reclaim_grant(second, **OTHER)
         assert outcome.kind == "not_reclaimable"
-    await engine.backend.set_lane_state("default", "draining")
+    await engine.backend.lanes.set_lane_state("default", "draining")
     assert isinstance(await use(engine, held), Claim)
 
 
@@ -177,13 +181,13 @@ async def test_a_reclaim_starts_a_new_attempt(engine: Engine, lost: str) -> None
         policy={"timeout_policy": {"attempt_timeout_ms": 90_000}, "max_reclaim_count": 5},
     )
     execution_id = handle.execution_id
-    started = (await engine.backend.read_execution_info(execution_id)).started_at
-    await engine.backend.progress(handle, 10, "x")
-    await engine.backend.renew(handle)
+    started = (await engine.backend.reads.read_execution_info(execution_id)).started_at
+    await engine.backend.executions.progress(handle, 10, "x")
+    await engine.backend.leases.renew(handle)
     if lost == "expired":
         await lose_once_more(engine, execution_id)
     else:
-        await engine.backend.revoke_lease(execution_id, reason="r")
+        await engine.backend.leases.revoke_lease(execution_id, reason="r")
     held = await reclaim_grant(engine, execution_id)
     now = await engine.now() + 5
     await freeze(engine, now)
@@ -203,10 +207,10 @@ async def test_a_reclaim_starts_a_new_attempt(engine: Engine, lost: str) -> None
         "attempt_timeout": now + 90_000,
     }
     assert await grant_fields(engine, execution_id) == {}
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.retry_count, info.lease_reclaim_count, info.total_attempt_count) == (0, 1, 2)
     assert (info.started_at, info.progress_pct, info.blocking_detail) == (started, None, "")
-    first, second = await engine.backend.read_attempts(execution_id)
+    first, second = await engine.backend.reads.read_attempts(execution_id)
     reason = f"lease_{lost}"
     assert (first.attempt_state, first.failure_reason) == ("interrupted_reclaimed", reason)
     assert (first.ended_at, first.attempt_id) == (now, handle.attempt_id)
@@ -224,8 +228,8 @@ async def test_a_reclaim_starts_a_new_attempt(engine: Engine, lost: str) -> None
         "worker_id": "v",
         "worker_instance_id": "v-1",
     }
-    await refused("stale_lease", engine.backend.complete(handle))
-    await engine.backend.complete(claim.handle)
+    await refused("stale_lease", engine.backend.executions.complete(handle))
+    await engine.backend.executions.complete(claim.handle)
 
 
 async def test_the_same_process_may_reclaim_its_own_loss(engine: Engine) -> None:
@@ -233,8 +237,8 @@ async def test_the_same_process_may_reclaim_its_own_loss(engine: Engine) -> None
     held = await reclaim_grant(engine, handle.execution_id, **WORKER)
     claim = await use(engine, held, **WORKER)
     assert (await placed(engine, handle.execution_id)).keys() >= {"worker:w-1:leases"}
-    await refused("stale_lease", engine.backend.complete(handle))
-    await engine.backend.complete(claim.handle)
+    await refused("stale_lease", engine.backend.executions.complete(handle))
+    await engine.backend.executions.complete(claim.handle)
     assert "worker:w-1:leases" not in await placed(engine, handle.execution_id)
 
 
@@ -291,11 +295,11 @@ async def test_at_the_cap_the_execution_fails_with_every_effect(engine: Engine, 
     execution_id = handle.execution_id
     await lose_once_more(engine, execution_id)
     second = await reclaim(engine, execution_id)
-    await engine.backend.renew(second.handle)
+    await engine.backend.leases.renew(second.handle)
     await lose_once_more(engine, execution_id)
     await freeze(engine, await engine.now())
     if via == "grant":
-        outcome = await engine.backend.issue_reclaim_grant(execution_id, **WORKER)
+        outcome = await engine.backend.claims.issue_reclaim_grant(execution_id, **WORKER)
     else:
         # The cap comes before the grant.
         outcome = await use(engine, a_grant(execution_id), **WORKER)
@@ -304,11 +308,11 @@ async def test_at_the_cap_the_execution_fails_with_every_effect(engine: Engine, 
     assert await engine.vector(execution_id) == FAILED
     assert set(await placed(engine, execution_id)) == {"lane:default:terminal"}
     assert await grant_fields(engine, execution_id) == {}
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert (info.failure_reason, info.completed_at) == ("max_reclaims_exceeded", str(now))
     assert (info.lease_reclaim_count, info.retry_count) == (1, 0)
     assert info.blocking_detail == ""
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is None
     stored = await fields(engine, execution_id)
@@ -319,38 +323,38 @@ async def test_at_the_cap_the_execution_fails_with_every_effect(engine: Engine, 
         "lease_expires_at": None,
         "current_lease_epoch": "2",
     }
-    assert await engine.backend.read_exec_core_fields(execution_id, list(cleared)) == cleared
-    attempts = await engine.backend.read_attempts(execution_id)
+    assert await engine.backend.reads.read_exec_core_fields(execution_id, list(cleared)) == cleared
+    attempts = await engine.backend.reads.read_attempts(execution_id)
     assert [attempt.attempt_state for attempt in attempts] == ["interrupted_reclaimed"] * 2
     assert [attempt.ended_at is not None for attempt in attempts] == [True, True]
     event = (await engine.events(execution_id))[-1]
     assert (event.type, event.get("outcome")) == ("completion", "failed")
     assert event.get("reason") == "max_reclaims_exceeded"
-    error = await refused("execution_not_active", engine.backend.complete(second.handle))
+    error = await refused("execution_not_active", engine.backend.executions.complete(second.handle))
     assert error.details[0] == "failed"
     async with untouched(engine):
-        again = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        again = await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
         assert again == ReclaimCapExceeded(execution_id, 1)
         assert await use(engine, a_grant(execution_id)) == again
     # A replay starts counting anew, and the capped attempt keeps what it was.
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
     claim = await engine.claim()
     assert (claim.attempt_type, claim.attempt_index, claim.handle.lease_epoch) == ("replay", 2, 3)
-    attempts = await engine.backend.read_attempts(execution_id)
+    attempts = await engine.backend.reads.read_attempts(execution_id)
     assert attempts[1].attempt_state == "interrupted_reclaimed"
-    assert (await engine.backend.read_execution_info(execution_id)).lease_reclaim_count == 0
+    assert (await engine.backend.reads.read_execution_info(execution_id)).lease_reclaim_count == 0
 
 
 @pytest.mark.parametrize("via", ["grant", "reclaim"])
 async def test_cap_zero_means_never(engine: Engine, via: str) -> None:
     execution_id = (await lapsed(engine, policy={"max_reclaim_count": 0})).execution_id
     if via == "grant":
-        outcome = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+        outcome = await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
     else:
         # The stored policy wins over the caller.
         outcome = await use(engine, a_grant(execution_id), max_reclaim_count=50)
     assert outcome == ReclaimCapExceeded(execution_id, 0)
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "interrupted_reclaimed"
 
 
@@ -382,7 +386,7 @@ async def test_which_cap_is_in_force(
     """The count is written as if that many reclaims had happened."""
     execution_id = (await lapsed(engine, policy=policy)).execution_id
     await write(engine, execution_id, lease_reclaim_count=count)
-    outcome = await engine.backend.issue_reclaim_grant(execution_id, **OTHER)
+    outcome = await engine.backend.claims.issue_reclaim_grant(execution_id, **OTHER)
     if cap is None:
         assert outcome.kind == "granted"
     else:
@@ -396,9 +400,9 @@ async def test_each_reclaim_counts_once_and_takes_its_own_index(engine: Engine) 
         claim = await reclaim(engine, handle.execution_id)
         assert (claim.attempt_index, claim.handle.lease_epoch) == (number, number + 1)
     await lose_once_more(engine, handle.execution_id)
-    outcome = await engine.backend.issue_reclaim_grant(handle.execution_id, **OTHER)
+    outcome = await engine.backend.claims.issue_reclaim_grant(handle.execution_id, **OTHER)
     assert outcome == ReclaimCapExceeded(handle.execution_id, 3)
-    attempts = await engine.backend.read_attempts(handle.execution_id)
+    attempts = await engine.backend.reads.read_attempts(handle.execution_id)
     assert [attempt.attempt_index for attempt in attempts] == [0, 1, 2, 3]
     assert len({attempt.attempt_id for attempt in attempts}) == 4
 
@@ -414,7 +418,7 @@ async def test_a_repeated_reclaim_gives_the_same_claim(engine: Engine) -> None:
     async with untouched(engine):
         assert await use(engine, held, **ids) == first
         assert (await use(engine, held, lease_id=ids["lease_id"])).kind == "not_reclaimable"
-    assert (await engine.backend.read_execution_info(execution_id)).lease_reclaim_count == 1
+    assert (await engine.backend.reads.read_execution_info(execution_id)).lease_reclaim_count == 1
 
 
 async def test_a_lost_reclaim_reply_is_answered_again(engine: Engine, valkey: TestServer) -> None:
@@ -422,7 +426,7 @@ async def test_a_lost_reclaim_reply_is_answered_again(engine: Engine, valkey: Te
     held = await reclaim_grant(engine, execution_id)
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_reclaim")
-        claim = await client.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
+        claim = await client.claims.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL)
         assert proxy.dropped == 1
     assert isinstance(claim, Claim)
     assert await event_types(engine, execution_id) == ["acquired", "expired", "reclaimed"]
@@ -433,7 +437,7 @@ async def test_a_lost_reply_at_the_cap(engine: Engine, valkey: TestServer) -> No
     execution_id = (await lapsed(engine, policy={"max_reclaim_count": 0})).execution_id
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_issue_reclaim_grant")
-        outcome = await client.issue_reclaim_grant(execution_id, **OTHER)
+        outcome = await client.claims.issue_reclaim_grant(execution_id, **OTHER)
         assert proxy.dropped == 1
     assert outcome.kind in {"reclaim_cap_exceeded", "not_reclaimable"}
     assert (await event_types(engine, execution_id)).count("completion") == 1
@@ -442,11 +446,11 @@ async def test_a_lost_reply_at_the_cap(engine: Engine, valkey: TestServer) -> No
 async def test_recovery_as_a_worker_does_it(engine: Engine) -> None:
     handle = await engine.running()
     await engine.advance(TTL + 1)
-    await refused("lease_expired", engine.backend.complete(handle, b"late"))
+    await refused("lease_expired", engine.backend.executions.complete(handle, b"late"))
     claim = await reclaim(engine, handle.execution_id)
-    await engine.backend.complete(claim.handle, b"in time")
-    assert await engine.backend.get_execution_result(handle.execution_id) == b"in time"
-    await refused("execution_not_active", engine.backend.complete(handle, b"late"))
+    await engine.backend.executions.complete(claim.handle, b"in time")
+    assert await engine.backend.reads.get_execution_result(handle.execution_id) == b"in time"
+    await refused("execution_not_active", engine.backend.executions.complete(handle, b"late"))
     assert await event_types(engine, handle.execution_id) == [
         "acquired",
         "expired",
@@ -460,16 +464,16 @@ async def test_a_reclaimed_attempt_can_fail_pause_and_be_lost_again(engine: Engi
     handle = await lapsed(engine, policy=policy)
     execution_id = handle.execution_id
     claim = await reclaim(engine, execution_id)
-    await engine.backend.delay(claim.handle, 1)
+    await engine.backend.executions.delay(claim.handle, 1)
     resumed = await engine.claim()
     assert (resumed.handle.kind, resumed.attempt_type) == ("resumed", "reclaim")
-    outcome = await engine.backend.fail(resumed.handle, "boom", "transient")
+    outcome = await engine.backend.executions.fail(resumed.handle, "boom", "transient")
     assert outcome.kind == "retry_scheduled"
     await engine.advance(10)
-    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     retried = await engine.claim()
     assert (retried.attempt_type, retried.attempt_index) == ("retry", 2)
-    attempts = await engine.backend.read_attempts(execution_id)
+    attempts = await engine.backend.reads.read_attempts(execution_id)
     assert [attempt.attempt_type for attempt in attempts] == ["initial", "reclaim", "retry"]
     assert attempts[1].resumed_at is not None
     assert (attempts[1].reclaim_reason, attempts[2].reclaim_reason) == ("lease_expired", None)

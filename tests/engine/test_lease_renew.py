@@ -32,7 +32,7 @@ async def test_a_renewal_extends_the_lease_and_nothing_else(engine: Engine) -> N
     timeout = (await placed(engine, execution_id))["attempt_timeout"]
     now = await engine.now() + 1000
     await freeze(engine, now)
-    assert await engine.backend.renew(handle) == Renewed(now + TTL, 1)
+    assert await engine.backend.leases.renew(handle) == Renewed(now + TTL, 1)
     after = await fields(engine, execution_id)
     assert after == before | {
         "lease_expires_at": str(now + TTL),
@@ -44,7 +44,7 @@ async def test_a_renewal_extends_the_lease_and_nothing_else(engine: Engine) -> N
         "attempt_timeout": timeout,
         "worker:w-1:leases": None,
     }
-    snapshot = await engine.backend.describe_execution(execution_id)
+    snapshot = await engine.backend.reads.describe_execution(execution_id)
     assert snapshot is not None
     assert snapshot.current_lease is not None
     assert snapshot.current_lease.last_heartbeat_at == now
@@ -55,10 +55,10 @@ async def test_a_renewal_extends_the_lease_and_nothing_else(engine: Engine) -> N
 async def test_a_renewal_may_also_shorten(engine: Engine) -> None:
     handle = await engine.running()
     await freeze(engine, await engine.now())
-    renewed = await engine.backend.renew_lease(handle.execution_id, handle, 1)
+    renewed = await engine.backend.leases.renew_lease(handle.execution_id, handle, 1)
     assert renewed.expires_at == await engine.now() + 1
     await freeze(engine, renewed.expires_at)
-    await refused("lease_expired", engine.backend.renew(handle))
+    await refused("lease_expired", engine.backend.leases.renew(handle))
 
 
 async def test_a_lease_ends_at_its_expiry_not_after(engine: Engine) -> None:
@@ -66,21 +66,21 @@ async def test_a_lease_ends_at_its_expiry_not_after(engine: Engine) -> None:
     handle = await engine.running()
     now = await engine.now()
     await freeze(engine, now + TTL - 1)
-    renewed = await engine.backend.renew(handle)
+    renewed = await engine.backend.leases.renew(handle)
     assert renewed.expires_at == now + 2 * TTL - 1
     await freeze(engine, renewed.expires_at)
-    await refused("lease_expired", engine.backend.renew(handle))
+    await refused("lease_expired", engine.backend.leases.renew(handle))
     # The refusal marked it: the next claim may take it.
     assert "lane:default:reclaimable" in await placed(engine, handle.execution_id)
 
 
 async def test_renewal_events_are_opt_in(engine: Engine) -> None:
     handle = await engine.running(lane="loud")
-    await engine.backend.renew(handle)
-    await engine.backend.set_lane_config("loud", emit_renewals=True)
-    await engine.backend.renew(handle)
-    await engine.backend.set_lane_config("loud", emit_renewals=False)
-    await engine.backend.renew(handle)
+    await engine.backend.leases.renew(handle)
+    await engine.backend.lanes.set_lane_config("loud", emit_renewals=True)
+    await engine.backend.leases.renew(handle)
+    await engine.backend.lanes.set_lane_config("loud", emit_renewals=False)
+    await engine.backend.leases.renew(handle)
     events = await engine.events(handle.execution_id)
     assert [event.type for event in events] == ["acquired", "renewed"]
     assert events[1].get("lease_id") == handle.lease_id
@@ -89,7 +89,7 @@ async def test_renewal_events_are_opt_in(engine: Engine) -> None:
 
 @pytest.mark.parametrize("ttl", [0, -1, "1", 2.5, None, True, 2**60])
 async def test_numbers_are_checked_first(engine: Engine, ttl: Any) -> None:
-    work = engine.backend.renew_lease(engine.new_id(), Fence(), ttl)
+    work = engine.backend.leases.renew_lease(engine.new_id(), Fence(), ttl)
     await refused("invalid_input", work)
 
 
@@ -98,8 +98,10 @@ async def test_check_order(engine: Engine) -> None:
     unknown, backend = engine.new_id(), engine.backend
     partial = Fence(handle.lease_id, handle.lease_epoch, "")
     async with untouched(engine):
-        await refused("execution_not_found", backend.renew_lease(unknown, Fence(), TTL))
-        await refused("fence_required", backend.renew_lease(handle.execution_id, Fence(), TTL))
+        await refused("execution_not_found", backend.leases.renew_lease(unknown, Fence(), TTL))
+        await refused(
+            "fence_required", backend.leases.renew_lease(handle.execution_id, Fence(), TTL)
+        )
         for fence in (
             partial,
             Fence(handle.lease_id, None, handle.attempt_id),
@@ -107,7 +109,7 @@ async def test_check_order(engine: Engine) -> None:
             Fence(handle.lease_id),
         ):
             await refused(
-                "partial_fence_triple", backend.renew_lease(handle.execution_id, fence, TTL)
+                "partial_fence_triple", backend.leases.renew_lease(handle.execution_id, fence, TTL)
             )
         for fence in (
             Fence(new_uuid(), 1, handle.attempt_id, 0),
@@ -115,23 +117,33 @@ async def test_check_order(engine: Engine) -> None:
             Fence(handle.lease_id, 1, new_uuid(), 0),
             Fence(handle.lease_id, 1, handle.attempt_id, 1),
         ):
-            await refused("stale_lease", backend.renew_lease(handle.execution_id, fence, TTL))
-    assert (await backend.renew_lease(handle.execution_id, handle.fence, TTL)).lease_epoch == 1
-    await backend.cancel_execution(handle.execution_id)
-    error = await refused("execution_not_active", backend.renew(handle))
+            await refused(
+                "stale_lease", backend.leases.renew_lease(handle.execution_id, fence, TTL)
+            )
+    assert (
+        await backend.leases.renew_lease(handle.execution_id, handle.fence, TTL)
+    ).lease_epoch == 1
+    await backend.executions.cancel_execution(handle.execution_id)
+    error = await refused("execution_not_active", backend.leases.renew(handle))
     assert list(error.details) == ["cancelled", "1", "terminal", handle.attempt_id]
-    await refused("partial_fence_triple", backend.renew_lease(handle.execution_id, partial, TTL))
+    await refused(
+        "partial_fence_triple", backend.leases.renew_lease(handle.execution_id, partial, TTL)
+    )
 
 
 async def test_expiry_and_revocation_come_before_identity(engine: Engine) -> None:
     handle = await engine.running()
     other = Fence(new_uuid(), 7, new_uuid(), 3)
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     await engine.advance(TTL + 1)
-    await refused("lease_revoked", engine.backend.renew_lease(handle.execution_id, other, TTL))
+    await refused(
+        "lease_revoked", engine.backend.leases.renew_lease(handle.execution_id, other, TTL)
+    )
     lapsed = await engine.running()
     await engine.advance(TTL + 1)
-    await refused("lease_expired", engine.backend.renew_lease(lapsed.execution_id, other, TTL))
+    await refused(
+        "lease_expired", engine.backend.leases.renew_lease(lapsed.execution_id, other, TTL)
+    )
 
 
 # --- many ------------------------------------------------------------------------
@@ -144,12 +156,12 @@ def verdicts(outcomes: list[Renewed | EngineError]) -> list[str]:
 async def test_one_failing_handle_affects_no_other(engine: Engine) -> None:
     good = await running(engine)
     ended = await running(engine, lane="second")
-    await engine.backend.complete(ended)
+    await engine.backend.executions.complete(ended)
     stale = await running(engine, lane="third")
-    await engine.backend.delay(stale, 1)
+    await engine.backend.executions.delay(stale, 1)
     await engine.claim(lane="third")
     revoked = await running(engine)
-    await engine.backend.revoke_lease(revoked.execution_id)
+    await engine.backend.leases.revoke_lease(revoked.execution_id)
     gone = Handle(
         execution_id=engine.new_id("fourth"),
         lease=good.lease,
@@ -160,7 +172,7 @@ async def test_one_failing_handle_affects_no_other(engine: Engine) -> None:
     )
     also_good = await running(engine, lane="second")
     handles = [good, ended, stale, revoked, gone, also_good]
-    assert verdicts(await engine.backend.renew_many(handles)) == [
+    assert verdicts(await engine.backend.leases.renew_many(handles)) == [
         "renewed",
         "execution_not_active",
         "stale_lease",
@@ -168,16 +180,16 @@ async def test_one_failing_handle_affects_no_other(engine: Engine) -> None:
         "execution_not_found",
         "renewed",
     ]
-    assert await engine.backend.renew_many([]) == []
+    assert await engine.backend.leases.renew_many([]) == []
 
 
 async def test_three_hundred_leases_with_their_own_ttls(engine: Engine) -> None:
-    await engine.backend.create_many([_new(engine) for _ in range(300)])
+    await engine.backend.executions.create_many([_new(engine) for _ in range(300)])
     claims = await engine.claim_all(256) + await engine.claim_all(256, ttl=5000)
     assert len(claims) == 300
     await freeze(engine, await engine.now() + 100)
     now = await engine.now()
-    outcomes = await engine.backend.renew_many([claim.handle for claim in claims])
+    outcomes = await engine.backend.leases.renew_many([claim.handle for claim in claims])
     expiries = [item.expires_at for item in outcomes if isinstance(item, Renewed)]
     assert expiries == [now + TTL] * 256 + [now + 5000] * 44
     assert (await placed(engine, claims[-1].execution_id))["lease_expiry"] == now + 5000
@@ -198,27 +210,27 @@ async def test_a_handle_with_an_impossible_ttl_is_refused_alone(engine: Engine) 
             lane_id="default",
             worker_instance_id="w-1",
         )
-        assert verdicts(await engine.backend.renew_many([broken, good])) == [
+        assert verdicts(await engine.backend.leases.renew_many([broken, good])) == [
             "invalid_input",
             "renewed",
         ]
-        await refused("invalid_input", engine.backend.renew(broken))
+        await refused("invalid_input", engine.backend.leases.renew(broken))
 
 
 async def test_a_lost_reply_is_harmless(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_renew")
-        (outcome,) = await client.renew_many([handle])
+        (outcome,) = await client.leases.renew_many([handle])
         assert proxy.dropped == 1
     assert isinstance(outcome, Renewed)
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
 
 async def test_a_paused_execution_has_no_lease_to_renew(engine: Engine) -> None:
     handle = await paused(engine)
     async with untouched(engine):
-        error = await refused("execution_not_active", engine.backend.renew(handle))
+        error = await refused("execution_not_active", engine.backend.leases.renew(handle))
     assert list(error.details) == ["none", "1", "runnable", handle.attempt_id]
 
 
@@ -227,7 +239,7 @@ async def test_when_it_was_acquired_and_should_be_renewed(engine: Engine) -> Non
     names = ["lease_acquired_at", "lease_renewal_deadline"]
 
     async def times(execution_id: ExecutionId) -> list[int | None]:
-        found = await engine.backend.read_exec_core_fields(execution_id, names)
+        found = await engine.backend.reads.read_exec_core_fields(execution_id, names)
         return [None if found[name] is None else int(found[name] or "") for name in names]
 
     start = await engine.now() + 10
@@ -237,18 +249,18 @@ async def test_when_it_was_acquired_and_should_be_renewed(engine: Engine) -> Non
     handle = (await engine.claim()).handle
     assert await times(execution_id) == [start, start + TTL * 2 // 3]
     await freeze(engine, start + 1000)
-    await engine.backend.renew_lease(execution_id, handle, 10_000)
+    await engine.backend.leases.renew_lease(execution_id, handle, 10_000)
     assert await times(execution_id) == [start, start + 1000 + 6666]
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     assert await times(execution_id) == [None, None]
     await freeze(engine, start + 2000)
     resumed = (await engine.claim()).handle
     assert await times(execution_id) == [start + 2000, start + 2000 + TTL * 2 // 3]
     await freeze(engine, start + 2000 + TTL)
-    await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(execution_id.tag, [execution_id])
     reclaimed = (await engine.claim()).handle
     assert reclaimed.lease_epoch == resumed.lease_epoch + 1
     begun = start + 2000 + TTL
     assert await times(execution_id) == [begun, begun + TTL * 2 // 3]
-    await engine.backend.complete(reclaimed)
+    await engine.backend.executions.complete(reclaimed)
     assert await times(execution_id) == [None, None]

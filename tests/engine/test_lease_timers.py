@@ -23,7 +23,9 @@ async def timer(engine: Engine, execution_id: ExecutionId) -> float | None:
 
 
 async def expire(engine: Engine, execution_id: ExecutionId, reason: ExpireReason) -> str:
-    (verdict,) = await engine.backend.expire_execution(execution_id.tag, reason, [execution_id])
+    (verdict,) = await engine.backend.upkeep.expire_execution(
+        execution_id.tag, reason, [execution_id]
+    )
     return verdict
 
 
@@ -39,7 +41,7 @@ async def test_a_fresh_claim_arms_the_full_time_and_a_renewal_leaves_it(engine: 
     armed = await engine.now() + LIMIT
     assert await timer(engine, handle.execution_id) == armed
     await freeze(engine, await engine.now() + 1000)
-    await engine.backend.renew(handle)
+    await engine.backend.leases.renew(handle)
     assert await timer(engine, handle.execution_id) == armed
 
 
@@ -51,9 +53,9 @@ async def test_a_pause_keeps_the_rest_and_the_resumed_claim_arms_it(
     await freeze(engine, start)
     handle = await running(engine, policy=TIMED)
     execution_id = handle.execution_id
-    await engine.backend.renew_lease(execution_id, handle, 10 * LIMIT)
+    await engine.backend.leases.renew_lease(execution_id, handle, 10 * LIMIT)
     await freeze(engine, start + spent)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     assert await timer(engine, execution_id) is None
     await freeze(engine, start + 500_000)
     claim = await engine.claim()
@@ -70,9 +72,9 @@ async def test_two_pauses_share_one_allowance(engine: Engine) -> None:
     await freeze(engine, start)
     handle = await running(engine, policy=TIMED)
     for spent in (30_000, 20_000):
-        await engine.backend.renew_lease(handle.execution_id, handle, 10 * LIMIT)
+        await engine.backend.leases.renew_lease(handle.execution_id, handle, 10 * LIMIT)
         await freeze(engine, await engine.now() + spent)
-        await engine.backend.delay(handle, 1)
+        await engine.backend.executions.delay(handle, 1)
         await freeze(engine, await engine.now() + 70_000)
         handle = (await engine.claim()).handle
     now = await engine.now()
@@ -93,9 +95,9 @@ async def test_a_reclaim_replaces_the_timer_with_the_full_time(engine: Engine) -
 async def test_a_reclaim_after_a_pause_has_the_full_time(engine: Engine) -> None:
     handle = await running(engine, policy=TIMED)
     await engine.advance(10_000)
-    await engine.backend.delay(handle, 1)
+    await engine.backend.executions.delay(handle, 1)
     resumed = await engine.claim()
-    await engine.backend.revoke_lease(resumed.execution_id)
+    await engine.backend.leases.revoke_lease(resumed.execution_id)
     await freeze(engine, await engine.now())
     await reclaim(engine, resumed.execution_id)
     assert await timer(engine, resumed.execution_id) == await engine.now() + LIMIT
@@ -104,10 +106,10 @@ async def test_a_reclaim_after_a_pause_has_the_full_time(engine: Engine) -> None
 async def test_a_retry_has_the_full_time(engine: Engine) -> None:
     handle = await running(engine, policy=TIMED)
     execution_id = handle.execution_id
-    await engine.backend.fail(handle, "boom", "transient")
+    await engine.backend.executions.fail(handle, "boom", "transient")
     assert await timer(engine, execution_id) is None
     await engine.advance(10)
-    await engine.backend.promote_delayed(execution_id.tag, "default", [execution_id])
+    await engine.backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     await freeze(engine, await engine.now())
     await engine.claim()
     assert await timer(engine, execution_id) == await engine.now() + LIMIT
@@ -120,9 +122,9 @@ async def test_the_timer_ends_the_execution_whoever_holds_it(engine: Engine, los
     handle = await running(engine, policy={"timeout_policy": {"attempt_timeout_ms": LIMIT}})
     execution_id = handle.execution_id
     if lost == "held":
-        await engine.backend.renew_lease(execution_id, handle, 10 * LIMIT)
+        await engine.backend.leases.renew_lease(execution_id, handle, 10 * LIMIT)
     elif lost == "revoked":
-        await engine.backend.revoke_lease(execution_id)
+        await engine.backend.leases.revoke_lease(execution_id)
     await freeze(engine, start + LIMIT - 1)
     if lost == "expired":
         await mark(engine, [execution_id])
@@ -138,11 +140,11 @@ async def test_a_claim_never_moves_the_deadline(engine: Engine) -> None:
     execution_id = handle.execution_id
     for step in ("claimed", "paused", "resumed", "lost", "reclaimed"):
         if step == "paused":
-            await engine.backend.delay(handle, 1)
+            await engine.backend.executions.delay(handle, 1)
         elif step == "resumed":
             handle = (await engine.claim()).handle
         elif step == "lost":
-            await engine.backend.revoke_lease(execution_id)
+            await engine.backend.leases.revoke_lease(execution_id)
         elif step == "reclaimed":
             await reclaim(engine, execution_id)
         assert (await placed(engine, execution_id))["execution_deadline"] == deadline, step

@@ -38,16 +38,18 @@ async def test_work_goes_on_and_ends(full: Engine) -> None:
     first, second = (await full.claim()).handle, (await full.claim()).handle
     await fill(full)
     backend = full.backend
-    await backend.renew_lease(first.execution_id, first, 60_000)
-    await backend.complete(first, b"kept")
-    assert (await backend.get_execution_result(first.execution_id)) == b"kept"
-    await backend.fail(second, "no luck", "transient")
+    await backend.leases.renew_lease(first.execution_id, first, 60_000)
+    await backend.executions.complete(first, b"kept")
+    assert (await backend.reads.get_execution_result(first.execution_id)) == b"kept"
+    await backend.executions.fail(second, "no luck", "transient")
     third = (await full.claim()).handle
-    await backend.delay(third, 1)
+    await backend.executions.delay(third, 1)
     fourth = (await full.claim()).handle
-    assert isinstance(await backend.cancel_execution(fourth.execution_id), Cancelled)
+    assert isinstance(await backend.executions.cancel_execution(fourth.execution_id), Cancelled)
     await full.advance(90_000_000)
-    verdicts = await backend.trim_retention(first.execution_id.tag, "default", [first.execution_id])
+    verdicts = await backend.upkeep.trim_retention(
+        first.execution_id.tag, "default", [first.execution_id]
+    )
     assert verdicts == ["purged"]
 
 
@@ -70,26 +72,28 @@ async def test_only_what_takes_something_in_is_refused(engine: Engine) -> None:
 async def test_a_handler_and_those_who_watch_it_notice_nothing(full: Engine) -> None:
     backend = full.backend
     handle = (await full.claim()).handle
-    await backend.append_frame(handle, Frame(payload=b"said before"))
+    await backend.streams.append_frame(handle, Frame(payload=b"said before"))
     await fill(full)
-    await backend.progress(handle, 50, "half")
-    page = await backend.read_stream(handle.execution_id, 0)
+    await backend.executions.progress(handle, 50, "half")
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.payload for frame in page.frames] == [b"said before"]
-    assert await backend.ring_waiting({handle.execution_id.tag: ["default"]}) == 1
-    await backend.set_lane_state("default", "paused", "out of memory")
+    assert await backend.claims.ring_waiting({handle.execution_id.tag: ["default"]}) == 1
+    await backend.lanes.set_lane_state("default", "paused", "out of memory")
 
 
 async def test_a_worker_can_start(full: Engine) -> None:
     await fill(full)
-    await full.backend.register_worker(
+    await full.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=["default"], namespace="another"
     )
-    await full.backend.prepare()
-    assert await full.backend.heartbeat_worker("w-1", "another")
+    await full.backend.meta.prepare()
+    assert await full.backend.workers.heartbeat_worker("w-1", "another")
 
 
 async def test_a_lease_that_ran_out_is_offered_again(full: Engine) -> None:
     lost = (await full.claim()).handle.execution_id
     await fill(full)
     await full.advance(3_600_000)
-    assert await full.backend.mark_lease_expired_if_due(lost.tag, [lost]) == ["marked_expired"]
+    assert await full.backend.upkeep.mark_lease_expired_if_due(lost.tag, [lost]) == [
+        "marked_expired"
+    ]

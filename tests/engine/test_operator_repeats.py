@@ -22,8 +22,8 @@ from flowfabric.core.contracts.leases import Handle, Revoked
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import POLICY, block, record, refused
 from tests.engine.probes import event_types
@@ -33,7 +33,7 @@ from tests.support.server import TestServer
 
 OVERRIDE = "operator_override"
 
-Call = Callable[[Backend, ExecutionId], Awaitable[Any]]
+Call = Callable[[ValkeyBackend, ExecutionId], Awaitable[Any]]
 
 
 class HoldingProxy(FaultProxy):
@@ -53,12 +53,12 @@ class HoldingProxy(FaultProxy):
 async def interrupted(
     valkey: TestServer,
     function: str,
-    call: Callable[[Backend], Awaitable[Any]],
+    call: Callable[[ValkeyBackend], Awaitable[Any]],
     meanwhile: Callable[[], Awaitable[Any]],
 ) -> Any:
     """The answer of a call whose reply is lost, when something happens before its repeat."""
     with HoldingProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
@@ -82,11 +82,11 @@ async def test_the_next_holder_keeps_the_lease(engine: Engine, valkey: TestServe
         taken.append((await engine.claim(worker="v", instance="v-1")).handle)
 
     answer = await interrupted(
-        valkey, "ff_revoke", lambda backend: backend.revoke_lease(execution_id), reclaim
+        valkey, "ff_revoke", lambda backend: backend.leases.revoke_lease(execution_id), reclaim
     )
     assert answer == Revoked(handle.lease_id, 1)
     assert await event_types(engine, execution_id) == ["acquired", "revoked", "reclaimed"]
-    await engine.backend.complete(taken[0])
+    await engine.backend.executions.complete(taken[0])
 
 
 async def test_a_second_revocation_in_between(engine: Engine, valkey: TestServer) -> None:
@@ -96,11 +96,14 @@ async def test_a_second_revocation_in_between(engine: Engine, valkey: TestServer
     async def reclaim_and_revoke() -> None:
         for _ in range(2):
             await engine.claim()
-            await engine.backend.revoke_lease(execution_id)
+            await engine.backend.leases.revoke_lease(execution_id)
         await engine.claim()
 
     answer = await interrupted(
-        valkey, "ff_revoke", lambda backend: backend.revoke_lease(execution_id), reclaim_and_revoke
+        valkey,
+        "ff_revoke",
+        lambda backend: backend.leases.revoke_lease(execution_id),
+        reclaim_and_revoke,
     )
     assert answer == Revoked(handle.lease_id, 1)
     assert (await engine.vector(execution_id)).ownership_state == "leased"
@@ -109,36 +112,38 @@ async def test_a_second_revocation_in_between(engine: Engine, valkey: TestServer
 async def test_only_the_last_requests_are_remembered(engine: Engine) -> None:
     execution_id = (await engine.running()).execution_id
     for _ in range(6):
-        await engine.backend.revoke_lease(execution_id)
+        await engine.backend.leases.revoke_lease(execution_id)
         await engine.claim()
     known = (await record(engine, execution_id))["operator_requests"]
     assert [line.rpartition("/")[2] for line in known.splitlines()] == ["6", "5", "4", "3"]
-    shown = await engine.backend.read_exec_core_fields(execution_id, ["operator_requests"])
+    shown = await engine.backend.reads.read_exec_core_fields(execution_id, ["operator_requests"])
     assert shown == {"operator_requests": None}
 
 
-async def complete(backend: Backend, execution_id: ExecutionId) -> Any:
-    return await backend.complete_execution(execution_id, source=OVERRIDE, result_payload=b"r")
+async def complete(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
+    return await backend.executions.complete_execution(
+        execution_id, source=OVERRIDE, result_payload=b"r"
+    )
 
 
-async def fail(backend: Backend, execution_id: ExecutionId) -> Any:
-    return await backend.fail_execution(
+async def fail(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
+    return await backend.executions.fail_execution(
         execution_id, source=OVERRIDE, failure_reason="x", failure_category="permanent"
     )
 
 
-async def retry(backend: Backend, execution_id: ExecutionId) -> Any:
-    return await backend.fail_execution(
+async def retry(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
+    return await backend.executions.fail_execution(
         execution_id, source=OVERRIDE, failure_reason="x", failure_category="transient"
     )
 
 
-async def delay(backend: Backend, execution_id: ExecutionId) -> Any:
-    return await backend.delay_execution(execution_id, source=OVERRIDE, delay_until=1)
+async def delay(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
+    return await backend.executions.delay_execution(execution_id, source=OVERRIDE, delay_until=1)
 
 
-async def park(backend: Backend, execution_id: ExecutionId) -> Any:
-    return await backend.move_to_waiting_children(execution_id, source=OVERRIDE)
+async def park(backend: ValkeyBackend, execution_id: ExecutionId) -> Any:
+    return await backend.executions.move_to_waiting_children(execution_id, source=OVERRIDE)
 
 
 async def again(engine: Engine, execution_id: ExecutionId) -> None:
@@ -146,10 +151,10 @@ async def again(engine: Engine, execution_id: ExecutionId) -> None:
     backend = engine.backend
     vector = await engine.vector(execution_id)
     if vector.lifecycle_phase == "terminal":
-        await backend.replay_execution(execution_id)
+        await backend.executions.replay_execution(execution_id)
     elif vector.public_state == PublicState.DELAYED:
         await engine.advance(1000)
-        await backend.promote_delayed(execution_id.tag, "default", [execution_id])
+        await backend.upkeep.promote_delayed(execution_id.tag, "default", [execution_id])
     elif vector.public_state == PublicState.WAITING_CHILDREN:
         # What a resolved dependency does.
         core = keys.core(execution_id.tag, execution_id)
@@ -196,7 +201,7 @@ async def test_an_override_does_not_strike_the_next_attempt(
         valkey, function, lambda backend: call(backend, execution_id), meanwhile
     )
     if expected is None:
-        (first, _) = await engine.backend.read_attempts(execution_id)
+        (first, _) = await engine.backend.reads.read_attempts(execution_id)
         assert answer == RetryScheduled(first.delay_until or 0, 1)
     else:
         assert answer == expected(execution_id)
@@ -207,7 +212,9 @@ async def test_an_override_does_not_strike_the_next_attempt(
 async def test_an_override_is_no_ones_to_fake(engine: Engine) -> None:
     handle = await engine.running()
     error = await refused(
-        engine.backend.complete_execution(handle.execution_id, source=f"{OVERRIDE} mine"),
+        engine.backend.executions.complete_execution(
+            handle.execution_id, source=f"{OVERRIDE} mine"
+        ),
         "invalid_input",
     )
     assert error.detail.startswith("source: ")

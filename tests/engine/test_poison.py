@@ -9,7 +9,7 @@ from flowfabric.core.contracts.executions import Completed
 from flowfabric.core.contracts.leases import Renewed
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from tests.support.engine import Engine
 
 pytestmark = pytest.mark.corrupts
@@ -28,9 +28,9 @@ async def test_claims_pass_an_unreadable_record(engine: Engine) -> None:
 async def test_completions_and_renewals_answer_each_for_itself(engine: Engine) -> None:
     handles = [await engine.running() for _ in range(3)]
     await break_record(engine, handles[1].execution_id)
-    renewed = await engine.backend.renew_many(handles)
+    renewed = await engine.backend.leases.renew_many(handles)
     assert [type(answer) for answer in renewed] == [Renewed, CorruptionError, Renewed]
-    done = await engine.backend.complete_many([Completion(handle) for handle in handles])
+    done = await engine.backend.executions.complete_many([Completion(handle) for handle in handles])
     assert [type(answer) for answer in done] == [Completed, CorruptionError, Completed]
     for handle in (handles[0], handles[2]):
         key = keys.lane(handle.execution_id.tag, "default", "terminal")

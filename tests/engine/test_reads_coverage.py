@@ -8,8 +8,7 @@ import pytest
 
 from flowfabric.core.contracts.executions import WhyWaiting
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.coverage import least_missing
-from flowfabric.engine.registry import WorkerEntry
+from flowfabric.engine.api.workers import WorkerEntry, least_missing
 from tests.engine.exec_support import mark, refused
 from tests.support.engine import LANE, TTL, Engine
 
@@ -22,7 +21,7 @@ NEEDS: dict[str, Any] = {
 async def register(
     engine: Engine, instance: str, *capabilities: str, lane: str = LANE, namespace: str = "default"
 ) -> None:
-    await engine.backend.register_worker(
+    await engine.backend.workers.register_worker(
         worker_id="w",
         worker_instance_id=instance,
         lanes=[lane],
@@ -32,7 +31,7 @@ async def register(
 
 
 async def lacking(engine: Engine, execution_id: ExecutionId) -> tuple[tuple[str, ...], int | None]:
-    why: WhyWaiting = await engine.backend.explain_execution(execution_id)
+    why: WhyWaiting = await engine.backend.reads.explain_execution(execution_id)
     return why.missing_capabilities, why.live_workers
 
 
@@ -46,7 +45,7 @@ async def test_the_nearest_worker_decides(engine: Engine) -> None:
     assert await lacking(engine, execution_id) == (("gpu",), 2)
     await register(engine, "c", "cuda", "gpu", "ssd")
     assert await lacking(engine, execution_id) == ((), 3)
-    await engine.backend.mark_worker_dead("c")
+    await engine.backend.workers.mark_worker_dead("c")
     assert await lacking(engine, execution_id) == (("gpu",), 2)
 
 
@@ -63,14 +62,16 @@ async def test_workers_of_other_lanes_and_namespaces_do_not_count(engine: Engine
 async def test_an_old_mismatch_says_nothing_of_now(engine: Engine) -> None:
     execution_id = await engine.create(policy=NEEDS)
     await refused(
-        engine.backend.issue_claim_grant(execution_id, worker_id="w", worker_instance_id="w"),
+        engine.backend.claims.issue_claim_grant(
+            execution_id, worker_id="w", worker_instance_id="w"
+        ),
         "capability_mismatch",
     )
     await register(engine, "able", "cuda", "gpu", "ssd")
     assert await lacking(engine, execution_id) == ((), 1)
     await engine.claim(capabilities=["cuda", "gpu", "ssd"])
     # It runs: it waits for no worker, whoever else is there.
-    await engine.backend.mark_worker_dead("able")
+    await engine.backend.workers.mark_worker_dead("able")
     assert await lacking(engine, execution_id) == ((), None)
 
 
@@ -82,7 +83,7 @@ async def test_a_lost_lease_waits_for_a_worker_again(engine: Engine, loss: str) 
         await engine.advance(TTL + 1)
         await mark(engine, handle.execution_id)
     else:
-        await engine.backend.revoke_lease(handle.execution_id)
+        await engine.backend.leases.revoke_lease(handle.execution_id)
     await register(engine, "a", "gpu", "ssd")
     assert await lacking(engine, handle.execution_id) == (("cuda",), 1)
 
@@ -91,14 +92,14 @@ async def test_what_ended_or_needs_nothing_lacks_nothing(engine: Engine) -> None
     plain = await engine.create()
     assert await lacking(engine, plain) == ((), 0)
     ended = await engine.create(policy=NEEDS)
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     assert await lacking(engine, ended) == ((), None)
 
 
 async def test_every_page_of_the_registry_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.coverage._PAGE", 2)
+    monkeypatch.setattr("flowfabric.engine.valkey.workers._PAGE", 2)
     execution_id = await engine.create(policy=NEEDS)
     for instance in ("a", "b", "c", "d"):
         await register(engine, instance)

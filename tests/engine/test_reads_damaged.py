@@ -26,7 +26,7 @@ async def test_a_malformed_member_is_left_out(engine: Engine, bad: bytes) -> Non
             cursor: str | None = ""
             damaged: set[str] = set()
             while cursor is not None:
-                page = await backend.list_executions(
+                page = await backend.listings.list_executions(
                     partition=partition, cursor=cursor, limit=limit
                 )
                 rows += [row.execution_id for row in page.executions]
@@ -38,10 +38,10 @@ async def test_a_malformed_member_is_left_out(engine: Engine, bad: bytes) -> Non
             assert problem.isprintable()
     await backend.transport.call("ZREM", listed, bad)
     await backend.transport.call("ZADD", keys.eligible(execution_id.tag, LANE), 1, bad)
-    page = await backend.list_lane(LANE, "eligible", partition=execution_id.partition)
+    page = await backend.listings.list_lane(LANE, "eligible", partition=execution_id.partition)
     assert sorted(row.execution_id for row in page.executions) == both
     assert len(page.damaged) == 1
-    found = await backend.scan_eligible_executions(LANE, execution_id.tag, 3)
+    found = await backend.claims.scan_eligible_executions(LANE, execution_id.tag, 3)
     assert sorted(found) == both
 
 
@@ -53,7 +53,7 @@ async def test_a_page_of_malformed_members(engine: Engine) -> None:
     early = [part for n in range(450) for part in (0, b"{fp:%d" % n)]
     await engine.backend.transport.call("ZADD", listed, *scores, *early)
     for limit in (1, 50):
-        page = await engine.backend.list_executions(limit=limit)
+        page = await engine.backend.listings.list_executions(limit=limit)
         assert [row.execution_id for row in page.executions] == [execution_id]
         assert page.next_cursor is None
         assert len(page.damaged) == 900
@@ -69,18 +69,20 @@ async def test_a_malformed_lease_is_left_out(engine: Engine, bad: bytes) -> None
         keys.lane(held.tag, LANE, "reclaimable"),
     ):
         await call("ZADD", name, "-inf", bad)
-        page = await engine.backend.list_expired_leases()
+        page = await engine.backend.leases.list_expired_leases()
         assert [lease.execution_id for lease in page.entries] == [held]
         assert len(page.damaged) == 1
         await call("ZREM", name, bad)
-    assert (await engine.backend.list_expired_leases()).damaged == ()
+    assert (await engine.backend.leases.list_expired_leases()).damaged == ()
 
 
 async def test_a_malformed_signature_hides_nothing(engine: Engine) -> None:
     execution_id = await engine.create()
     sigs = keys.lane(execution_id.tag, LANE, "sigs")
     await engine.backend.transport.call("SADD", sigs, b"\xff")
-    page = await engine.backend.list_lane(LANE, "eligible", partition=execution_id.partition)
+    page = await engine.backend.listings.list_lane(
+        LANE, "eligible", partition=execution_id.partition
+    )
     assert [row.execution_id for row in page.executions] == [execution_id]
 
 
@@ -90,7 +92,7 @@ async def test_what_is_malformed_has_no_short_form(engine: Engine) -> None:
     listed = keys.index(execution_id.tag, "all_executions")
     bad = f"{execution_id.tag}:{short}".encode()
     await engine.backend.transport.call("ZADD", listed, 0, bad + b"0\xff", 0, bad)
-    assert await engine.backend.find_executions(short) == [execution_id]
+    assert await engine.backend.listings.find_executions(short) == [execution_id]
 
 
 async def test_malformed_registries_hide_nothing(engine: Engine) -> None:
@@ -101,12 +103,14 @@ async def test_malformed_registries_hide_nothing(engine: Engine) -> None:
     backend, call = engine.backend, engine.backend.transport.call
     await call("SADD", keys.LANES, b"bad\x01lane", b"\xff")
     await call("SADD", keys.PARTITIONS, b"zz", b"\xff", b"-3")
-    assert [row.execution_id for row in (await backend.list_suspended()).entries] == [parked]
-    assert len((await backend.list_executions()).executions) == 2
-    leases = await backend.list_expired_leases()
+    assert [row.execution_id for row in (await backend.suspensions.list_suspended()).entries] == [
+        parked
+    ]
+    assert len((await backend.listings.list_executions()).executions) == 2
+    leases = await backend.leases.list_expired_leases()
     assert [lease.execution_id for lease in leases.entries] == [held]
-    assert await backend.find_executions(held.uuid[:8]) == [held]
-    assert await backend.list_lanes() == ([LANE], None)
+    assert await backend.listings.find_executions(held.uuid[:8]) == [held]
+    assert await backend.lanes.list_lanes() == ([LANE], None)
 
 
 async def test_an_answer_about_damage_spoils_no_other(engine: Engine) -> None:
@@ -115,7 +119,7 @@ async def test_an_answer_about_damage_spoils_no_other(engine: Engine) -> None:
     core = keys.core(broken.tag, broken)
     await engine.backend.transport.call("HSET", core, "state", b"\xff")
     await engine.advance(60_010)
-    verdicts = await engine.backend.promote_delayed(healthy.tag, LANE, [broken, healthy])
+    verdicts = await engine.backend.upkeep.promote_delayed(healthy.tag, LANE, [broken, healthy])
     assert verdicts == [f"error:{broken}: state: '\\xff' is not a state code", "promoted"]
 
 
@@ -124,5 +128,5 @@ async def test_what_is_damaged_is_quoted_printably(engine: Engine) -> None:
     core = keys.core(execution_id.tag, execution_id)
     await engine.backend.transport.call("HSET", core, "state", b"\xff")
     with pytest.raises(CorruptionError) as caught:
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
     assert "state: '\\xff' is not a state code" in caught.value.detail

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease
-from flowfabric.engine.leases import Handle
+from flowfabric.core.contracts.leases import Handle
 from tests.engine.exec_support import mark, refused
 from tests.support.engine import TTL, Engine
 
@@ -21,7 +21,7 @@ async def leased(engine: Engine, lane: str, ttl: int = TTL, **create: Any) -> Ha
 
 
 async def listed(engine: Engine, *args: Any, **options: Any) -> list[ExpiredLease]:
-    return list((await engine.backend.list_expired_leases(*args, **options)).entries)
+    return list((await engine.backend.leases.list_expired_leases(*args, **options)).entries)
 
 
 async def test_both_sets_are_read(engine: Engine) -> None:
@@ -31,7 +31,7 @@ async def test_both_sets_are_read(engine: Engine) -> None:
     revoked = await leased(engine, "gamma", 3000)
     later = await leased(engine, "alpha", 60_000)
     assert await listed(engine) == []
-    await backend.revoke_lease(revoked.execution_id)
+    await backend.leases.revoke_lease(revoked.execution_id)
     # Its time is not over: nobody holds it any more, but it has not expired.
     assert await listed(engine) == []
     await engine.advance(5000)
@@ -58,8 +58,8 @@ async def test_a_lease_that_went_on_or_ended_is_not_listed(engine: Engine) -> No
     backend = engine.backend
     renewed, ended, taken = [await leased(engine, lane) for lane in LANES]
     await engine.advance(TTL - 1000)
-    await backend.renew(renewed)
-    await backend.complete(ended)
+    await backend.leases.renew(renewed)
+    await backend.executions.complete(ended)
     await engine.advance(2000)
     await mark(engine, taken.execution_id)
     assert [entry.execution_id for entry in await listed(engine)] == [taken.execution_id]
@@ -93,7 +93,7 @@ async def test_pages_cover_all_partitions_without_gap_or_repeat(
     after = None
     pages = 0
     while True:
-        page = await engine.backend.list_expired_leases(
+        page = await engine.backend.leases.list_expired_leases(
             after=after, limit=limit, max_partitions_per_call=at_once
         )
         found += page.entries
@@ -107,11 +107,11 @@ async def test_pages_cover_all_partitions_without_gap_or_repeat(
 
 
 async def test_leases_of_one_moment_are_paged_by_id(engine: Engine) -> None:
-    await engine.backend.fcall("ff_test_freeze", "{fp:0}", (await engine.now(),), op="test")
+    await engine.backend.calls.fcall("ff_test_freeze", "{fp:0}", (await engine.now(),), op="test")
     handles = [await leased(engine, "alpha", 1000) for _ in range(5)]
     moment = await engine.now() + 1000
     ids = sorted(handle.execution_id for handle in handles)
-    first = await engine.backend.list_expired_leases(moment, limit=2)
+    first = await engine.backend.leases.list_expired_leases(moment, limit=2)
     assert first.cursor == (moment, ids[1])
     rest = await listed(engine, moment, after=first.cursor)
     assert [entry.execution_id for entry in rest] == ids[2:]
@@ -143,7 +143,7 @@ async def test_a_namespace_sees_its_own(engine: Engine) -> None:
     ],
 )
 async def test_wrong_arguments(engine: Engine, options: dict[str, Any], code: str) -> None:
-    await refused(engine.backend.list_expired_leases(**options), code)
+    await refused(engine.backend.leases.list_expired_leases(**options), code)
 
 
 async def test_no_room_gives_nothing(engine: Engine) -> None:

@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 from flowfabric.core.state import PublicState
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.listings import Filter
 from tests.engine.exec_support import refused
 from tests.support.engine import LANE, Engine
 
 
 async def test_an_unknown_state_is_refused_with_the_known_ones(engine: Engine) -> None:
-    call = engine.backend.list_executions(where=Filter(state="nonsense"))
+    call = engine.backend.listings.list_executions(where=Filter(state="nonsense"))
     error = await refused(call, "invalid_input")
     for state in PublicState:
         assert state.value in error.detail
-    call = engine.backend.list_lane(LANE, "nonsense", partition=0)
+    call = engine.backend.listings.list_lane(LANE, "nonsense", partition=0)
     assert "eligible, delayed, active" in (await refused(call, "invalid_input")).detail
 
 
 @pytest.mark.parametrize("state", list(PublicState))
 async def test_every_public_state_is_a_filter(engine: Engine, state: PublicState) -> None:
     waiting = await engine.create()
-    page = await engine.backend.list_executions(where=Filter(state=state.value))
+    page = await engine.backend.listings.list_executions(where=Filter(state=state.value))
     found = [row.execution_id for row in page.executions]
     assert found == ([waiting] if state is PublicState.WAITING else [])
 
@@ -52,14 +52,14 @@ async def test_every_public_state_is_a_filter(engine: Engine, state: PublicState
 )
 async def test_wrong_arguments(engine: Engine, options: dict[str, Any], field: str) -> None:
     await engine.create()
-    error = await refused(engine.backend.list_executions(**options), "invalid_input")
+    error = await refused(engine.backend.listings.list_executions(**options), "invalid_input")
     assert error.detail.startswith(f"{field}: ")
 
 
 @pytest.mark.parametrize("cursor", [5, b"x", ["a"]])
 @pytest.mark.parametrize("partition", [None, 3])
 async def test_a_cursor_is_text(engine: Engine, cursor: Any, partition: int | None) -> None:
-    call = engine.backend.list_executions(cursor=cursor, partition=partition)
+    call = engine.backend.listings.list_executions(cursor=cursor, partition=partition)
     await refused(call, "invalid_cursor")
 
 
@@ -75,7 +75,7 @@ async def test_wrong_arguments_of_a_lane(
     engine: Engine, options: dict[str, Any], field: str
 ) -> None:
     given: dict[str, Any] = {"partition": 0, **options}
-    call = engine.backend.list_lane(LANE, "eligible", **given)
+    call = engine.backend.listings.list_lane(LANE, "eligible", **given)
     assert (await refused(call, "invalid_input")).detail.startswith(f"{field}: ")
     wrong: Any = ["eligible"]
-    await refused(engine.backend.list_lane(LANE, wrong, partition=0), "invalid_input")
+    await refused(engine.backend.listings.list_lane(LANE, wrong, partition=0), "invalid_input")

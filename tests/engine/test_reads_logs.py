@@ -12,9 +12,10 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.audit import acting_as, caller
-from flowfabric.engine.collisions import report_collisions
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.layers.audit import ReclaimWatch
+from flowfabric.engine.layers.audit_log import acting_as, caller
+from flowfabric.engine.valkey.collisions import report_collisions
 from tests.engine.exec_support import POLICY, mark
 from tests.engine.probes import reclaim
 from tests.support.engine import LANE, TTL, Engine
@@ -32,11 +33,11 @@ async def test_operator_calls_name_their_caller(engine: Engine, caplog: Records)
     handle = await engine.running()
     caplog.set_level(logging.INFO, "flowfabric.engine")
     with acting_as("ada@example.com"):
-        await backend.revoke_lease(handle.execution_id, reason="stuck")
-        await backend.cancel_execution(handle.execution_id, "no longer wanted")
-        await backend.replay_execution(handle.execution_id, reason="again")
-        await backend.change_priority(handle.execution_id, 7)
-        await backend.set_lane_state(LANE, "paused", "lunch")
+        await backend.leases.revoke_lease(handle.execution_id, reason="stuck")
+        await backend.executions.cancel_execution(handle.execution_id, "no longer wanted")
+        await backend.executions.replay_execution(handle.execution_id, reason="again")
+        await backend.executions.change_priority(handle.execution_id, 7)
+        await backend.lanes.set_lane_state(LANE, "paused", "lunch")
     calls = said(caplog, "operator_call")
     assert [call["op"] for call in calls] == [
         "revoke_lease",
@@ -62,18 +63,20 @@ async def test_every_override_is_logged(engine: Engine, caplog: Records, way: st
     caplog.set_level(logging.INFO, "flowfabric.engine")
     if way == "claim":
         execution_id = await engine.create()
-        await backend.issue_grant_and_claim(execution_id, lease_duration_ms=1000)
+        await backend.claims.issue_grant_and_claim(execution_id, lease_duration_ms=1000)
     else:
         execution_id = (await engine.running()).execution_id
         source: Any = {"source": "operator_override"}
         if way == "complete":
-            await backend.complete_execution(execution_id, result_payload=b"secret", **source)
+            await backend.executions.complete_execution(
+                execution_id, result_payload=b"secret", **source
+            )
         elif way == "fail":
-            await backend.fail_execution(
+            await backend.executions.fail_execution(
                 execution_id, failure_reason="gone", failure_category="x", **source
             )
         else:
-            await backend.delay_execution(execution_id, delay_until=1, **source)
+            await backend.executions.delay_execution(execution_id, delay_until=1, **source)
     (call,) = said(caplog, "operator_call")
     assert (call["execution_id"], call["caller"]) == (str(execution_id), caller())
     assert "secret" not in caplog.text
@@ -83,7 +86,7 @@ async def test_a_refused_override_is_logged_too(engine: Engine, caplog: Records)
     execution_id = await engine.create()
     caplog.set_level(logging.INFO, "flowfabric.engine")
     with pytest.raises(EngineError):
-        await engine.backend.complete_execution(execution_id, source="operator_override")
+        await engine.backend.executions.complete_execution(execution_id, source="operator_override")
     (call,) = said(caplog, "operator_call")
     assert (call["op"], call["code"]) == ("complete_execution", "execution_not_active")
 
@@ -102,14 +105,16 @@ async def test_every_end_is_logged_once(engine: Engine, caplog: Records) -> None
     backend = engine.backend
     handles = [await engine.running(policy=POLICY) for _ in range(6)]
     caplog.set_level(logging.INFO, "flowfabric.engine")
-    await backend.complete(handles[0], b"result")
-    await backend.complete_many([Completion(handles[1], b"r"), Completion(handles[1], b"r")][:1])
-    await backend.complete_and_claim(
+    await backend.executions.complete(handles[0], b"result")
+    await backend.executions.complete_many(
+        [Completion(handles[1], b"r"), Completion(handles[1], b"r")][:1]
+    )
+    await backend.claims.complete_and_claim(
         handles[2].execution_id.tag, [Completion(handles[2])], engine.want(), 0
     )
-    await backend.fail(handles[3], "no", "permanent")
-    await backend.cancel(handles[4], "done")
-    await backend.fail(handles[5], "no", "transient")
+    await backend.executions.fail(handles[3], "no", "permanent")
+    await backend.executions.cancel(handles[4], "done")
+    await backend.executions.fail(handles[5], "no", "transient")
     ends = said(caplog, "execution_ended")
     assert [(end["execution_id"], end["outcome"]) for end in ends] == [
         (handles[0].execution_id, "success"),
@@ -128,10 +133,10 @@ async def test_ends_by_timers_are_logged(engine: Engine, caplog: Records) -> Non
     handle = await engine.running(policy={"timeout_policy": {"attempt_timeout_ms": 1000}})
     caplog.set_level(logging.INFO, "flowfabric.engine")
     tag, ids = handle.execution_id.tag, [str(handle.execution_id)]
-    await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
+    await engine.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
     assert said(caplog, "execution_ended") == []
     await engine.advance(1000)
-    await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, iter(ids))
+    await engine.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, iter(ids))
     (end,) = said(caplog, "execution_ended")
     assert (end["execution_id"], end["outcome"], end["op"]) == (
         ids[0],
@@ -143,8 +148,8 @@ async def test_ends_by_timers_are_logged(engine: Engine, caplog: Records) -> Non
 async def test_nothing_is_logged_below_the_level(engine: Engine, caplog: Records) -> None:
     handle = await engine.running()
     caplog.set_level(logging.WARNING, "flowfabric.engine")
-    await engine.backend.complete(handle)
-    await engine.backend.replay_execution(handle.execution_id)
+    await engine.backend.executions.complete(handle)
+    await engine.backend.executions.replay_execution(handle.execution_id)
     assert caplog.records == []
 
 
@@ -164,7 +169,7 @@ async def test_a_warning_at_every_hundredth_reclaim(
         *("HSET", key, "lease_reclaim_count", before, "attempt", f"{handle.attempt_id}/{before}"),
         key=key,
     )
-    await backend.revoke_lease(execution_id)
+    await backend.leases.revoke_lease(execution_id)
     caplog.clear()
     if way == "claim_many":
         claim = await engine.claim()
@@ -172,7 +177,7 @@ async def test_a_warning_at_every_hundredth_reclaim(
         claim = await reclaim(engine, execution_id)
     else:
         assert other is not None
-        _, claimed = await backend.complete_and_claim(
+        _, claimed = await backend.claims.complete_and_claim(
             execution_id.tag, [Completion(other)], engine.want(), 1
         )
         (claim,) = claimed.claims
@@ -181,7 +186,7 @@ async def test_a_warning_at_every_hundredth_reclaim(
     for warning in warnings:
         assert warning["levelno"] == logging.WARNING
         assert warning["lease_epoch"] == claim.handle.lease_epoch
-    await backend.cancel_execution(execution_id)
+    await backend.executions.cancel_execution(execution_id)
 
 
 @pytest.mark.corrupts
@@ -192,7 +197,7 @@ async def test_a_damaged_count_of_reclaims_costs_a_warning_not_the_claim(
     key = keys.core(handle.execution_id.tag, handle.execution_id)
     for damaged in ("many", "1.5", b"\xff"):
         await engine.backend.transport.call("HSET", key, "lease_reclaim_count", damaged, key=key)
-        await engine.backend.warn_of_reclaims([handle])
+        await ReclaimWatch(engine.backend).warn(handle)
     assert said(caplog, "reclaimed_often") == []
 
 
@@ -200,8 +205,8 @@ async def test_lanes_that_share_a_partition_are_told_at_boot(
     engine: Engine, caplog: Records
 ) -> None:
     backend = engine.backend
-    caplog.set_level(logging.DEBUG, "flowfabric.engine.collisions")
-    await backend.prepare()
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.collisions")
+    await backend.meta.prepare()
     (clean,) = said(caplog, "lane_collisions")
     assert (clean["grade"], clean["levelno"], clean["shared"]) == ("clean", logging.DEBUG, [])
     home = solo_partition(LANE, backend.counts)
@@ -212,7 +217,7 @@ async def test_lanes_that_share_a_partition_are_told_at_boot(
     )
     await backend.transport.call("SADD", keys.LANES, twin, key=keys.LANES)
     caplog.clear()
-    await backend.prepare()
+    await backend.meta.prepare()
     (shared,) = said(caplog, "lane_collisions")
     assert (shared["grade"], shared["levelno"]) == ("remediate", logging.WARNING)
     assert shared["shared"] == [[LANE, twin]]
@@ -223,7 +228,7 @@ async def test_few_shared_lanes_among_many_are_no_warning(engine: Engine, caplog
     counts = PartitionCounts(flow=65_535)
     names = [f"lane-{n}" for n in range(200)]
     await engine.backend.transport.call("SADD", keys.LANES, *names, key=keys.LANES)
-    caplog.set_level(logging.DEBUG, "flowfabric.engine.collisions")
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.collisions")
     await report_collisions(engine.backend.transport, counts)
     (told,) = said(caplog, "lane_collisions")
     assert told["levelno"] < logging.WARNING
@@ -234,7 +239,7 @@ async def test_a_reclaim_at_the_cap_is_an_end(engine: Engine, caplog: Records) -
     await engine.advance(TTL + 1)
     await mark(engine, handle.execution_id)
     caplog.set_level(logging.INFO, "flowfabric.engine")
-    await engine.backend.issue_reclaim_grant(
+    await engine.backend.claims.issue_reclaim_grant(
         handle.execution_id, worker_id="w", worker_instance_id="w-2"
     )
     (call,) = said(caplog, "operator_call")
@@ -247,15 +252,15 @@ async def test_reading_a_token_is_audited(engine: Engine, caplog: Records) -> No
     where = parked.handle.execution_id, parked.details.waitpoint_id
     caplog.set_level(logging.DEBUG, "flowfabric.engine")
     with acting_as("ada"):
-        token = await engine.backend.read_waitpoint_token(*where)
-        assert await engine.backend.read_waitpoint_token(where[0], new_uuid()) is None
+        token = await engine.backend.signals.read_waitpoint_token(*where)
+        assert await engine.backend.signals.read_waitpoint_token(where[0], new_uuid()) is None
     assert token is not None
     read, missed = said(caplog, "operator_call")
     assert (read["op"], read["caller"]) == ("read_waitpoint_token", "ada")
     assert (read["execution_id"], read["waitpoint_id"]) == where
     assert (read["token_kid"], read["token_fingerprint"]) == (token.kid, token.fingerprint)
     assert "token_fingerprint" not in missed
-    await engine.backend.verify_and_deliver(*where, token, "go")
+    await engine.backend.signals.verify_and_deliver(*where, token, "go")
     assert len(said(caplog, "operator_call")) == 2, "comparing a token discloses nothing"
     for shown in (caplog.text, repr([vars(record) for record in caplog.records])):
         assert token.reveal().partition(":")[2] not in shown
@@ -267,11 +272,11 @@ async def test_closing_a_waitpoint_as_an_operator_is_audited(
     await Waits.open(engine)
     handle = await engine.running()
     backend = engine.backend
-    mine, other = [await backend.create_waitpoint(handle, "k", 60_000) for _ in range(2)]
+    mine, other = [await backend.waitpoints.create_waitpoint(handle, "k", 60_000) for _ in range(2)]
     caplog.set_level(logging.INFO, "flowfabric.engine")
     eid = handle.execution_id
-    await backend.close_waitpoint(eid, mine.waitpoint_id, handle=handle)
-    await backend.close_waitpoint(eid, other.waitpoint_id, "abandoned")
+    await backend.waitpoints.close_waitpoint(eid, mine.waitpoint_id, handle=handle)
+    await backend.waitpoints.close_waitpoint(eid, other.waitpoint_id, "abandoned")
     (call,) = said(caplog, "operator_call")
     assert (call["op"], call["code"], call["reason"]) == ("close_waitpoint", "ok", "abandoned")
     assert (call["execution_id"], call["waitpoint_id"]) == (eid, other.waitpoint_id)
@@ -280,10 +285,10 @@ async def test_closing_a_waitpoint_as_an_operator_is_audited(
 async def test_rotating_the_secret_is_audited(engine: Engine, caplog: Records) -> None:
     await Waits.open(engine)
     backend, secret = engine.backend, "cd" * 32
-    await backend.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
+    await backend.secrets.rotate_waitpoint_hmac_secret(3, "k2", "ef" * 32)
     caplog.set_level(logging.INFO, "flowfabric.engine")
     with acting_as("ada"):
-        summary = await backend.rotate_waitpoint_hmac_secret_all("k2", secret)
+        summary = await backend.secrets.rotate_waitpoint_hmac_secret_all("k2", secret)
     assert summary.failed == (3,)
     (done,) = said(caplog, "waitpoint_hmac_rotation_complete")
     total = backend.counts.flow
@@ -293,7 +298,7 @@ async def test_rotating_the_secret_is_audited(engine: Engine, caplog: Records) -
     (failed,) = said(caplog, "waitpoint_hmac_rotation_failed")
     assert (failed["partition"], failed["levelname"]) == (3, "ERROR")
     assert said(caplog, "operator_call") == [], "not one record for each partition"
-    await backend.rotate_waitpoint_hmac_secret(0, "k3", secret)
+    await backend.secrets.rotate_waitpoint_hmac_secret(0, "k3", secret)
     (one,) = said(caplog, "operator_call")
     assert (one["partition"], one["new_kid"]) == (0, "k3")
     for shown in (caplog.text, repr([vars(record) for record in caplog.records])):

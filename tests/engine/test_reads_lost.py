@@ -10,8 +10,8 @@ import pytest
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import ReplyError, TransportError
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import unreadable
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import unreadable
 from flowfabric.sdk.client import Client
 from flowfabric.valkey.reads import READ_FUNCTIONS
 from tests.engine.probes import lossy
@@ -19,10 +19,10 @@ from tests.support.engine import LANE, Engine
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
-Read = Callable[[Backend, Handle], Awaitable[Any]]
+Read = Callable[[ValkeyBackend, Handle], Awaitable[Any]]
 
 
-async def watched(backend: Backend, ask: Callable[[Client], Awaitable[Any]]) -> Any:
+async def watched(backend: ValkeyBackend, ask: Callable[[Client], Awaitable[Any]]) -> Any:
     """Ask a client of its own, and stop what it watches."""
     client = Client(backend)
     try:
@@ -32,33 +32,37 @@ async def watched(backend: Backend, ask: Callable[[Client], Awaitable[Any]]) -> 
 
 
 READS: dict[str, Read] = {
-    "read_execution_state": lambda b, h: b.read_execution_state(h.execution_id),
-    "read_execution_info": lambda b, h: b.read_execution_info(h.execution_id),
-    "describe_execution": lambda b, h: b.describe_execution(h.execution_id),
-    "get_execution_result": lambda b, h: b.get_execution_result(h.execution_id),
-    "read_outcome": lambda b, h: b.read_outcome(h.execution_id),
-    "read_execution_context": lambda b, h: b.read_execution_context(h.execution_id),
-    "read_execution_policy": lambda b, h: b.read_execution_policy(h.execution_id),
-    "find_executions": lambda b, h: b.find_executions(h.execution_id.rpartition(":")[2][:8]),
-    "get_execution_namespace": lambda b, h: b.get_execution_namespace(h.execution_id),
-    "get_execution_tag": lambda b, h: b.get_execution_tag(h.execution_id, "a.b"),
-    "get_execution_tags": lambda b, h: b.get_execution_tags(h.execution_id),
-    "read_exec_core_fields": lambda b, h: b.read_exec_core_fields(h.execution_id, ["lane_id"]),
-    "read_total_attempt_count": lambda b, h: b.read_total_attempt_count(h.execution_id),
-    "read_attempts": lambda b, h: b.read_attempts(h.execution_id),
-    "read_execution_history": lambda b, h: b.read_execution_history(h.execution_id),
-    "explain_execution": lambda b, h: b.explain_execution(h.execution_id),
-    "list_executions": lambda b, _: b.list_executions(),
-    "list_pending_waitpoints": lambda b, h: b.list_pending_waitpoints(h.execution_id),
-    "read_waits": lambda b, h: b.read_waits(h.execution_id),
-    "list_suspended": lambda b, _: b.list_suspended(),
-    "list_workers": lambda b, _: b.list_workers(),
-    "list_expired_leases": lambda b, _: b.list_expired_leases(),
-    "list_lanes": lambda b, _: b.list_lanes(),
-    "get_lane": lambda b, _: b.get_lane(LANE),
-    "scan_eligible": lambda b, h: b.scan_eligible_executions(LANE, h.execution_id.tag, 5),
-    "list_kids": lambda b, _: b.list_waitpoint_hmac_kids(),
-    "read_stream": lambda b, h: b.read_stream(h.execution_id, 0),
+    "read_execution_state": lambda b, h: b.reads.read_execution_state(h.execution_id),
+    "read_execution_info": lambda b, h: b.reads.read_execution_info(h.execution_id),
+    "describe_execution": lambda b, h: b.reads.describe_execution(h.execution_id),
+    "get_execution_result": lambda b, h: b.reads.get_execution_result(h.execution_id),
+    "read_outcome": lambda b, h: b.reads.read_outcome(h.execution_id),
+    "read_execution_context": lambda b, h: b.reads.read_execution_context(h.execution_id),
+    "read_execution_policy": lambda b, h: b.reads.read_execution_policy(h.execution_id),
+    "find_executions": lambda b, h: b.listings.find_executions(
+        h.execution_id.rpartition(":")[2][:8]
+    ),
+    "get_execution_namespace": lambda b, h: b.reads.get_execution_namespace(h.execution_id),
+    "get_execution_tag": lambda b, h: b.reads.get_execution_tag(h.execution_id, "a.b"),
+    "get_execution_tags": lambda b, h: b.reads.get_execution_tags(h.execution_id),
+    "read_exec_core_fields": lambda b, h: b.reads.read_exec_core_fields(
+        h.execution_id, ["lane_id"]
+    ),
+    "read_total_attempt_count": lambda b, h: b.reads.read_total_attempt_count(h.execution_id),
+    "read_attempts": lambda b, h: b.reads.read_attempts(h.execution_id),
+    "read_execution_history": lambda b, h: b.reads.read_execution_history(h.execution_id),
+    "explain_execution": lambda b, h: b.reads.explain_execution(h.execution_id),
+    "list_executions": lambda b, _: b.listings.list_executions(),
+    "list_pending_waitpoints": lambda b, h: b.waitpoints.list_pending_waitpoints(h.execution_id),
+    "read_waits": lambda b, h: b.waitpoints.read_waits(h.execution_id),
+    "list_suspended": lambda b, _: b.suspensions.list_suspended(),
+    "list_workers": lambda b, _: b.workers.list_workers(),
+    "list_expired_leases": lambda b, _: b.leases.list_expired_leases(),
+    "list_lanes": lambda b, _: b.lanes.list_lanes(),
+    "get_lane": lambda b, _: b.lanes.get_lane(LANE),
+    "scan_eligible": lambda b, h: b.claims.scan_eligible_executions(LANE, h.execution_id.tag, 5),
+    "list_kids": lambda b, _: b.secrets.list_waitpoint_hmac_kids(),
+    "read_stream": lambda b, h: b.streams.read_stream(h.execution_id, 0),
     "wait": lambda b, h: watched(b, lambda client: client.wait(h.execution_id)),
     "result": lambda b, h: watched(b, lambda client: client.result(h.execution_id)),
 }
@@ -67,8 +71,8 @@ READS: dict[str, Read] = {
 async def ended(engine: Engine) -> Handle:
     await Waits.open(engine)
     handle = await engine.running(tags={"a.b": "c"})
-    await engine.backend.append_frame(handle, Frame(payload=b"said"))
-    await engine.backend.complete(handle, b"done")
+    await engine.backend.streams.append_frame(handle, Frame(payload=b"said"))
+    await engine.backend.executions.complete(handle, b"done")
     return handle
 
 

@@ -12,7 +12,7 @@ from tests.support.engine import Engine
 
 async def test_defaults_are_filled_in(engine: Engine) -> None:
     execution_id = await engine.create(policy={"retry_policy": {"max_retries": 5}})
-    policy = await engine.backend.read_execution_policy(execution_id)
+    policy = await engine.backend.reads.read_execution_policy(execution_id)
     assert policy == ExecutionPolicy(retry_policy=RetryPolicy(max_retries=5))
     told = policy.normalised()
     assert told["retry_policy"] == {
@@ -30,7 +30,7 @@ async def test_defaults_are_filled_in(engine: Engine) -> None:
     assert (told["max_replay_count"], told["dedup_window_ms"]) == (10, 86_400_000)
     assert told["stream_policy"] == {"durability_mode": "buffered", "retention_maxlen": 10_000}
     tiers = {"fallback_policy": {"tiers": [{"provider": "p", "model": "m"}]}}
-    other = await engine.backend.read_execution_policy(await engine.create(policy=tiers))
+    other = await engine.backend.reads.read_execution_policy(await engine.create(policy=tiers))
     assert other.normalised()["fallback_policy"] == tiers["fallback_policy"]
     # Optional and not set: left out, never null.
     assert "delay_until" not in told
@@ -39,14 +39,16 @@ async def test_defaults_are_filled_in(engine: Engine) -> None:
 
 
 async def test_without_a_policy_the_engines_own_rules_are_told(engine: Engine) -> None:
-    policy = await engine.backend.read_execution_policy(await engine.create())
+    policy = await engine.backend.reads.read_execution_policy(await engine.create())
     assert policy == NO_POLICY
     assert policy.max_reclaim_count == 1000
     assert "retry_policy" not in policy.normalised()
 
 
 async def test_an_execution_that_does_not_exist(engine: Engine) -> None:
-    await refused(engine.backend.read_execution_policy(engine.new_id()), "execution_not_found")
+    await refused(
+        engine.backend.reads.read_execution_policy(engine.new_id()), "execution_not_found"
+    )
 
 
 @pytest.mark.corrupts
@@ -55,5 +57,5 @@ async def test_an_unreadable_policy_is_corruption(engine: Engine, stored: str) -
     execution_id = await engine.create(policy={"max_reclaim_count": 3})
     key = keys.policy(execution_id.tag, execution_id)
     await engine.backend.transport.call("SET", key, stored.encode("latin-1"), key=key)
-    error = await refused(engine.backend.read_execution_policy(execution_id), "corruption")
+    error = await refused(engine.backend.reads.read_execution_policy(execution_id), "corruption")
     assert f"{execution_id}: policy: " in error.detail

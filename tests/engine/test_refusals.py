@@ -12,8 +12,8 @@ import pytest
 from flowfabric.core import keys
 from flowfabric.core.errors import TransportError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.cluster.nodes import TestCluster
 from tests.support.engine import LANE, TTL, Engine
@@ -21,13 +21,13 @@ from tests.support.server import TestServer
 
 
 @asynccontextmanager
-async def limited(backend: Backend, url: str, *rules: str) -> AsyncGenerator[Engine]:
+async def limited(backend: ValkeyBackend, url: str, *rules: str) -> AsyncGenerator[Engine]:
     """A client whose ACL user has every right but those that the rules take away."""
     everything = ("reset", "on", ">pw", "~*", "&*", "+@all")
     await backend.transport.call_all_primaries("ACL", "SETUSER", "limited", *everything, *rules)
     address = msgspec.structs.replace(parse_url(url), username="limited", password="pw")
     try:
-        async with await Backend.connect(address, limits=Limits()) as client:
+        async with await ValkeyBackend.connect(address, limits=Limits()) as client:
             yield Engine(client)
     finally:
         await backend.transport.call_all_primaries("ACL", "DELUSER", "limited")
@@ -40,9 +40,9 @@ async def test_a_missing_right_inside_a_function(engine: Engine, valkey: TestSer
     await engine.advance(TTL)
     async with limited(engine.backend, valkey.url, "-xadd") as client:
         for call in (
-            lambda: client.backend.cancel_execution(ids[0]),
-            lambda: client.backend.revoke_lease(ids[1], reason="x"),
-            lambda: client.backend.mark_lease_expired_if_due(ids[2].tag, [ids[2]]),
+            lambda: client.backend.executions.cancel_execution(ids[0]),
+            lambda: client.backend.leases.revoke_lease(ids[1], reason="x"),
+            lambda: client.backend.upkeep.mark_lease_expired_if_due(ids[2].tag, [ids[2]]),
         ):
             with pytest.raises(TransportError) as caught:
                 await call()
@@ -56,9 +56,9 @@ async def test_a_ring_that_is_refused_fails_nothing(engine: Engine, valkey: Test
         execution_id = await client.create()
         assert await engine.backend.transport.call("EXISTS", keys.wake(LANE)) == 0
         handle = (await client.claim()).handle
-        await client.backend.delay(handle, 1)
-        await client.backend.complete((await client.claim()).handle, b"r")
-        assert await client.backend.get_execution_result(execution_id) == b"r"
+        await client.backend.executions.delay(handle, 1)
+        await client.backend.executions.complete((await client.claim()).handle, b"r")
+        assert await client.backend.reads.get_execution_result(execution_id) == b"r"
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,9 @@ def cluster() -> Iterator[TestCluster]:
 
 async def test_a_submitter_without_channels_on_a_cluster(cluster: TestCluster) -> None:
     async with (
-        await Backend.connect(parse_url(cluster.url), prepare_with=PartitionCounts()) as backend,
+        await ValkeyBackend.connect(
+            parse_url(cluster.url), prepare_with=PartitionCounts()
+        ) as backend,
         limited(backend, cluster.url, "resetchannels") as client,
     ):
         execution_id = await client.create()

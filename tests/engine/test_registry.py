@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.engine.probes import freeze, refused, untouched
 from tests.support.engine import Engine
@@ -19,8 +19,8 @@ ELSE: dict[str, Any] = {"worker_id": "other", "worker_instance_id": "w-1", "lane
 W1: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1", "lanes": ["default"]}
 
 
-async def another_process(valkey: TestServer) -> Backend:
-    return await Backend.connect(
+async def another_process(valkey: TestServer) -> ValkeyBackend:
+    return await ValkeyBackend.connect(
         parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits()
     )
 
@@ -46,7 +46,7 @@ async def test_register_refresh_and_list(engine: Engine) -> None:
     backend = engine.backend
     await freeze(engine, await engine.now())
     now = await engine.now()
-    first = await backend.register_worker(
+    first = await backend.workers.register_worker(
         worker_id="w",
         worker_instance_id="w-1",
         lanes={"b", "a,c", "a"},
@@ -54,18 +54,18 @@ async def test_register_refresh_and_list(engine: Engine) -> None:
         liveness_ttl_ms=20_000,
     )
     assert first == "registered"
-    (entry,) = await backend.list_workers()
+    (entry,) = await backend.workers.list_workers()
     assert (entry.worker_id, entry.worker_instance_id) == ("w", "w-1")
     assert (entry.lanes, entry.capabilities) == (("a", "a,c", "b"), ("cuda", "gpu"))
     assert (entry.registered_at_ms, entry.last_heartbeat_ms) == (now, now)
     assert (entry.liveness_ttl_ms, entry.namespace) == (20_000, "default")
 
     await freeze(engine, now + 50)
-    second = await backend.register_worker(
+    second = await backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=["z"], liveness_ttl_ms=30_000
     )
     assert second == "refreshed"
-    (entry,) = await backend.list_workers()
+    (entry,) = await backend.workers.list_workers()
     assert (entry.lanes, entry.capabilities) == (("z",), ())
     assert (entry.registered_at_ms, entry.liveness_ttl_ms) == (now + 50, 30_000)
     for part in ("alive", "caps"):
@@ -82,36 +82,40 @@ async def test_register_refresh_and_list(engine: Engine) -> None:
 
 
 async def test_a_worker_without_lanes_has_none(engine: Engine) -> None:
-    await engine.backend.register_worker(worker_id="w", worker_instance_id="w-1", lanes=())
-    (entry,) = await engine.backend.list_workers()
+    await engine.backend.workers.register_worker(worker_id="w", worker_instance_id="w-1", lanes=())
+    (entry,) = await engine.backend.workers.list_workers()
     assert entry.lanes == ()
 
 
 async def test_an_instance_belongs_to_one_worker(engine: Engine) -> None:
-    await engine.backend.register_worker(**W1)
+    await engine.backend.workers.register_worker(**W1)
     async with untouched(engine):
-        error = await refused("invalid_input", engine.backend.register_worker(**ELSE))
+        error = await refused("invalid_input", engine.backend.workers.register_worker(**ELSE))
     assert "instance_id reassigned" in error.detail
     # Another namespace is another registry.
-    outcome = await engine.backend.register_worker(**ELSE, namespace="tenant")
+    outcome = await engine.backend.workers.register_worker(**ELSE, namespace="tenant")
     assert outcome == "registered"
-    assert [entry.worker_id for entry in await engine.backend.list_workers("tenant")] == ["other"]
+    assert [entry.worker_id for entry in await engine.backend.workers.list_workers("tenant")] == [
+        "other"
+    ]
 
 
 async def test_only_if_absent_refuses_a_second_process(engine: Engine, valkey: TestServer) -> None:
-    assert await engine.backend.register_worker(**W1, only_if_absent=True) == "registered"
+    assert await engine.backend.workers.register_worker(**W1, only_if_absent=True) == "registered"
     # A repeat by the same process is its own.
-    assert await engine.backend.register_worker(**W1, only_if_absent=True) == "refreshed"
+    assert await engine.backend.workers.register_worker(**W1, only_if_absent=True) == "refreshed"
     second = await another_process(valkey)
     try:
         async with untouched(engine):
             error = await refused(
-                "invalid_input", second.register_worker(**W1, only_if_absent=True)
+                "invalid_input", second.workers.register_worker(**W1, only_if_absent=True)
             )
         assert "instance_id in use" in error.detail
-        assert await second.register_worker(**W1) == "refreshed"
-        await second.mark_worker_dead("w-1")
-        assert await engine.backend.register_worker(**W1, only_if_absent=True) == "registered"
+        assert await second.workers.register_worker(**W1) == "refreshed"
+        await second.workers.mark_worker_dead("w-1")
+        assert (
+            await engine.backend.workers.register_worker(**W1, only_if_absent=True) == "registered"
+        )
     finally:
         await second.aclose()
 
@@ -134,97 +138,101 @@ async def test_only_if_absent_refuses_a_second_process(engine: Engine, valkey: T
 )
 async def test_registration_is_validated(engine: Engine, bad: dict[str, Any]) -> None:
     async with untouched(engine):
-        await refused("invalid_input", engine.backend.register_worker(**(W1 | bad)))
+        await refused("invalid_input", engine.backend.workers.register_worker(**(W1 | bad)))
 
 
 @pytest.mark.parametrize("tokens", [["a,b"], [""], [f"t{i}" for i in range(257)], ["x" * 4097]])
 async def test_capabilities_are_validated(engine: Engine, tokens: list[str]) -> None:
     async with untouched(engine):
-        work = engine.backend.register_worker(**W1, capabilities=tokens)
+        work = engine.backend.workers.register_worker(**W1, capabilities=tokens)
         error = await refused("invalid_capabilities", work)
     assert error.detail.startswith("worker:")
 
 
 async def test_a_heartbeat_uses_the_registered_ttl(engine: Engine) -> None:
     backend = engine.backend
-    assert await backend.heartbeat_worker("w-1") is None
+    assert await backend.workers.heartbeat_worker("w-1") is None
     await freeze(engine, await engine.now())
     now = await engine.now()
-    await backend.register_worker(**W1, liveness_ttl_ms=20_000)
+    await backend.workers.register_worker(**W1, liveness_ttl_ms=20_000)
     for part in ("alive", "caps"):
         await backend.transport.call("PEXPIRE", f"ff:worker:{{default}}:w-1:{part}", 9000)
     await freeze(engine, now + 100)
-    assert await backend.heartbeat_worker("w-1") == now + 100 + 20_000
+    assert await backend.workers.heartbeat_worker("w-1") == now + 100 + 20_000
     for part in ("alive", "caps"):
         ttl = await backend.transport.call("PTTL", f"ff:worker:{{default}}:w-1:{part}")
         assert isinstance(ttl, int)
         assert 15_000 < ttl <= 20_000
-    (entry,) = await backend.list_workers()
+    (entry,) = await backend.workers.list_workers()
     assert (entry.last_heartbeat_ms, entry.registered_at_ms) == (now + 100, now)
-    assert await backend.heartbeat_worker("w-1", "elsewhere") is None
+    assert await backend.workers.heartbeat_worker("w-1", "elsewhere") is None
 
 
 @pytest.mark.parametrize("part", ["alive", "caps"])
 async def test_a_heartbeat_without_a_key_registers_nothing(engine: Engine, part: str) -> None:
-    await engine.backend.register_worker(**W1)
+    await engine.backend.workers.register_worker(**W1)
     await engine.backend.transport.call("DEL", f"ff:worker:{{default}}:w-1:{part}")
     async with untouched(engine):
-        assert await engine.backend.heartbeat_worker("w-1") is None
-    assert await engine.backend.register_worker(**W1) in {"registered", "refreshed"}
-    assert await engine.backend.heartbeat_worker("w-1") is not None
+        assert await engine.backend.workers.heartbeat_worker("w-1") is None
+    assert await engine.backend.workers.register_worker(**W1) in {"registered", "refreshed"}
+    assert await engine.backend.workers.heartbeat_worker("w-1") is not None
 
 
 async def test_a_registration_expires_by_itself(engine: Engine) -> None:
     backend = engine.backend
-    await backend.register_worker(**W1, liveness_ttl_ms=20)
+    await backend.workers.register_worker(**W1, liveness_ttl_ms=20)
     await gone(engine, "ff:worker:{default}:w-1:alive")
     await gone(engine, "ff:worker:{default}:w-1:caps")
-    assert await backend.list_workers() == []
-    assert await backend.heartbeat_worker("w-1") is None
+    assert await backend.workers.list_workers() == []
+    assert await backend.workers.heartbeat_worker("w-1") is None
     # Free for anybody.
-    outcome = await backend.register_worker(**ELSE, only_if_absent=True)
+    outcome = await backend.workers.register_worker(**ELSE, only_if_absent=True)
     assert outcome == "registered"
 
 
 async def test_death_removes_the_worker_and_leaves_its_leases(engine: Engine) -> None:
     backend = engine.backend
     handle = await engine.running()
-    await backend.register_worker(**W1)
-    assert await backend.mark_worker_dead("w-1", reason="deploy") == "marked"
-    assert await backend.list_workers() == []
-    assert await backend.mark_worker_dead("w-1") == "not_registered"
-    assert await backend.heartbeat_worker("w-1") is None
-    await backend.renew(handle)
+    await backend.workers.register_worker(**W1)
+    assert await backend.workers.mark_worker_dead("w-1", reason="deploy") == "marked"
+    assert await backend.workers.list_workers() == []
+    assert await backend.workers.mark_worker_dead("w-1") == "not_registered"
+    assert await backend.workers.heartbeat_worker("w-1") is None
+    await backend.leases.renew(handle)
     dead = (await worker_events(engine))[-1]
     assert (dead["type"], dead["worker_id"], dead["reason"]) == ("worker_dead", "w", "deploy")
     assert len(await worker_events(engine)) == 2
-    assert await backend.register_worker(**W1) == "registered"
+    assert await backend.workers.register_worker(**W1) == "registered"
 
 
 @pytest.mark.parametrize("reason", ["a\nb", "\x7f", "é" * 129])
 async def test_a_death_reason_is_short_and_printable(engine: Engine, reason: str) -> None:
-    await engine.backend.register_worker(**W1)
+    await engine.backend.workers.register_worker(**W1)
     async with untouched(engine):
         error = await refused(
-            "invalid_input", engine.backend.mark_worker_dead("w-1", reason=reason)
+            "invalid_input", engine.backend.workers.mark_worker_dead("w-1", reason=reason)
         )
     assert error.detail.startswith("reason:")
-    assert await engine.backend.mark_worker_dead("w-1", reason="é" * 128) == "marked"
+    assert await engine.backend.workers.mark_worker_dead("w-1", reason="é" * 128) == "marked"
 
 
 async def test_listing_is_sorted_and_paged(engine: Engine) -> None:
     backend = engine.backend
     for number in (3, 1, 5, 2, 4):
         instance = f"w-{number}"
-        await backend.register_worker(worker_id="w", worker_instance_id=instance, lanes=["l"])
-    await backend.register_worker(worker_id="x", worker_instance_id="w-0", lanes=[], namespace="n")
+        await backend.workers.register_worker(
+            worker_id="w", worker_instance_id=instance, lanes=["l"]
+        )
+    await backend.workers.register_worker(
+        worker_id="x", worker_instance_id="w-0", lanes=[], namespace="n"
+    )
     # Two whose records are gone stand at the head of the index.
     for number in (1, 2):
         for part in ("alive", "caps"):
             await backend.transport.call("DEL", f"ff:worker:{{default}}:w-{number}:{part}")
 
     async def page(after: str, limit: int) -> list[str]:
-        found = await backend.list_workers(after=after, limit=limit)
+        found = await backend.workers.list_workers(after=after, limit=limit)
         return [entry.worker_instance_id for entry in found]
 
     assert await page("", 1000) == ["w-3", "w-4", "w-5"]
@@ -232,4 +240,4 @@ async def test_listing_is_sorted_and_paged(engine: Engine) -> None:
     assert await page("w-4", 2) == ["w-5"]
     assert await page("w-5", 2) == []
     assert await page("", 0) == []
-    assert await backend.list_workers("nobody") == []
+    assert await backend.workers.list_workers("nobody") == []

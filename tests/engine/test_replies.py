@@ -15,8 +15,8 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey import library
 from flowfabric.valkey.reads import READ_FUNCTIONS
 from tests.engine.mutation import mutated, private_engine, private_server
@@ -52,7 +52,7 @@ HELD = (
 
 async def situation(engine: Engine) -> dict[str, Any]:
     """What each call below needs of its own, made while the library still answers."""
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     given: dict[str, Any] = {
         "cancel": await engine.create(lane="other"),
         "priority": await engine.create(lane="other"),
@@ -65,79 +65,87 @@ async def situation(engine: Engine) -> dict[str, Any]:
     }
     given |= {name: await running(engine) for name in HELD}
     parked = await running(engine)
-    await engine.backend.suspend(parked, condition=CONDITION)
+    await engine.backend.suspensions.suspend(parked, condition=CONDITION)
     given |= dict.fromkeys(("resume", "read waits", "read stream"), parked)
     for name in ("token", "approve", "signal"):
-        given[name] = await engine.backend.suspend(await running(engine), condition=CONDITION)
+        given[name] = await engine.backend.suspensions.suspend(
+            await running(engine), condition=CONDITION
+        )
     return given
 
 
-Call = Callable[[Backend, Any], Awaitable[Any]]
+Call = Callable[[ValkeyBackend, Any], Awaitable[Any]]
 
 # The function behind each call. What is given is an id, or something that has one.
 CALLS: dict[str, tuple[str, Call]] = {
-    "complete": ("ff_complete", lambda b, held: b.complete(held)),
-    "fail": ("ff_fail", lambda b, held: b.fail(held, "", "")),
-    "cancel": ("ff_cancel", lambda b, eid: b.cancel_execution(eid)),
-    "delay": ("ff_delay", lambda b, held: b.delay(held, 1)),
-    "wait_children": ("ff_wait_children", lambda b, held: b.wait_children(held)),
-    "priority": ("ff_change_priority", lambda b, eid: b.change_priority(eid, 1)),
-    "tags": ("ff_set_tags", lambda b, eid: b.set_execution_tag(eid, "a.b", "c")),
-    "renew": ("ff_renew", lambda b, held: b.renew(held)),
+    "complete": ("ff_complete", lambda b, held: b.executions.complete(held)),
+    "fail": ("ff_fail", lambda b, held: b.executions.fail(held, "", "")),
+    "cancel": ("ff_cancel", lambda b, eid: b.executions.cancel_execution(eid)),
+    "delay": ("ff_delay", lambda b, held: b.executions.delay(held, 1)),
+    "wait_children": ("ff_wait_children", lambda b, held: b.executions.wait_children(held)),
+    "priority": ("ff_change_priority", lambda b, eid: b.executions.change_priority(eid, 1)),
+    "tags": ("ff_set_tags", lambda b, eid: b.executions.set_execution_tag(eid, "a.b", "c")),
+    "renew": ("ff_renew", lambda b, held: b.leases.renew(held)),
     "create waitpoint": (
         "ff_create_waitpoint",
-        lambda b, held: b.create_waitpoint(held, "k", 1000),
+        lambda b, held: b.waitpoints.create_waitpoint(held, "k", 1000),
     ),
-    "resume": ("ff_resume", lambda b, held: b.resume_execution(held.execution_id)),
-    "revoke": ("ff_revoke", lambda b, held: b.revoke_lease(held.execution_id)),
-    "grant": ("ff_issue_claim_grant", lambda b, eid: b.issue_claim_grant(eid, **WORKER)),
+    "resume": ("ff_resume", lambda b, held: b.suspensions.resume_execution(held.execution_id)),
+    "revoke": ("ff_revoke", lambda b, held: b.leases.revoke_lease(held.execution_id)),
+    "grant": ("ff_issue_claim_grant", lambda b, eid: b.claims.issue_claim_grant(eid, **WORKER)),
     "reclaim grant": (
         "ff_issue_reclaim_grant",
-        lambda b, eid: b.issue_reclaim_grant(eid, **OTHER),
+        lambda b, eid: b.claims.issue_reclaim_grant(eid, **OTHER),
     ),
     "claim": (
         "ff_claim_execution",
-        lambda b, held: b.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+        lambda b, held: b.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
     ),
     "fused claim": (
         "ff_grant_and_claim",
-        lambda b, eid: b.issue_grant_and_claim(eid, lease_duration_ms=TTL),
+        lambda b, eid: b.claims.issue_grant_and_claim(eid, lease_duration_ms=TTL),
     ),
     "reclaim": (
         "ff_reclaim",
-        lambda b, held: b.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL),
+        lambda b, held: b.claims.reclaim_execution(held, **OTHER, lease_ttl_ms=TTL),
     ),
-    "signal": ("ff_signal", lambda b, held: b.deliver_signal(*wait(held), token(held), "k")),
-    "approve": ("ff_signal", lambda b, held: b.deliver_approval_signal(*wait(held), "k")),
-    "token": ("ff_waitpoint_token", lambda b, held: b.read_waitpoint_token(*wait(held))),
-    "read waits": ("ff_read_waits", lambda b, held: b.read_waits(held.execution_id)),
-    "append": ("ff_append", lambda b, held: b.append_frame(held, Frame(payload=b"x"))),
+    "signal": (
+        "ff_signal",
+        lambda b, held: b.signals.deliver_signal(*wait(held), token(held), "k"),
+    ),
+    "approve": ("ff_signal", lambda b, held: b.signals.deliver_approval_signal(*wait(held), "k")),
+    "token": ("ff_waitpoint_token", lambda b, held: b.signals.read_waitpoint_token(*wait(held))),
+    "read waits": ("ff_read_waits", lambda b, held: b.waitpoints.read_waits(held.execution_id)),
+    "append": ("ff_append", lambda b, held: b.streams.append_frame(held, Frame(payload=b"x"))),
     "summary": (
         "ff_append",
-        lambda b, held: b.append_frame(held, Frame(payload=b"{}"), mode="summary"),
+        lambda b, held: b.streams.append_frame(held, Frame(payload=b"{}"), mode="summary"),
     ),
-    "read stream": ("ff_stream_read", lambda b, held: b.read_stream(held.execution_id, 0)),
+    "read stream": ("ff_stream_read", lambda b, held: b.streams.read_stream(held.execution_id, 0)),
 }
 
 
 # About no single execution.
-OTHERS: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
-    "list suspended": ("ff_list_suspended", lambda b: b.list_suspended(partition=0)),
-    "register": ("ff_worker_register", lambda b: b.register_worker(**KNOWN)),
-    "heartbeat": ("ff_worker_heartbeat", lambda b: b.heartbeat_worker("w-1")),
-    "dead": ("ff_worker_dead", lambda b: b.mark_worker_dead("w-1")),
-    "seed": ("ff_seed_secret", lambda b: b.seed_at_boot(SECRET)),
-    "rotate": ("ff_rotate_secret", lambda b: b.rotate_waitpoint_hmac_secret(0, "k2", SECRET)),
-    "kids": ("ff_list_kids", lambda b: b.list_waitpoint_hmac_kids()),
-    "due": ("ff_scan_due", lambda b: b.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
-    "time": ("ff_scan_due", lambda b: b.server_time_ms()),
-    "purge": ("ff_purge", lambda b: b.purge("{fp:0}")),
-    "ring": ("ff_ring_waiting", lambda b: b.ring_waiting({"{fp:0}": ["default"]})),
+OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
+    "list suspended": ("ff_list_suspended", lambda b: b.suspensions.list_suspended(partition=0)),
+    "register": ("ff_worker_register", lambda b: b.workers.register_worker(**KNOWN)),
+    "heartbeat": ("ff_worker_heartbeat", lambda b: b.workers.heartbeat_worker("w-1")),
+    "dead": ("ff_worker_dead", lambda b: b.workers.mark_worker_dead("w-1")),
+    "seed": ("ff_seed_secret", lambda b: b.secrets.seed_at_boot(SECRET)),
+    "rotate": (
+        "ff_rotate_secret",
+        lambda b: b.secrets.rotate_waitpoint_hmac_secret(0, "k2", SECRET),
+    ),
+    "kids": ("ff_list_kids", lambda b: b.secrets.list_waitpoint_hmac_kids()),
+    "due": ("ff_scan_due", lambda b: b.upkeep.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
+    "time": ("ff_scan_due", lambda b: b.meta.server_time_ms()),
+    "purge": ("ff_purge", lambda b: b.upkeep.purge("{fp:0}")),
+    "ring": ("ff_ring_waiting", lambda b: b.claims.ring_waiting({"{fp:0}": ["default"]})),
 }
 # What answers one word per item takes any word.
-SCANNED: dict[str, tuple[str, Callable[[Backend], Awaitable[Any]]]] = {
-    "mark": ("ff_mark_expired", lambda b: b.mark_lease_expired_if_due("{fp:0}", [])),
-    "suspension": ("ff_expire_suspension", lambda b: b.expire_suspension("{fp:0}", ["x"])),
+SCANNED: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
+    "mark": ("ff_mark_expired", lambda b: b.upkeep.mark_lease_expired_if_due("{fp:0}", [])),
+    "suspension": ("ff_expire_suspension", lambda b: b.suspensions.expire_suspension("{fp:0}", ["x"])),
 }
 
 
@@ -205,9 +213,9 @@ async def test_a_malformed_reply_to_a_worker(garbled: Engine, answer: str) -> No
     await load(garbled, mutated(*ENVELOPE, f"return {answer}"))
     want, tag = garbled.want(), held.execution_id.tag
     with pytest.raises(ReplyError, match="ff_claim_many"):
-        await backend.claim_many(want, tag, 1)
+        await backend.claims.claim_many(want, tag, 1)
     with pytest.raises(ReplyError, match=r"ff_complete|ff_claim_many"):
-        await backend.complete_and_claim(tag, [Completion(held, None)], want, 1)
+        await backend.claims.complete_and_claim(tag, [Completion(held, None)], want, 1)
 
 
 async def test_an_unknown_code(garbled: Engine) -> None:
@@ -236,9 +244,9 @@ ODD_ITEMS = ["'odd'", "{ 7 }", "{ 0 }", "{ 1, 'DUPLICATE' }", "{ 2, 'x' }"]
 async def test_one_item_of_a_batch(garbled: Engine, item: str) -> None:
     backend, handle = garbled.backend, await garbled.running()
     for where, call in (
-        (COMPLETE, lambda: backend.complete_many([Completion(handle)])),
-        (RENEW, lambda: backend.renew_many([handle])),
-        (CREATE, lambda: backend.create_many([_new(garbled)])),
+        (COMPLETE, lambda: backend.executions.complete_many([Completion(handle)])),
+        (RENEW, lambda: backend.leases.renew_many([handle])),
+        (CREATE, lambda: backend.executions.create_many([_new(garbled)])),
     ):
         await load(garbled, mutated(*where, f"do return reply.ok({{ {item} }}) end"))
         (outcome,) = await call()
@@ -250,11 +258,11 @@ async def test_one_item_of_a_batch(garbled: Engine, item: str) -> None:
 async def test_too_few_items(garbled: Engine) -> None:
     backend, handle = garbled.backend, await garbled.running()
     for where, call in (
-        (COMPLETE, lambda: backend.complete_many([Completion(handle)])),
-        (COMPLETE, lambda: backend.complete(handle)),
-        (RENEW, lambda: backend.renew_many([handle])),
-        (RENEW, lambda: backend.renew(handle)),
-        (CREATE, lambda: backend.create_many([_new(garbled)])),
+        (COMPLETE, lambda: backend.executions.complete_many([Completion(handle)])),
+        (COMPLETE, lambda: backend.executions.complete(handle)),
+        (RENEW, lambda: backend.leases.renew_many([handle])),
+        (RENEW, lambda: backend.leases.renew(handle)),
+        (CREATE, lambda: backend.executions.create_many([_new(garbled)])),
     ):
         await load(garbled, mutated(*where, "do return reply.ok({}) end"))
         with pytest.raises(ReplyError):
@@ -316,8 +324,8 @@ async def test_a_completion_may_tell_more(garbled: Engine) -> None:
     first, second = await running(garbled), await running(garbled)
     more = where[1].replace("return 'completed'", "return { 1, 'completed', 7 }")
     await load(garbled, mutated(*where, more))
-    await garbled.backend.complete(first)
-    assert await garbled.backend.complete_many([Completion(second)]) == [
+    await garbled.backend.executions.complete(first)
+    assert await garbled.backend.executions.complete_many([Completion(second)]) == [
         Completed(second.execution_id)
     ]
 
@@ -333,13 +341,13 @@ async def test_an_odd_claim_among_others(engine: Engine, caplog: pytest.LogCaptu
 
 
 async def test_an_odd_suspension(garbled: Engine) -> None:
-    await garbled.backend.seed_at_boot(SECRET)
+    await garbled.backend.secrets.seed_at_boot(SECRET)
     where = ("functions/ff_suspend.lua", "details('suspended', rec")
     for odd in ("details('odd', rec", "reply.ok('suspended') or details('suspended', rec"):
         handle = await running(garbled)
         await load(garbled, mutated(*where, odd))
         with pytest.raises(ReplyError) as caught:
-            await garbled.backend.suspend(handle, condition=CONDITION)
+            await garbled.backend.suspensions.suspend(handle, condition=CONDITION)
         assert (caught.value.function, caught.value.execution_id) == (
             "ff_suspend",
             handle.execution_id,
@@ -351,11 +359,11 @@ async def test_dependencies_that_can_never_be_met(garbled: Engine) -> None:
     handle, upstream = await running(garbled), garbled.new_id()
     ready = ("functions/ff_wait_children.lua", "return reply.ok('ready')")
     await load(garbled, mutated(*ready, f"return reply.ok('impossible', {{ '{upstream}' }})"))
-    assert await garbled.backend.wait_children(handle) == Impossible((upstream,))
+    assert await garbled.backend.executions.wait_children(handle) == Impossible((upstream,))
     for odd in ("'impossible'", "'impossible', 5", f"'unlikely', {{ '{upstream}' }}"):
         await load(garbled, mutated(*ready, f"return reply.ok({odd})"))
         with pytest.raises(ReplyError, match="ff_wait_children"):
-            await garbled.backend.wait_children(handle)
+            await garbled.backend.executions.wait_children(handle)
 
 
 def _new(engine: Engine) -> NewExecution:

@@ -27,7 +27,7 @@ from tests.support.engine import TTL, Engine
 
 
 async def only_frame(engine: Engine, handle: Handle) -> Any:
-    page = await engine.backend.read_stream(handle.execution_id, handle.attempt_index)
+    page = await engine.backend.streams.read_stream(handle.execution_id, handle.attempt_index)
     (frame,) = page.frames
     return frame
 
@@ -37,7 +37,7 @@ async def only_frame(engine: Engine, handle: Handle) -> Any:
 
 async def test_every_field_comes_back(engine: Engine) -> None:
     handle = await engine.running()
-    await engine.backend.append_frame(
+    await engine.backend.streams.append_frame(
         handle,
         Frame(
             payload=bytes(range(256)),
@@ -102,7 +102,7 @@ async def test_defaults(engine: Engine) -> None:
 )
 async def test_kinds(engine: Engine, fields: dict[str, Any], stored: str) -> None:
     handle = await engine.running()
-    await engine.backend.append_frame(handle, Frame(payload=b"x", **fields))
+    await engine.backend.streams.append_frame(handle, Frame(payload=b"x", **fields))
     assert (await only_frame(engine, handle)).frame_type == stored
 
 
@@ -110,13 +110,13 @@ async def test_counters_and_ids(engine: Engine) -> None:
     handle = await engine.running()
     outcomes = [
         await append(engine, handle, b"12345"),
-        await engine.backend.append_frames(handle, frames("a", "bb", "ccc")),
+        await engine.backend.streams.append_frames(handle, frames("a", "bb", "ccc")),
         await append(engine, handle, b""),
     ]
     assert [outcome.frame_count for outcome in outcomes] == [1, 4, 5]
     assert not any(outcome.duplicate or outcome.summary_version for outcome in outcomes)
     ids = [entry for outcome in outcomes for entry in outcome.stream_ids]
-    page = await engine.backend.read_stream(handle.execution_id, 0)
+    page = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.id for frame in page.frames] == ids
     assert [tuple(map(int, i.split("-"))) for i in ids] == sorted(
         {tuple(map(int, i.split("-"))) for i in ids}
@@ -150,7 +150,7 @@ async def test_a_read_of_nothing_is_empty_and_open(engine: Engine) -> None:
         (handle.execution_id, 7),
     ):
         page = await unchanged(
-            engine, lambda e=execution_id, i=index: engine.backend.read_stream(e, i)
+            engine, lambda e=execution_id, i=index: engine.backend.streams.read_stream(e, i)
         )
         assert (page.frames, page.is_closed, page.closed_reason, page.truncated) == (
             (),
@@ -249,7 +249,7 @@ async def test_a_closed_stream_is_closed_for_its_owner_too(engine: Engine) -> No
     for mode in ("durable", "best_effort", "summary"):
         error = await unchanged(engine, lambda m=mode: append(engine, handle, b"{}", mode=m))
         assert error.code == "stream_closed"
-    page = await engine.backend.read_stream(handle.execution_id, 0)
+    page = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert (page.closed_at, page.closed_reason) == (1, "attempt_interrupted")
 
 
@@ -258,16 +258,18 @@ async def test_the_order_of_the_checks(engine: Engine) -> None:
     backend, handle = engine.backend, await engine.running()
     large = Frame(payload=bytes(65_537))
     gone = msgspec.structs.replace(handle, execution_id=engine.new_id())
-    await refused(backend.append_frame(gone, large), "retention_limit_exceeded")
+    await refused(backend.streams.append_frame(gone, large), "retention_limit_exceeded")
     bad = frames(b"[]")[0]
     for kind in ("json-merge-patch", "json-patch"):
         how: dict[str, Any] = {"mode": "summary", "patch_kind": kind}
-        await refused(backend.append_frame(gone, bad, **how), "stream_closed")
+        await refused(backend.streams.append_frame(gone, bad, **how), "stream_closed")
         stale = holder(handle, epoch=9)
-        await refused(backend.append_frame(stale, bad, **how), "stale_owner_cannot_append")
-        await refused(backend.append_frame(handle, bad, **how), "invalid_input")
+        await refused(backend.streams.append_frame(stale, bad, **how), "stale_owner_cannot_append")
+        await refused(backend.streams.append_frame(handle, bad, **how), "invalid_input")
     await engine.advance(TTL)
-    await refused(backend.append_frame(handle, bad, mode="summary"), "stale_owner_cannot_append")
+    await refused(
+        backend.streams.append_frame(handle, bad, mode="summary"), "stale_owner_cannot_append"
+    )
 
 
 # --- limits -------------------------------------------------------------------------------------
@@ -284,31 +286,33 @@ async def test_payload_limit(engine: Engine) -> None:
     )
     await append(engine, handle, b"", max_payload_bytes=0)
     with_metadata = Frame(payload=bytes(65_530), metadata_json='"üü"')
-    await engine.backend.append_frame(handle, with_metadata)
+    await engine.backend.streams.append_frame(handle, with_metadata)
     with_metadata = Frame(payload=bytes(65_531), metadata_json='"üü"')
-    await refused(engine.backend.append_frame(handle, with_metadata), "retention_limit_exceeded")
+    await refused(
+        engine.backend.streams.append_frame(handle, with_metadata), "retention_limit_exceeded"
+    )
 
 
 async def test_batch_limits(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     full = frames(*(b"x",) * 256)
-    assert (await backend.append_frames(handle, full)).frame_count == 256
-    await refused(backend.append_frames(handle, [*full, *frames("y")]), "invalid_input")
-    await refused(backend.append_frames(handle, []), "invalid_input")
+    assert (await backend.streams.append_frames(handle, full)).frame_count == 256
+    await refused(backend.streams.append_frames(handle, [*full, *frames("y")]), "invalid_input")
+    await refused(backend.streams.append_frames(handle, []), "invalid_input")
     mebibyte = frames(*(bytes(65_536),) * 16)
-    assert (await backend.append_frames(handle, mebibyte)).frame_count == 272
+    assert (await backend.streams.append_frames(handle, mebibyte)).frame_count == 272
     more = [*mebibyte, *frames("z")]
-    error = await unchanged(engine, lambda: backend.append_frames(handle, more))
+    error = await unchanged(engine, lambda: backend.streams.append_frames(handle, more))
     assert error.code == "retention_limit_exceeded"
 
 
 async def test_a_batch_is_all_or_nothing(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     mixed = [*frames("a"), Frame(payload=bytes(65_537)), *frames("b")]
-    error = await unchanged(engine, lambda: backend.append_frames(handle, mixed))
+    error = await unchanged(engine, lambda: backend.streams.append_frames(handle, mixed))
     assert error.code == "retention_limit_exceeded"
     stale = holder(handle, epoch=7)
-    error = await unchanged(engine, lambda: backend.append_frames(stale, frames("a", "b")))
+    error = await unchanged(engine, lambda: backend.streams.append_frames(stale, frames("a", "b")))
     assert error.code == "stale_owner_cannot_append"
 
 
@@ -318,8 +322,8 @@ ODD_NAMES = ["日志", "naïve", "a\u00a0b", "\u200d", "\ue000", "\u2028", "👩
 @pytest.mark.parametrize("name", ODD_NAMES)
 async def test_frame_types_may_be_any_text(engine: Engine, name: str) -> None:
     handle = await engine.running()
-    await engine.backend.append_frame(handle, Frame(payload=b"", frame_type=name))
-    (frame,) = (await engine.backend.read_stream(handle.execution_id, 0)).frames
+    await engine.backend.streams.append_frame(handle, Frame(payload=b"", frame_type=name))
+    (frame,) = (await engine.backend.streams.read_stream(handle.execution_id, 0)).frames
     assert frame.frame_type == name
 
 
@@ -332,7 +336,7 @@ async def test_frame_types_are_short_and_have_no_control_characters(
 ) -> None:
     handle = await engine.running()
     error = await refused(
-        engine.backend.append_frame(handle, Frame(payload=b"", frame_type=name)),
+        engine.backend.streams.append_frame(handle, Frame(payload=b"", frame_type=name)),
         "invalid_frame_type",
     )
     assert error.error_class is ErrorClass.SOFT
@@ -340,7 +344,7 @@ async def test_frame_types_are_short_and_have_no_control_characters(
 
 async def test_input_is_checked_before_anything_is_written(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    await backend.append_frame(handle, Frame(payload=b"", correlation_id="ü" * 512))
+    await backend.streams.append_frame(handle, Frame(payload=b"", correlation_id="ü" * 512))
     bad: list[tuple[Frame, dict[str, Any]]] = [
         (Frame(payload=b"", correlation_id="x" * 1025), {}),
         (Frame(payload=b"", correlation_id="\ud800"), {}),
@@ -358,7 +362,9 @@ async def test_input_is_checked_before_anything_is_written(engine: Engine) -> No
         (Frame(payload=b""), {"seq": True}),
     ]
     for frame, how in bad:
-        error = await unchanged(engine, lambda f=frame, h=how: backend.append_frame(handle, f, **h))
+        error = await unchanged(
+            engine, lambda f=frame, h=how: backend.streams.append_frame(handle, f, **h)
+        )
         assert isinstance(error, EngineError), how
         assert error.code == "invalid_input"
 
@@ -381,7 +387,7 @@ async def test_exact_retention(engine: Engine) -> None:
 async def test_a_batch_larger_than_the_retention(engine: Engine) -> None:
     handle = await engine.running()
     batch = frames(*(str(n) for n in range(100)))
-    outcome = await engine.backend.append_frames(handle, batch, retention_maxlen=3)
+    outcome = await engine.backend.streams.append_frames(handle, batch, retention_maxlen=3)
     assert len(outcome.stream_ids) == 100
     assert await payloads(engine, handle) == [b"97", b"98", b"99"]
 
@@ -389,7 +395,7 @@ async def test_a_batch_larger_than_the_retention(engine: Engine) -> None:
 async def test_default_retention_is_about_ten_thousand(engine: Engine) -> None:
     handle, batch = await engine.running(), frames(*(b"x",) * 250)
     for _ in range(44):
-        await engine.backend.append_frames(handle, batch)
+        await engine.backend.streams.append_frames(handle, batch)
     assert 10_000 <= await length(engine, handle) <= 10_100
 
 
@@ -413,7 +419,7 @@ async def test_a_policy_beyond_the_store_s_numbers(engine: Engine) -> None:
 async def test_a_retry_writes_a_stream_of_its_own(engine: Engine) -> None:
     case = await Case.make(engine, "active")
     await append(engine, case.held, b"first")
-    await engine.backend.fail(case.held, "boom", "transient")
+    await engine.backend.executions.fail(case.held, "boom", "transient")
     await engine.advance(1000)
     assert await promote(engine, case.execution_id) == "promoted"
     old = case.held
@@ -428,21 +434,21 @@ async def test_a_retry_writes_a_stream_of_its_own(engine: Engine) -> None:
 
 async def test_a_resumed_attempt_goes_on_with_its_stream(engine: Engine) -> None:
     backend = engine.backend
-    await backend.seed_at_boot(SECRET)
+    await backend.secrets.seed_at_boot(SECRET)
     handle = await engine.running()
     await append(engine, handle, b"before")
-    outcome: Any = await backend.suspend(handle, condition=Single("approval", "go"))
+    outcome: Any = await backend.suspensions.suspend(handle, condition=Single("approval", "go"))
     await refused(append(engine, handle, b"asleep"), "stream_closed")
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert not page.is_closed
     details = outcome.details
-    await backend.deliver_signal(
+    await backend.signals.deliver_signal(
         handle.execution_id, details.waitpoint_id, details.waitpoint_token, "go"
     )
     resumed = (await engine.claim()).handle
     await refused(append(engine, handle, b"old lease"), "stale_owner_cannot_append")
     assert (await append(engine, resumed, b"after")).frame_count == 2
-    await backend.delay(resumed, 1)
+    await backend.executions.delay(resumed, 1)
     again = (await engine.claim()).handle
     assert (await append(engine, again, b"later")).frame_count == 3
     assert await payloads(engine, again) == [b"before", b"after", b"later"]

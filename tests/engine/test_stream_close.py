@@ -45,11 +45,11 @@ async def test_the_end_of_an_attempt_closes_its_stream(
     backend, ending = engine.backend, ENDINGS[name]
     handle = await prepared(engine, name, wrote=wrote)
     execution_id = handle.execution_id
-    open_before = await backend.read_stream(execution_id, 0)
+    open_before = await backend.streams.read_stream(execution_id, 0)
     assert open_before.is_closed is (name in SECOND)
     earliest = await engine.now()
     await ending.end(engine, handle)
-    page = await backend.read_stream(execution_id, 0)
+    page = await backend.streams.read_stream(execution_id, 0)
     assert page.closed_reason == ending.reason
     assert page.closed_at is not None
     assert earliest <= page.closed_at <= await engine.now()
@@ -60,7 +60,7 @@ async def test_the_end_of_an_attempt_closes_its_stream(
     await refused(append(engine, handle, b"late"), code)
     # A closed stream with nothing behind the position does not make anybody wait.
     async with asyncio.timeout(5):
-        tail = await backend.tail_stream(
+        tail = await backend.streams.tail_stream(
             execution_id, 0, after=page.next_cursor if wrote else "0-0", block_ms=30_000
         )
     assert (tail.frames, tail.closed_at, tail.closed_reason) == (
@@ -78,7 +78,7 @@ async def test_the_end_of_an_attempt_wakes_its_followers(
     wrote: bool,
 ) -> None:
     handle = await prepared(engine, name, wrote=wrote)
-    seen = await engine.backend.read_stream(handle.execution_id, 0)
+    seen = await engine.backend.streams.read_stream(handle.execution_id, 0)
     after = seen.next_cursor if wrote else "0-0"
     tails = [await waiting_tail(engine, handle.execution_id, after=after) for _ in range(3)]
     await ENDINGS[name].end(engine, handle)
@@ -94,7 +94,7 @@ async def test_followers_are_woken_within_a_tenth_of_a_second(engine: Engine) ->
         handle = await engine.running()
         tail = await waiting_tail(engine, handle.execution_id)
         started = loop.time()
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         async with asyncio.timeout(2):
             await tail
         delays.append(loop.time() - started)
@@ -105,7 +105,7 @@ async def test_no_marker_is_ever_visible(engine: Engine) -> None:
     handle = await engine.running()
     await append(engine, handle, b"x")
     tail = await waiting_tail(engine, handle.execution_id, after="99999999999999-0")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     await tail
     assert await payloads(engine, handle) == [b"x"]
 
@@ -113,7 +113,7 @@ async def test_no_marker_is_ever_visible(engine: Engine) -> None:
 async def test_nobody_waiting_costs_nothing(engine: Engine) -> None:
     handle = await engine.running()
     before = set(await engine.dump())
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     added = {name.decode() for name in set(await engine.dump()) - before}
     assert not [name for name in added if name.startswith("ff:stream:")]
 
@@ -128,7 +128,7 @@ async def test_followers_of_different_attempts_do_not_disturb_each_other(engine:
     current = await waiting_tail(engine, execution_id, 0)
     later = await waiting_tail(engine, execution_id, 1)
     far = await waiting_tail(engine, execution_id, 5)
-    await backend.fail(case.held, "boom", "transient")
+    await backend.executions.fail(case.held, "boom", "transient")
     async with asyncio.timeout(5):
         assert (await current).closed_reason == "attempt_failure"
     assert not later.done()
@@ -140,7 +140,7 @@ async def test_followers_of_different_attempts_do_not_disturb_each_other(engine:
         page = await later
     assert [frame.payload for frame in page.frames] == [b"second"]
     again = await waiting_tail(engine, execution_id, 1, after=page.next_cursor)
-    await backend.complete(case.held)
+    await backend.executions.complete(case.held)
     async with asyncio.timeout(5):
         assert (await again).closed_reason == "attempt_success"
     assert not far.done()
@@ -152,7 +152,7 @@ async def test_followers_of_an_attempt_still_to_come(engine: Engine) -> None:
     execution_id = await engine.create()
     tail = await waiting_tail(engine, execution_id)
     handle = (await engine.claim()).handle
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     async with asyncio.timeout(5):
         assert (await tail).closed_reason == "attempt_success"
 
@@ -163,7 +163,7 @@ async def test_followers_of_an_execution_still_to_come(engine: Engine) -> None:
     tail = await waiting_tail(engine, execution_id)
     await engine.create(execution_id=execution_id)
     handle = (await engine.claim()).handle
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     async with asyncio.timeout(5):
         assert (await tail).closed_reason == "attempt_success"
 
@@ -172,13 +172,13 @@ async def test_the_list_of_followed_attempts_is_bounded(engine: Engine) -> None:
     handle = await engine.running()
     execution_id, backend = handle.execution_id, engine.backend
     for index in range(30):
-        await backend.tail_stream(execution_id, index, block_ms=1)
+        await backend.streams.tail_stream(execution_id, index, block_ms=1)
     fields: Any = await backend.transport.call(
         "HGET", f"ff:exec:{execution_id.tag}:{execution_id}:core", "tailed"
     )
     assert fields == b",0,1,2,3,4,5,6,7,"
     tail = await waiting_tail(engine, execution_id, 0)
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     async with asyncio.timeout(5):
         await tail
 
@@ -189,10 +189,10 @@ async def test_the_list_of_followed_attempts_is_bounded(engine: Engine) -> None:
 async def test_a_pending_retry_does_not_change_the_reason(engine: Engine) -> None:
     handle = await prepared(engine, "fail with a retry", wrote=True)
     await ENDINGS["fail with a retry"].end(engine, handle)
-    first = await engine.backend.read_stream(handle.execution_id, 0)
+    first = await engine.backend.streams.read_stream(handle.execution_id, 0)
     await engine.advance(10)
-    await engine.backend.cancel_execution(handle.execution_id, "enough")
-    second = await engine.backend.read_stream(handle.execution_id, 0)
+    await engine.backend.executions.cancel_execution(handle.execution_id, "enough")
+    second = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert (second.closed_at, second.closed_reason) == (first.closed_at, "attempt_failure")
 
 
@@ -213,27 +213,27 @@ async def test_a_replay_leaves_the_old_attempt_closed(engine: Engine, wrote: boo
     for name in ("complete", "fail", "cancel by an operator", "deadline", "reclaim over the cap"):
         handle = await prepared(engine, name, wrote=wrote)
         await ENDINGS[name].end(engine, handle)
-        before = await engine.backend.read_stream(handle.execution_id, 0)
-        await engine.backend.replay_execution(handle.execution_id)
-        after = await engine.backend.read_stream(handle.execution_id, 0)
+        before = await engine.backend.streams.read_stream(handle.execution_id, 0)
+        await engine.backend.executions.replay_execution(handle.execution_id)
+        after = await engine.backend.streams.read_stream(handle.execution_id, 0)
         assert (after.closed_at, after.closed_reason) == (before.closed_at, before.closed_reason)
         new = (await engine.claim()).handle
         await append(engine, new, b"again")
-        assert not (await engine.backend.read_stream(handle.execution_id, 1)).is_closed
-        await engine.backend.complete(new)
+        assert not (await engine.backend.streams.read_stream(handle.execution_id, 1)).is_closed
+        await engine.backend.executions.complete(new)
 
 
 async def test_operations_that_do_not_end_the_attempt_leave_it_open(engine: Engine) -> None:
     for state in ("paused_delayed", "paused_waiting", "waiting_children"):
         case = await Case.make(engine, state)
-        page = await engine.backend.read_stream(case.execution_id, 0)
+        page = await engine.backend.streams.read_stream(case.execution_id, 0)
         assert not page.is_closed, state
-        await engine.backend.cancel_execution(case.execution_id, "done")
+        await engine.backend.executions.cancel_execution(case.execution_id, "done")
     handle = await engine.running()
     await append(engine, handle, b"x")
-    await engine.backend.renew(handle)
-    await engine.backend.progress(handle, 5, "five")
-    assert not (await engine.backend.read_stream(handle.execution_id, 0)).is_closed
+    await engine.backend.leases.renew(handle)
+    await engine.backend.executions.progress(handle, 5, "five")
+    assert not (await engine.backend.streams.read_stream(handle.execution_id, 0)).is_closed
 
 
 async def test_closed_at_and_reason_come_together(engine: Engine) -> None:
@@ -242,7 +242,7 @@ async def test_closed_at_and_reason_come_together(engine: Engine) -> None:
     stored = await meta(engine, handle)
     assert not {"closed_at", "closed_reason"} & set(stored)
     await freeze(engine, now + 7)
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     stored = await meta(engine, handle)
     assert (stored["closed_at"], stored["closed_reason"]) == (str(now + 7), "attempt_success")
 
@@ -271,10 +271,10 @@ async def test_an_append_and_the_end_are_serial(engine: Engine, name: str) -> No
         )
         stored = await payloads(engine, handle)
         assert (b"y" in stored) is not isinstance(results["append"], Exception)
-        page = await backend.read_stream(handle.execution_id, 0)
+        page = await backend.streams.read_stream(handle.execution_id, 0)
         assert page.is_closed
         if name == "revoke":
-            await backend.cancel_execution(handle.execution_id, "done")
+            await backend.executions.cancel_execution(handle.execution_id, "done")
 
 
 async def test_a_zombie_does_not_touch_the_new_attempt(engine: Engine) -> None:
@@ -290,10 +290,10 @@ async def test_a_close_after_the_frames_were_seen_is_not_missed(engine: Engine) 
     """The bell of a close that happened before anybody waited is still heard."""
     handle, backend = await engine.running(), engine.backend
     await append(engine, handle, b"x")
-    page = await backend.tail_stream(handle.execution_id, 0, block_ms=1000)
+    page = await backend.streams.tail_stream(handle.execution_id, 0, block_ms=1000)
     await append(engine, handle, b"y")
-    await backend.complete(handle)
-    rest = await backend.tail_stream(
+    await backend.executions.complete(handle)
+    rest = await backend.streams.tail_stream(
         handle.execution_id, 0, after=page.next_cursor, block_ms=20_000
     )
     assert [frame.payload for frame in rest.frames] == [b"y"]
@@ -313,12 +313,12 @@ async def test_a_purge_leaves_nothing(engine: Engine) -> None:
         await append(engine, case.held, b'{"a":1}', mode="summary")
         tail = await waiting_tail(engine, execution_id, attempt, after="99999999999999-0")
         if attempt == 0:
-            await backend.fail(case.held, "boom", "transient")
+            await backend.executions.fail(case.held, "boom", "transient")
             await engine.advance(1000)
             await promote(engine, execution_id)
             await case.claim()
         else:
-            await backend.complete(case.held)
+            await backend.executions.complete(case.held)
         await tail
     names = {name.decode() for name in await engine.dump()}
     for handle in handles:
@@ -328,19 +328,19 @@ async def test_a_purge_leaves_nothing(engine: Engine) -> None:
     assert await trim(engine, execution_id) == "purged"
     left = [name for name in await engine.dump() if execution_id.encode() in name]
     assert left == []
-    page = await backend.read_stream(execution_id, 0)
+    page = await backend.streams.read_stream(execution_id, 0)
     assert (page.frames, page.is_closed) == ((), False)
-    assert await backend.read_summary(execution_id, 0) is None
+    assert await backend.streams.read_summary(execution_id, 0) is None
 
 
 async def test_a_follower_alone_leaves_nothing_behind_a_purge(engine: Engine) -> None:
     handle = await engine.running()
     tail = await waiting_tail(engine, handle.execution_id)
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     await tail
     await engine.advance(DAY)
     assert await trim(engine, handle.execution_id) == "purged"
     assert not [n for n in await engine.dump() if handle.execution_id.encode() in n]
     # A late follower does not bring the execution back.
-    await engine.backend.tail_stream(handle.execution_id, 0, block_ms=1)
+    await engine.backend.streams.tail_stream(handle.execution_id, 0, block_ms=1)
     assert not [n for n in await engine.dump() if handle.execution_id.encode() in n]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.cluster.nodes import TestCluster, until
@@ -28,7 +28,7 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(
+    backend = await ValkeyBackend.connect(
         parse_url(cluster.url), prepare_with=PartitionCounts(), limits=Limits()
     )
     yield Engine(backend)
@@ -56,11 +56,11 @@ async def test_connections_are_shared_by_the_tags_of_a_node(
     assert len({handle.execution_id.tag for handle in handles}) > cluster.size
     for handle in handles:
         await append(clustered, handle, b"x")
-        assert len((await backend.read_stream(handle.execution_id, 0)).frames) == 1
+        assert len((await backend.streams.read_stream(handle.execution_id, 0)).frames) == 1
     before = await connections(cluster)
     for handle in handles:
-        await backend.tail_stream(handle.execution_id, 0, block_ms=1000)
-        await backend.read_stream(handle.execution_id, 0)
+        await backend.streams.tail_stream(handle.execution_id, 0, block_ms=1000)
+        await backend.streams.read_stream(handle.execution_id, 0)
     # Counting takes one connection to each node.
     assert await connections(cluster) - before == cluster.size
 
@@ -71,10 +71,10 @@ async def test_a_slot_that_moves_under_a_reader(clustered: Engine, cluster: Test
     tag = handle.execution_id.tag
     slot, source = slot_of(tag), cluster.owner(slot_of(tag))
     target = (source + 1) % cluster.size
-    await backend.append_frames(handle, frames("a", "b"))
-    page = await backend.read_stream(handle.execution_id, 0)
+    await backend.streams.append_frames(handle, frames("a", "b"))
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     tail = asyncio.ensure_future(
-        backend.tail_stream(handle.execution_id, 0, after=page.next_cursor, block_ms=20_000)
+        backend.streams.tail_stream(handle.execution_id, 0, after=page.next_cursor, block_ms=20_000)
     )
     await until(lambda: blocked(cluster))
     await cluster.move(slot, source, target)
@@ -85,8 +85,10 @@ async def test_a_slot_that_moves_under_a_reader(clustered: Engine, cluster: Test
     await cluster.move(slot, target, source)
     # Nothing but reads: they find the new place by themselves.
     for _ in range(3):
-        page = await backend.read_stream(handle.execution_id, 0)
+        page = await backend.streams.read_stream(handle.execution_id, 0)
         assert [frame.payload for frame in page.frames] == [b"a", b"b", b"c"]
-    await backend.complete(handle)
-    page = await backend.tail_stream(handle.execution_id, 0, after=page.next_cursor, block_ms=9000)
+    await backend.executions.complete(handle)
+    page = await backend.streams.tail_stream(
+        handle.execution_id, 0, after=page.next_cursor, block_ms=9000
+    )
     assert page.closed_reason == "attempt_success"

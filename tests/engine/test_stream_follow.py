@@ -12,15 +12,22 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import AppendOutcome, Frame
 from flowfabric.core.errors import EngineError, TransportError, ValidationError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
-from flowfabric.engine.frame_writer import FrameWriter
-from flowfabric.engine.stream_follow import StreamFollower
-from flowfabric.engine.stream_pool import StreamPool
+from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
+from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
 from tests.engine.probes import lossy
-from tests.engine.stream_support import append, frames, payloads, until_blocked, waiting_tail
+from tests.engine.stream_support import (
+    append,
+    frames,
+    payloads,
+    until_blocked,
+    use_pool,
+    waiting_tail,
+)
 from tests.support.engine import TTL, Engine
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
@@ -36,18 +43,18 @@ async def collect(follower: StreamFollower) -> list[bytes]:
 async def test_from_the_first_frame_to_the_close(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     await append(engine, handle, b"0")
-    follower = backend.follow_stream(handle.execution_id, 0)
+    follower = backend.streams.follow_stream(handle.execution_id, 0)
     reading = asyncio.ensure_future(collect(follower))
     await until_blocked(backend)
     for number in range(1, 30):
         await append(engine, handle, str(number))
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     async with asyncio.timeout(5):
         assert await reading == [b"%d" % n for n in range(30)]
     assert follower.closed_reason == "attempt_success"
     assert follower.closed_at is not None
     assert not follower.truncated
-    newest = await backend.read_stream(handle.execution_id, 0, from_="end")
+    newest = await backend.streams.read_stream(handle.execution_id, 0, from_="end")
     assert follower.position == newest.frames[0].id
 
 
@@ -56,11 +63,11 @@ async def test_a_closed_stream_is_drained(engine: Engine) -> None:
     ids: list[str] = []
     for first in range(0, 1250, 250):
         batch = frames(*(str(n) for n in range(first, first + 250)))
-        ids += (await backend.append_frames(handle, batch)).stream_ids
-    await backend.complete(handle)
-    follower = backend.follow_stream(handle.execution_id, 0)
+        ids += (await backend.streams.append_frames(handle, batch)).stream_ids
+    await backend.executions.complete(handle)
+    follower = backend.streams.follow_stream(handle.execution_id, 0)
     assert await collect(follower) == [b"%d" % n for n in range(1250)]
-    half = backend.follow_stream(handle.execution_id, 0, after=ids[-2])
+    half = backend.streams.follow_stream(handle.execution_id, 0, after=ids[-2])
     assert await collect(half) == [b"1249"]
     with pytest.raises(StopAsyncIteration):
         await anext(half)
@@ -69,21 +76,23 @@ async def test_a_closed_stream_is_drained(engine: Engine) -> None:
 async def test_hidden_frames_are_passed_over_to_the_end(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     await append(engine, handle, b"a")
-    await backend.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
+    await backend.streams.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
     await append(engine, handle, b"b")
-    await backend.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
-    await backend.complete(handle)
-    follower = backend.follow_stream(handle.execution_id, 0, visibility="exclude_best_effort")
+    await backend.streams.append_frames(handle, frames(*(b"x",) * 200), mode="best_effort")
+    await backend.executions.complete(handle)
+    follower = backend.streams.follow_stream(
+        handle.execution_id, 0, visibility="exclude_best_effort"
+    )
     assert await collect(follower) == [b"a", b"b"]
     assert follower.closed_reason == "attempt_success"
 
 
 async def test_a_silent_attempt_ends_too(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    reading = asyncio.ensure_future(collect(backend.follow_stream(handle.execution_id, 0)))
+    reading = asyncio.ensure_future(collect(backend.streams.follow_stream(handle.execution_id, 0)))
     await until_blocked(backend)
     await engine.advance(TTL)
-    await backend.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
+    await backend.upkeep.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
     async with asyncio.timeout(5):
         assert await reading == []
 
@@ -92,8 +101,8 @@ async def test_gaps_are_told(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     for number in range(9):
         await append(engine, handle, str(number), retention_maxlen=3)
-    await backend.complete(handle)
-    follower = backend.follow_stream(handle.execution_id, 0)
+    await backend.executions.complete(handle)
+    follower = backend.streams.follow_stream(handle.execution_id, 0)
     assert await collect(follower) == [b"6", b"7", b"8"]
     assert follower.truncated
 
@@ -101,19 +110,19 @@ async def test_gaps_are_told(engine: Engine) -> None:
 async def test_a_bad_position_is_refused(engine: Engine) -> None:
     for after in ("start", "end", "", "x"):
         with pytest.raises(ValidationError):
-            engine.backend.follow_stream(engine.new_id(), 0, after=after)
+            engine.backend.streams.follow_stream(engine.new_id(), 0, after=after)
     with pytest.raises(EngineError):
-        await anext(engine.backend.follow_stream(engine.new_id(), -1))
+        await anext(engine.backend.streams.follow_stream(engine.new_id(), -1))
 
 
 async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
-            follower = client.follow_stream(handle.execution_id, 0)
+            follower = client.streams.follow_stream(handle.execution_id, 0)
             reading = asyncio.ensure_future(collect(follower))
             for number in range(40):
                 await append(engine, handle, str(number))
@@ -124,7 +133,7 @@ async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) 
                     proxy.down()
                     await append(engine, handle, b"in the dark")
                     proxy.up()
-            await engine.backend.complete(handle)
+            await engine.backend.executions.complete(handle)
             async with asyncio.timeout(30):
                 found = await reading
         finally:
@@ -137,14 +146,13 @@ async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) 
 
 async def test_a_full_pool_is_waited_for(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    await backend.stream_pool.aclose()
-    backend.stream_pool = StreamPool(backend.transport, 1)
+    await use_pool(backend, StreamPool(backend.transport, 1))
     other = await engine.running()
     tail = await waiting_tail(engine, other.execution_id)
-    reading = asyncio.ensure_future(collect(backend.follow_stream(handle.execution_id, 0)))
+    reading = asyncio.ensure_future(collect(backend.streams.follow_stream(handle.execution_id, 0)))
     await append(engine, handle, b"x")
-    await backend.complete(handle)
-    await backend.complete(other)
+    await backend.executions.complete(handle)
+    await backend.executions.complete(other)
     await tail
     async with asyncio.timeout(5):
         assert await reading == [b"x"]
@@ -153,7 +161,9 @@ async def test_a_full_pool_is_waited_for(engine: Engine) -> None:
 async def test_a_closed_client_ends_its_followers(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, _):
-        reading = asyncio.ensure_future(collect(client.follow_stream(handle.execution_id, 0)))
+        reading = asyncio.ensure_future(
+            collect(client.streams.follow_stream(handle.execution_id, 0))
+        )
         await until_blocked(engine.backend)
     with pytest.raises(EngineError) as caught:
         async with asyncio.timeout(10):
@@ -167,7 +177,7 @@ async def test_a_closed_client_ends_its_followers(engine: Engine, valkey: TestSe
 class Recorder:
     """Passes appends on, and keeps how many frames each had."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ValkeyBackend) -> None:
         self._backend = backend
         self.sizes: list[int] = []
 
@@ -175,7 +185,7 @@ class Recorder:
         self, handle: Handle, frames: Sequence[Frame], **how: Any
     ) -> AppendOutcome:
         self.sizes.append(len(frames))
-        return await self._backend.append_frames(handle, frames, **how)
+        return await self._backend.streams.append_frames(handle, frames, **how)
 
 
 async def test_bursts_leave_in_batches(engine: Engine) -> None:
@@ -193,7 +203,7 @@ async def test_bursts_leave_in_batches(engine: Engine) -> None:
 
 async def test_batches_stay_under_the_byte_limit(engine: Engine) -> None:
     handle = await engine.running()
-    writer = FrameWriter(engine.backend, handle)
+    writer = FrameWriter(engine.backend.streams, handle)
     for _ in range(40):
         await writer.write(Frame(payload=bytes(60_000)))
     await writer.flush()
@@ -202,7 +212,7 @@ async def test_batches_stay_under_the_byte_limit(engine: Engine) -> None:
 
 async def test_much_to_write_makes_writers_wait(engine: Engine) -> None:
     handle = await engine.running()
-    writer = FrameWriter(engine.backend, handle)
+    writer = FrameWriter(engine.backend.streams, handle)
     most = 0
     for _ in range(5000):
         await writer.write(Frame(payload=b"x"))
@@ -214,28 +224,28 @@ async def test_much_to_write_makes_writers_wait(engine: Engine) -> None:
 
 async def test_every_frame_has_its_own_outcome(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    writer = FrameWriter(backend, handle)
+    writer = FrameWriter(backend.streams, handle)
     outcomes = await asyncio.gather(*(writer.append(frame) for frame in frames(*"abcdef")))
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [o.stream_ids for o in outcomes] == [(frame.id,) for frame in page.frames]
     assert [o.frame_count for o in outcomes] == [1, 2, 3, 4, 5, 6]
 
 
 async def test_modes_keep_their_order(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    writer = FrameWriter(backend, handle)
+    writer = FrameWriter(backend.streams, handle)
     modes: list[Any] = ["durable", "durable", "summary", "summary", "best_effort", "durable"]
     outcomes = await asyncio.gather(
         *(writer.append(Frame(payload=b"{}"), mode=mode) for mode in modes)
     )
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.mode for frame in page.frames] == modes
     assert [o.summary_version for o in outcomes] == [None, None, 1, 2, None, None]
 
 
 async def test_a_bad_frame_fails_alone(engine: Engine) -> None:
     handle = await engine.running()
-    writer = FrameWriter(engine.backend, handle)
+    writer = FrameWriter(engine.backend.streams, handle)
     good = asyncio.ensure_future(writer.append(Frame(payload=b"good")))
     bad = asyncio.ensure_future(writer.append(Frame(payload=bytes(65_537))))
     patches = [
@@ -252,7 +262,7 @@ async def test_a_bad_frame_fails_alone(engine: Engine) -> None:
 async def test_lost_replies_write_nothing_twice(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
-        writer = FrameWriter(client, handle)
+        writer = FrameWriter(client.streams, handle)
         for number in range(20):
             if number % 10 == 0:
                 proxy.drop_next_reply(b"ff_append")
@@ -268,22 +278,22 @@ async def test_lost_replies_write_nothing_twice(engine: Engine, valkey: TestServ
 
 async def test_numbers_go_on_after_a_resume(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    writer = FrameWriter(backend, handle)
+    writer = FrameWriter(backend.streams, handle)
     for frame in frames("a", "b", "c"):
         await writer.append(frame)
-    await backend.delay(handle, 1)
+    await backend.executions.delay(handle, 1)
     resumed = (await engine.claim()).handle
-    outcome = await FrameWriter(backend, resumed).append(frames("d")[0])
+    outcome = await FrameWriter(backend.streams, resumed).append(frames("d")[0])
     assert (outcome.duplicate, outcome.frame_count) == (False, 4)
     assert await payloads(engine, resumed) == [b"a", b"b", b"c", b"d"]
 
 
 async def test_a_lost_lease_is_told_by_every_later_call(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    writer = FrameWriter(backend, handle)
+    writer = FrameWriter(backend.streams, handle)
     await writer.write(frames("in time")[0])
     await writer.flush()
-    await backend.revoke_lease(handle.execution_id)
+    await backend.leases.revoke_lease(handle.execution_id)
     await writer.write(frames("late")[0])
     for _ in range(2):
         await refused(writer.flush(), "stale_owner_cannot_append")
@@ -295,14 +305,14 @@ async def test_a_lost_lease_is_told_by_every_later_call(engine: Engine) -> None:
 async def test_a_passing_fault_is_told_once(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url),
             prepare_with=PartitionCounts(),
             limits=Limits(),
             request_timeout=0.3,
         )
         try:
-            writer = FrameWriter(client, handle)
+            writer = FrameWriter(client.streams, handle)
             proxy.down()
             await writer.write(frames("lost")[0])
             with pytest.raises(TransportError):

@@ -56,7 +56,7 @@ class Life:
         seq = rng.choice([None, attempt.last_seq + 1, attempt.last_seq, attempt.last_seq - 1])
         if seq is not None and seq < 0:
             seq = None
-        outcome = await self.engine.backend.append_frames(
+        outcome = await self.engine.backend.streams.append_frames(
             attempt.handle,
             batch,
             mode=mode,
@@ -98,19 +98,21 @@ class Life:
         strangers = [holder(handle, epoch=99), holder(handle, index=77)]
         strangers += [attempt.handle for attempt in self.attempts[:-1]]
         stranger = self.rng.choice(strangers)
-        error = await unchanged(self.engine, lambda: backend.append_frames(stranger, frames("no")))
+        error = await unchanged(
+            self.engine, lambda: backend.streams.append_frames(stranger, frames("no"))
+        )
         assert error.code in REFUSALS
         error = await unchanged(
-            self.engine, lambda: backend.append_frames(handle, frames("[]"), mode="summary")
+            self.engine, lambda: backend.streams.append_frames(handle, frames("[]"), mode="summary")
         )
         assert error.code == "invalid_input"
 
     async def pause(self) -> None:
         """The attempt goes on under a new lease."""
         engine, attempt = self.engine, self.current
-        await engine.backend.delay(attempt.handle, 1)
+        await engine.backend.executions.delay(attempt.handle, 1)
         error = await unchanged(
-            engine, lambda: engine.backend.append_frames(attempt.handle, frames("no"))
+            engine, lambda: engine.backend.streams.append_frames(attempt.handle, frames("no"))
         )
         assert error.code == "stream_closed"
         attempt.handle = (await engine.claim()).handle
@@ -121,18 +123,18 @@ class Life:
         backend, execution_id = engine.backend, attempt.handle.execution_id
         match self.rng.choice(["retry", "reclaim", "replay"]):
             case "retry":
-                await backend.fail(attempt.handle, "x", "transient")
+                await backend.executions.fail(attempt.handle, "x", "transient")
                 attempt.closed = "attempt_failure"
                 await engine.advance(BACKOFF)
                 await promote(engine, execution_id)
             case "reclaim":
                 await engine.advance(TTL)
-                await backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+                await backend.upkeep.mark_lease_expired_if_due(execution_id.tag, [execution_id])
                 attempt.closed = "reclaimed"
             case _:
-                await backend.complete(attempt.handle)
+                await backend.executions.complete(attempt.handle)
                 attempt.closed = "attempt_success"
-                await backend.replay_execution(execution_id)
+                await backend.executions.replay_execution(execution_id)
         self.attempts.append(Attempt((await engine.claim()).handle))
 
     async def check(self) -> None:
@@ -141,7 +143,7 @@ class Life:
 
     async def _check(self, attempt: Attempt) -> None:
         backend, handle = self.engine.backend, attempt.handle
-        page = await backend.read_stream(
+        page = await backend.streams.read_stream(
             handle.execution_id, handle.attempt_index, count_limit=10_000
         )
         assert [(frame.id, frame.payload) for frame in page.frames] == attempt.appended
@@ -152,7 +154,7 @@ class Life:
         assert not page.truncated
         stored = await meta(self.engine, handle)
         assert ("closed_at" in stored) is ("closed_reason" in stored)
-        summary = await backend.read_summary(handle.execution_id, handle.attempt_index)
+        summary = await backend.streams.read_summary(handle.execution_id, handle.attempt_index)
         if not attempt.appended:
             assert stored == {}
             assert summary is None

@@ -11,7 +11,7 @@ import pytest
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import BestEffort
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.appends import Summaries
+from flowfabric.engine.valkey.streams import Summaries
 from tests.engine.exec_support import freeze, refused, unchanged
 from tests.engine.probes import lossy
 from tests.engine.stream_support import (
@@ -43,7 +43,7 @@ def order(entry: str) -> tuple[int, ...]:
 
 
 async def document(engine: Engine, handle: Handle) -> bytes:
-    summary = await engine.backend.read_summary(handle.execution_id, handle.attempt_index)
+    summary = await engine.backend.streams.read_summary(handle.execution_id, handle.attempt_index)
     assert summary is not None
     return summary.document_json
 
@@ -57,7 +57,7 @@ async def test_expiry_is_set_and_refreshed(engine: Engine) -> None:
     assert 9000 < await expiry(engine, handle) <= 10_000
     await live(engine, handle, ttl_ms=30_000)
     assert 59_000 < await expiry(engine, handle) <= 60_000
-    page = await engine.backend.read_stream(handle.execution_id, 0)
+    page = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert [(frame.mode, frame.ttl_ms) for frame in page.frames] == [
         ("best_effort", 5000),
         ("best_effort", 30_000),
@@ -71,7 +71,7 @@ async def test_without_a_ttl_nothing_expires(engine: Engine) -> None:
     await live(engine, handle, ttl_ms=5000)
     await live(engine, handle, ttl_ms=-1)
     assert await expiry(engine, handle) == -1
-    page = await engine.backend.read_stream(handle.execution_id, 0)
+    page = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.ttl_ms for frame in page.frames] == [None, 5000, None]
 
 
@@ -100,9 +100,9 @@ async def test_an_expired_stream_is_written_again(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     first = await live(engine, handle)
     await backend.transport.call("PEXPIRE", stream_key(handle), 0)
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert (page.frames, page.is_closed, page.truncated) == ((), False, True)
-    tail = await backend.tail_stream(handle.execution_id, 0, after=first.stream_id)
+    tail = await backend.streams.tail_stream(handle.execution_id, 0, after=first.stream_id)
     assert not tail.truncated
     second = await live(engine, handle, "again")
     assert second.frame_count == 2
@@ -120,7 +120,7 @@ async def test_an_expired_stream_gives_no_id_twice(engine: Engine) -> None:
     assert (await live(engine, handle)).stream_id == "99999999999999-6"
     assert await length(engine, handle) == 1
     await call("DEL", stream_key(handle))
-    batch = await engine.backend.append_frames(handle, frames("a", "b"))
+    batch = await engine.backend.streams.append_frames(handle, frames("a", "b"))
     assert batch.stream_ids == ("99999999999999-7", "99999999999999-8")
 
 
@@ -214,7 +214,7 @@ async def test_a_senseless_alpha_is_the_default(engine: Engine, alpha: float) ->
 async def test_a_batch_counts_every_frame(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     await freeze(engine, await engine.now())
-    await backend.append_frames(handle, frames("a", "b", "c"), mode="best_effort")
+    await backend.streams.append_frames(handle, frames("a", "b", "c"), mode="best_effort")
     expected = 3.2
     for _ in range(2):
         expected = 0.2 * 1000 + 0.8 * expected
@@ -226,7 +226,7 @@ async def test_best_effort_trims_to_about_what_it_keeps(engine: Engine) -> None:
     batch = frames(*(b"x",) * 250)
     knobs = BestEffort(maxlen_floor=10, maxlen_ceiling=300)
     for _ in range(8):
-        await backend.append_frames(handle, batch, mode="best_effort", best_effort=knobs)
+        await backend.streams.append_frames(handle, batch, mode="best_effort", best_effort=knobs)
     assert 300 <= await length(engine, handle) <= 400
 
 
@@ -236,8 +236,8 @@ async def test_best_effort_trims_to_about_what_it_keeps(engine: Engine) -> None:
 async def test_no_summary(engine: Engine) -> None:
     handle = await engine.running()
     await append(engine, handle, b"{}")
-    assert await engine.backend.read_summary(handle.execution_id, 0) is None
-    assert await engine.backend.read_summary(engine.new_id(), 3) is None
+    assert await engine.backend.streams.read_summary(handle.execution_id, 0) is None
+    assert await engine.backend.streams.read_summary(engine.new_id(), 3) is None
 
 
 async def test_two_patches(engine: Engine) -> None:
@@ -247,12 +247,12 @@ async def test_two_patches(engine: Engine) -> None:
     await freeze(engine, now + 10)
     second = await patch(engine, handle, '{"a":null,"b":{"d":2}}')
     assert [first.summary_version, second.summary_version] == [1, 2]
-    summary = await backend.read_summary(handle.execution_id, 0)
+    summary = await backend.streams.read_summary(handle.execution_id, 0)
     assert summary is not None
     assert summary.document_json == b'{"b":{"c":null,"d":2}}'
     assert (summary.version, summary.patch_kind) == (2, "json-merge-patch")
     assert (summary.first_applied_ms, summary.last_updated_ms) == (now, now + 10)
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [(f.mode, f.summary_version, f.payload) for f in page.frames] == [
         ("summary", 1, b'{"a":1,"b":{"c":"__ff_null__"}}'),
         ("summary", 2, b'{"a":null,"b":{"d":2}}'),
@@ -271,7 +271,7 @@ async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: 
     handle = await engine.running()
     await patch(engine, handle, '{"a":1}')
     async with lossy(engine, valkey) as (other, _):
-        outcome = await other.append_frame(handle, frames('{"b":2}')[0], mode="summary")
+        outcome = await other.streams.append_frame(handle, frames('{"b":2}')[0], mode="summary")
         assert outcome.summary_version == 2
     outcome = await patch(engine, handle, '{"c":3}')
     assert outcome.summary_version == 3
@@ -281,13 +281,13 @@ async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: 
 async def test_a_forgotten_summary_is_read_again(engine: Engine) -> None:
     handle = await engine.running()
     await patch(engine, handle, '{"a":1}')
-    engine.backend.summaries = Summaries()
+    engine.backend.streams._summaries = Summaries()  # pyright: ignore[reportAttributeAccessIssue]
     assert (await patch(engine, handle, '{"b":2}')).summary_version == 2
     assert await document(engine, handle) == b'{"a":1,"b":2}'
 
 
 async def test_only_the_latest_summaries_are_remembered(engine: Engine) -> None:
-    engine.backend.summaries = Summaries(size=2)
+    engine.backend.streams._summaries = Summaries(size=2)  # pyright: ignore[reportAttributeAccessIssue]
     handles = [await engine.running() for _ in range(4)]
     for number in range(1, 4):
         for handle in handles:
@@ -309,13 +309,15 @@ async def test_patches_of_many_tasks_are_all_merged(engine: Engine) -> None:
 async def test_a_batch_of_patches(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     batch = frames('{"a":1}', '{"b":2}', '{"a":null}')
-    outcome = await backend.append_frames(handle, batch, mode="summary")
+    outcome = await backend.streams.append_frames(handle, batch, mode="summary")
     assert (outcome.summary_version, outcome.frame_count) == (3, 3)
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.summary_version for frame in page.frames] == [1, 2, 3]
     assert await document(engine, handle) == b'{"b":2}'
     bad = frames('{"a":1}', "[]")
-    error = await unchanged(engine, lambda: backend.append_frames(handle, bad, mode="summary"))
+    error = await unchanged(
+        engine, lambda: backend.streams.append_frames(handle, bad, mode="summary")
+    )
     assert error.code == "invalid_input"
 
 
@@ -365,7 +367,7 @@ async def test_a_stale_copy_does_not_refuse(engine: Engine, valkey: TestServer) 
     handle = await engine.running()
     await patch(engine, handle, f'{{"a":"{"x" * 500}"}}', summary_max_bytes=1000)
     async with lossy(engine, valkey) as (other, _):
-        await other.append_frame(handle, frames('{"a":null}')[0], mode="summary")
+        await other.streams.append_frame(handle, frames('{"a":null}')[0], mode="summary")
     await patch(engine, handle, f'{{"b":"{"y" * 600}"}}', summary_max_bytes=1000)
     assert await document(engine, handle) == b'{"b":"%s"}' % (b"y" * 600)
 
@@ -382,25 +384,25 @@ async def test_an_unreadable_document_is_corruption(engine: Engine, broken: str)
         assert error.code == "corruption"
     await refused(patch(engine, handle, "[]"), "invalid_input")
     await call("HDEL", summary_key(handle), "patch_kind")
-    await refused(engine.backend.read_summary(handle.execution_id, 0), "corruption")
+    await refused(engine.backend.streams.read_summary(handle.execution_id, 0), "corruption")
 
 
 async def test_a_summary_outlives_its_frames_and_its_attempt(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     await patch(engine, handle, '{"a":1}')
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     await backend.transport.call("XTRIM", stream_key(handle), "MAXLEN", 0)
     assert await document(engine, handle) == b'{"a":1}'
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert (page.frames, page.truncated, page.closed_reason) == ((), True, "attempt_success")
 
 
 async def test_summary_frames_are_trimmed_to_about_64(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     for _ in range(3):
-        await backend.append_frames(handle, frames(*("{}",) * 100), mode="summary")
+        await backend.streams.append_frames(handle, frames(*("{}",) * 100), mode="summary")
     assert 64 <= await length(engine, handle) <= 164
-    summary = await backend.read_summary(handle.execution_id, 0)
+    summary = await backend.streams.read_summary(handle.execution_id, 0)
     assert summary is not None
     assert summary.version == 300
 
@@ -414,19 +416,21 @@ async def test_modes_share_one_order(engine: Engine) -> None:
     await live(engine, handle, "b1")
     await patch(engine, handle, '{"s":1}')
     await append(engine, handle, b"d2")
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.mode for frame in page.frames] == ["durable", "best_effort", "summary", "durable"]
     assert [frame.id for frame in page.frames] == sorted(frame.id for frame in page.frames)
-    page = await backend.read_stream(handle.execution_id, 0, visibility="exclude_best_effort")
+    page = await backend.streams.read_stream(
+        handle.execution_id, 0, visibility="exclude_best_effort"
+    )
     assert [frame.mode for frame in page.frames] == ["durable", "summary", "durable"]
 
 
 @pytest.mark.parametrize("mode", ["summary", "best_effort"])
 async def test_durable_frames_survive_other_modes(engine: Engine, mode: Any) -> None:
     handle, backend = await engine.running(), engine.backend
-    await backend.append_frames(handle, frames(*(b"d%d" % n for n in range(200))))
+    await backend.streams.append_frames(handle, frames(*(b"d%d" % n for n in range(200))))
     for _ in range(6):
-        await backend.append_frames(
+        await backend.streams.append_frames(
             handle,
             frames(*(b"{}",) * 100),
             mode=mode,
@@ -441,7 +445,7 @@ async def test_the_latest_durable_limit_counts(engine: Engine) -> None:
     await append(engine, handle, b"kept", retention_maxlen=300)
     await append(engine, handle, b"kept", retention_maxlen=150)
     for _ in range(5):
-        await backend.append_frames(
+        await backend.streams.append_frames(
             handle, frames(*(b"x",) * 100), mode="best_effort", best_effort=small
         )
     assert 150 <= await length(engine, handle) <= 250
@@ -452,7 +456,7 @@ async def test_summary_frames_alone_protect_nothing(engine: Engine) -> None:
     await patch(engine, handle, '{"a":1}')
     small = BestEffort(maxlen_floor=10, maxlen_ceiling=10)
     for _ in range(5):
-        await backend.append_frames(
+        await backend.streams.append_frames(
             handle, frames(*(b"x",) * 100), mode="best_effort", best_effort=small
         )
     assert await length(engine, handle) <= 110

@@ -51,8 +51,10 @@ async def test_numbers_are_exact(engine: Engine, numbers: tuple[int, int]) -> No
 async def test_a_repeated_batch_has_its_ids(engine: Engine) -> None:
     handle, batch = await engine.running(), frames("a", "b", "c")
     await append(engine, handle, b"before")
-    first = await engine.backend.append_frames(handle, batch, seq=3)
-    again = await unchanged(engine, lambda: engine.backend.append_frames(handle, batch, seq=3))
+    first = await engine.backend.streams.append_frames(handle, batch, seq=3)
+    again = await unchanged(
+        engine, lambda: engine.backend.streams.append_frames(handle, batch, seq=3)
+    )
     assert len(first.stream_ids) == 3
     assert again == msgspec.structs.replace(first, duplicate=True)
 
@@ -79,11 +81,11 @@ async def test_a_lost_reply_is_repeated_once(engine: Engine, valkey: TestServer,
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_append")
         how: dict[str, Any] = {"mode": mode, "seq": 1}
-        outcome = await client.append_frame(handle, frames(b'{"a":1}')[0], **how)
+        outcome = await client.streams.append_frame(handle, frames(b'{"a":1}')[0], **how)
         assert proxy.dropped == 1
     assert (outcome.duplicate, outcome.frame_count) == (True, 1)
     assert outcome.summary_version == (1 if mode == "summary" else None)
-    page = await engine.backend.read_stream(handle.execution_id, 0)
+    page = await engine.backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.id for frame in page.frames] == [outcome.stream_id]
 
 
@@ -92,6 +94,6 @@ async def test_a_lost_reply_without_a_number_is_told(engine: Engine, valkey: Tes
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_append")
         with pytest.raises(TransportError) as caught:
-            await client.append_frame(handle, frames("x")[0])
+            await client.streams.append_frame(handle, frames("x")[0])
     assert caught.value.ambiguous
     assert await payloads(engine, handle) == [b"x"]

@@ -16,25 +16,24 @@ from flowfabric.core.errors import (
     UnavailableError,
 )
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
-from flowfabric.engine.stream_pool import StreamPool, ceiling_from_env
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
+from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
 from tests.engine.exec_support import refused
-from tests.engine.stream_support import append, frames, until_blocked, waiting_tail
+from tests.engine.stream_support import append, frames, until_blocked, use_pool, waiting_tail
 from tests.support.engine import Engine
 
 
 @pytest.fixture
 async def small(engine: Engine) -> Engine:
     """An engine whose pool has eight permits."""
-    await engine.backend.stream_pool.aclose()
-    engine.backend.stream_pool = StreamPool(engine.backend.transport, 8)
+    await use_pool(engine.backend, StreamPool(engine.backend.transport, 8))
     return engine
 
 
-async def exhausted(backend: Backend, execution_id: object, **how: int) -> LimitError:
+async def exhausted(backend: ValkeyBackend, execution_id: object, **how: int) -> LimitError:
     error = await refused(
-        backend.tail_stream(execution_id, 0, block_ms=1000, **how),  # pyright: ignore[reportArgumentType]
+        backend.streams.tail_stream(execution_id, 0, block_ms=1000, **how),  # pyright: ignore[reportArgumentType]
         "resource_exhausted",
     )
     assert isinstance(error, LimitError)
@@ -49,31 +48,33 @@ async def test_exhaustion_is_told_at_once(small: Engine) -> None:
     assert (error.retryable, error.http_status, error.retry_after_ms) == (True, 429, 200)
     assert backend.stream_pool.held == 8
     # Writing, summaries and everything else need no permit.
-    await backend.append_frame(handle, frames('{"a":1}')[0], mode="summary")
+    await backend.streams.append_frame(handle, frames('{"a":1}')[0], mode="summary")
     async with asyncio.timeout(5):
         await asyncio.gather(*tails)
-    assert await backend.read_summary(handle.execution_id, 0) is not None
+    assert await backend.streams.read_summary(handle.execution_id, 0) is not None
     assert backend.stream_pool.held == 0
-    await backend.tail_stream(handle.execution_id, 0, block_ms=1)
+    await backend.streams.tail_stream(handle.execution_id, 0, block_ms=1)
 
 
 async def test_followers_do_not_keep_readers_out(small: Engine) -> None:
     handle, backend = await small.running(), small.backend
     tails = [await waiting_tail(small, handle.execution_id) for _ in range(8)]
-    await backend.read_stream(handle.execution_id, 0)
-    await backend.tail_stream(handle.execution_id, 0, block_ms=0)
+    await backend.streams.read_stream(handle.execution_id, 0)
+    await backend.streams.tail_stream(handle.execution_id, 0, block_ms=0)
     # A quarter more, and then readers are refused too.
     with backend.stream_pool.permit(waits=False), backend.stream_pool.permit(waits=False):
-        error = await refused(backend.read_stream(handle.execution_id, 0), "resource_exhausted")
+        error = await refused(
+            backend.streams.read_stream(handle.execution_id, 0), "resource_exhausted"
+        )
         assert "retry_after_ms=200" in error.details
-        await refused(backend.tail_stream(handle.execution_id, 0), "resource_exhausted")
-    await backend.read_stream(handle.execution_id, 0)
-    await backend.complete(handle)
+        await refused(backend.streams.tail_stream(handle.execution_id, 0), "resource_exhausted")
+    await backend.streams.read_stream(handle.execution_id, 0)
+    await backend.executions.complete(handle)
     await asyncio.gather(*tails)
 
 
 @pytest.mark.parametrize(("ceiling", "pause"), [(1, 25), (2, 50), (64, 1600), (1000, 25_000)])
-async def test_how_long_to_wait(backend: Backend, ceiling: int, pause: int) -> None:
+async def test_how_long_to_wait(backend: ValkeyBackend, ceiling: int, pause: int) -> None:
     pool = StreamPool(backend.transport, ceiling)
     pool.held = ceiling
     with pytest.raises(LimitError) as caught, pool.permit(waits=True):
@@ -85,20 +86,20 @@ async def test_a_failed_call_gives_its_permit_back(small: Engine) -> None:
     backend = small.backend
     execution_id = await small.create()
     await backend.transport.call("SET", f"ff:stream:{execution_id.tag}:{execution_id}:0", "x")
-    error = await refused(backend.read_stream(execution_id, 0), "corruption")
+    error = await refused(backend.streams.read_stream(execution_id, 0), "corruption")
     assert "WRONGTYPE" in error.detail
     assert backend.stream_pool.held == 0
     await backend.transport.call("DEL", f"ff:stream:{execution_id.tag}:{execution_id}:0")
-    await backend.read_stream(execution_id, 0)
+    await backend.streams.read_stream(execution_id, 0)
 
 
 # --- shutdown -----------------------------------------------------------------------------------
 
 
-async def test_the_pool_shrinks_again(engine: Engine, backend: Backend) -> None:
+async def test_the_pool_shrinks_again(engine: Engine, backend: ValkeyBackend) -> None:
     """A burst of followers leaves no connections behind; a steady reader keeps its own."""
-    await engine.backend.stream_pool.aclose()
-    pool = engine.backend.stream_pool = StreamPool(engine.backend.transport, 8, idle_s=0.2)
+    pool = StreamPool(engine.backend.transport, 8, idle_s=0.2)
+    await use_pool(engine.backend, pool)
     handle = await engine.running()
     before = await connected(backend)
     tails = [await waiting_tail(engine, handle.execution_id) for _ in range(8)]
@@ -107,9 +108,9 @@ async def test_the_pool_shrinks_again(engine: Engine, backend: Backend) -> None:
     assert await connected(backend) == before + 8
     async with asyncio.timeout(10):
         while await connected(backend) > before + 1:
-            await engine.backend.read_stream(handle.execution_id, 0)
+            await engine.backend.streams.read_stream(handle.execution_id, 0)
         (steady,) = pool._idle[""]
-        await engine.backend.read_stream(handle.execution_id, 0)
+        await engine.backend.streams.read_stream(handle.execution_id, 0)
         assert pool._idle[""] == [steady]
         while pool._idle[""]:
             await connected(backend)
@@ -117,7 +118,7 @@ async def test_the_pool_shrinks_again(engine: Engine, backend: Backend) -> None:
     assert await connected(backend) == before
 
 
-async def connected(backend: Backend) -> int:
+async def connected(backend: ValkeyBackend) -> int:
     raw: Any = await backend.transport.call("INFO", "clients")
     text = raw if isinstance(raw, str) else raw.decode()
     return int(text.partition("connected_clients:")[2].split()[0])
@@ -127,13 +128,13 @@ async def test_shutdown_ends_waiting_tails_at_once(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     tails = [await waiting_tail(engine, handle.execution_id) for _ in range(16)]
     started = time.monotonic()
-    await backend.shutdown_prepare(20.0)
+    await backend.streams.shutdown_prepare(20.0)
     pages = await asyncio.gather(*tails)
     assert time.monotonic() - started < 10, "not when their time is over"
     assert all(page.frames == () and page.closed_at is None for page in pages)
     for call in (
-        backend.read_stream(handle.execution_id, 0),
-        backend.tail_stream(handle.execution_id, 0),
+        backend.streams.read_stream(handle.execution_id, 0),
+        backend.streams.tail_stream(handle.execution_id, 0),
     ):
         error = await refused(call, "unavailable")
         assert isinstance(error, UnavailableError)
@@ -147,20 +148,20 @@ async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
     with backend.stream_pool.permit(waits=False):
         started = time.monotonic()
         with pytest.raises(TimeoutError_) as caught:
-            await backend.shutdown_prepare(0.2)
+            await backend.streams.shutdown_prepare(0.2)
         assert 0.2 <= time.monotonic() - started < 2
         assert (caught.value.code, caught.value.op) == ("timeout", "shutdown_prepare")
         assert caught.value.details[0] == "shutdown_prepare"
         assert caught.value.details[1].startswith("elapsed_ms=")
         with pytest.raises(TimeoutError_):
-            await backend.shutdown_prepare(0)
-    await backend.shutdown_prepare(0)
+            await backend.streams.shutdown_prepare(0)
+    await backend.streams.shutdown_prepare(0)
 
 
-async def test_closing_ends_waiting_tails(engine: Engine, backend: Backend) -> None:
+async def test_closing_ends_waiting_tails(engine: Engine, backend: ValkeyBackend) -> None:
     handle = await engine.running()
-    other = Backend(backend.transport, PartitionCounts(), Limits())
-    tail = asyncio.ensure_future(other.tail_stream(handle.execution_id, 0, block_ms=20_000))
+    other = ValkeyBackend(backend.transport, PartitionCounts(), Limits())
+    tail = asyncio.ensure_future(other.streams.tail_stream(handle.execution_id, 0, block_ms=20_000))
     await until_blocked(backend)
     await other.stream_pool.aclose()
     with pytest.raises(EngineError) as caught:
@@ -195,6 +196,8 @@ def test_a_wrong_ceiling_is_refused(name: str, value: str) -> None:
         ceiling_from_env({name: value})
 
 
-async def test_the_environment_is_read(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_is_read(
+    backend: ValkeyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FF_MAX_CONCURRENT_STREAM_OPS", "3")
     assert StreamPool(backend.transport).ceiling == 3

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import StreamFrames
-from flowfabric.engine.frames import summary_of
+from flowfabric.engine.valkey.frames import summary_of
 from tests.engine.exec_support import refused, unchanged
 from tests.engine.stream_support import append, frames, payloads, stream_key
 from tests.support.engine import Engine
@@ -20,12 +20,14 @@ async def fifty(engine: Engine) -> Handle:
     handle = await engine.running()
     for first in range(0, 50, 10):
         batch = frames(*(f"{n}" for n in range(first, first + 10)))
-        await engine.backend.append_frames(handle, batch)
+        await engine.backend.streams.append_frames(handle, batch)
     return handle
 
 
 async def read(engine: Engine, handle: Handle, **how: Any) -> StreamFrames:
-    return await engine.backend.read_stream(handle.execution_id, handle.attempt_index, **how)
+    return await engine.backend.streams.read_stream(
+        handle.execution_id, handle.attempt_index, **how
+    )
 
 
 def numbers(page: StreamFrames) -> list[int]:
@@ -70,7 +72,7 @@ async def test_start_and_end_name_entries(engine: Engine) -> None:
     assert numbers(await read(engine, handle, from_="end")) == [49]
     assert numbers(await read(engine, handle, to="start")) == [0]
     assert numbers(await read(engine, handle, from_="end", to="start")) == []
-    empty = await engine.backend.read_stream(engine.new_id(), 0, from_="end", to="start")
+    empty = await engine.backend.streams.read_stream(engine.new_id(), 0, from_="end", to="start")
     assert (empty.frames, empty.next_cursor) == ((), "end")
 
 
@@ -96,10 +98,10 @@ async def test_milliseconds(engine: Engine) -> None:
 async def test_reading_changes_nothing(engine: Engine) -> None:
     handle = await fifty(engine)
     backend, execution_id = engine.backend, handle.execution_id
-    await unchanged(engine, lambda: backend.read_stream(execution_id, 0))
-    await unchanged(engine, lambda: backend.tail_stream(execution_id, 0))
-    await unchanged(engine, lambda: backend.read_stream(execution_id, 1))
-    await unchanged(engine, lambda: backend.read_summary(execution_id, 0))
+    await unchanged(engine, lambda: backend.streams.read_stream(execution_id, 0))
+    await unchanged(engine, lambda: backend.streams.tail_stream(execution_id, 0))
+    await unchanged(engine, lambda: backend.streams.read_stream(execution_id, 1))
+    await unchanged(engine, lambda: backend.streams.read_summary(execution_id, 0))
 
 
 @pytest.mark.parametrize("count", [0, -1, 10_001])
@@ -107,10 +109,12 @@ async def test_counts_are_refused_by_the_engine(engine: Engine, count: int) -> N
     handle = await fifty(engine)
     backend, execution_id = engine.backend, handle.execution_id
     expected = "count_limit_exceeds_hard_cap" if count > 1 else "count_limit must be >= 1"
-    for call in (backend.read_stream, backend.tail_stream):
+    for call in (backend.streams.read_stream, backend.streams.tail_stream):
         error = await refused(call(execution_id, 0, count_limit=count), "invalid_input")
         assert error.details == (expected,)
-    assert len((await backend.read_stream(execution_id, 0, count_limit=10_000)).frames) == 50
+    assert (
+        len((await backend.streams.read_stream(execution_id, 0, count_limit=10_000)).frames) == 50
+    )
 
 
 async def test_refusals(engine: Engine) -> None:
@@ -125,16 +129,18 @@ async def test_refusals(engine: Engine) -> None:
         {"visibility": "none"},
     ]
     for how in bad:
-        await refused(backend.read_stream(execution_id, 0, **how), "invalid_input")
+        await refused(backend.streams.read_stream(execution_id, 0, **how), "invalid_input")
     for index in (-1, 2**32, True, 1.5):
-        await refused(backend.read_stream(execution_id, index), "invalid_input")  # pyright: ignore[reportArgumentType]
-        await refused(backend.read_summary(execution_id, index), "invalid_input")  # pyright: ignore[reportArgumentType]
+        await refused(backend.streams.read_stream(execution_id, index), "invalid_input")  # pyright: ignore[reportArgumentType]
+        await refused(backend.streams.read_summary(execution_id, index), "invalid_input")  # pyright: ignore[reportArgumentType]
     for after in ("start", "end"):
-        error = await refused(backend.tail_stream(execution_id, 0, after=after), "invalid_input")
+        error = await refused(
+            backend.streams.tail_stream(execution_id, 0, after=after), "invalid_input"
+        )
         assert "0-0" in error.detail
     for block in (30_001, -1, True):
-        await refused(backend.tail_stream(execution_id, 0, block_ms=block), "invalid_input")
-    await refused(backend.read_stream("nonsense", 0), "invalid_input")  # pyright: ignore[reportArgumentType]
+        await refused(backend.streams.tail_stream(execution_id, 0, block_ms=block), "invalid_input")
+    await refused(backend.streams.read_stream("nonsense", 0), "invalid_input")  # pyright: ignore[reportArgumentType]
 
 
 # --- filters ------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ async def mixed(engine: Engine, *runs: tuple[str, int]) -> Handle:
         while number < end:
             size = min(end - number, 250)
             batch = frames(*(str(n) for n in range(number, number + size)))
-            await backend.append_frames(
+            await backend.streams.append_frames(
                 handle, batch, mode="durable" if mode == "d" else "best_effort"
             )
             number += size
@@ -177,21 +183,23 @@ async def test_a_filtered_read_passes_over_hidden_runs(engine: Engine) -> None:
 
 async def test_a_filtered_read_longer_than_one_look(engine: Engine) -> None:
     handle = await mixed(engine, ("d", 1), ("b", 9990))
-    await engine.backend.append_frames(handle, frames(*(b"x",) * 250), mode="best_effort")
+    await engine.backend.streams.append_frames(handle, frames(*(b"x",) * 250), mode="best_effort")
     await append(engine, handle, b"1", retention_maxlen=20_000)
     page = await read(engine, handle, count_limit=10, **VISIBLE)
     assert numbers(page) == [0, 1]
-    tail = await engine.backend.tail_stream(handle.execution_id, 0, count_limit=10, **VISIBLE)
+    tail = await engine.backend.streams.tail_stream(
+        handle.execution_id, 0, count_limit=10, **VISIBLE
+    )
     assert numbers(tail) == [0, 1]
 
 
 async def test_a_filtered_tail_makes_progress(engine: Engine) -> None:
     handle, backend = await mixed(engine, ("b", 300)), engine.backend
-    page = await backend.tail_stream(handle.execution_id, 0, count_limit=10, **VISIBLE)
+    page = await backend.streams.tail_stream(handle.execution_id, 0, count_limit=10, **VISIBLE)
     newest = (await read(engine, handle, from_="end")).frames[0]
     assert (page.frames, page.next_cursor) == ((), newest.id)
     await append(engine, handle, b"300")
-    page = await backend.tail_stream(
+    page = await backend.streams.tail_stream(
         handle.execution_id, 0, after=page.next_cursor, count_limit=10, **VISIBLE
     )
     assert numbers(page) == [300]
@@ -201,10 +209,12 @@ async def test_an_empty_page_keeps_the_position(engine: Engine) -> None:
     handle = await fifty(engine)
     for position in ("999999999999999-0", "999999999999999"):
         assert (await read(engine, handle, from_=position)).next_cursor == position
-    tail = await engine.backend.tail_stream(handle.execution_id, 0, after="999999999999999-5")
+    tail = await engine.backend.streams.tail_stream(
+        handle.execution_id, 0, after="999999999999999-5"
+    )
     assert (tail.frames, tail.next_cursor) == ((), "999999999999999-5")
     last = f"{LARGEST}-{LARGEST}"
-    tail = await engine.backend.tail_stream(handle.execution_id, 0, after=last)
+    tail = await engine.backend.streams.tail_stream(handle.execution_id, 0, after=last)
     assert (tail.frames, tail.next_cursor) == ((), last)
 
 
@@ -218,18 +228,18 @@ async def test_gaps_are_told(engine: Engine) -> None:
     assert (await read(engine, handle)).truncated
     assert (await read(engine, handle, from_="0")).truncated
     assert (await read(engine, handle, from_=ids[2])).truncated
-    assert (await backend.tail_stream(execution_id, 0)).truncated
-    assert (await backend.tail_stream(execution_id, 0, after=ids[2])).truncated
+    assert (await backend.streams.tail_stream(execution_id, 0)).truncated
+    assert (await backend.streams.tail_stream(execution_id, 0, after=ids[2])).truncated
     for position in ids[5:]:
         assert not (await read(engine, handle, from_=position)).truncated
-        assert not (await backend.tail_stream(execution_id, 0, after=position)).truncated
+        assert not (await backend.streams.tail_stream(execution_id, 0, after=position)).truncated
     assert not (await read(engine, handle, from_="end")).truncated
 
 
 async def test_nothing_trimmed_is_no_gap(engine: Engine) -> None:
     handle = await fifty(engine)
     assert not (await read(engine, handle)).truncated
-    assert not (await engine.backend.tail_stream(handle.execution_id, 0)).truncated
+    assert not (await engine.backend.streams.tail_stream(handle.execution_id, 0)).truncated
 
 
 # --- replies of both protocols ------------------------------------------------------------------

@@ -8,8 +8,8 @@ from typing import Any
 
 from flowfabric.core.contracts.streams import BestEffort
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.engine.stream_support import append, frames, until_blocked, waiting_tail
 from tests.support.engine import Engine
@@ -21,10 +21,10 @@ VISIBLE: dict[str, Any] = {"visibility": "exclude_best_effort"}
 
 async def test_what_is_there_is_returned_at_once(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
-    outcome = await backend.append_frames(handle, frames("a", "b", "c"))
-    page = await backend.tail_stream(handle.execution_id, 0, block_ms=30_000, count_limit=2)
+    outcome = await backend.streams.append_frames(handle, frames("a", "b", "c"))
+    page = await backend.streams.tail_stream(handle.execution_id, 0, block_ms=30_000, count_limit=2)
     assert [frame.payload for frame in page.frames] == [b"a", b"b"]
-    page = await backend.tail_stream(
+    page = await backend.streams.tail_stream(
         handle.execution_id, 0, after=outcome.stream_ids[1], block_ms=30_000
     )
     assert [frame.payload for frame in page.frames] == [b"c"]
@@ -35,24 +35,24 @@ async def test_strictly_behind(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     only = await append(engine, handle, b"a")
     ms, seq = only.stream_id.split("-")
-    peek = await backend.tail_stream(handle.execution_id, 0, after=only.stream_id)
+    peek = await backend.streams.tail_stream(handle.execution_id, 0, after=only.stream_id)
     assert peek.frames == ()
     if seq == "0":
-        peek = await backend.tail_stream(handle.execution_id, 0, after=ms)
+        peek = await backend.streams.tail_stream(handle.execution_id, 0, after=ms)
         assert peek.frames == ()
 
 
 async def test_a_peek_does_not_wait(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     async with asyncio.timeout(5):
-        page = await backend.tail_stream(handle.execution_id, 0)
+        page = await backend.streams.tail_stream(handle.execution_id, 0)
     assert (page.frames, page.next_cursor, page.is_closed) == ((), "0-0", False)
 
 
 async def test_timeout_is_no_error(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     started = time.monotonic()
-    page = await backend.tail_stream(handle.execution_id, 0, block_ms=200)
+    page = await backend.streams.tail_stream(handle.execution_id, 0, block_ms=200)
     assert 0.2 <= time.monotonic() - started < 2
     assert (page.frames, page.next_cursor, page.is_closed) == ((), "0-0", False)
 
@@ -85,14 +85,14 @@ async def test_a_timeout_among_hidden_frames_moves_on(engine: Engine) -> None:
     hidden = await append(engine, handle, b"x", mode="best_effort")
     page = await tail
     assert (page.frames, page.next_cursor) == ((), hidden.stream_id)
-    page = await backend.tail_stream(handle.execution_id, 0, after=page.next_cursor)
+    page = await backend.streams.tail_stream(handle.execution_id, 0, after=page.next_cursor)
     assert page.frames == ()
 
 
 async def test_a_wait_longer_than_the_request_timeout(engine: Engine) -> None:
     """The client's general time limit does not cut a tail."""
     handle, started = await engine.running(), time.monotonic()
-    page = await engine.backend.tail_stream(handle.execution_id, 0, block_ms=7000)
+    page = await engine.backend.streams.tail_stream(handle.execution_id, 0, block_ms=7000)
     assert 7.0 <= time.monotonic() - started < 8
     assert (page.frames, page.is_closed) == ((), False)
 
@@ -104,7 +104,7 @@ async def test_a_waiting_tail_delays_nobody(engine: Engine) -> None:
     for number in range(20):
         started = time.monotonic()
         await append(engine, handle, str(number))
-        await backend.read_stream(handle.execution_id, 0)
+        await backend.streams.read_stream(handle.execution_id, 0)
         slowest = max(slowest, time.monotonic() - started)
     assert not tail.done()
     assert slowest < 0.5
@@ -114,16 +114,16 @@ async def test_a_waiting_tail_delays_nobody(engine: Engine) -> None:
 async def test_large_replies_use_no_shared_connection(engine: Engine, valkey: TestServer) -> None:
     """A reader that is slow to take its reply holds up no other call of the client."""
     handle = await engine.running()
-    await engine.backend.append_frames(handle, frames(*(bytes(60_000),) * 16))
+    await engine.backend.streams.append_frames(handle, frames(*(bytes(60_000),) * 16))
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             connected = proxy.connections
-            await client.read_stream(handle.execution_id, 0)
+            await client.streams.read_stream(handle.execution_id, 0)
             assert proxy.connections == connected + 1
-            await client.tail_stream(handle.execution_id, 0, block_ms=100)
+            await client.streams.tail_stream(handle.execution_id, 0, block_ms=100)
             assert proxy.connections == connected + 1
         finally:
             await client.aclose()
@@ -132,14 +132,14 @@ async def test_large_replies_use_no_shared_connection(engine: Engine, valkey: Te
 async def test_sixty_four_tails_have_their_full_time(valkey: TestServer, engine: Engine) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
 
             async def timed() -> float:
                 started = time.monotonic()
-                page = await client.tail_stream(handle.execution_id, 0, block_ms=1500)
+                page = await client.streams.tail_stream(handle.execution_id, 0, block_ms=1500)
                 assert page.frames == ()
                 return time.monotonic() - started
 
@@ -166,19 +166,19 @@ async def test_a_cancelled_tail_spoils_nothing(engine: Engine) -> None:
     await until_blocked(backend, 0)
     outcome = await append(engine, handle, b"x")
     for _ in range(5):
-        page = await backend.tail_stream(handle.execution_id, 0, block_ms=1000)
+        page = await backend.streams.tail_stream(handle.execution_id, 0, block_ms=1000)
         assert [frame.id for frame in page.frames] == [outcome.stream_id]
 
 
 async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(
+        client = await ValkeyBackend.connect(
             parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
         )
         try:
             tail = asyncio.ensure_future(
-                client.tail_stream(handle.execution_id, 0, block_ms=20_000)
+                client.streams.tail_stream(handle.execution_id, 0, block_ms=20_000)
             )
             await until_blocked(engine.backend)
             accepted = proxy.accepted
@@ -191,7 +191,7 @@ async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: T
             assert [frame.payload for frame in page.frames] == [b"x"]
             # A connection that died while nobody used it is not noticed by the next reader.
             proxy.cut()
-            assert len((await client.read_stream(handle.execution_id, 0)).frames) == 1
+            assert len((await client.streams.read_stream(handle.execution_id, 0)).frames) == 1
         finally:
             await client.aclose()
 
@@ -199,7 +199,7 @@ async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: T
 async def test_a_lost_library_is_loaded_again(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     await append(engine, handle, b"x")
-    await backend.read_stream(handle.execution_id, 0)
+    await backend.streams.read_stream(handle.execution_id, 0)
     await backend.transport.call("FUNCTION", "FLUSH", "SYNC")
-    page = await backend.read_stream(handle.execution_id, 0)
+    page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.payload for frame in page.frames] == [b"x"]

@@ -16,7 +16,7 @@ async def test_an_operator_approves_without_a_token(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(Single("k", "approved"))
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     rejected = await approve(execution_id, point, "rejected", idempotency_suffix="1")
     assert isinstance(rejected, Accepted)
     assert await approve(execution_id, point, "rejected", idempotency_suffix="1") == Duplicate(
@@ -28,7 +28,7 @@ async def test_an_operator_approves_without_a_token(engine: Engine) -> None:
     assert isinstance(approved, Accepted)
     assert approved.resumed, "one suffix, two names, two keys"
     claim = await engine.claim()
-    (signal,) = await waits.backend.observe_signals(claim.handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert signal.signal_category == "approval"
     assert (signal.source_type, signal.source_identity) == ("operator", "ann")
     assert signal.payload == b"ok"
@@ -43,7 +43,7 @@ async def test_two_operators_are_two_sources(engine: Engine) -> None:
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
     effects: list[Any] = []
     for who in ("ann", "ann", "b" * 512):
-        outcome = await waits.backend.deliver_approval_signal(
+        outcome = await waits.backend.signals.deliver_approval_signal(
             execution_id, point, "approved", decided_by=who
         )
         effects.append(outcome.effect if isinstance(outcome, Accepted) else "duplicate")
@@ -68,27 +68,27 @@ async def test_one_token_is_not_two_people(engine: Engine) -> None:
             assert effect == "signal_ignored_matcher_failed"
     effects: list[Any] = []
     for who in ("ann", "bob"):
-        outcome = await waits.backend.deliver_approval_signal(
+        outcome = await waits.backend.signals.deliver_approval_signal(
             execution_id, point, "go", decided_by=who
         )
         effects.append(outcome.effect if isinstance(outcome, Accepted) else "duplicate")
     assert effects == ["appended_to_waitpoint", "resume_condition_satisfied"]
-    observed = await waits.backend.observe_signals((await engine.claim()).handle)
+    observed = await waits.backend.waitpoints.observe_signals((await engine.claim()).handle)
     assert [signal.source_identity for signal in observed] == ["ann", "bob"]
 
 
 async def test_early_answers_of_a_token_holder_are_not_operators(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     for who in ("ann", "bob"):
         await waits.signal(handle.execution_id, pending, source_identity=who)
-    await waits.backend.deliver_approval_signal(
+    await waits.backend.signals.deliver_approval_signal(
         handle.execution_id, pending.waitpoint_id, "go", decided_by="ann"
     )
     bound = [UsePending(pending.waitpoint_id)]
     parked = await waits.park(TWO_OPERATORS, handle=handle, waitpoints=bound)
-    outcome = await waits.backend.deliver_approval_signal(
+    outcome = await waits.backend.signals.deliver_approval_signal(
         parked.handle.execution_id, pending.waitpoint_id, "go", decided_by="bob"
     )
     assert isinstance(outcome, Accepted)
@@ -101,12 +101,12 @@ async def test_a_token_holder_cannot_use_up_the_key_of_an_approval(engine: Engin
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
     for key in ("approval:go:ann", f"approval:{point}:approval:go:ann", f"{point}:approval:go:ann"):
         assert (await waits.send(parked, idempotency_key=key)).kind == "accepted"
-    outcome = await waits.backend.deliver_approval_signal(
+    outcome = await waits.backend.signals.deliver_approval_signal(
         execution_id, point, "go", decided_by="ann"
     )
     assert isinstance(outcome, Accepted), outcome
     assert outcome.effect == "appended_to_waitpoint"
-    repeated = await waits.backend.deliver_approval_signal(
+    repeated = await waits.backend.signals.deliver_approval_signal(
         execution_id, point, "go", decided_by="ann"
     )
     assert repeated == Duplicate(outcome.signal_id)
@@ -114,7 +114,7 @@ async def test_a_token_holder_cannot_use_up_the_key_of_an_approval(engine: Engin
 
 async def test_a_token_holder_cannot_use_up_the_room_for_an_approval(engine: Engine) -> None:
     waits = await Waits.open(engine)
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     limited = await engine.running(policy={"max_signals_per_execution": 3})
     parked = await waits.park(TWO_OPERATORS, handle=limited)
     for _ in range(3):
@@ -125,7 +125,7 @@ async def test_a_token_holder_cannot_use_up_the_room_for_an_approval(engine: Eng
     assert (await engine.claim()).execution_id == limited.execution_id
 
     early = await engine.running()
-    pending = await waits.backend.create_waitpoint(early, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(early, "k", 60_000)
     for _ in range(64):
         await waits.signal(early.execution_id, pending, "noise", payload=b"x" * 65_536)
     for _ in range(1000 - 64):
@@ -139,13 +139,13 @@ async def test_a_token_holder_cannot_push_out_an_approval(engine: Engine) -> Non
     waits = await Waits.open(engine)
     parked = await waits.park(TWO_OPERATORS)
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     await approve(execution_id, point, "go", decided_by="ann")
     for _ in range(5):
         await waits.send(parked, "noise", signal_maxlen=3)
     await approve(execution_id, point, "go", decided_by="bob", maxlen=3)
-    (wait,) = await waits.backend.read_waits(execution_id, "k")
-    told = await waits.backend.read_wait_signals(execution_id, wait)
+    (wait,) = await waits.backend.waitpoints.read_waits(execution_id, "k")
+    told = await waits.backend.waitpoints.read_wait_signals(execution_id, wait)
     assert [signal.source_identity for signal in told] == ["ann", "", "", "bob"]
 
 
@@ -155,7 +155,7 @@ async def test_approvals_refused(engine: Engine) -> None:
     parked = await waits.park(handle=handle)
     other = await waits.park(handle=await running(engine, lane="gpu"))
     execution_id, point = handle.execution_id, parked.details.waitpoint_id
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     async with untouched(engine):
         await refused("execution_not_found", approve(engine.new_id(), point, "x", lane_id="cpu"))
         await refused("waitpoint_not_found", approve(execution_id, new_uuid(), "x", lane_id="cpu"))
@@ -175,10 +175,10 @@ async def test_approvals_refused(engine: Engine) -> None:
 async def test_an_approval_outlives_the_key(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
-    await waits.backend.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 0)
+    await waits.backend.secrets.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 0)
     await engine.advance(1)
     await refused("token_expired", waits.send(parked))
-    outcome = await waits.backend.deliver_approval_signal(
+    outcome = await waits.backend.signals.deliver_approval_signal(
         parked.handle.execution_id, parked.details.waitpoint_id, "go"
     )
     assert isinstance(outcome, Accepted)
@@ -189,7 +189,7 @@ async def test_a_bridge_compares_and_delivers(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
-    deliver = waits.backend.verify_and_deliver
+    deliver = waits.backend.signals.verify_and_deliver
     async with untouched(engine):
         await refused("waitpoint_token_not_found", deliver(execution_id, new_uuid(), "x", "go"))
         for wrong in ("", "ü", "\ud800", "k1:" + "0" * 40):

@@ -11,8 +11,8 @@ from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.contracts.suspension import Accepted, SeedOutcome, Suspended, UsePending
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.cluster.nodes import TestCluster
 from tests.engine.probes import refused, running
@@ -34,21 +34,23 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(parse_url(cluster.url), prepare_with=COUNTS, limits=Limits())
+    backend = await ValkeyBackend.connect(
+        parse_url(cluster.url), prepare_with=COUNTS, limits=Limits()
+    )
     await backend.transport.call_all_primaries("FLUSHALL")
-    await backend.prepare()
+    await backend.meta.prepare()
     yield Engine(backend)
     await backend.aclose()
 
 
 async def test_every_partition_has_its_keys(clustered: Engine) -> None:
     backend = clustered.backend
-    assert await backend.seed_at_boot(SECRET) == SeedOutcome(installed=COUNTS.flow)
-    assert await backend.seed_at_boot(SECRET) == SeedOutcome(match=COUNTS.flow)
-    summary = await backend.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 60_000)
+    assert await backend.secrets.seed_at_boot(SECRET) == SeedOutcome(installed=COUNTS.flow)
+    assert await backend.secrets.seed_at_boot(SECRET) == SeedOutcome(match=COUNTS.flow)
+    summary = await backend.secrets.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 60_000)
     assert summary.rotated == COUNTS.flow
     for partition in range(0, COUNTS.flow, 7):
-        kids = await backend.list_waitpoint_hmac_kids(partition)
+        kids = await backend.secrets.list_waitpoint_hmac_kids(partition)
         assert kids.current_kid == "k2"
         assert [kid.kid for kid in kids.verifying] == ["k1"]
 
@@ -61,17 +63,19 @@ async def test_pauses_on_every_node(clustered: Engine) -> None:
         both = AllOf((Single("a"), Single("b")))
         parked[handle.execution_id] = await waits.park(both, handle=handle)
     assert len({one.tag for one in parked}) > 3
-    listed = await waits.backend.list_suspended()
+    listed = await waits.backend.suspensions.list_suspended()
     assert {entry.execution_id for entry in listed.entries} == set(parked)
     for execution_id, one in parked.items():
-        assert len((await waits.backend.list_pending_waitpoints(execution_id)).entries) == 2
+        assert (
+            len((await waits.backend.waitpoints.list_pending_waitpoints(execution_id)).entries) == 2
+        )
         assert await waits.effect(one) == "appended_to_waitpoint"
         assert await waits.effect(one, at=1) == "resume_condition_satisfied"
     for lane in LANES:
         (claim,) = await clustered.claim_all(lane=lane)
         assert claim.resume_cause is not None
-        assert len(await waits.backend.observe_signals(claim.handle)) == 2
-    assert (await waits.backend.list_suspended()).entries == ()
+        assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 2
+    assert (await waits.backend.suspensions.list_suspended()).entries == ()
 
 
 async def test_buffers_timeouts_and_endings(clustered: Engine) -> None:
@@ -80,11 +84,11 @@ async def test_buffers_timeouts_and_endings(clustered: Engine) -> None:
     timeout = await clustered.now() + 1
     for lane in LANES[:3]:
         handle = await running(clustered, lane=lane)
-        pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
-        unused = await waits.backend.create_waitpoint(handle, "k", 1)
+        pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
+        unused = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1)
         outcome = await waits.signal(handle.execution_id, pending, "no")
         assert isinstance(outcome, Accepted)
-        await waits.backend.suspend(
+        await waits.backend.suspensions.suspend(
             handle,
             condition=Single("k", "go"),
             waitpoints=[UsePending(pending.waitpoint_id)],
@@ -104,5 +108,5 @@ async def test_buffers_timeouts_and_endings(clustered: Engine) -> None:
         handle = await running(clustered, lane=lane)
         parked = await waits.park(handle=handle)
         assert parked.handle.execution_id.tag == tag
-        await waits.backend.cancel_execution(handle.execution_id)
+        await waits.backend.executions.cancel_execution(handle.execution_id)
         await refused("target_not_signalable", waits.send(parked))

@@ -122,7 +122,7 @@ async def compare(waits: Waits, tree: Condition, run: Run) -> None:
     handle = await running(waits.engine)
     keys = referenced_waitpoint_keys(tree)
     bindings = [FreshWaitpoint(new_uuid(), key) for key in keys]
-    parked = await waits.backend.suspend(handle, condition=tree, waitpoints=bindings)
+    parked = await waits.backend.suspensions.suspend(handle, condition=tree, waitpoints=bindings)
     assert isinstance(parked, Suspended)
     accepted: list[Seen] = []
     for key, name, who in run:
@@ -137,7 +137,7 @@ async def compare(waits: Waits, tree: Condition, run: Run) -> None:
         assert outcome.resumed == satisfied(tree, accepted), story
         if outcome.resumed:
             break
-    await waits.backend.cancel_execution(handle.execution_id)
+    await waits.backend.executions.cancel_execution(handle.execution_id)
 
 
 async def test_order_never_matters(engine: Engine) -> None:
@@ -163,7 +163,7 @@ async def resumes(waits: Waits, tree: Condition, run: Run) -> bool:
             outcome = await waits.send(parked, name, at=keys.index(key), source_identity=who)
             assert isinstance(outcome, Accepted)
             resumed = outcome.resumed
-    await waits.backend.cancel_execution(handle.execution_id)
+    await waits.backend.executions.cancel_execution(handle.execution_id)
     return resumed
 
 
@@ -174,7 +174,7 @@ async def test_buffered_signals_are_judged_alike(engine: Engine) -> None:
     on_one_key = [tree for tree in ALL_TREES if referenced_waitpoint_keys(tree) == ["a"]]
     for tree in on_one_key:
         handle = await running(engine)
-        pending = await waits.backend.create_waitpoint(handle, "a", 60_000)
+        pending = await waits.backend.waitpoints.create_waitpoint(handle, "a", 60_000)
         run = [signal for signal in random_runs(rng, 1)[0] if signal[0] == "a"]
         early = rng.randint(0, len(run))
         accepted: list[Seen] = []
@@ -190,7 +190,7 @@ async def test_buffered_signals_are_judged_alike(engine: Engine) -> None:
                 assert outcome.resumed == satisfied(tree, accepted), condition_json(tree)
                 if outcome.resumed:
                     break
-        await waits.backend.cancel_execution(handle.execution_id)
+        await waits.backend.executions.cancel_execution(handle.execution_id)
 
 
 async def parks(
@@ -201,7 +201,7 @@ async def parks(
     accepted: list[Seen],
 ) -> bool:
     """Suspends on the pending waitpoint; whether what it buffered was enough."""
-    outcome = await waits.backend.suspend(
+    outcome = await waits.backend.suspensions.suspend(
         handle, condition=tree, waitpoints=[UsePending(pending.waitpoint_id)]
     )
     enough = outcome.kind == "already_satisfied"

@@ -53,7 +53,7 @@ async def test_effects_of_composites(engine: Engine) -> None:
     claim = await engine.claim()
     assert [
         (s.signal_name, s.source_identity)
-        for s in await waits.backend.observe_signals(claim.handle)
+        for s in await waits.backend.waitpoints.observe_signals(claim.handle)
     ] == [
         ("yes", "a"),
         ("go", ""),

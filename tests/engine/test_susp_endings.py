@@ -21,14 +21,14 @@ async def test_cancel_closes_everything(engine: Engine) -> None:
     parked = await waits.park(TWO, timeout_at=await engine.now() + 60_000)
     execution_id = parked.handle.execution_id
     await waits.send(parked, "half")
-    await engine.backend.cancel_execution(execution_id, "enough")
+    await engine.backend.executions.cancel_execution(execution_id, "enough")
     for waitpoint in await waits.waitpoints(parked):
         assert waitpoint["state"] == "closed"
         assert waitpoint["close_reason"] == waitpoint["condition_closed_reason"] == "cancelled"
     suspension = await waits.suspension(execution_id)
     assert suspension["close_reason"] == "cancelled"
     assert list(await placed(engine, execution_id)) == [f"lane:{LANE}:terminal"]
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "ended_cancelled"
     assert attempt.failure_reason == "cancelled: enough"
     left: Any = await engine.backend.transport.call("KEYS", "*satisfied_set*")
@@ -36,7 +36,9 @@ async def test_cancel_closes_everything(engine: Engine) -> None:
     assert (await event_types(engine, execution_id))[-1] == "completion"
     async with untouched(engine):
         await refused("target_not_signalable", waits.send(parked, at=1))
-        await refused("execution_not_suspended", waits.backend.resume_execution(execution_id))
+        await refused(
+            "execution_not_suspended", waits.backend.suspensions.resume_execution(execution_id)
+        )
         assert await waits.expire(execution_id) == "not_suspended_cleaned"
 
 
@@ -46,7 +48,7 @@ async def test_the_deadline_closes_everything(engine: Engine) -> None:
     parked = await waits.park(TWO, handle=handle, timeout_at=await engine.now() + 60_000)
     execution_id = handle.execution_id
     await engine.advance(1001)
-    verdicts = await engine.backend.expire_execution(
+    verdicts = await engine.backend.upkeep.expire_execution(
         execution_id.tag, ExpireReason.EXECUTION_DEADLINE, [execution_id]
     )
     assert verdicts == ["expired"]
@@ -55,7 +57,7 @@ async def test_the_deadline_closes_everything(engine: Engine) -> None:
         assert waitpoint["close_reason"] == waitpoint["condition_closed_reason"] == reason
     assert (await waits.suspension(execution_id))["close_reason"] == reason
     assert list(await placed(engine, execution_id)) == [f"lane:{LANE}:terminal"]
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "ended_failure"
     assert "current_waitpoint_id" not in await fields(engine, execution_id)
 
@@ -67,15 +69,15 @@ async def test_a_replay_starts_clean(engine: Engine) -> None:
     claim = await engine.claim()
     second = await waits.park(handle=claim.handle)
     execution_id = claim.execution_id
-    await engine.backend.cancel_execution(execution_id)
-    await engine.backend.replay_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
+    await engine.backend.executions.replay_execution(execution_id)
     for old in (parked, second):
         await refused("target_not_signalable", waits.send(old))
     fresh = await engine.claim()
     assert fresh.handle.kind == "fresh"
     assert fresh.handle.attempt_index == 1
     assert fresh.resume_cause is None
-    assert await waits.backend.observe_signals(fresh.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(fresh.handle) == []
     third = await waits.park(handle=fresh.handle)
     await refused("waitpoint_closed", waits.send(second))
     outcome = await waits.send(third, idempotency_key="x")
@@ -83,7 +85,7 @@ async def test_a_replay_starts_clean(engine: Engine) -> None:
     again = await engine.claim()
     assert again.resume_cause is not None
     assert again.resume_cause.suspension_id == third.details.suspension_id
-    first, last = await engine.backend.read_attempts(execution_id)
+    first, last = await engine.backend.reads.read_attempts(execution_id)
     assert (first.attempt_state, last.attempt_state) == ("ended_cancelled", "started")
 
 
@@ -95,10 +97,10 @@ async def test_retention_removes_every_key(engine: Engine) -> None:
     await waits.send(parked, payload=b"x")
     await waits.send(parked, at=1, payload=b"")
     claim = await engine.claim()
-    pending = await waits.backend.create_waitpoint(claim.handle, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(claim.handle, "k", 60_000)
     await waits.signal(claim.execution_id, pending, "early")
-    await waits.backend.create_waitpoint(claim.handle, "unused", 60_000)
-    await engine.backend.cancel_execution(claim.execution_id)
+    await waits.backend.waitpoints.create_waitpoint(claim.handle, "unused", 60_000)
+    await engine.backend.executions.cancel_execution(claim.execution_id)
     assert await waits.trim(claim.execution_id) == ["purged"]
     assert await belongings(engine) == []
     assert await engine.dump() != before
@@ -118,18 +120,20 @@ async def test_retention_of_very_many(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
     tag, execution_id = handle.execution_id.tag, handle.execution_id
-    pending = [await waits.backend.create_waitpoint(handle, "k", 10**9) for _ in range(700)]
+    pending = [
+        await waits.backend.waitpoints.create_waitpoint(handle, "k", 10**9) for _ in range(700)
+    ]
     for one in pending[:300]:
         await waits.signal(execution_id, one, "x", payload=b"y")
     parked = await waits.park(Count(n=9999, waitpoints=("k",), count_kind=SIGNALS), handle=handle)
     for _ in range(300):
         await waits.send(parked, "x")
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     await engine.advance(86_400_001)
     steps = 0
-    assert await engine.backend.trim_retention(tag, LANE, [execution_id]) == ["purging"]
+    assert await engine.backend.upkeep.trim_retention(tag, LANE, [execution_id]) == ["purging"]
     sizes = [len(await belongings(engine))]
-    while await engine.backend.purge(tag):
+    while await engine.backend.upkeep.purge(tag):
         steps += 1
         sizes.append(len(await belongings(engine)))
         assert 0 < sizes[-2] - sizes[-1] <= 520, "a bounded number of keys a step"
@@ -147,7 +151,7 @@ async def test_reconcile_puts_a_suspended_execution_back(engine: Engine, timed: 
     execution_id = parked.handle.execution_id
     right = await placed(engine, execution_id)
     call, tag = engine.backend.transport.call, execution_id.tag
-    reconcile = engine.backend.reconcile_execution_index
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     assert await reconcile(tag, [execution_id], "check") == ["consistent"]
     for index in right:
         await call("ZREM", f"ff:idx:{tag}:{index}", execution_id)
@@ -169,9 +173,9 @@ async def test_a_lost_timer_is_found_again(engine: Engine) -> None:
     execution_id = parked.handle.execution_id
     call, tag = engine.backend.transport.call, execution_id.tag
     await call("DEL", f"ff:idx:{tag}:suspension_timeout")
-    await engine.backend.reconcile_execution_index(tag, [execution_id], "repair")
+    await engine.backend.upkeep.reconcile_execution_index(tag, [execution_id], "repair")
     await engine.advance(1001)
-    scan = await engine.backend.scan_due({tag: ["suspension_timeout"]}, 10)
+    scan = await engine.backend.upkeep.scan_due({tag: ["suspension_timeout"]}, 10)
     assert scan.pages[0].ids == [execution_id]
     assert await waits.expire(execution_id) == "fail"
 
@@ -179,7 +183,7 @@ async def test_a_lost_timer_is_found_again(engine: Engine) -> None:
 async def test_the_history_tells_of_the_pause(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(GO)
-    (entry,) = await engine.backend.read_execution_history(parked.handle.execution_id)
+    (entry,) = await engine.backend.reads.read_execution_history(parked.handle.execution_id)
     assert entry.type == "released"
     assert entry.fields["reason"] == "suspend"
     assert entry.fields["suspension_id"] == parked.details.suspension_id

@@ -25,11 +25,17 @@ MINUTE = 60_000
 SOURCES = CountKind.DISTINCT_SOURCES
 
 
+async def observed_names(waits: Waits, handle: Handle) -> list[str]:
+    return [each.signal_name for each in await waits.backend.waitpoints.observe_signals(handle)]
+
+
 async def use(
     waits: Waits, handle: Handle, pending: PendingWaitpoint, condition: Condition, **options: Any
 ) -> Suspended | AlreadySatisfiedSuspension:
     binding = UsePending(pending.waitpoint_id)
-    return await waits.backend.suspend(handle, condition=condition, waitpoints=[binding], **options)
+    return await waits.backend.suspensions.suspend(
+        handle, condition=condition, waitpoints=[binding], **options
+    )
 
 
 # --- making -------------------------------------------------------------------------------------
@@ -41,7 +47,7 @@ async def test_a_pending_waitpoint(engine: Engine) -> None:
     before = await engine.vector(handle.execution_id)
     await freeze(engine, await engine.now())
     now = await engine.now()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     stored = await waits.waitpoint(handle.execution_id, pending.waitpoint_id)
     assert stored.pop("waitpoint_token") == pending.waitpoint_token.reveal()
     assert stored == {
@@ -53,19 +59,19 @@ async def test_a_pending_waitpoint(engine: Engine) -> None:
         "expires_at": str(now + MINUTE),
     }
     assert await engine.vector(handle.execution_id) == before, "the lease is kept"
-    await engine.backend.renew(handle)
+    await engine.backend.leases.renew(handle)
     index: Any = await engine.backend.transport.call(
         "ZSCORE", f"ff:idx:{handle.execution_id.tag}:pending_waitpoint_expiry", pending.waitpoint_id
     )
     assert index == now + MINUTE
-    again = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    again = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     assert again.waitpoint_id != pending.waitpoint_id, "each call makes a new one"
 
 
 async def test_the_longest_life_saturates(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 2**53 - 1)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 2**53 - 1)
     stored = await waits.waitpoint(handle.execution_id, pending.waitpoint_id)
     assert stored["expires_at"] == str(2**53 - 1)
 
@@ -74,7 +80,9 @@ async def test_the_longest_life_saturates(engine: Engine) -> None:
 async def test_keys_are_refused_before_all_else(engine: Engine, key: str) -> None:
     waits = Waits(engine)
     handle = await engine.running()
-    await refused("invalid_waitpoint_key", waits.backend.create_waitpoint(handle, key, 0))
+    await refused(
+        "invalid_waitpoint_key", waits.backend.waitpoints.create_waitpoint(handle, key, 0)
+    )
 
 
 @pytest.mark.parametrize("expires_in", [0, -1, True, 1.5, 2**53])
@@ -82,7 +90,9 @@ async def test_lifetimes_are_refused_before_the_fence(engine: Engine, expires_in
     waits = Waits(engine)
     handle = await engine.running()
     stale = msgspec.structs.replace(handle, lease=f"{new_uuid()}/1")
-    await refused("invalid_input", waits.backend.create_waitpoint(stale, "k", expires_in))
+    await refused(
+        "invalid_input", waits.backend.waitpoints.create_waitpoint(stale, "k", expires_in)
+    )
 
 
 async def test_the_fence_comes_next_and_marks_nothing(engine: Engine) -> None:
@@ -91,7 +101,7 @@ async def test_the_fence_comes_next_and_marks_nothing(engine: Engine) -> None:
 
     async def refuses(code: str, holder: Handle) -> None:
         async with untouched(engine):
-            await refused(code, waits.backend.create_waitpoint(holder, "k", 1))
+            await refused(code, waits.backend.waitpoints.create_waitpoint(holder, "k", 1))
 
     ghost = msgspec.structs.replace(handle, execution_id=engine.new_id())
     await refuses("execution_not_found", ghost)
@@ -99,20 +109,20 @@ async def test_the_fence_comes_next_and_marks_nothing(engine: Engine) -> None:
     await refuses("hmac_secret_not_initialized", handle)
     await engine.advance(TTL)
     await refuses("lease_expired", handle)
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     await refuses("lease_revoked", handle)
-    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
     await refuses("execution_not_active", handle)
 
 
 async def test_an_id_in_use_is_refused_and_a_repeated_call_answered(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await running(engine)
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
 
     async def create(holder: Handle) -> Any:
         args = (holder.execution_id, holder.wire, pending.waitpoint_id, "k", MINUTE)
-        return await waits.backend.fcall(
+        return await waits.backend.calls.fcall(
             "ff_create_waitpoint", holder.execution_id.tag, args, op="create_waitpoint"
         )
 
@@ -130,7 +140,7 @@ async def test_an_id_in_use_is_refused_and_a_repeated_call_answered(engine: Engi
 async def test_signals_before_the_pause_are_kept_for_it(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     early = await waits.signal(handle.execution_id, pending, "go", payload=b"early")
     assert early.kind == "accepted"
     assert early.effect == "buffered_for_pending_waitpoint"
@@ -157,11 +167,11 @@ async def test_signals_before_the_pause_are_kept_for_it(engine: Engine) -> None:
     stored = await waits.waitpoint(execution_id, pending.waitpoint_id)
     assert (stored["state"], stored["close_reason"]) == ("closed", "resumed")
     assert "satisfied_at" in stored
-    (signal,) = await waits.backend.observe_signals(handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(handle)
     assert (signal.signal_id, signal.payload) == (early.signal_id, b"early")
     await refused("target_not_signalable", waits.signal(execution_id, pending, "go"))
-    await engine.backend.renew(handle)
-    await engine.backend.complete(handle)
+    await engine.backend.leases.renew(handle)
+    await engine.backend.executions.complete(handle)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +194,7 @@ async def test_the_whole_condition_is_judged(
 ) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     for name in sent:
         await waits.signal(handle.execution_id, pending, name)
     outcome = await use(waits, handle, pending, condition)
@@ -194,7 +204,7 @@ async def test_the_whole_condition_is_judged(
 async def test_what_was_buffered_counts_after_activation(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
 
     async def send(name: str, who: str) -> str:
         outcome = await waits.signal(handle.execution_id, pending, name, source_identity=who)
@@ -222,14 +232,14 @@ async def test_what_was_buffered_counts_after_activation(engine: Engine) -> None
     assert await send("go", "eve") == "appended_to_waitpoint"
     assert await send("vote", "dan") == "resume_condition_satisfied"
     claim = await engine.claim()
-    observed = await waits.backend.observe_signals(claim.handle)
+    observed = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert [s.source_identity for s in observed] == ["ann", "bob", "eve", "dan"]
 
 
 async def test_hundreds_of_buffered_signals_keep_their_order(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     node = Count(n=901, waitpoints=("k",), count_kind=CountKind.DISTINCT_SIGNALS)
     for i in range(900):
         await waits.signal(handle.execution_id, pending, str(i))
@@ -238,14 +248,14 @@ async def test_hundreds_of_buffered_signals_keep_their_order(engine: Engine) -> 
     assert isinstance(outcome, Suspended)
     assert await waits.effect(outcome, "last") == "resume_condition_satisfied"
     claim = await engine.claim()
-    observed = await waits.backend.observe_signals(claim.handle)
+    observed = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert [s.signal_name for s in observed] == [*map(str, range(900)), "last"]
 
 
 async def test_a_full_buffer_refuses_instead_of_forgetting(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     for _ in range(3):
         await waits.signal(handle.execution_id, pending, "x", signal_maxlen=3)
     async with untouched(engine):
@@ -273,7 +283,7 @@ async def test_a_full_buffer_refuses_instead_of_forgetting(engine: Engine) -> No
 async def test_use_of_a_waitpoint_that_cannot_be_used(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await running(engine)
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     key = f"ff:wp:{handle.execution_id.tag}:{pending.waitpoint_id}"
 
     async def refuses(code: str, holder: Handle = handle, **options: Any) -> str:
@@ -289,7 +299,7 @@ async def test_use_of_a_waitpoint_that_cannot_be_used(engine: Engine) -> None:
     parked = await waits.park(handle=await running(engine))
     (active,) = parked.details.waitpoints
     await refuses("waitpoint_not_pending", point=active)
-    wrong_key = await waits.backend.create_waitpoint(handle, "other", MINUTE)
+    wrong_key = await waits.backend.waitpoints.create_waitpoint(handle, "other", MINUTE)
     detail = await refuses("invalid_input", point=wrong_key)
     assert detail == "referenced_waitpoint_key_missing_binding: k"
     await engine.backend.transport.call("HDEL", key, "waitpoint_token")
@@ -300,16 +310,18 @@ async def test_use_of_a_waitpoint_that_cannot_be_used(engine: Engine) -> None:
     await refuses("pending_waitpoint_expired")
     await waits.write(key, expires_at=int(stored["created_at"]) + 1001)
     await refuses("waitpoint_not_token_bound")
-    await waits.backend.close_waitpoint(handle.execution_id, pending.waitpoint_id)
+    await waits.backend.waitpoints.close_waitpoint(handle.execution_id, pending.waitpoint_id)
     await refuses("waitpoint_not_pending")
 
 
 async def test_a_waitpoint_of_another_attempt(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await running(engine)
-    pending = await waits.backend.create_waitpoint(handle, "k", 10 * TTL)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 10 * TTL)
     await engine.advance(TTL + 1)
-    await engine.backend.mark_lease_expired_if_due(handle.execution_id.tag, [handle.execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        handle.execution_id.tag, [handle.execution_id]
+    )
     claim = await reclaim(engine, handle.execution_id)
     assert claim.handle.attempt_index == 1
     await refused("invalid_waitpoint_for_execution", use(waits, claim.handle, pending, Single("k")))
@@ -318,7 +330,7 @@ async def test_a_waitpoint_of_another_attempt(engine: Engine) -> None:
 async def test_a_repeat_of_already_satisfied(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
     await waits.signal(handle.execution_id, pending, "go")
     first = await use(waits, handle, pending, Single("k"), idempotency_key="x")
     assert isinstance(first, AlreadySatisfiedSuspension)
@@ -331,16 +343,16 @@ async def test_satisfied_twice_under_one_lease_tells_the_later(engine: Engine) -
     parked = await waits.park()
     await waits.send(parked)
     handle = (await engine.claim()).handle
-    assert [s.signal_name for s in await waits.backend.observe_signals(handle)] == ["go"]
+    assert await observed_names(waits, handle) == ["go"]
     for name in ("second", "third"):
-        pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
+        pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
         await waits.signal(handle.execution_id, pending, name)
         await use(waits, handle, pending, Single("k"))
-        assert [s.signal_name for s in await waits.backend.observe_signals(handle)] == [name]
+        assert await observed_names(waits, handle) == [name]
     parked = await waits.park(handle=handle)
     await waits.send(parked)
     claim = await engine.claim()
-    assert [s.signal_name for s in await waits.backend.observe_signals(claim.handle)] == ["go"]
+    assert await observed_names(waits, claim.handle) == ["go"]
 
 
 # --- expiry and closing -------------------------------------------------------------------------
@@ -351,14 +363,18 @@ async def test_expiry_at_its_exact_time(engine: Engine) -> None:
     handle = await engine.running()
     tag, execution_id = handle.execution_id.tag, handle.execution_id
     await freeze(engine, await engine.now())
-    pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
     end = int((await waits.waitpoint(execution_id, pending.waitpoint_id))["expires_at"])
     await freeze(engine, end - 1)
-    assert await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id]) == ["not_yet_due"]
+    assert await waits.backend.suspensions.expire_waitpoints(tag, [pending.waitpoint_id]) == [
+        "not_yet_due"
+    ]
     await freeze(engine, end)
     # Not past its end: a signal is still taken.
     await waits.signal(execution_id, pending, "go", idempotency_key="once")
-    assert await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id]) == ["closed"]
+    assert await waits.backend.suspensions.expire_waitpoints(tag, [pending.waitpoint_id]) == [
+        "closed"
+    ]
     stored = await waits.waitpoint(execution_id, pending.waitpoint_id)
     assert (stored["state"], stored["close_reason"]) == ("closed", "never_committed")
     assert stored["signal_count"] == "1", "what was buffered stays as history"
@@ -366,7 +382,9 @@ async def test_expiry_at_its_exact_time(engine: Engine) -> None:
     await refused("target_not_signalable", waits.signal(execution_id, pending, "go"))
     again = await waits.signal(execution_id, pending, "go", idempotency_key="once")
     assert again.kind == "duplicate"
-    assert await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id, new_uuid()]) == [
+    assert await waits.backend.suspensions.expire_waitpoints(
+        tag, [pending.waitpoint_id, new_uuid()]
+    ) == [
         "not_pending_cleaned",
         "not_found_cleaned",
     ]
@@ -375,7 +393,7 @@ async def test_expiry_at_its_exact_time(engine: Engine) -> None:
 async def test_a_signal_after_the_end_before_the_scan(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
     await engine.advance(1001)
     async with untouched(engine):
         await refused("pending_waitpoint_expired", waits.signal(handle.execution_id, pending, "go"))
@@ -384,23 +402,22 @@ async def test_a_signal_after_the_end_before_the_scan(engine: Engine) -> None:
 async def test_closing_a_pending_waitpoint(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
-    close = waits.backend.close_waitpoint
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
+    close = waits.backend.waitpoints.close_waitpoint
     assert await close(handle.execution_id, pending.waitpoint_id, handle=handle)
     stored = await waits.waitpoint(handle.execution_id, pending.waitpoint_id)
     assert stored["close_reason"] == stored["condition_closed_reason"] == "proactive_close"
     async with untouched(engine):
         assert not await close(handle.execution_id, pending.waitpoint_id, "other")
-    names: Any = await engine.backend.transport.call("KEYS", "*pending*")
-    assert names == []
+    assert await engine.backend.transport.call("KEYS", "*pending*") == []
 
 
 async def test_closing_what_cannot_be_closed(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await running(engine)
     other = await running(engine)
-    pending = await waits.backend.create_waitpoint(handle, "k", MINUTE)
-    close = waits.backend.close_waitpoint
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", MINUTE)
+    close = waits.backend.waitpoints.close_waitpoint
     async with untouched(engine):
         await refused("waitpoint_not_found", close(handle.execution_id, new_uuid()))
         await refused("waitpoint_not_found", close(other.execution_id, pending.waitpoint_id))
@@ -424,7 +441,9 @@ async def test_closing_an_active_waitpoint_leaves_the_pause_open(
     parked = await waits.park(Count(n=1, waitpoints=("a", "b")))
     execution_id = parked.handle.execution_id
     first, _ = parked.details.waitpoints
-    assert await waits.backend.close_waitpoint(execution_id, first.waitpoint_id, "enough")
+    assert await waits.backend.waitpoints.close_waitpoint(
+        execution_id, first.waitpoint_id, "enough"
+    )
     assert [r.__dict__["action"] for r in caplog.records] == ["waitpoint_closed"]
     await refused("waitpoint_closed", waits.send(parked))
     assert await waits.effect(parked, at=1) == "resume_condition_satisfied"
@@ -433,7 +452,7 @@ async def test_closing_an_active_waitpoint_leaves_the_pause_open(
 async def test_a_waitpoint_closes_once_with_its_own_reason(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(Count(n=1, waitpoints=("a", "b")))
-    await waits.backend.close_waitpoint(
+    await waits.backend.waitpoints.close_waitpoint(
         parked.handle.execution_id, parked.details.waitpoint_id, "enough"
     )
     await waits.send(parked, at=1)
@@ -457,16 +476,17 @@ async def test_unused_waitpoints_close_with_their_execution(
     limits = {"attempt_timeout_ms": 1000, "execution_deadline_ms": 1000}
     handle = await engine.running(policy={"timeout_policy": limits})
     execution_id = handle.execution_id
-    pending = [await waits.backend.create_waitpoint(handle, "k", 10**9) for _ in range(3)]
+    create = waits.backend.waitpoints.create_waitpoint
+    pending = [await create(handle, "k", 10**9) for _ in range(3)]
     if ending == "complete":
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
     elif ending == "fail":
-        await engine.backend.fail(handle, "x", "permanent")
+        await engine.backend.executions.fail(handle, "x", "permanent")
     elif ending == "cancel":
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
     else:
         await engine.advance(1001)
-        await engine.backend.expire_execution(
+        await engine.backend.upkeep.expire_execution(
             execution_id.tag, ExpireReason(ending), [execution_id]
         )
     for one in pending:
@@ -474,7 +494,6 @@ async def test_unused_waitpoints_close_with_their_execution(
         assert (stored["state"], stored["close_reason"]) == ("closed", reason)
         assert stored["condition_closed_reason"] == reason
         await refused("target_not_signalable", waits.signal(execution_id, one, "x"))
-    assert (await waits.backend.list_pending_waitpoints(execution_id)).entries == ()
-    names: Any = await engine.backend.transport.call("KEYS", "*pending*")
-    assert names == []
+    assert (await waits.backend.waitpoints.list_pending_waitpoints(execution_id)).entries == ()
+    assert await engine.backend.transport.call("KEYS", "*pending*") == []
     assert "waitpointed" not in await fields(engine, execution_id)

@@ -20,7 +20,7 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.probes import event_types, lossy, refused, running
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.server import TestServer
@@ -41,23 +41,23 @@ async def timeout(waits: Waits, parked: Suspended) -> Any:
 
 
 async def cancel(waits: Waits, parked: Suspended) -> Any:
-    return await waits.backend.cancel_execution(parked.handle.execution_id)
+    return await waits.backend.executions.cancel_execution(parked.handle.execution_id)
 
 
 async def resume(waits: Waits, parked: Suspended) -> Any:
-    return await waits.backend.resume_execution(parked.handle.execution_id)
+    return await waits.backend.suspensions.resume_execution(parked.handle.execution_id)
 
 
 async def deadline(waits: Waits, parked: Suspended) -> Any:
     execution_id = parked.handle.execution_id
-    (verdict,) = await waits.backend.expire_execution(
+    (verdict,) = await waits.backend.upkeep.expire_execution(
         execution_id.tag, ExpireReason.EXECUTION_DEADLINE, [execution_id]
     )
     return verdict
 
 
 async def close(waits: Waits, parked: Suspended) -> Any:
-    return await waits.backend.close_waitpoint(
+    return await waits.backend.waitpoints.close_waitpoint(
         parked.handle.execution_id, parked.details.waitpoint_id
     )
 
@@ -116,7 +116,7 @@ async def test_one_after_the_other(
     await engine.advance(1001)
     await first(waits, parked)
     assert await told(second(waits, parked)) == answer
-    assert await engine.backend.read_execution_state(execution_id) == state
+    assert await engine.backend.reads.read_execution_state(execution_id) == state
     assert (await waits.suspension(execution_id)).get("close_reason", "") == reason
     types = await event_types(engine, execution_id)
     assert types.count("completion") == (state in ("failed", "cancelled", "expired"))
@@ -153,7 +153,7 @@ async def test_satisfying_signals_at_once(engine: Engine) -> None:
     answers = await asyncio.gather(*(told(waits.send(parked)) for _ in range(20)))
     assert sorted(answers) == ["ok"] + ["target_not_signalable"] * 19
     claim = await engine.claim()
-    assert len(await waits.backend.observe_signals(claim.handle)) == 1
+    assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 1
 
 
 async def test_one_key_at_once(engine: Engine) -> None:
@@ -170,9 +170,9 @@ async def test_suspend_and_signal_in_both_orders(engine: Engine) -> None:
     waits = await Waits.open(engine)
     for _ in range(20):
         handle = await running(engine)
-        pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+        pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
         calls: list[Awaitable[Any]] = [
-            waits.backend.suspend(
+            waits.backend.suspensions.suspend(
                 handle, condition=Single("k"), waitpoints=[UsePending(pending.waitpoint_id)]
             ),
             waits.signal(handle.execution_id, pending, "go"),
@@ -181,32 +181,34 @@ async def test_suspend_and_signal_in_both_orders(engine: Engine) -> None:
         outcomes = await asyncio.gather(*calls)
         (outcome,) = [o for o in outcomes if isinstance(o, Suspended | AlreadySatisfiedSuspension)]
         if isinstance(outcome, AlreadySatisfiedSuspension):
-            assert len(await waits.backend.observe_signals(handle)) == 1
-            await engine.backend.complete(handle)
+            assert len(await waits.backend.waitpoints.observe_signals(handle)) == 1
+            await engine.backend.executions.complete(handle)
         else:
             claim = await engine.claim()
-            assert len(await waits.backend.observe_signals(claim.handle)) == 1
-            await engine.backend.complete(claim.handle)
+            assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 1
+            await engine.backend.executions.complete(claim.handle)
 
 
 @pytest.mark.parametrize("scan_first", [True, False])
 async def test_activation_and_expiry(engine: Engine, scan_first: bool) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
     tag = handle.execution_id.tag
     binding = UsePending(pending.waitpoint_id)
     if scan_first:
         await engine.advance(1001)
-        assert await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id]) == ["closed"]
+        assert await waits.backend.suspensions.expire_waitpoints(tag, [pending.waitpoint_id]) == [
+            "closed"
+        ]
         await refused(
             "waitpoint_not_pending",
-            waits.backend.suspend(handle, condition=Single("k"), waitpoints=[binding]),
+            waits.backend.suspensions.suspend(handle, condition=Single("k"), waitpoints=[binding]),
         )
         return
-    await waits.backend.suspend(handle, condition=Single("k"), waitpoints=[binding])
+    await waits.backend.suspensions.suspend(handle, condition=Single("k"), waitpoints=[binding])
     await engine.advance(1001)
-    verdicts = await waits.backend.expire_waitpoints(tag, [pending.waitpoint_id])
+    verdicts = await waits.backend.suspensions.expire_waitpoints(tag, [pending.waitpoint_id])
     assert verdicts == ["not_pending_cleaned"]
     await waits.signal(handle.execution_id, pending, "go")
 
@@ -219,7 +221,9 @@ async def test_suspend_and_lease_expiry(engine: Engine, suspend_first: bool) -> 
 
     async def mark() -> list[str]:
         await engine.advance(TTL)
-        return await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+        return await engine.backend.upkeep.mark_lease_expired_if_due(
+            execution_id.tag, [execution_id]
+        )
 
     if suspend_first:
         await waits.park(handle=handle)
@@ -227,7 +231,7 @@ async def test_suspend_and_lease_expiry(engine: Engine, suspend_first: bool) -> 
         assert (await engine.vector(execution_id)).lifecycle_phase == "suspended"
         return
     assert await mark() == ["marked_expired"]
-    await refused("lease_expired", waits.backend.suspend(handle, condition=GO))
+    await refused("lease_expired", waits.backend.suspensions.suspend(handle, condition=GO))
     assert await waits.suspension(execution_id) == {}
 
 
@@ -239,7 +243,7 @@ async def test_a_lost_suspend_is_answered_from_memory(engine: Engine, valkey: Te
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_suspend")
-        outcome = await client.suspend(handle, condition=GO)
+        outcome = await client.suspensions.suspend(handle, condition=GO)
         assert proxy.dropped == 1
     assert isinstance(outcome, Suspended)
     assert await event_types(engine, handle.execution_id) == ["acquired", "released"]
@@ -252,10 +256,11 @@ async def test_a_lost_suspend_without_a_key_is_told(engine: Engine, valkey: Test
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_suspend")
         with pytest.raises(TransportError) as caught:
-            await client.suspend(handle, condition=GO, idempotency_key="")
+            await client.suspensions.suspend(handle, condition=GO, idempotency_key="")
         assert caught.value.ambiguous
         problem = await refused(
-            "execution_not_active", client.suspend(handle, condition=GO, idempotency_key="")
+            "execution_not_active",
+            client.suspensions.suspend(handle, condition=GO, idempotency_key=""),
         )
     # Own epoch and attempt, phase suspended: it was committed.
     assert problem.details == ("none", "1", "suspended", handle.attempt_id)
@@ -266,7 +271,7 @@ async def test_a_lost_request_suspends_nothing_twice(engine: Engine, valkey: Tes
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_request(b"ff_suspend")
-        outcome = await client.suspend(handle, condition=GO)
+        outcome = await client.suspensions.suspend(handle, condition=GO)
     assert isinstance(outcome, Suspended)
     assert await event_types(engine, handle.execution_id) == ["acquired", "released"]
 
@@ -276,19 +281,19 @@ async def test_a_lost_pending_waitpoint_is_the_same_one(engine: Engine, valkey: 
     handle = await engine.running()
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_create_waitpoint")
-        pending = await client.create_waitpoint(handle, "k", 60_000)
+        pending = await client.waitpoints.create_waitpoint(handle, "k", 60_000)
         assert proxy.dropped == 1
     assert isinstance(pending, PendingWaitpoint)
-    listed = await waits.backend.list_pending_waitpoints(handle.execution_id)
+    listed = await waits.backend.waitpoints.list_pending_waitpoints(handle.execution_id)
     assert [entry.waitpoint_id for entry in listed.entries] == [pending.waitpoint_id]
     await waits.signal(handle.execution_id, pending, "go")
 
 
-Send = Callable[[Backend, Suspended], Awaitable[Any]]
+Send = Callable[[ValkeyBackend, Suspended], Awaitable[Any]]
 
 
-async def plain(client: Backend, parked: Suspended) -> Any:
-    return await client.deliver_signal(
+async def plain(client: ValkeyBackend, parked: Suspended) -> Any:
+    return await client.signals.deliver_signal(
         parked.handle.execution_id,
         parked.details.waitpoint_id,
         parked.details.waitpoint_token,
@@ -296,8 +301,8 @@ async def plain(client: Backend, parked: Suspended) -> Any:
     )
 
 
-async def keyed(client: Backend, parked: Suspended) -> Any:
-    return await client.deliver_signal(
+async def keyed(client: ValkeyBackend, parked: Suspended) -> Any:
+    return await client.signals.deliver_signal(
         parked.handle.execution_id,
         parked.details.waitpoint_id,
         parked.details.waitpoint_token,
@@ -306,8 +311,8 @@ async def keyed(client: Backend, parked: Suspended) -> Any:
     )
 
 
-async def undeduplicated(client: Backend, parked: Suspended) -> Any:
-    return await client.deliver_signal(
+async def undeduplicated(client: ValkeyBackend, parked: Suspended) -> Any:
+    return await client.signals.deliver_signal(
         parked.handle.execution_id,
         parked.details.waitpoint_id,
         parked.details.waitpoint_token,
@@ -317,8 +322,8 @@ async def undeduplicated(client: Backend, parked: Suspended) -> Any:
     )
 
 
-async def approval(client: Backend, parked: Suspended) -> Any:
-    return await client.deliver_approval_signal(
+async def approval(client: ValkeyBackend, parked: Suspended) -> Any:
+    return await client.signals.deliver_approval_signal(
         parked.handle.execution_id, parked.details.waitpoint_id, "go"
     )
 
@@ -338,7 +343,7 @@ async def test_a_lost_signal_counts_once_and_tells_its_effect(
     types = await event_types(engine, parked.handle.execution_id)
     assert types.count("signal") == 1
     claim = await engine.claim()
-    (signal,) = await waits.backend.observe_signals(claim.handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert signal.signal_id == outcome.signal_id
 
 
@@ -356,9 +361,9 @@ async def test_a_lost_resume_is_told_and_not_repeated(engine: Engine, valkey: Te
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_resume")
         with pytest.raises(TransportError) as caught:
-            await client.resume_execution(execution_id)
+            await client.suspensions.resume_execution(execution_id)
         assert caught.value.ambiguous
-        await refused("execution_not_suspended", client.resume_execution(execution_id))
+        await refused("execution_not_suspended", client.suspensions.resume_execution(execution_id))
     assert (await event_types(engine, execution_id)).count("resumed") == 1
 
 
@@ -369,7 +374,7 @@ async def test_a_lost_timeout_scan_acts_once(engine: Engine, valkey: TestServer)
     await engine.advance(2)
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_expire_suspension")
-        verdicts = await client.expire_suspension(execution_id.tag, [execution_id])
+        verdicts = await client.suspensions.expire_suspension(execution_id.tag, [execution_id])
     assert verdicts == ["not_suspended_cleaned"]
     assert (await event_types(engine, execution_id)).count("completion") == 1
 
@@ -381,20 +386,20 @@ async def test_a_lost_claim_after_the_resume(engine: Engine, valkey: TestServer)
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_claim_many")
         want = engine.want(lane=LANE)
-        claimed = await client.claim_many(want, parked.handle.execution_id.tag, 1)
+        claimed = await client.claims.claim_many(want, parked.handle.execution_id.tag, 1)
         assert proxy.dropped == 1
     (claim,) = claimed.claims
     assert claim.resume_cause is not None
     assert claim.handle.lease_epoch == 2
-    assert len(await waits.backend.observe_signals(claim.handle)) == 1
+    assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 1
 
 
 async def test_a_lost_rotation_is_a_noop(engine: Engine, valkey: TestServer) -> None:
     await Waits.open(engine)
     async with lossy(engine, valkey) as (client, proxy):
         proxy.drop_next_reply(b"ff_rotate_secret")
-        done = await client.rotate_waitpoint_hmac_secret(0, "k2", "cd" * 32)
+        done = await client.secrets.rotate_waitpoint_hmac_secret(0, "k2", "cd" * 32)
         assert done.status == "noop"
         proxy.drop_next_reply(b"ff_rotate_secret")
-        summary = await client.rotate_waitpoint_hmac_secret_all("k3", "ef" * 32)
+        summary = await client.secrets.rotate_waitpoint_hmac_secret_all("k3", "ef" * 32)
     assert summary.rotated == engine.backend.counts.flow

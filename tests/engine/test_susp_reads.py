@@ -23,11 +23,11 @@ async def test_open_waitpoints_of_an_execution(engine: Engine) -> None:
     handle = await engine.running()
     await freeze(engine, await engine.now())
     now = await engine.now()
-    closed = await waits.backend.create_waitpoint(handle, "k", 60_000)
-    await waits.backend.close_waitpoint(handle.execution_id, closed.waitpoint_id)
-    pending = await waits.backend.create_waitpoint(handle, "p", 60_000)
+    closed = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
+    await waits.backend.waitpoints.close_waitpoint(handle.execution_id, closed.waitpoint_id)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "p", 60_000)
     parked = await waits.park(handle=handle, timeout_at=now + 5000)
-    page = await waits.backend.list_pending_waitpoints(handle.execution_id)
+    page = await waits.backend.waitpoints.list_pending_waitpoints(handle.execution_id)
     assert page.next_cursor is None
     assert [e.waitpoint_id for e in page.entries] == sorted(
         [pending.waitpoint_id, parked.details.waitpoint_id]
@@ -66,7 +66,7 @@ async def test_names_a_waitpoint_waits_for(
 ) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(condition, timeout_at=await engine.now() + 60_000)
-    page = await waits.backend.list_pending_waitpoints(parked.handle.execution_id)
+    page = await waits.backend.waitpoints.list_pending_waitpoints(parked.handle.execution_id)
     found = {
         None if entry.waitpoint_key.startswith("wpk:") else entry.waitpoint_key: (
             entry.required_signal_names
@@ -81,14 +81,14 @@ async def test_more_than_a_thousand_waitpoints(engine: Engine) -> None:
     handle = await engine.running()
     made = sorted(
         [
-            (await waits.backend.create_waitpoint(handle, "k", 60_000)).waitpoint_id
+            (await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)).waitpoint_id
             for _ in range(1250)
         ]
     )
     # A whole page of closed ones in front must not end the listing.
     for one in made[:1100]:
-        await waits.backend.close_waitpoint(handle.execution_id, one)
-    listing = waits.backend.list_pending_waitpoints
+        await waits.backend.waitpoints.close_waitpoint(handle.execution_id, one)
+    listing = waits.backend.waitpoints.list_pending_waitpoints
     page = await listing(handle.execution_id)
     assert [e.waitpoint_id for e in page.entries] == made[1100:1200]
     assert page.next_cursor is not None
@@ -106,8 +106,12 @@ async def test_more_than_a_thousand_waitpoints(engine: Engine) -> None:
 
 async def test_an_unknown_execution(engine: Engine) -> None:
     waits = Waits(engine)
-    await refused("execution_not_found", waits.backend.list_pending_waitpoints(engine.new_id()))
-    assert (await waits.backend.list_pending_waitpoints(await engine.create())).entries == ()
+    await refused(
+        "execution_not_found", waits.backend.waitpoints.list_pending_waitpoints(engine.new_id())
+    )
+    assert (
+        await waits.backend.waitpoints.list_pending_waitpoints(await engine.create())
+    ).entries == ()
 
 
 @pytest.mark.corrupts
@@ -126,7 +130,7 @@ async def test_damaged_waitpoints_are_left_out_with_a_warning(
     await call("DEL", third)
     await call("SADD", f"ff:exec:{execution_id.tag}:{execution_id}:waitpoints", "not-an-id")
     with caplog.at_level(logging.WARNING):
-        page = await waits.backend.list_pending_waitpoints(execution_id)
+        page = await waits.backend.waitpoints.list_pending_waitpoints(execution_id)
     assert [e.waitpoint_key for e in page.entries] == ["d"]
     assert [r.__dict__["action"] for r in caplog.records] == ["record_unreadable"] * 4
     assert len(page.damaged) == 4
@@ -140,14 +144,14 @@ async def test_no_listing_carries_a_token(engine: Engine) -> None:
     digest = raw.partition(":")[2]
     backend = waits.backend
     shown: list[Any] = [
-        await backend.list_pending_waitpoints(execution_id),
-        await backend.list_suspended(),
-        await backend.describe_execution(execution_id),
-        await backend.read_execution_info(execution_id),
-        await backend.explain_execution(execution_id),
-        await backend.read_execution_history(execution_id),
+        await backend.waitpoints.list_pending_waitpoints(execution_id),
+        await backend.suspensions.list_suspended(),
+        await backend.reads.describe_execution(execution_id),
+        await backend.reads.read_execution_info(execution_id),
+        await backend.reads.explain_execution(execution_id),
+        await backend.reads.read_execution_history(execution_id),
         await engine.events(execution_id),
-        await backend.list_waitpoint_hmac_kids(),
+        await backend.secrets.list_waitpoint_hmac_kids(),
     ]
     for view in shown:
         for text in (repr(view), str(view), msgspec.json.encode(view, enc_hook=str).decode()):
@@ -161,9 +165,9 @@ async def test_no_listing_carries_a_token(engine: Engine) -> None:
 async def test_the_token_of_an_open_waitpoint(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await running(engine)
-    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     parked = await waits.park(handle=await running(engine))
-    read = waits.backend.read_waitpoint_token
+    read = waits.backend.signals.read_waitpoint_token
     async with untouched(engine):
         token = await read(handle.execution_id, pending.waitpoint_id)
         assert isinstance(token, WaitpointToken)
@@ -182,8 +186,8 @@ async def test_after_its_grace_the_token_is_minted_again(engine: Engine) -> None
     waits = await Waits.open(engine)
     parked = await waits.park()
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
-    await waits.backend.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 1000)
-    read = waits.backend.read_waitpoint_token
+    await waits.backend.secrets.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 1000)
+    read = waits.backend.signals.read_waitpoint_token
     assert await read(execution_id, point) == parked.details.waitpoint_token, "in its grace"
     await engine.advance(1001)
     await refused("token_expired", waits.send(parked))
@@ -191,7 +195,7 @@ async def test_after_its_grace_the_token_is_minted_again(engine: Engine) -> None
     assert fresh is not None
     assert fresh.kid == "k2"
     assert await read(execution_id, point) == fresh
-    await waits.backend.deliver_signal(execution_id, point, fresh, "go")
+    await waits.backend.signals.deliver_signal(execution_id, point, fresh, "go")
 
 
 async def test_the_token_read_without_a_key_store(engine: Engine) -> None:
@@ -200,7 +204,8 @@ async def test_the_token_read_without_a_key_store(engine: Engine) -> None:
     execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
     await engine.backend.transport.call("DEL", f"ff:sec:{execution_id.tag}:waitpoint_hmac")
     await refused(
-        "hmac_secret_not_initialized", waits.backend.read_waitpoint_token(execution_id, point)
+        "hmac_secret_not_initialized",
+        waits.backend.signals.read_waitpoint_token(execution_id, point),
     )
 
 
@@ -228,12 +233,12 @@ async def test_a_suspended_row(engine: Engine) -> None:
         timeout_at=now + 5000,
     )
     for partition in (None, handle.execution_id.partition):
-        page = await waits.backend.list_suspended(partition=partition)
+        page = await waits.backend.suspensions.list_suspended(partition=partition)
         assert page.entries == (expected,)
         assert page.next_cursor is None
-    assert (await waits.backend.list_suspended(limit=0)).entries == ()
+    assert (await waits.backend.suspensions.list_suspended(limit=0)).entries == ()
     await waits.send(parked)
-    assert (await waits.backend.list_suspended()).entries == ()
+    assert (await waits.backend.suspensions.list_suspended()).entries == ()
 
 
 async def test_suspended_order_and_paging_over_lanes_and_partitions(engine: Engine) -> None:
@@ -257,7 +262,7 @@ async def test_suspended_order_and_paging_over_lanes_and_partitions(engine: Engi
         cursor = ""
         pages = 0
         while True:
-            page = await waits.backend.list_suspended(cursor=cursor, limit=limit)
+            page = await waits.backend.suspensions.list_suspended(cursor=cursor, limit=limit)
             found += [entry.execution_id for entry in page.entries]
             pages += 1
             if page.next_cursor is None:
@@ -281,7 +286,7 @@ async def test_two_lanes_of_one_partition_are_merged(engine: Engine) -> None:
     found: list[str] = []
     cursor = ""
     while True:
-        page = await waits.backend.list_suspended(
+        page = await waits.backend.suspensions.list_suspended(
             partition=engine.new_id("same").partition, cursor=cursor, limit=2
         )
         found += [entry.execution_id for entry in page.entries]
@@ -295,12 +300,12 @@ async def test_a_cursor_survives_the_row_it_points_at(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = [await waits.park(handle=await running(engine)) for _ in range(6)]
     ids = sorted(one.handle.execution_id for one in parked)
-    page = await waits.backend.list_suspended(limit=3)
+    page = await waits.backend.suspensions.list_suspended(limit=3)
     assert [e.execution_id for e in page.entries] == ids[:3]
     for gone in (ids[2], ids[0]):
-        await waits.backend.resume_execution(gone)
+        await waits.backend.suspensions.resume_execution(gone)
     assert page.next_cursor is not None
-    rest = await waits.backend.list_suspended(cursor=page.next_cursor, limit=10)
+    rest = await waits.backend.suspensions.list_suspended(cursor=page.next_cursor, limit=10)
     assert [e.execution_id for e in rest.entries] == ids[3:], "none skipped, none repeated"
 
 
@@ -308,7 +313,7 @@ async def test_bad_cursors_and_partitions(engine: Engine) -> None:
     waits = await Waits.open(engine)
     for _ in range(2):
         await waits.park(handle=await running(engine))
-    listing = waits.backend.list_suspended
+    listing = waits.backend.suspensions.list_suspended
     for cursor in ("x", "!!", "ü", "e30", "MXwyfDM"):
         await refused("invalid_cursor", listing(cursor=cursor))
     for partition in (-1, 256):
@@ -326,6 +331,6 @@ async def test_rows_whose_suspension_is_gone_are_skipped(engine: Engine) -> None
     ids = sorted(one.handle.execution_id for one in parked)
     for lost in ids[1:4]:
         await engine.backend.transport.call("DEL", f"ff:exec:{lost.tag}:{lost}:suspension:current")
-    page = await waits.backend.list_suspended(limit=2)
+    page = await waits.backend.suspensions.list_suspended(limit=2)
     assert [e.execution_id for e in page.entries] == [ids[0], ids[4]]
     assert page.next_cursor is None

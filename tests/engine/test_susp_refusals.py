@@ -26,11 +26,12 @@ async def test_a_missing_execution(engine: Engine) -> None:
     ghost = engine.new_id()
     await refused(
         "execution_not_found",
-        waits.backend.suspend_by_triple(ghost, Fence("", None, "", None), condition=GO),
+        waits.backend.suspensions.suspend_by_triple(ghost, Fence("", None, "", None), condition=GO),
     )
     nonsense: Any = "nonsense"
     await refused(
-        "invalid_input", waits.backend.suspend_by_triple(nonsense, handle.fence, condition=GO)
+        "invalid_input",
+        waits.backend.suspensions.suspend_by_triple(nonsense, handle.fence, condition=GO),
     )
 
 
@@ -54,7 +55,7 @@ async def test_the_fence(engine: Engine, changes: dict[str, Any], code: str) -> 
     async with untouched(engine):
         await refused(
             code,
-            waits.backend.suspend_by_triple(
+            waits.backend.suspensions.suspend_by_triple(
                 handle.execution_id, fence(handle, **changes), condition=GO
             ),
         )
@@ -63,7 +64,7 @@ async def test_the_fence(engine: Engine, changes: dict[str, Any], code: str) -> 
 async def test_by_triple_the_handle_comes_from_the_record(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running(lane="gpu")
-    outcome = await waits.backend.suspend_by_triple(
+    outcome = await waits.backend.suspensions.suspend_by_triple(
         handle.execution_id, fence(handle, attempt_index=None), condition=GO
     )
     assert isinstance(outcome, Suspended)
@@ -82,7 +83,7 @@ async def test_a_record_without_an_attempt_index(engine: Engine) -> None:
     async with untouched(engine):
         await refused(
             "corruption",
-            waits.backend.suspend_by_triple(
+            waits.backend.suspensions.suspend_by_triple(
                 handle.execution_id, fence(handle, attempt_index=None), condition=GO
             ),
         )
@@ -93,20 +94,22 @@ async def test_not_active_is_told_before_the_rest(engine: Engine) -> None:
     parked = await waits.park()
     fresh = msgspec.structs.replace(parked.handle, kind="fresh")
     async with untouched(engine):
-        problem = await refused("execution_not_active", waits.backend.suspend(fresh, condition=GO))
+        problem = await refused(
+            "execution_not_active", waits.backend.suspensions.suspend(fresh, condition=GO)
+        )
     assert problem.details == ("none", "1", "suspended", fresh.attempt_id)
 
 
 async def test_a_revoked_and_a_lapsed_lease(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    await engine.backend.revoke_lease(handle.execution_id)
+    await engine.backend.leases.revoke_lease(handle.execution_id)
     await engine.advance(TTL)
     async with untouched(engine):
-        await refused("lease_revoked", waits.backend.suspend(handle, condition=GO))
+        await refused("lease_revoked", waits.backend.suspensions.suspend(handle, condition=GO))
     handle = await engine.running(lane="other")
     await freeze(engine, int((await fields(engine, handle.execution_id))["lease_expires_at"]))
-    await refused("lease_expired", waits.backend.suspend(handle, condition=GO))
+    await refused("lease_expired", waits.backend.suspensions.suspend(handle, condition=GO))
     vector = await engine.vector(handle.execution_id)
     assert vector.ownership_state == "lease_expired_reclaimable", "the refused call has marked it"
 
@@ -120,7 +123,9 @@ async def test_an_open_suspension_is_not_replaced(engine: Engine) -> None:
     async with untouched(engine):
         await refused(
             "already_suspended",
-            waits.backend.suspend(handle, condition=GO, waitpoints=[UsePending(new_uuid())]),
+            waits.backend.suspensions.suspend(
+                handle, condition=GO, waitpoints=[UsePending(new_uuid())]
+            ),
         )
 
 
@@ -156,7 +161,9 @@ async def raw_suspend(waits: Waits, handle: Handle, **options: Any) -> Any:
         "idem": "",
     }
     args = (handle.execution_id, handle.wire, msgspec.msgpack.encode(known | options))
-    return await waits.backend.fcall("ff_suspend", handle.execution_id.tag, args, op="suspend")
+    return await waits.backend.calls.fcall(
+        "ff_suspend", handle.execution_id.tag, args, op="suspend"
+    )
 
 
 @pytest.mark.parametrize("extra", [["fresh", "", "x"], ["fresh", "x", ""]])
@@ -180,7 +187,9 @@ async def test_pending_with_extras_is_told_before_the_pending_one_is_looked_up(
     async with untouched(engine):
         await refused(
             "use_pending_with_extras_unsupported",
-            waits.backend.suspend(handle, condition=all_of_waitpoints("kl"), waitpoints=bindings),
+            waits.backend.suspensions.suspend(
+                handle, condition=all_of_waitpoints("kl"), waitpoints=bindings
+            ),
         )
 
 
@@ -191,25 +200,25 @@ async def test_a_fresh_waitpoint_never_takes_a_live_ones_place(engine: Engine, s
         taken = (await waits.park()).details.waitpoint_id
     else:
         holder = await engine.running()
-        taken = (await waits.backend.create_waitpoint(holder, "x", 1000)).waitpoint_id
+        taken = (await waits.backend.waitpoints.create_waitpoint(holder, "x", 1000)).waitpoint_id
     handle = await engine.running()
     binding = FreshWaitpoint(taken, "k")
     async with untouched(engine):
         await refused(
             "waitpoint_already_exists",
-            waits.backend.suspend(handle, condition=GO, waitpoints=[binding]),
+            waits.backend.suspensions.suspend(handle, condition=GO, waitpoints=[binding]),
         )
 
 
 async def test_a_fresh_waitpoint_of_its_own_pending_one(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
     binding = FreshWaitpoint(pending.waitpoint_id, "k")
     async with untouched(engine):
         await refused(
             "waitpoint_already_exists",
-            waits.backend.suspend(handle, condition=GO, waitpoints=[binding]),
+            waits.backend.suspensions.suspend(handle, condition=GO, waitpoints=[binding]),
         )
 
 
@@ -233,7 +242,7 @@ async def test_a_closed_waitpoint_may_be_replaced_by_its_own_execution_only(
     async with untouched(engine):
         await refused(
             "waitpoint_already_exists",
-            waits.backend.suspend(neighbour, condition=GO, waitpoints=[again]),
+            waits.backend.suspensions.suspend(neighbour, condition=GO, waitpoints=[again]),
         )
 
 
@@ -244,8 +253,8 @@ async def test_nothing_is_written_without_a_usable_key(engine: Engine) -> None:
 
     async def refuses(code: str) -> None:
         async with untouched(engine):
-            await refused(code, waits.backend.suspend(handle, condition=GO))
-            await refused(code, waits.backend.create_waitpoint(handle, "k", 1000))
+            await refused(code, waits.backend.suspensions.suspend(handle, condition=GO))
+            await refused(code, waits.backend.waitpoints.create_waitpoint(handle, "k", 1000))
 
     await refuses("hmac_secret_not_initialized")
     await waits.write(store, current_kid="k1")
@@ -254,4 +263,4 @@ async def test_nothing_is_written_without_a_usable_key(engine: Engine) -> None:
         await waits.write(store, **{"secret:k1": broken})
         await refuses("invalid_secret")
     await waits.write(store, **{"secret:k1": "ab" * 100})
-    assert isinstance(await waits.backend.suspend(handle, condition=GO), Suspended)
+    assert isinstance(await waits.backend.suspensions.suspend(handle, condition=GO), Suspended)

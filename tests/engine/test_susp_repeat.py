@@ -21,13 +21,15 @@ async def test_a_repeat_gives_the_first_answer_verbatim(engine: Engine) -> None:
     first = await waits.park(handle=handle, idempotency_key="pause-1")
     async with untouched(engine):
         for condition in (GO, Single("other")):
-            again = await waits.backend.suspend(
+            again = await waits.backend.suspensions.suspend(
                 handle, condition=condition, idempotency_key="pause-1", reason_code="x"
             )
             assert again == first
     await waits.send(first)
     async with untouched(engine):
-        again = await waits.backend.suspend(handle, condition=GO, idempotency_key="pause-1")
+        again = await waits.backend.suspensions.suspend(
+            handle, condition=GO, idempotency_key="pause-1"
+        )
     assert again == first, "also after the resume"
 
 
@@ -36,7 +38,10 @@ async def test_the_suspension_id_is_the_key_by_default(engine: Engine) -> None:
     handle = await engine.running()
     identity = new_uuid()
     first = await waits.park(handle=handle, suspension_id=identity)
-    assert await waits.backend.suspend(handle, condition=GO, suspension_id=identity) == first
+    assert (
+        await waits.backend.suspensions.suspend(handle, condition=GO, suspension_id=identity)
+        == first
+    )
 
 
 async def test_no_key_is_no_dedup(engine: Engine) -> None:
@@ -44,7 +49,8 @@ async def test_no_key_is_no_dedup(engine: Engine) -> None:
     handle = await engine.running()
     await waits.park(handle=handle, idempotency_key="")
     await refused(
-        "execution_not_active", waits.backend.suspend(handle, condition=GO, idempotency_key="")
+        "execution_not_active",
+        waits.backend.suspensions.suspend(handle, condition=GO, idempotency_key=""),
     )
     names: Any = await engine.backend.transport.call("KEYS", "ff:dedup:suspend:*")
     assert names == []
@@ -58,14 +64,15 @@ async def test_a_key_of_another_lease_is_refused(engine: Engine) -> None:
     async with untouched(engine):
         problem = await refused(
             "invalid_input",
-            waits.backend.suspend(claim.handle, condition=GO, idempotency_key="pause"),
+            waits.backend.suspensions.suspend(claim.handle, condition=GO, idempotency_key="pause"),
         )
     assert "suspend_idempotency_key_reused" in problem.detail
     forged = msgspec.structs.replace(
         parked.handle, lease=f"{new_uuid()}/{parked.handle.lease_epoch}", kind="fresh"
     )
     problem = await refused(
-        "invalid_input", waits.backend.suspend(forged, condition=GO, idempotency_key="pause")
+        "invalid_input",
+        waits.backend.suspensions.suspend(forged, condition=GO, idempotency_key="pause"),
     )
     assert "reused" in problem.detail, "the tokens are for the lease holder alone"
     other = await engine.running(lane="other")
@@ -77,9 +84,9 @@ async def test_refusals_are_not_remembered(engine: Engine) -> None:
     handle = await engine.running()
     await refused(
         "hmac_secret_not_initialized",
-        waits.backend.suspend(handle, condition=GO, idempotency_key="x"),
+        waits.backend.suspensions.suspend(handle, condition=GO, idempotency_key="x"),
     )
-    await waits.backend.seed_at_boot("ab" * 32)
+    await waits.backend.secrets.seed_at_boot("ab" * 32)
     await waits.park(handle=handle, idempotency_key="x")
 
 
@@ -119,7 +126,9 @@ async def test_an_unreadable_entry_is_a_miss(engine: Engine, damage: str) -> Non
         stored: dict[str, object] = {"reply": 7, "lease": handle.lease, "expires_at": 2**45}
         await waits.write(key, x=msgspec.msgpack.encode(stored))
     first = await waits.park(handle=handle, idempotency_key="x")
-    assert await waits.backend.suspend(handle, condition=GO, idempotency_key="x") == first
+    assert (
+        await waits.backend.suspensions.suspend(handle, condition=GO, idempotency_key="x") == first
+    )
 
 
 async def test_strange_keys_and_names(engine: Engine) -> None:
@@ -131,7 +140,7 @@ async def test_strange_keys_and_names(engine: Engine) -> None:
         assert parked.details.waitpoint_key == key
         assert await waits.effect(parked, "x") == "signal_ignored_matcher_failed"
         assert await waits.effect(parked, key) == "resume_condition_satisfied"
-        await engine.backend.complete((await engine.claim()).handle)
+        await engine.backend.executions.complete((await engine.claim()).handle)
 
 
 async def test_core_is_named_like_elsewhere(engine: Engine) -> None:
@@ -139,7 +148,7 @@ async def test_core_is_named_like_elsewhere(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
     names = ("current_suspension_id", "current_waitpoint_id", "lifecycle_phase", "waitpointed")
-    found = await engine.backend.read_exec_core_fields(parked.handle.execution_id, names)
+    found = await engine.backend.reads.read_exec_core_fields(parked.handle.execution_id, names)
     assert found["current_suspension_id"] == parked.details.suspension_id
     assert found["current_waitpoint_id"] == parked.details.waitpoint_id
     assert found["lifecycle_phase"] == "suspended"
@@ -150,7 +159,7 @@ async def test_answers_go_with_the_execution(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running(policy={"stream_policy": {"retention_ttl_ms": 1}})
     await waits.park(handle=handle, idempotency_key="x")
-    await engine.backend.cancel_execution(handle.execution_id)
+    await engine.backend.executions.cancel_execution(handle.execution_id)
     await engine.advance(2)
     assert await waits.trim(handle.execution_id) == ["purged"]
     names: Any = await engine.backend.transport.call("KEYS", "ff:dedup:*")
@@ -180,5 +189,5 @@ async def test_an_answer_ends_before_others_of_its_execution(engine: Engine) -> 
     # The lease is over, and there is no answer left that could be given again.
     await refused(
         "execution_not_active",
-        waits.backend.suspend(handle, condition=GO, idempotency_key="short"),
+        waits.backend.suspensions.suspend(handle, condition=GO, idempotency_key="short"),
     )

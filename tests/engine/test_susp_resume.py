@@ -30,7 +30,7 @@ from tests.support.suspension import GO, Waits
 
 async def promote(engine: Engine, parked: Suspended) -> str:
     execution_id = parked.handle.execution_id
-    (verdict,) = await engine.backend.promote_delayed(execution_id.tag, LANE, [execution_id])
+    (verdict,) = await engine.backend.upkeep.promote_delayed(execution_id.tag, LANE, [execution_id])
     return verdict
 
 
@@ -75,22 +75,22 @@ async def test_the_same_attempt_goes_on_with_the_next_epoch(engine: Engine) -> N
     held = await grant(engine, parked.handle.execution_id)
     await refused(
         "use_claim_resumed_execution",
-        engine.backend.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
+        engine.backend.claims.claim_execution(held, **WORKER, lease_ttl_ms=TTL),
     )
-    claim = await engine.backend.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
+    claim = await engine.backend.claims.claim_resumed_execution(held, **WORKER, lease_ttl_ms=TTL)
     assert claim.handle.kind == "resumed"
     assert claim.handle.attempt == parked.handle.attempt
     assert claim.handle.lease_epoch == parked.handle.lease_epoch + 1
     assert claim.resume_cause == ResumeCause(
         parked.details.suspension_id, "signal", "resumed", outcome.signal_id
     )
-    (attempt,) = await engine.backend.read_attempts(claim.execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(claim.execution_id)
     assert attempt.attempt_state == "started"
     assert (attempt.suspended_at, attempt.suspension_id) == (None, None)
     assert attempt.resumed_at is not None
     acquired = [e for e in await engine.events(claim.execution_id) if e.type == "acquired"]
     assert acquired[-1].fields["reason"] == "claim_resumed"
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
 
 
 async def test_all_waitpoints_close_whoever_was_signalled(engine: Engine) -> None:
@@ -120,7 +120,7 @@ async def test_the_delay_of_the_policy_comes_first(
         return
     assert vector.blocking_reason == "waiting_for_resume_delay"
     assert vector.eligibility_state == "not_eligible_until_time"
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.public_state == "delayed"
     assert info.delay_until == due
     assert info.blocking_detail == f"resume delay {delay}ms after signal go"
@@ -134,7 +134,7 @@ async def test_the_delay_of_the_policy_comes_first(
     assert claim.handle.attempt == parked.handle.attempt, "the promoter keeps the attempt"
     assert claim.resume_cause is not None
     assert claim.resume_cause.trigger == "signal"
-    assert len(await waits.backend.observe_signals(claim.handle)) == 1
+    assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 1
 
 
 async def test_a_grant_cannot_bypass_the_delay(engine: Engine) -> None:
@@ -148,7 +148,7 @@ async def test_the_longest_delay_saturates(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(resume_policy=ResumePolicy(resume_delay_ms=2**53 - 2))
     await waits.send(parked)
-    info = await engine.backend.read_execution_info(parked.handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(parked.handle.execution_id)
     assert info.delay_until == 2**53 - 1
     assert info.blocking_detail.startswith(f"resume delay {2**53 - 2}ms")
 
@@ -162,7 +162,7 @@ async def test_a_pause_stops_the_attempts_clock(engine: Engine) -> None:
     assert "attempt_timeout" not in await placed(engine, handle.execution_id)
     await engine.advance(3_600_000)
     tag, one = handle.execution_id.tag, [handle.execution_id]
-    verdict = await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, one)
+    verdict = await engine.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, one)
     assert verdict == ["not_yet_due"]
     await waits.send(parked)
     await engine.claim()
@@ -170,7 +170,7 @@ async def test_a_pause_stops_the_attempts_clock(engine: Engine) -> None:
     assert left is not None
     assert 5_500 < left - await engine.now() <= 6_000
     await engine.advance(6_000)
-    verdict = await engine.backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, one)
+    verdict = await engine.backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, one)
     assert verdict == ["expired"]
 
 
@@ -187,7 +187,7 @@ async def test_an_operator_overrides_every_condition(
     waits = await Waits.open(engine)
     parked = await waits.park(condition, timeout_at=await engine.now() + 60_000)
     execution_id = parked.handle.execution_id
-    outcome = await waits.backend.resume_execution(execution_id, trigger_type=trigger)
+    outcome = await waits.backend.suspensions.resume_execution(execution_id, trigger_type=trigger)
     assert outcome.public_state == "waiting"
     for waitpoint in await waits.waitpoints(parked):
         assert waitpoint["close_reason"] == waitpoint["condition_closed_reason"] == "resumed"
@@ -206,15 +206,17 @@ async def test_an_operator_overrides_every_condition(
     await refused("target_not_signalable", waits.send(parked))
     claim = await engine.claim()
     assert claim.resume_cause == ResumeCause(parked.details.suspension_id, cause, "resumed", None)
-    assert await waits.backend.observe_signals(claim.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(claim.handle) == []
 
 
 async def test_resume_with_a_delay(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(resume_policy=ResumePolicy(resume_delay_ms=99))
-    outcome = await waits.backend.resume_execution(parked.handle.execution_id, resume_delay_ms=5000)
+    outcome = await waits.backend.suspensions.resume_execution(
+        parked.handle.execution_id, resume_delay_ms=5000
+    )
     assert outcome.public_state == "delayed"
-    info = await engine.backend.read_execution_info(parked.handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(parked.handle.execution_id)
     assert info.blocking_detail == "resume delay 5000ms"
     await engine.advance(5000)
     assert await promote(engine, parked) == "promoted"
@@ -224,7 +226,7 @@ async def test_resume_with_a_delay(engine: Engine) -> None:
 async def test_resume_refused(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    resume: Any = waits.backend.resume_execution
+    resume: Any = waits.backend.suspensions.resume_execution
     async with untouched(engine):
         await refused("invalid_input", resume(handle.execution_id, trigger_type="me"))
         for delay in (-1, True, 1.5, 2**53):
@@ -249,7 +251,9 @@ async def test_resume_without_its_records(engine: Engine, lost: str) -> None:
     else:
         await engine.backend.transport.call("HDEL", f"{prefix}core", "current_waitpoint_id")
     async with untouched(engine):
-        await refused("execution_not_suspended", waits.backend.resume_execution(execution_id))
+        await refused(
+            "execution_not_suspended", waits.backend.suspensions.resume_execution(execution_id)
+        )
 
 
 # --- what the next lease is told ----------------------------------------------------------------
@@ -261,18 +265,20 @@ async def test_signals_are_told_to_the_lease_they_led_to(engine: Engine) -> None
         (Single("b"), Count(n=2, waitpoints=("a",), count_kind=CountKind.DISTINCT_SIGNALS))
     )
     parked = await waits.park(tree)
-    assert await waits.backend.observe_signals(parked.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(parked.handle) == []
     await waits.send(parked, "1", at=1)
     await waits.send(parked, "2", at=0)
     await waits.send(parked, "2", at=0)
     await waits.send(parked, "3", at=1)
     claim = await engine.claim()
-    observed = await waits.backend.observe_signals(claim.handle)
-    assert await waits.backend.observe_signals(claim.handle) == observed
+    observed = await waits.backend.waitpoints.observe_signals(claim.handle)
+    assert await waits.backend.waitpoints.observe_signals(claim.handle) == observed
     told = [(s.signal_name, s.waitpoint_key) for s in observed]
     assert told == [("1", "a"), ("2", "b"), ("3", "a")]
     assert observed == sorted(observed, key=lambda s: s.accepted_at)
-    assert await waits.backend.observe_signals(parked.handle) == [], "not to the lease before"
+    assert await waits.backend.waitpoints.observe_signals(parked.handle) == [], (
+        "not to the lease before"
+    )
 
 
 async def test_nothing_is_told_after_a_later_pause_of_another_kind(engine: Engine) -> None:
@@ -280,11 +286,11 @@ async def test_nothing_is_told_after_a_later_pause_of_another_kind(engine: Engin
     parked = await waits.park()
     await waits.send(parked)
     claim = await engine.claim()
-    await engine.backend.delay(claim.handle, 1)
+    await engine.backend.executions.delay(claim.handle, 1)
     later = await engine.claim()
     assert later.handle.kind == "resumed"
     assert later.resume_cause is None
-    assert await waits.backend.observe_signals(later.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(later.handle) == []
 
 
 async def test_nothing_is_told_to_another_attempt(engine: Engine) -> None:
@@ -293,16 +299,18 @@ async def test_nothing_is_told_to_another_attempt(engine: Engine) -> None:
     await waits.send(parked)
     claim = await engine.claim()
     await engine.advance(TTL + 1)
-    await engine.backend.mark_lease_expired_if_due(claim.execution_id.tag, [claim.execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        claim.execution_id.tag, [claim.execution_id]
+    )
     again = await reclaim(engine, claim.execution_id)
     assert again.resume_cause is None
-    assert await waits.backend.observe_signals(again.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(again.handle) == []
 
 
 async def test_nothing_is_told_without_a_suspension(engine: Engine) -> None:
     waits = await Waits.open(engine)
     claim_handle = await engine.running()
-    assert await waits.backend.observe_signals(claim_handle) == []
+    assert await waits.backend.waitpoints.observe_signals(claim_handle) == []
 
 
 async def test_a_repeated_claim_tells_the_cause_again(engine: Engine) -> None:
@@ -311,8 +319,8 @@ async def test_a_repeated_claim_tells_the_cause_again(engine: Engine) -> None:
     await waits.send(parked)
     held = await grant(engine, parked.handle.execution_id)
     options: dict[str, Any] = WORKER | {"lease_ttl_ms": TTL, "lease_id": new_uuid()}
-    first = await engine.backend.claim_resumed_execution(held, **options)
-    again = await engine.backend.claim_resumed_execution(held, **options)
+    first = await engine.backend.claims.claim_resumed_execution(held, **options)
+    again = await engine.backend.claims.claim_resumed_execution(held, **options)
     assert again == first
     assert first.resume_cause is not None
 
@@ -326,11 +334,11 @@ async def test_damaged_records(engine: Engine) -> None:
     assert isinstance(first, Accepted)
     claim = await engine.claim()
     await engine.backend.transport.call("DEL", f"ff:signal:{claim.execution_id}:{first.signal_id}")
-    observed = await waits.backend.observe_signals(claim.handle)
+    observed = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert [s.signal_name for s in observed] == ["second"], "a deleted record is skipped"
     key = f"ff:exec:{claim.execution_id.tag}:{claim.execution_id}:suspension:current"
     await waits.write(key, waitpoints="not-an-id")
-    await refused("corruption", waits.backend.observe_signals(claim.handle))
+    await refused("corruption", waits.backend.waitpoints.observe_signals(claim.handle))
 
 
 async def test_suspend_and_resume_many_times_in_one_attempt(engine: Engine) -> None:
@@ -342,10 +350,10 @@ async def test_suspend_and_resume_many_times_in_one_attempt(engine: Engine) -> N
         outcome = await waits.send(parked, payload=str(epoch).encode())
         assert isinstance(outcome, Accepted)
         claim = await engine.claim()
-        (signal,) = await waits.backend.observe_signals(claim.handle)
+        (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
         assert signal.payload == str(epoch).encode()
         handle = claim.handle
-    assert await engine.backend.read_total_attempt_count(handle.execution_id) == 1
+    assert await engine.backend.reads.read_total_attempt_count(handle.execution_id) == 1
     stale = msgspec.structs.replace(handle, lease=f"{new_uuid()}/1")
-    await refused("stale_lease", waits.backend.suspend(stale, condition=GO))
-    await engine.backend.complete(handle)
+    await refused("stale_lease", waits.backend.suspensions.suspend(stale, condition=GO))
+    await engine.backend.executions.complete(handle)

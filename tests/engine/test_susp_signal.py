@@ -27,7 +27,7 @@ FIELDS = ("signal_category", "source_type", "source_identity", "correlation_id")
 
 
 async def test_bad_input_is_told_before_any_lookup(engine: Engine) -> None:
-    deliver: Any = engine.backend.deliver_signal
+    deliver: Any = engine.backend.signals.deliver_signal
     ghost, point = engine.new_id(), new_uuid()
     cases: list[tuple[str, Awaitable[Any]]] = [
         ("signal_name", deliver(ghost, point, "", "")),
@@ -64,7 +64,7 @@ async def test_the_largest_of_everything_is_taken(engine: Engine) -> None:
     outcome = await waits.send(parked, "ü" * 128, payload=payload, **options)
     assert isinstance(outcome, Accepted)
     claim = await engine.claim()
-    (signal,) = await waits.backend.observe_signals(claim.handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert signal.payload == payload
     assert signal.signal_name == "ü" * 128
     assert {getattr(signal, name) for name in FIELDS} == {"ü" * 256}
@@ -76,7 +76,7 @@ async def test_payloads_are_kept_byte_by_byte(engine: Engine, payload: bytes | N
     parked = await waits.park(Single("k"))
     await waits.send(parked, "x", payload=payload, payload_encoding="raw")
     claim = await engine.claim()
-    (signal,) = await waits.backend.observe_signals(claim.handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals(claim.handle)
     assert signal.payload == payload, "empty and absent are different"
     assert signal.payload_encoding == ("" if payload is None else "raw")
 
@@ -91,9 +91,9 @@ async def test_token_errors_do_not_depend_on_the_waitpoint(engine: Engine) -> No
     closed = await waits.park(handle=await running(engine))
     await waits.send(closed)
     ended = await waits.park(handle=await running(engine))
-    await engine.backend.cancel_execution(ended.handle.execution_id)
+    await engine.backend.executions.cancel_execution(ended.handle.execution_id)
     holder = await running(engine)
-    pending = await waits.backend.create_waitpoint(holder, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(holder, "k", 60_000)
     targets = [
         (open_one.handle.execution_id, open_one.details.waitpoint_id),
         (closed.handle.execution_id, closed.details.waitpoint_id),
@@ -103,7 +103,7 @@ async def test_token_errors_do_not_depend_on_the_waitpoint(engine: Engine) -> No
         (open_one.handle.execution_id, pending.waitpoint_id),
         (open_one.handle.execution_id, new_uuid()),
     ]
-    await waits.backend.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 0)
+    await waits.backend.secrets.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, 0)
     await engine.advance(1)
     bad = {
         "nonsense": "invalid_token",
@@ -118,7 +118,7 @@ async def test_token_errors_do_not_depend_on_the_waitpoint(engine: Engine) -> No
     for token, code in bad.items():
         for execution_id, waitpoint_id in targets:
             problem = await refused(
-                code, waits.backend.deliver_signal(execution_id, waitpoint_id, token, "go")
+                code, waits.backend.signals.deliver_signal(execution_id, waitpoint_id, token, "go")
             )
             assert problem.detail == "", "and nothing more is said"
     store = f"ff:sec:{holder.execution_id.tag}:waitpoint_hmac"
@@ -128,17 +128,19 @@ async def test_token_errors_do_not_depend_on_the_waitpoint(engine: Engine) -> No
         for token in ("k2:" + "0" * 40, "k3:" + "0" * 40):
             await refused(
                 "invalid_secret",
-                waits.backend.deliver_signal(execution_id, waitpoint_id, token, "go"),
+                waits.backend.signals.deliver_signal(execution_id, waitpoint_id, token, "go"),
             )
     await engine.backend.transport.call("DEL", store)
     for execution_id, waitpoint_id in targets:
         await refused(
             "invalid_token",
-            waits.backend.deliver_signal(execution_id, waitpoint_id, "nonsense", "go"),
+            waits.backend.signals.deliver_signal(execution_id, waitpoint_id, "nonsense", "go"),
         )
         await refused(
             "hmac_secret_not_initialized",
-            waits.backend.deliver_signal(execution_id, waitpoint_id, "k2:" + "0" * 40, "go"),
+            waits.backend.signals.deliver_signal(
+                execution_id, waitpoint_id, "k2:" + "0" * 40, "go"
+            ),
         )
 
 
@@ -150,7 +152,9 @@ async def test_a_failed_check_of_the_token_is_stamped_and_nothing_else(engine: E
     await freeze(engine, await engine.now())
     await refused(
         "invalid_token",
-        waits.backend.deliver_signal(execution_id, parked.details.waitpoint_id, "bad", "go"),
+        waits.backend.signals.deliver_signal(
+            execution_id, parked.details.waitpoint_id, "bad", "go"
+        ),
     )
     stamp = (await fields(engine, execution_id))["last_hmac_validation_failed_at"]
     assert stamp == str(await engine.now())
@@ -168,7 +172,7 @@ async def test_failed_checks_are_stamped_at_most_once_per_second(engine: Engine)
     for passed, stamp in ((0, 0), (999, 0), (1000, 1000), (1500, 1000), (2000, 2000)):
         await freeze(engine, began + passed)
         await refused(
-            "invalid_token", waits.backend.deliver_signal(execution_id, point, "bad", "go")
+            "invalid_token", waits.backend.signals.deliver_signal(execution_id, point, "bad", "go")
         )
         stored = await fields(engine, execution_id)
         assert stored["last_hmac_validation_failed_at"] == str(began + stamp)
@@ -196,7 +200,7 @@ async def test_a_valid_token_of_another_execution(engine: Engine) -> None:
         # Another waitpoint's token is no token at all.
     await refused(
         "invalid_token",
-        waits.backend.deliver_signal(
+        waits.backend.signals.deliver_signal(
             other.handle.execution_id,
             other.details.waitpoint_id,
             mine.details.waitpoint_token,
@@ -210,7 +214,7 @@ async def test_a_valid_token_of_another_execution(engine: Engine) -> None:
 
 async def terminal(waits: Waits) -> Suspended:
     parked = await waits.park()
-    await waits.backend.cancel_execution(parked.handle.execution_id)
+    await waits.backend.executions.cancel_execution(parked.handle.execution_id)
     return parked
 
 
@@ -286,8 +290,8 @@ async def test_a_waitpoint_that_was_left_pending_by_an_ended_execution(engine: E
     """An ending closes a bounded number of them; the rest waits for its own expiry."""
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
-    await engine.backend.complete(handle)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
+    await engine.backend.executions.complete(handle)
     await waits.write(f"ff:wp:{handle.execution_id.tag}:{pending.waitpoint_id}", state="pending")
     async with untouched(engine):
         await refused("target_not_signalable", waits.signal(handle.execution_id, pending))
@@ -296,7 +300,7 @@ async def test_a_waitpoint_that_was_left_pending_by_an_ended_execution(engine: E
 async def test_an_old_token_cannot_touch_a_newer_suspension(engine: Engine) -> None:
     waits = await Waits.open(engine)
     first = await waits.park(Single("k"))
-    await waits.backend.resume_execution(first.handle.execution_id)
+    await waits.backend.suspensions.resume_execution(first.handle.execution_id)
     claim = await engine.claim()
     second = await waits.park(Single("k"), handle=claim.handle)
     async with untouched(engine):
@@ -318,7 +322,7 @@ async def test_a_repeat_is_recognised_before_the_state_is_looked_at(
     async with untouched(engine):
         again = await waits.send(parked, "other", idempotency_key="x", payload=b"other")
     assert again == Duplicate(first.signal_id)
-    await engine.backend.cancel_execution(parked.handle.execution_id)
+    await engine.backend.executions.cancel_execution(parked.handle.execution_id)
     assert await waits.send(parked, idempotency_key="x") == Duplicate(first.signal_id)
     late = await situation(waits)
     if situation is not terminal:
@@ -344,7 +348,7 @@ async def test_a_signal_id_is_taken_once_per_execution(engine: Engine) -> None:
         assert await waits.send(one, signal_id=identity) == Duplicate(identity)
         assert await waits.send(one, at=1, signal_id=identity) == Duplicate(identity)
     assert await waits.effect(two, signal_id=identity, payload=b"2") == "resume_condition_satisfied"
-    signal = await waits.backend.read_signal(one.handle.execution_id, identity)
+    signal = await waits.backend.waitpoints.read_signal(one.handle.execution_id, identity)
     assert signal is not None
     assert signal.payload == b"1", "the other execution's signal is another one"
 
@@ -382,11 +386,11 @@ async def test_a_payload_labelled_json_must_be_json(engine: Engine, payload: byt
         sent = waits.send(parked, payload=payload, payload_encoding="json")
         problem = await refused("invalid_input", sent)
     assert problem.detail.startswith("payload: ")
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     where = (parked.handle.execution_id, parked.details.waitpoint_id, "go")
     await refused("invalid_input", approve(*where, payload=payload, payload_encoding="json"))
     assert (await waits.send(parked, payload=payload)).kind == "accepted", "without the label"
-    (signal,) = await waits.backend.observe_signals((await engine.claim()).handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals((await engine.claim()).handle)
     assert (signal.payload, signal.payload_encoding) == (payload, "")
 
 
@@ -396,7 +400,7 @@ async def test_json_is_labelled(engine: Engine, payload: bytes, label: str | Non
     waits = await Waits.open(engine)
     parked = await waits.park()
     await waits.send(parked, payload=payload, payload_encoding=label)
-    (signal,) = await waits.backend.observe_signals((await engine.claim()).handle)
+    (signal,) = await waits.backend.waitpoints.observe_signals((await engine.claim()).handle)
     assert (signal.payload, signal.payload_encoding) == (payload, "json")
 
 
@@ -418,7 +422,7 @@ async def test_the_policy_limits_signals_over_the_whole_life(engine: Engine) -> 
     await refused("signal_limit_exceeded", waits.send(parked, max_signals_per_execution=3))
     await waits.send(parked, "noise", max_signals_per_execution=0)
     # An operator has a reserve.
-    approve = waits.backend.deliver_approval_signal
+    approve = waits.backend.signals.deliver_approval_signal
     point = parked.details.waitpoint_id
     for number in range(98):
         await approve(claim.execution_id, point, f"noise {number}")
@@ -443,7 +447,7 @@ async def test_waitpoints_of_one_suspension_have_their_own_tokens(engine: Engine
     parked = await waits.park(AllOf(tuple(Single(key) for key in "abc")), waitpoints=bindings)
     first, second, _ = parked.details.waitpoints
     with pytest.raises(EngineError, match="invalid_token"):
-        await waits.backend.deliver_signal(
+        await waits.backend.signals.deliver_signal(
             parked.handle.execution_id, first.waitpoint_id, second.waitpoint_token, "x"
         )
     for at, effect in enumerate(["appended_to_waitpoint"] * 2 + ["resume_condition_satisfied"]):

@@ -61,25 +61,25 @@ async def test_what_people_see_of_it(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park(reason_code="waiting_for_callback")
     execution_id = parked.handle.execution_id
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.public_state == "suspended"
     assert info.state_vector.blocking_reason == "waiting_for_callback"
     assert info.blocking_detail.endswith("awaiting waiting_for_callback")
-    why = await engine.backend.explain_execution(execution_id)
+    why = await engine.backend.reads.explain_execution(execution_id)
     assert why.waitpoints == (parked.details.waitpoint_id,)
     assert why.blocking_reason == "waiting_for_callback"
-    described = await engine.backend.describe_execution(execution_id)
+    described = await engine.backend.reads.describe_execution(execution_id)
     assert described is not None
     assert described.current_waitpoint == parked.details.waitpoint_id
     assert described.current_lease is None
     assert described.current_attempt is not None
     assert described.current_attempt.attempt_id == parked.handle.attempt_id
-    (attempt,) = await engine.backend.read_attempts(execution_id)
+    (attempt,) = await engine.backend.reads.read_attempts(execution_id)
     assert attempt.attempt_state == "suspended"
     assert attempt.suspension_id == parked.details.suspension_id
     assert attempt.suspended_at is not None
     await waits.send(parked)
-    described = await engine.backend.describe_execution(execution_id)
+    described = await engine.backend.reads.describe_execution(execution_id)
     assert described is not None
     assert described.current_waitpoint is None
 
@@ -180,7 +180,7 @@ async def test_the_policy_gives_the_timeout_that_suspend_leaves_out(engine: Engi
     stored = await waits.suspension(handle.execution_id)
     assert (stored["timeout_at"], stored["timeout_behavior"]) == (str(now + 9), "fail")
     for execution_id in (parked.handle.execution_id, handle.execution_id):
-        await engine.backend.cancel_execution(execution_id)
+        await engine.backend.executions.cancel_execution(execution_id)
 
 
 # --- refusals before the engine is asked --------------------------------------------------------
@@ -190,7 +190,8 @@ async def test_a_suspended_handle_comes_first(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
     await refused(
-        "already_suspended", engine.backend.suspend(parked.handle, condition=GO, waitpoints=[])
+        "already_suspended",
+        engine.backend.suspensions.suspend(parked.handle, condition=GO, waitpoints=[]),
     )
 
 
@@ -272,7 +273,9 @@ async def test_details_of_bad_input(engine: Engine) -> None:
     ]
     async with untouched(engine):
         for options, detail in cases:
-            problem = await refused("invalid_input", waits.backend.suspend(handle, **options))
+            problem = await refused(
+                "invalid_input", waits.backend.suspensions.suspend(handle, **options)
+            )
             assert detail in problem.detail, (problem.detail, detail)
 
 
@@ -283,14 +286,14 @@ async def test_a_time_is_past_by_the_engines_clock(engine: Engine) -> None:
     await freeze(engine, now)
     await refused(
         "invalid_input",
-        waits.backend.suspend(handle, condition=GO, timeout_at=now - 600_001),
+        waits.backend.suspensions.suspend(handle, condition=GO, timeout_at=now - 600_001),
     )
     parked = await waits.park(handle=handle, timeout_at=now - 600_000)
     assert await waits.expire(parked.handle.execution_id) == "fail"
     await engine.advance(86_400_000)
     handle = await engine.running()
     problem = await refused(
-        "invalid_input", waits.backend.suspend(handle, condition=GO, timeout_at=now)
+        "invalid_input", waits.backend.suspensions.suspend(handle, condition=GO, timeout_at=now)
     )
     assert problem.detail == "timeout_at_in_past"
 
@@ -301,14 +304,16 @@ async def test_a_handle_of_another_backend(engine: Engine) -> None:
     foreign = msgspec.structs.replace(handle, backend="postgres")
     async with untouched(engine):
         problem = await refused(
-            "invalid_input", waits.backend.suspend(foreign, condition=Single("k", ""))
+            "invalid_input", waits.backend.suspensions.suspend(foreign, condition=Single("k", ""))
         )
         assert "empty signal name" in problem.detail, "the input is judged first"
         calls = [
-            waits.backend.suspend(foreign, condition=GO),
-            waits.backend.create_waitpoint(foreign, "k", 1),
-            waits.backend.observe_signals(foreign),
-            waits.backend.close_waitpoint(handle.execution_id, new_uuid(), handle=foreign),
+            waits.backend.suspensions.suspend(foreign, condition=GO),
+            waits.backend.waitpoints.create_waitpoint(foreign, "k", 1),
+            waits.backend.waitpoints.observe_signals(foreign),
+            waits.backend.waitpoints.close_waitpoint(
+                handle.execution_id, new_uuid(), handle=foreign
+            ),
         ]
         for call in calls:
             await refused("handle_from_other_backend", call)

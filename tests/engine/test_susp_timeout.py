@@ -25,7 +25,7 @@ async def due(engine: Engine, behavior: str | None, **options: Any) -> tuple[Wai
     """A suspension whose timeout is exactly now."""
     waits = await Waits.open(engine)
     handle = await engine.running(policy=RETRIED)
-    await engine.backend.append_frame(handle, Frame(payload=b"x"))
+    await engine.backend.streams.append_frame(handle, Frame(payload=b"x"))
     await freeze(engine, await engine.now())
     parked = await waits.park(
         options.pop("condition", TWO),
@@ -57,7 +57,7 @@ async def test_terminal_behaviours(
     execution_id = parked.handle.execution_id
     assert await waits.expire(execution_id) == behavior
     reason = f"suspension_timeout:{behavior}"
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.public_state == outcome
     assert info.state_vector.attempt_state == "attempt_terminal"
     assert info.failure_reason == reason
@@ -66,10 +66,10 @@ async def test_terminal_behaviours(
     stored = await fields(engine, execution_id)
     assert "current_suspension_id" not in stored
     assert "blocking_detail" not in stored
-    (record,) = await engine.backend.read_attempts(execution_id)
+    (record,) = await engine.backend.reads.read_attempts(execution_id)
     assert record.attempt_state == attempt
     assert record.ended_at == await engine.now()
-    page = await engine.backend.read_stream(execution_id, 0)
+    page = await engine.backend.streams.read_stream(execution_id, 0)
     assert page.closed_reason == "suspension_timeout"
     assert list(await placed(engine, execution_id)) == [f"lane:{LANE}:terminal"]
     closed = f"timed_out_{behavior}"
@@ -114,7 +114,7 @@ async def test_auto_resume(engine: Engine, given: str) -> None:
     claim = await engine.claim()
     cause = ResumeCause(parked.details.suspension_id, "timeout", closed, None)
     assert claim.resume_cause == cause
-    assert await waits.backend.observe_signals(claim.handle) == []
+    assert await waits.backend.waitpoints.observe_signals(claim.handle) == []
 
 
 async def test_auto_resume_is_not_delayed(engine: Engine) -> None:
@@ -133,7 +133,7 @@ async def test_escalate(engine: Engine) -> None:
     assert await waits.expire(execution_id) == "escalate"
     vector = await engine.vector(execution_id)
     assert (vector.lifecycle_phase, vector.blocking_reason) == ("suspended", "paused_by_operator")
-    info = await engine.backend.read_execution_info(execution_id)
+    info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.blocking_detail == f"suspension escalated: timeout at {timeout}"
     suspension = await waits.suspension(execution_id)
     assert suspension["reason_code"] == "waiting_for_operator_review"
@@ -153,13 +153,13 @@ async def test_escalate(engine: Engine) -> None:
     # What came before still counts: the other signal resumes.
     assert await waits.effect(parked, at=1) == "resume_condition_satisfied"
     claim = await engine.claim()
-    assert len(await waits.backend.observe_signals(claim.handle)) == 2
+    assert len(await waits.backend.waitpoints.observe_signals(claim.handle)) == 2
 
 
 async def test_an_operator_ends_what_was_escalated(engine: Engine) -> None:
     waits, parked = await due(engine, "escalate", condition=TimeoutOnly())
     await waits.expire(parked.handle.execution_id)
-    await waits.backend.resume_execution(parked.handle.execution_id)
+    await waits.backend.suspensions.resume_execution(parked.handle.execution_id)
     assert await event_types(engine, parked.handle.execution_id) == [
         *("acquired", "released", "escalated", "resumed")
     ]
@@ -187,7 +187,7 @@ async def test_stale_timers_are_cleaned(engine: Engine) -> None:
         await call("ZADD", index, 1, one)
     untimed = await waits.park(handle=await running(engine))
     await call("ZADD", index, 1, untimed.handle.execution_id)
-    assert await waits.backend.expire_suspension(
+    assert await waits.backend.suspensions.expire_suspension(
         tag, [ghost, active, untimed.handle.execution_id]
     ) == ["not_found_cleaned", "not_suspended_cleaned", "not_yet_due"]
     assert await call("ZCARD", index) == 1
@@ -202,7 +202,7 @@ async def test_one_broken_record_does_not_stop_the_others(engine: Engine) -> Non
     broken = engine.new_id()
     call = engine.backend.transport.call
     await call("SET", f"ff:exec:{broken.tag}:{broken}:core", "garbage")
-    first, second = await waits.backend.expire_suspension(
+    first, second = await waits.backend.suspensions.expire_suspension(
         broken.tag, [broken, parked.handle.execution_id]
     )
     assert first.startswith("error:")

@@ -19,8 +19,8 @@ from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.boot import SECRET_VARIABLE, prepare
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.boot import SECRET_VARIABLE, prepare
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from tests.engine.probes import untouched
@@ -51,23 +51,23 @@ async def calls(engine: Engine, function: str) -> int:
 async def test_a_configured_secret_is_seeded_everywhere(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await engine.backend.prepare()
+    await engine.backend.meta.prepare()
     assert await secret_of(engine) is None, "nothing is configured: nothing is sent"
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.upper())
-    await engine.backend.prepare()
+    await engine.backend.meta.prepare()
     for partition in (0, 100, 255):
         assert await secret_of(engine, partition) == SECRET
     async with untouched(engine):
-        await engine.backend.prepare()
+        await engine.backend.meta.prepare()
 
 
 async def test_another_configured_secret_is_warned_about(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     monkeypatch.setenv(SECRET_VARIABLE, OTHER)
     with caplog.at_level(logging.WARNING):
-        await engine.backend.prepare()
+        await engine.backend.meta.prepare()
     assert await secret_of(engine) == SECRET
     assert [r.__dict__["action"] for r in caplog.records] == ["secret_mismatch"]
 
@@ -79,7 +79,7 @@ async def test_a_bad_setting_stops_the_boot(
     monkeypatch.setenv(SECRET_VARIABLE, bad)
     async with untouched(engine):
         with pytest.raises(ConfigError, match=SECRET_VARIABLE) as caught:
-            await engine.backend.prepare()
+            await engine.backend.meta.prepare()
     assert bad not in str(caught.value).replace(SECRET_VARIABLE, "")
 
 
@@ -193,15 +193,15 @@ async def test_an_embedded_deployment_signs_from_its_first_boot(
         try:
             secrets.append((tmp_path / "data" / "waitpoint_secret").read_text())
             execution_id = ExecutionId.solo("default", backend.counts)
-            await backend.create_execution(
+            await backend.executions.create_execution(
                 NewExecution(execution_id=execution_id, execution_kind="job", lane_id="default")
             )
-            want = Want.of("default", "w", "w-1", capabilities="", lease_ttl_ms=30_000)
-            claimed = await backend.claim_many(want, execution_id.tag, 10)
+            want = ClaimRequest.of("default", "w", "w-1", capabilities="", lease_ttl_ms=30_000)
+            claimed = await backend.claims.claim_many(want, execution_id.tag, 10)
             (claim,) = [c for c in claimed.claims if c.execution_id == execution_id]
-            parked = await backend.suspend(claim.handle, condition=Single("k"))
+            parked = await backend.suspensions.suspend(claim.handle, condition=Single("k"))
             assert isinstance(parked, Suspended)
-            kids = await backend.list_waitpoint_hmac_kids(255)
+            kids = await backend.secrets.list_waitpoint_hmac_kids(255)
             assert kids.current_kid == "k1"
         finally:
             await backend.aclose()

@@ -40,9 +40,9 @@ async def test_thousands_of_forgeries(engine: Engine) -> None:
     for target in known:
         vector = await engine.vector(target.execution_id)
         assert vector.lifecycle_phase == "suspended"
-        pages = await engine.backend.list_pending_waitpoints(target.execution_id)
+        pages = await engine.backend.waitpoints.list_pending_waitpoints(target.execution_id)
         assert len(pages.entries) == 1
-        outcome = await engine.backend.deliver_signal(
+        outcome = await engine.backend.signals.deliver_signal(
             target.execution_id, target.waitpoint_id, target.token, "go"
         )
         assert isinstance(outcome, Accepted), "the real one still works"

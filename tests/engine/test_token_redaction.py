@@ -14,8 +14,8 @@ from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.suspension import Accepted, AlreadySatisfiedSuspension, UsePending
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import WaitpointToken, new_uuid
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import configured_secret
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.boot import configured_secret
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
@@ -41,14 +41,14 @@ def renderings(value: Any) -> list[str]:
 async def test_every_object_that_carries_a_token(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     await waits.signal(handle.execution_id, pending, "go")
-    satisfied = await waits.backend.suspend(
+    satisfied = await waits.backend.suspensions.suspend(
         handle, condition=Single("k"), waitpoints=[UsePending(pending.waitpoint_id)]
     )
     assert isinstance(satisfied, AlreadySatisfiedSuspension)
     parked = await waits.park(handle=handle)
-    read = await waits.backend.read_waitpoint_token(
+    read = await waits.backend.signals.read_waitpoint_token(
         handle.execution_id, parked.details.waitpoint_id
     )
     assert read is not None
@@ -80,13 +80,13 @@ async def test_every_object_that_carries_a_token(engine: Engine) -> None:
 async def test_a_damaged_signal_does_not_show_the_token(engine: Engine, field: str) -> None:
     waits = await Waits.open(engine)
     handle = await engine.running()
-    pending = await waits.backend.create_waitpoint(handle, "k", 60_000)
+    pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     outcome = await waits.signal(handle.execution_id, pending, payload=b'"private"')
     assert isinstance(outcome, Accepted)
     key = keys.signal(handle.execution_id, outcome.signal_id)
     await waits.backend.transport.call("HDEL", key, field)
     with pytest.raises(EngineError) as caught:
-        await waits.backend.read_waits(handle.execution_id, "k")
+        await waits.backend.waitpoints.read_waits(handle.execution_id, "k")
     shown = "".join([*renderings(caught.value), *traceback.format_exception(caught.value)])
     assert pending.waitpoint_token.reveal().partition(":")[2] not in shown
     assert "private" not in shown
@@ -110,12 +110,12 @@ async def test_no_error_shows_what_was_presented(
     presented = "k1:" + "deadbeef" * 5
     with caplog.at_level(logging.DEBUG):
         calls = [
-            backend.deliver_signal(execution_id, point, presented, "go"),
-            backend.deliver_signal(execution_id, new_uuid(), presented, "go"),
-            backend.deliver_signal(engine.new_id(), point, presented, "go"),
-            backend.deliver_signal(execution_id, "x", presented, "go"),
-            backend.deliver_signal(execution_id, point, presented, ""),
-            backend.verify_and_deliver(execution_id, point, presented, "go"),
+            backend.signals.deliver_signal(execution_id, point, presented, "go"),
+            backend.signals.deliver_signal(execution_id, new_uuid(), presented, "go"),
+            backend.signals.deliver_signal(engine.new_id(), point, presented, "go"),
+            backend.signals.deliver_signal(execution_id, "x", presented, "go"),
+            backend.signals.deliver_signal(execution_id, point, presented, ""),
+            backend.signals.verify_and_deliver(execution_id, point, presented, "go"),
         ]
         for call in calls:
             with pytest.raises(EngineError) as caught:
@@ -128,24 +128,24 @@ async def test_no_error_shows_what_was_presented(
 async def test_no_error_shows_a_secret(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     secret = "c0ffee" * 11
     backend: Any = engine.backend
-    await backend.seed_at_boot(SECRET)
+    await backend.secrets.seed_at_boot(SECRET)
     with caplog.at_level(logging.DEBUG):
-        await backend.seed_at_boot(secret)
+        await backend.secrets.seed_at_boot(secret)
         calls = [
-            backend.rotate_waitpoint_hmac_secret(0, "k1", secret),
-            backend.rotate_waitpoint_hmac_secret(0, "k:1", secret),
-            backend.rotate_waitpoint_hmac_secret(0, "k2", secret + "x"),
-            backend.rotate_waitpoint_hmac_secret(0, "k2", secret, -1),
-            backend.seed_waitpoint_hmac_secret("k2", secret),
-            backend.seed_waitpoint_hmac_secret("k2", secret[:64]),
-            backend.seed_at_boot(secret + "x"),
+            backend.secrets.rotate_waitpoint_hmac_secret(0, "k1", secret),
+            backend.secrets.rotate_waitpoint_hmac_secret(0, "k:1", secret),
+            backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", secret + "x"),
+            backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", secret, -1),
+            backend.secrets.seed_waitpoint_hmac_secret("k2", secret),
+            backend.secrets.seed_waitpoint_hmac_secret("k2", secret[:64]),
+            backend.secrets.seed_at_boot(secret + "x"),
         ]
         for call in calls:
             with pytest.raises(EngineError) as caught:
                 await call
             for text in (*renderings(caught.value), str(caught.value.args)):
                 assert "c0ffee" not in text
-        summary = await backend.rotate_waitpoint_hmac_secret_all("k1", secret)
+        summary = await backend.secrets.rotate_waitpoint_hmac_secret_all("k1", secret)
         assert "c0ffee" not in repr(summary)
     for shown in (caplog.text, repr([r.__dict__ for r in caplog.records])):
         assert "c0ffee" not in shown
@@ -168,18 +168,18 @@ async def test_a_lost_connection_shows_nothing(
     waits = await Waits.open(engine)
     parked = await waits.park()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await Backend.connect(parse_url(proxy.url), request_timeout=0.2)
+        client = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=0.2)
         async with client:
             proxy.down()
             with caplog.at_level(logging.DEBUG):
                 calls = [
-                    client.deliver_signal(
+                    client.signals.deliver_signal(
                         parked.handle.execution_id,
                         parked.details.waitpoint_id,
                         "k1:" + "deadbeef" * 5,
                         "go",
                     ),
-                    client.rotate_waitpoint_hmac_secret(0, "k2", "deadbeef" * 4),
+                    client.secrets.rotate_waitpoint_hmac_secret(0, "k2", "deadbeef" * 4),
                 ]
                 for call in calls:
                     with pytest.raises(EngineError) as caught:

@@ -37,7 +37,7 @@ async def test_a_seeding_call_is_short(engine: Engine) -> None:
     call = engine.backend.transport.call
     await call("CONFIG", "SET", "slowlog-log-slower-than", 0, "slowlog-max-len", 100_000)
     try:
-        await engine.backend.seed_at_boot(SECRET)
+        await engine.backend.secrets.seed_at_boot(SECRET)
         logged: Any = await call("SLOWLOG", "GET", -1)
     finally:
         await call("CONFIG", "SET", "slowlog-log-slower-than", 10_000, "slowlog-max-len", 128)
@@ -68,20 +68,20 @@ async def test_a_secret_of_zeros_is_refused(engine: Engine, size: int) -> None:
     zeros, backend = "00" * size, engine.backend
     async with untouched(engine):
         for call in (
-            backend.seed_at_boot(zeros),
-            backend.rotate_waitpoint_hmac_secret(0, "k2", zeros),
-            backend.rotate_waitpoint_hmac_secret_all("k2", zeros),
+            backend.secrets.seed_at_boot(zeros),
+            backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", zeros),
+            backend.secrets.rotate_waitpoint_hmac_secret_all("k2", zeros),
         ):
             await refused("invalid_secret_hex", call)
-        await refused("invalid_input", backend.seed_waitpoint_hmac_secret("k2", zeros))
-    await backend.seed_at_boot(f"{zeros[:-1]}1")
+        await refused("invalid_input", backend.secrets.seed_waitpoint_hmac_secret("k2", zeros))
+    await backend.secrets.seed_at_boot(f"{zeros[:-1]}1")
 
 
 # --- seeding ------------------------------------------------------------------------------------
 
 
 async def test_first_boot_installs_and_the_next_one_matches(engine: Engine) -> None:
-    seed = engine.backend.seed_at_boot
+    seed = engine.backend.secrets.seed_at_boot
     assert await seed(None) == SeedOutcome(empty=ALL)
     assert await seed(SECRET) == SeedOutcome(installed=ALL)
     async with untouched(engine):
@@ -94,16 +94,16 @@ async def test_first_boot_installs_and_the_next_one_matches(engine: Engine) -> N
 
 
 async def test_a_configured_secret_never_replaces_the_stored_one(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     async with untouched(engine):
-        assert await engine.backend.seed_at_boot(OTHER) == SeedOutcome(mismatch=ALL)
+        assert await engine.backend.secrets.seed_at_boot(OTHER) == SeedOutcome(mismatch=ALL)
 
 
 async def test_the_stored_secret_wins(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     with caplog.at_level(logging.WARNING):
         async with untouched(engine):
-            outcome = await engine.backend.seed_at_boot(OTHER)
+            outcome = await engine.backend.secrets.seed_at_boot(OTHER)
     assert outcome == SeedOutcome(mismatch=ALL)
     assert [r.__dict__["action"] for r in caplog.records] == ["secret_mismatch"], "one warning"
     assert SECRET not in caplog.text
@@ -113,7 +113,7 @@ async def test_the_stored_secret_wins(engine: Engine, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("bad", ["", "abc", "zz" * 32, "ab" * 15, "ab" * 16 + "a", " " + "ab" * 32])
 async def test_a_secret_that_is_none(engine: Engine, bad: str) -> None:
     async with untouched(engine):
-        problem = await refused("invalid_secret_hex", engine.backend.seed_at_boot(bad))
+        problem = await refused("invalid_secret_hex", engine.backend.secrets.seed_at_boot(bad))
     assert not bad or bad not in str(problem)
 
 
@@ -123,11 +123,11 @@ async def test_a_torn_partition_is_repaired_with_proof(
     """A healthy partition of the same kid shows that the configured secret is the right one."""
     waits = Waits(engine)
     backend, call = engine.backend, engine.backend.transport.call
-    await backend.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
+    await backend.secrets.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
     for partition in (3, 200):
         await call("HDEL", store(partition), "secret:prod.7")
     with caplog.at_level(logging.WARNING):
-        outcome = await backend.seed_at_boot(SECRET)
+        outcome = await backend.secrets.seed_at_boot(SECRET)
     assert outcome == SeedOutcome(match=ALL - 2, repaired=2)
     assert [r.__dict__["action"] for r in caplog.records] == ["secret_repaired"]
     assert (await waits.hash(store(200)))["secret:prod.7"] == SECRET
@@ -135,38 +135,40 @@ async def test_a_torn_partition_is_repaired_with_proof(
 
 async def test_a_torn_partition_of_the_first_kid(engine: Engine) -> None:
     backend, call = engine.backend, engine.backend.transport.call
-    await backend.seed_at_boot(SECRET)
+    await backend.secrets.seed_at_boot(SECRET)
     for partition in range(ALL):
         await call("HDEL", store(partition), "secret:k1")
-    assert await backend.seed_at_boot(None) == SeedOutcome(torn=ALL)
-    assert await backend.seed_at_boot(SECRET) == SeedOutcome(repaired=ALL)
+    assert await backend.secrets.seed_at_boot(None) == SeedOutcome(torn=ALL)
+    assert await backend.secrets.seed_at_boot(SECRET) == SeedOutcome(repaired=ALL)
 
 
 async def test_a_torn_partition_without_proof_is_refused(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend, call = engine.backend, engine.backend.transport.call
-    await backend.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
+    await backend.secrets.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
     await call("HDEL", store(3), "secret:prod.7")
     with caplog.at_level(logging.WARNING):
         async with untouched(engine):
             # The others keep another secret under this kid: the configured one is not it.
-            assert await backend.seed_at_boot(OTHER) == SeedOutcome(mismatch=ALL - 1, torn=1)
+            assert await backend.secrets.seed_at_boot(OTHER) == SeedOutcome(
+                mismatch=ALL - 1, torn=1
+            )
     actions = {r.__dict__["action"]: r.levelno for r in caplog.records}
     assert actions["secret_torn"] == logging.ERROR
 
 
 async def test_all_torn_is_no_proof(engine: Engine) -> None:
     backend, call = engine.backend, engine.backend.transport.call
-    await backend.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
+    await backend.secrets.rotate_waitpoint_hmac_secret_all("prod.7", SECRET)
     for partition in range(ALL):
         await call("HDEL", store(partition), "secret:prod.7")
     async with untouched(engine):
-        assert await backend.seed_at_boot(SECRET) == SeedOutcome(torn=ALL)
+        assert await backend.secrets.seed_at_boot(SECRET) == SeedOutcome(torn=ALL)
 
 
 async def test_seeding_by_an_embedder(engine: Engine) -> None:
-    seed: Any = engine.backend.seed_waitpoint_hmac_secret
+    seed: Any = engine.backend.secrets.seed_waitpoint_hmac_secret
     async with untouched(engine):
         for kid, secret in (
             ("k", "ab" * 31),
@@ -186,19 +188,23 @@ async def test_seeding_by_an_embedder(engine: Engine) -> None:
 
 async def test_seeding_looks_at_every_partition(engine: Engine) -> None:
     backend = engine.backend
-    await backend.rotate_waitpoint_hmac_secret(9, "app-2", OTHER)
-    await refused("invalid_input", backend.seed_waitpoint_hmac_secret("app-1", SECRET))
-    assert (await backend.list_waitpoint_hmac_kids(10)).current_kid == "app-1", "installs stay"
-    assert (await backend.list_waitpoint_hmac_kids(9)).current_kid == "app-2"
+    await backend.secrets.rotate_waitpoint_hmac_secret(9, "app-2", OTHER)
+    await refused("invalid_input", backend.secrets.seed_waitpoint_hmac_secret("app-1", SECRET))
+    assert (await backend.secrets.list_waitpoint_hmac_kids(10)).current_kid == "app-1", (
+        "installs stay"
+    )
+    assert (await backend.secrets.list_waitpoint_hmac_kids(9)).current_kid == "app-2"
 
 
 async def test_seeding_reports_other_secrets_and_repairs(engine: Engine) -> None:
     backend, call = engine.backend, engine.backend.transport.call
-    await backend.rotate_waitpoint_hmac_secret(9, "app-1", OTHER)
-    assert await backend.seed_waitpoint_hmac_secret("app-1", SECRET) == Seeded("app-1", (9,))
+    await backend.secrets.rotate_waitpoint_hmac_secret(9, "app-1", OTHER)
+    assert await backend.secrets.seed_waitpoint_hmac_secret("app-1", SECRET) == Seeded(
+        "app-1", (9,)
+    )
     await call("DEL", store(9))
     await call("HDEL", store(4), "secret:app-1")
-    assert await backend.seed_waitpoint_hmac_secret("app-1", SECRET) == Seeded("app-1")
+    assert await backend.secrets.seed_waitpoint_hmac_secret("app-1", SECRET) == Seeded("app-1")
     assert await Waits(engine).hash(store(4)) == {"current_kid": "app-1", "secret:app-1": SECRET}
 
 
@@ -206,9 +212,9 @@ async def test_seeding_reports_other_secrets_and_repairs(engine: Engine) -> None
 
 
 async def test_bad_rotations(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
-    rotate: Any = engine.backend.rotate_waitpoint_hmac_secret
-    everywhere: Any = engine.backend.rotate_waitpoint_hmac_secret_all
+    await engine.backend.secrets.seed_at_boot(SECRET)
+    rotate: Any = engine.backend.secrets.rotate_waitpoint_hmac_secret
+    everywhere: Any = engine.backend.secrets.rotate_waitpoint_hmac_secret_all
     async with untouched(engine):
         for kid in ("", "a:b", "ü", "a b", "x" * 65, "a\n"):
             await refused("invalid_kid", rotate(0, kid, "short", -1))
@@ -221,14 +227,16 @@ async def test_bad_rotations(engine: Engine) -> None:
             await refused("invalid_grace_ms", everywhere("k2", OTHER, grace))
         for partition in (-1, ALL):
             await refused("invalid_input", rotate(partition, "k2", OTHER))
-            await refused("invalid_input", engine.backend.list_waitpoint_hmac_kids(partition))
+            await refused(
+                "invalid_input", engine.backend.secrets.list_waitpoint_hmac_kids(partition)
+            )
 
 
 async def test_a_rotation(engine: Engine) -> None:
     waits = await Waits.open(engine)
     await freeze(engine, await engine.now())
     now = await engine.now()
-    done = await engine.backend.rotate_waitpoint_hmac_secret(0, "k2", OTHER.upper(), 5000)
+    done = await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", OTHER.upper(), 5000)
     assert (done.status, done.previous_kid, done.gc_count) == ("rotated", "k1", 0)
     assert await waits.hash(store()) == {
         "current_kid": "k2",
@@ -240,37 +248,37 @@ async def test_a_rotation(engine: Engine) -> None:
     }
     assert await waits.hash(store(1)) == {"current_kid": "k1", "secret:k1": SECRET}
     async with untouched(engine):
-        again = await engine.backend.rotate_waitpoint_hmac_secret(0, "k2", OTHER, 9)
+        again = await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", OTHER, 9)
         assert again.status == "noop"
         problem = await refused(
-            "rotation_conflict", engine.backend.rotate_waitpoint_hmac_secret(0, "k2", THIRD)
+            "rotation_conflict", engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", THIRD)
         )
         assert "k2" in str(problem)
         assert THIRD not in str(problem)
         # Still verifying under another secret.
         await refused(
-            "rotation_conflict", engine.backend.rotate_waitpoint_hmac_secret(0, "k1", THIRD)
+            "rotation_conflict", engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k1", THIRD)
         )
 
 
 async def test_a_first_rotation_on_an_empty_store(engine: Engine) -> None:
-    done = await engine.backend.rotate_waitpoint_hmac_secret(0, "k9", SECRET, 0)
+    done = await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k9", SECRET, 0)
     assert (done.status, done.previous_kid, done.gc_count) == ("rotated", None, 0)
     assert await Waits(engine).hash(store()) == {"current_kid": "k9", "secret:k9": SECRET}
 
 
 async def test_a_torn_current_kid_is_repaired(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     await engine.backend.transport.call("HDEL", store(), "secret:k1")
-    done = await engine.backend.rotate_waitpoint_hmac_secret(0, "k1", OTHER)
+    done = await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k1", OTHER)
     assert done.status == "noop"
     assert await Waits(engine).hash(store()) == {"current_kid": "k1", "secret:k1": OTHER}
 
 
 async def test_the_longest_grace_saturates(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
-    await engine.backend.rotate_waitpoint_hmac_secret(0, "k2", OTHER, 2**53 - 1)
-    kids = await engine.backend.list_waitpoint_hmac_kids()
+    await engine.backend.secrets.seed_at_boot(SECRET)
+    await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", OTHER, 2**53 - 1)
+    kids = await engine.backend.secrets.list_waitpoint_hmac_kids()
     assert kids == HmacKids("k2", (HmacKid("k1", 2**53 - 1),))
 
 
@@ -282,14 +290,14 @@ async def test_every_past_kid_verifies_until_its_own_end(engine: Engine) -> None
     now = await engine.now()
     await freeze(engine, now)
     parked.append(await waits.park(handle=await running(engine)))
-    await backend.rotate_waitpoint_hmac_secret_all("B", OTHER, 10_000)
+    await backend.secrets.rotate_waitpoint_hmac_secret_all("B", OTHER, 10_000)
     parked.append(await waits.park(handle=await running(engine)))
     await freeze(engine, now + 1000)
-    await backend.rotate_waitpoint_hmac_secret_all("C", THIRD, 3_000)
+    await backend.secrets.rotate_waitpoint_hmac_secret_all("C", THIRD, 3_000)
     parked.append(await waits.park(handle=await running(engine)))
     partition = parked[0].handle.execution_id.partition
     assert [p.details.waitpoint_token.kid for p in parked] == ["k1", "B", "C"]
-    kids = await backend.list_waitpoint_hmac_kids(partition)
+    kids = await backend.secrets.list_waitpoint_hmac_kids(partition)
     assert kids == HmacKids("C", (HmacKid("B", now + 4000), HmacKid("k1", now + 10_000)))
 
     async def answers() -> list[str]:
@@ -308,12 +316,12 @@ async def test_every_past_kid_verifies_until_its_own_end(engine: Engine) -> None
     assert await answers() == ["ok", "token_expired", "ok"]
     await freeze(engine, now + 10_000)
     assert await answers() == ["ok", "token_expired", "ok"]
-    assert (await backend.list_waitpoint_hmac_kids(partition)).verifying == (
+    assert (await backend.secrets.list_waitpoint_hmac_kids(partition)).verifying == (
         HmacKid("k1", now + 10_000),
     )
     await freeze(engine, now + 10_001)
     assert await answers() == ["token_expired", "token_expired", "ok"]
-    done = await backend.rotate_waitpoint_hmac_secret(partition, "D", SECRET, 0)
+    done = await backend.secrets.rotate_waitpoint_hmac_secret(partition, "D", SECRET, 0)
     assert done.gc_count == 2
     assert await answers() == ["invalid_token", "invalid_token", "ok"], "collected, so unknown"
     await freeze(engine, now + 10_002)
@@ -321,7 +329,7 @@ async def test_every_past_kid_verifies_until_its_own_end(engine: Engine) -> None
 
 
 async def test_collection_spares_what_still_verifies_and_the_current_kid(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     waits = Waits(engine)
     await freeze(engine, await engine.now())
     now = await engine.now()
@@ -340,7 +348,7 @@ async def test_collection_spares_what_still_verifies_and_the_current_kid(engine:
             "expires_at:alone": now + 1,
         },
     )
-    done = await engine.backend.rotate_waitpoint_hmac_secret(0, "k2", THIRD, 0)
+    done = await engine.backend.secrets.rotate_waitpoint_hmac_secret(0, "k2", THIRD, 0)
     assert done.gc_count == 5
     left = await waits.hash(store())
     assert {name for name in left if name.startswith("secret:")} == {
@@ -354,7 +362,7 @@ async def test_returning_to_a_kid_makes_it_current_for_good(engine: Engine) -> N
     waits = await Waits.open(engine)
     parked = await waits.park()
     partition = parked.handle.execution_id.partition
-    rotate = engine.backend.rotate_waitpoint_hmac_secret
+    rotate = engine.backend.secrets.rotate_waitpoint_hmac_secret
     await rotate(partition, "k2", OTHER, 1000)
     back = await rotate(partition, "k1", SECRET, 1000)
     assert (back.status, back.previous_kid) == ("rotated", "k2")
@@ -371,7 +379,7 @@ async def test_an_expired_kid_may_come_back_with_another_secret(engine: Engine) 
     waits = await Waits.open(engine)
     parked = await waits.park()
     partition = parked.handle.execution_id.partition
-    rotate = engine.backend.rotate_waitpoint_hmac_secret
+    rotate = engine.backend.secrets.rotate_waitpoint_hmac_secret
     await rotate(partition, "k2", OTHER, 0)
     await engine.advance(10)
     assert (await rotate(partition, "k1", THIRD, 0)).status == "rotated"
@@ -380,12 +388,12 @@ async def test_an_expired_kid_may_come_back_with_another_secret(engine: Engine) 
 
 async def test_rotation_everywhere(engine: Engine) -> None:
     backend = engine.backend
-    await backend.seed_at_boot(SECRET)
-    await backend.rotate_waitpoint_hmac_secret(5, "k2", OTHER)
-    await backend.rotate_waitpoint_hmac_secret(6, "k2", THIRD)
+    await backend.secrets.seed_at_boot(SECRET)
+    await backend.secrets.rotate_waitpoint_hmac_secret(5, "k2", OTHER)
+    await backend.secrets.rotate_waitpoint_hmac_secret(6, "k2", THIRD)
     await backend.transport.call("DEL", store(7))
     await backend.transport.call("SET", store(7), "not a hash")
-    summary = await backend.rotate_waitpoint_hmac_secret_all("k2", OTHER, 1000)
+    summary = await backend.secrets.rotate_waitpoint_hmac_secret_all("k2", OTHER, 1000)
     assert [entry.partition for entry in summary.entries] == list(range(ALL))
     statuses = {entry.partition: entry.status for entry in summary.entries}
     assert [statuses[p] for p in (4, 5, 6, 7, 8)] == [
@@ -397,14 +405,14 @@ async def test_rotation_everywhere(engine: Engine) -> None:
         assert OTHER not in repr(entry)
         assert SECRET not in repr(entry)
     await backend.transport.call("DEL", store(7))
-    again = await backend.rotate_waitpoint_hmac_secret_all("k2", OTHER, 1000)
+    again = await backend.secrets.rotate_waitpoint_hmac_secret_all("k2", OTHER, 1000)
     assert [e.status for e in again.entries if e.status != "noop"] == ["conflict", "rotated"]
 
 
 async def test_partitions_may_differ_and_each_is_consistent(engine: Engine) -> None:
     waits = await Waits.open(engine)
     old = await waits.park(handle=await running(engine))
-    await engine.backend.rotate_waitpoint_hmac_secret(
+    await engine.backend.secrets.rotate_waitpoint_hmac_secret(
         old.handle.execution_id.partition, "k2", OTHER, 60_000
     )
     new = await waits.park(handle=await running(engine))
@@ -416,17 +424,17 @@ async def test_partitions_may_differ_and_each_is_consistent(engine: Engine) -> N
 
 
 async def test_the_list_of_kids(engine: Engine) -> None:
-    assert await engine.backend.list_waitpoint_hmac_kids() == HmacKids(None, ())
+    assert await engine.backend.secrets.list_waitpoint_hmac_kids() == HmacKids(None, ())
     waits = await Waits.open(engine)
-    assert await engine.backend.list_waitpoint_hmac_kids() == HmacKids("k1", ())
+    assert await engine.backend.secrets.list_waitpoint_hmac_kids() == HmacKids("k1", ())
     await waits.write(store(), **{"expires_at:ghost": 2**53 - 1, "secret:lost": OTHER})
-    assert await engine.backend.list_waitpoint_hmac_kids() == HmacKids("k1", ())
+    assert await engine.backend.secrets.list_waitpoint_hmac_kids() == HmacKids("k1", ())
 
 
 async def test_invariant_of_the_current_kid(engine: Engine) -> None:
     """Whatever is done to the store, the current kid has a secret and no end."""
     waits = await Waits.open(engine)
-    rotate = engine.backend.rotate_waitpoint_hmac_secret
+    rotate = engine.backend.secrets.rotate_waitpoint_hmac_secret
     secrets = {"k1": SECRET, "k2": OTHER, "k3": THIRD}
     for step, kid in enumerate(["k2", "k1", "k3", "k3", "k2", "k1", "k2", "k3"] * 3):
         await rotate(0, kid, secrets[kid], 3 * step)

@@ -12,37 +12,41 @@ from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.state import CODE_LETTERS
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.exec_support import Case, unchanged
 from tests.engine.probes import OTHER, WORKER, a_grant, lapsed, write
 from tests.support.engine import TTL, Engine
 
 pytestmark = pytest.mark.corrupts
 
-Call = Callable[[Backend, Handle], Awaitable[Any]]
+Call = Callable[[ValkeyBackend, Handle], Awaitable[Any]]
 
 CALLS: dict[str, Call] = {
-    "complete": lambda b, h: b.complete(h, b"r"),
-    "renew": lambda b, h: b.renew(h),
-    "fail": lambda b, h: b.fail(h, "x", "transient"),
-    "cancel": lambda b, h: b.cancel_execution(h.execution_id),
-    "worker cancel": lambda b, h: b.cancel(h),
-    "delay": lambda b, h: b.delay(h, 1),
-    "wait_children": lambda b, h: b.wait_children(h),
-    "progress": lambda b, h: b.progress(h, 5),
-    "revoke": lambda b, h: b.revoke_lease(h.execution_id),
-    "priority": lambda b, h: b.change_priority(h.execution_id, 5),
-    "replay": lambda b, h: b.replay_execution(h.execution_id),
-    "claim grant": lambda b, h: b.issue_claim_grant(h.execution_id, **WORKER),
-    "reclaim grant": lambda b, h: b.issue_reclaim_grant(h.execution_id, **OTHER),
-    "claim": lambda b, h: b.claim_execution(a_grant(h.execution_id), **WORKER, lease_ttl_ms=TTL),
-    "resumed claim": lambda b, h: b.claim_resumed_execution(
+    "complete": lambda b, h: b.executions.complete(h, b"r"),
+    "renew": lambda b, h: b.leases.renew(h),
+    "fail": lambda b, h: b.executions.fail(h, "x", "transient"),
+    "cancel": lambda b, h: b.executions.cancel_execution(h.execution_id),
+    "worker cancel": lambda b, h: b.executions.cancel(h),
+    "delay": lambda b, h: b.executions.delay(h, 1),
+    "wait_children": lambda b, h: b.executions.wait_children(h),
+    "progress": lambda b, h: b.executions.progress(h, 5),
+    "revoke": lambda b, h: b.leases.revoke_lease(h.execution_id),
+    "priority": lambda b, h: b.executions.change_priority(h.execution_id, 5),
+    "replay": lambda b, h: b.executions.replay_execution(h.execution_id),
+    "claim grant": lambda b, h: b.claims.issue_claim_grant(h.execution_id, **WORKER),
+    "reclaim grant": lambda b, h: b.claims.issue_reclaim_grant(h.execution_id, **OTHER),
+    "claim": lambda b, h: b.claims.claim_execution(
         a_grant(h.execution_id), **WORKER, lease_ttl_ms=TTL
     ),
-    "fused claim": lambda b, h: b.issue_grant_and_claim(h.execution_id, lease_duration_ms=TTL),
-    "create waitpoint": lambda b, h: b.create_waitpoint(h, "k", 1000),
-    "resume": lambda b, h: b.resume_execution(h.execution_id),
+    "resumed claim": lambda b, h: b.claims.claim_resumed_execution(
+        a_grant(h.execution_id), **WORKER, lease_ttl_ms=TTL
+    ),
+    "fused claim": lambda b, h: b.claims.issue_grant_and_claim(
+        h.execution_id, lease_duration_ms=TTL
+    ),
+    "create waitpoint": lambda b, h: b.waitpoints.create_waitpoint(h, "k", 1000),
+    "resume": lambda b, h: b.suspensions.resume_execution(h.execution_id),
 }
 USING_THE_LEASE = (
     "complete",
@@ -119,8 +123,8 @@ async def test_a_batch_names_the_field_too(engine: Engine) -> None:
     await write(engine, handle.execution_id, lease_expires_at="soon")
     wanted = f"{handle.execution_id}: lease_expires_at: 'soon' is not a number"
     for outcome in (
-        await engine.backend.complete_many([Completion(handle)]),
-        await engine.backend.renew_many([handle]),
+        await engine.backend.executions.complete_many([Completion(handle)]),
+        await engine.backend.leases.renew_many([handle]),
     ):
         assert [error.detail for error in outcome if isinstance(error, CorruptionError)] == [wanted]
 
@@ -129,7 +133,9 @@ async def test_what_is_no_record_at_all(engine: Engine) -> None:
     handle = await engine.running()
     core = keys.core(handle.execution_id.tag, handle.execution_id)
     await engine.backend.transport.call("SET", core, "text")
-    error = await unchanged(engine, lambda: engine.backend.cancel_execution(handle.execution_id))
+    error = await unchanged(
+        engine, lambda: engine.backend.executions.cancel_execution(handle.execution_id)
+    )
     assert isinstance(error, CorruptionError)
     assert error.detail == f"{handle.execution_id}: record: is not a hash"
 
@@ -138,7 +144,7 @@ async def test_other_stored_data(engine: Engine) -> None:
     handle = await engine.running()
     eid = handle.execution_id
     await engine.backend.transport.call("SET", keys.unresolved(eid.tag, eid), "text")
-    error = await unchanged(engine, lambda: engine.backend.wait_children(handle))
+    error = await unchanged(engine, lambda: engine.backend.executions.wait_children(handle))
     assert isinstance(error, CorruptionError)
     assert error.detail.startswith(f"{eid}: stored keys: WRONGTYPE")
 
@@ -170,9 +176,9 @@ async def test_a_remembered_claim_of_what_has_become_unreadable(engine: Engine) 
     other = await engine.create()
     want, request = engine.want(), "11111111-2222-4333-8444-555555555555"
     tag = other.tag
-    first = await engine.backend.claim_many(want, tag, 2, request_id=request)
+    first = await engine.backend.claims.claim_many(want, tag, 2, request_id=request)
     await write(engine, first.claims[0].execution_id, state="qqqqqq")
-    repeated = await engine.backend.claim_many(want, tag, 2, request_id=request)
+    repeated = await engine.backend.claims.claim_many(want, tag, 2, request_id=request)
     assert repeated.claims == first.claims[1:]
 
 
@@ -181,7 +187,9 @@ async def test_the_letters_of_both_languages(engine: Engine) -> None:
     base = "ruewnf"
 
     async def is_code(code: str) -> bool:
-        reply = await engine.backend.fcall("ff_test_state", "{fp:0}", ("is_code", code), op="test")
+        reply = await engine.backend.calls.fcall(
+            "ff_test_state", "{fp:0}", ("is_code", code), op="test"
+        )
         return len(reply) > 2 and reply[2] == 1
 
     for place, letters in enumerate(CODE_LETTERS.values()):

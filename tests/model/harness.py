@@ -11,8 +11,8 @@ from flowfabric.core.contracts.leases import AlreadySatisfied, Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.model.parts import Lease, Policy
 
@@ -24,8 +24,8 @@ class Harness:
 
     def __init__(self, url: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.backend: Backend = self.run(
-            Backend.connect(parse_url(url), prepare_with=PartitionCounts(), limits=Limits())
+        self.backend: ValkeyBackend = self.run(
+            ValkeyBackend.connect(parse_url(url), prepare_with=PartitionCounts(), limits=Limits())
         )
 
     def run(self, work: Awaitable[Any]) -> Any:
@@ -42,14 +42,14 @@ class Harness:
             return error.code
 
     def freeze(self, now: int) -> None:
-        self.run(self.backend.fcall("ff_test_freeze", "{fp:0}", (now,), op="test"))
+        self.run(self.backend.calls.fcall("ff_test_freeze", "{fp:0}", (now,), op="test"))
 
     def reset(self) -> None:
         self.run(self.backend.transport.call("FLUSHALL"))
         self.freeze(T0)
 
     def close(self) -> None:
-        self.run(self.backend.fcall("ff_test_clock", "{fp:0}", (0,), op="test"))
+        self.run(self.backend.calls.fcall("ff_test_clock", "{fp:0}", (0,), op="test"))
         self.run(self.backend.aclose())
         self.loop.close()
 

@@ -17,8 +17,8 @@ from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Gra
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.executions import Completion
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
 from tests.model.harness import T0, Harness, lease_of, stored, word
 from tests.model.model import Model
 from tests.model.observe import Observer
@@ -80,8 +80,10 @@ def delayed(held: Execution) -> bool:
     return held.delay_until is not None
 
 
-def wanted(worker: int, capable: int) -> Want:
-    return Want.of("default", f"w{worker}", f"w{worker}-1", capabilities="gpu" if capable else "")
+def wanted(worker: int, capable: int) -> ClaimRequest:
+    return ClaimRequest.of(
+        "default", f"w{worker}", f"w{worker}-1", capabilities="gpu" if capable else ""
+    )
 
 
 class Lives(RuleBasedStateMachine):
@@ -158,7 +160,7 @@ class Lives(RuleBasedStateMachine):
             delay_until=until,
             policy=STORED[policy],
         )
-        outcome = self.answer(self.backend.create_execution(new))
+        outcome = self.answer(self.backend.executions.create_execution(new))
         expected = self.model.create(execution_id, policy, priority, until)
         if isinstance(outcome, Created):
             self.known.append(execution_id)
@@ -169,7 +171,9 @@ class Lives(RuleBasedStateMachine):
     @rule(count=st.sampled_from([1, 2, 9, 9]), worker=workers, capable=st.sampled_from([1, 1, 0]))
     def claim(self, count: int, worker: int, capable: int) -> None:
         want = wanted(worker, capable)
-        self.took_all(self.answer(self.backend.claim_many(want, self.tag, count)), want, count)
+        self.took_all(
+            self.answer(self.backend.claims.claim_many(want, self.tag, count)), want, count
+        )
 
     @precondition(lambda self: self.handles)
     @rule(
@@ -183,7 +187,7 @@ class Lives(RuleBasedStateMachine):
         handles = [self.handle(number) for number in numbers]
         items = [Completion(handle, b"f") for handle in handles]
         outcomes, claimed = self.answer(
-            self.backend.complete_and_claim(self.tag, items, want, count)
+            self.backend.claims.complete_and_claim(self.tag, items, want, count)
         )
         self.agree(
             [error.code if error else "completed" for error in outcomes],
@@ -191,7 +195,7 @@ class Lives(RuleBasedStateMachine):
         )
         self.took_all(claimed, want, count)
 
-    def took_all(self, claimed: ClaimedMany, want: Want, count: int) -> None:
+    def took_all(self, claimed: ClaimedMany, want: ClaimRequest, count: int) -> None:
         """Compare what a claim took and what it left."""
         capable = want.capabilities == "gpu"
         expected = self.model.claim_many(count, want.worker_instance_id, TTL, capable=capable)
@@ -220,7 +224,7 @@ class Lives(RuleBasedStateMachine):
     def grant(self, number: int, capable: bool) -> None:
         execution_id = self.one(number, eligible)
         outcome = self.answer(
-            self.backend.issue_claim_grant(
+            self.backend.claims.issue_claim_grant(
                 execution_id,
                 worker_id="w1",
                 worker_instance_id="w1-1",
@@ -240,7 +244,11 @@ class Lives(RuleBasedStateMachine):
         held = list(self.grants.values())[-1 - number % len(self.grants)]
         now = self.model.executions.get(held.execution_id)
         resumed = now is not None and now.code == PAUSED
-        claim = self.backend.claim_resumed_execution if resumed else self.backend.claim_execution
+        claim = (
+            self.backend.claims.claim_resumed_execution
+            if resumed
+            else self.backend.claims.claim_execution
+        )
         outcome = self.answer(
             claim(held, worker_id="w1", worker_instance_id="w1-1", lease_ttl_ms=TTL)
         )
@@ -256,13 +264,13 @@ class Lives(RuleBasedStateMachine):
         execution_id = self.one(number, lost)
         who: dict[str, Any] = {"worker_id": f"w{worker}", "worker_instance_id": f"w{worker}-1"}
         outcome = self.answer(
-            self.backend.issue_reclaim_grant(
+            self.backend.claims.issue_reclaim_grant(
                 execution_id, **who, worker_capabilities=["gpu"] if capable else []
             )
         )
         if isinstance(outcome, Granted):
             outcome = self.answer(
-                self.backend.reclaim_execution(outcome.grant, **who, lease_ttl_ms=TTL)
+                self.backend.claims.reclaim_execution(outcome.grant, **who, lease_ttl_ms=TTL)
             )
         expected = self.model.reclaim(execution_id, f"w{worker}-1", TTL, capable=bool(capable))
         if isinstance(outcome, Claim):
@@ -283,7 +291,7 @@ class Lives(RuleBasedStateMachine):
     def complete(self, number: int, result: bytes | None) -> None:
         self.verb(
             number,
-            lambda handle: self.backend.complete(handle, result),
+            lambda handle: self.backend.executions.complete(handle, result),
             lambda lease: self.model.complete(lease, result),
         )
 
@@ -292,7 +300,7 @@ class Lives(RuleBasedStateMachine):
     def complete_many(self, numbers: list[int]) -> None:
         handles = [self.handle(number) for number in numbers]
         outcomes = self.answer(
-            self.backend.complete_many([Completion(handle, b"m") for handle in handles])
+            self.backend.executions.complete_many([Completion(handle, b"m") for handle in handles])
         )
         expected = [self.model.complete(lease_of(handle), b"m") for handle in handles]
         actual = [item.code if isinstance(item, EngineError) else item.kind for item in outcomes]
@@ -303,14 +311,14 @@ class Lives(RuleBasedStateMachine):
     def fail(self, number: int, category: str) -> None:
         self.verb(
             number,
-            lambda handle: self.backend.fail(handle, "boom", category),
+            lambda handle: self.backend.executions.fail(handle, "boom", category),
             lambda lease: self.model.fail(lease, category),
         )
 
     @precondition(lambda self: self.handles)
     @rule(number=anything)
     def cancel_by_worker(self, number: int) -> None:
-        self.verb(number, self.backend.cancel, self.model.cancel_by_worker)
+        self.verb(number, self.backend.executions.cancel, self.model.cancel_by_worker)
 
     @precondition(lambda self: self.handles)
     @rule(number=anything, wait=st.sampled_from([-1, 0, 1, 5000]))
@@ -318,26 +326,26 @@ class Lives(RuleBasedStateMachine):
         until = self.model.now + wait
         self.verb(
             number,
-            lambda handle: self.backend.delay(handle, until),
+            lambda handle: self.backend.executions.delay(handle, until),
             lambda lease: self.model.delay(lease, until),
         )
 
     @precondition(lambda self: self.handles)
     @rule(number=anything)
     def wait_children(self, number: int) -> None:
-        self.verb(number, self.backend.wait_children, self.model.wait_children)
+        self.verb(number, self.backend.executions.wait_children, self.model.wait_children)
 
     @precondition(lambda self: self.handles)
     @rule(number=anything)
     def renew(self, number: int) -> None:
-        self.verb(number, self.backend.renew, self.model.renew)
+        self.verb(number, self.backend.leases.renew, self.model.renew)
 
     @precondition(lambda self: self.handles)
     @rule(number=anything, pct=st.integers(0, 100))
     def progress(self, number: int, pct: int) -> None:
         self.verb(
             number,
-            lambda handle: self.backend.progress(handle, pct),
+            lambda handle: self.backend.executions.progress(handle, pct),
             lambda lease: self.model.progress(lease, pct),
         )
 
@@ -347,28 +355,28 @@ class Lives(RuleBasedStateMachine):
     @rule(number=anything)
     def cancel(self, number: int) -> None:
         execution_id = self.one(number, unended)
-        outcome = word(self.answer(self.backend.cancel_execution(execution_id)))
+        outcome = word(self.answer(self.backend.executions.cancel_execution(execution_id)))
         self.agree(outcome, self.model.cancel(execution_id))
 
     @precondition(lambda self: self.some(leased))
     @rule(number=anything)
     def revoke(self, number: int) -> None:
         execution_id = self.one(number, leased)
-        outcome = word(self.answer(self.backend.revoke_lease(execution_id)))
+        outcome = word(self.answer(self.backend.leases.revoke_lease(execution_id)))
         self.agree(outcome, self.model.revoke(execution_id))
 
     @precondition(lambda self: self.some(ended))
     @rule(number=anything)
     def replay(self, number: int) -> None:
         execution_id = self.one(number, ended)
-        outcome = word(self.answer(self.backend.replay_execution(execution_id)))
+        outcome = word(self.answer(self.backend.executions.replay_execution(execution_id)))
         self.agree(outcome, self.model.replay(execution_id))
 
     @precondition(lambda self: self.some(runnable))
     @rule(number=anything, priority=st.sampled_from([0, 5]))
     def change_priority(self, number: int, priority: int) -> None:
         execution_id = self.one(number, runnable)
-        outcome = word(self.answer(self.backend.change_priority(execution_id, priority)))
+        outcome = word(self.answer(self.backend.executions.change_priority(execution_id, priority)))
         self.agree(outcome, self.model.change_priority(execution_id, priority))
 
     @rule(state=st.sampled_from(["active"] * 5 + ["paused", "draining", "disabled"]))
@@ -376,13 +384,13 @@ class Lives(RuleBasedStateMachine):
         # Closed lanes make dull lives: the next call opens it again.
         state = state if self.model.lane_state == "active" else "active"
         self.agree(
-            self.answer(self.backend.set_lane_state("default", state)), self.model.lane_state
+            self.answer(self.backend.lanes.set_lane_state("default", state)), self.model.lane_state
         )
         self.model.lane_state = state
 
     @rule(grace=st.sampled_from([0, 0, 1000, 50_000]))
     def set_reclaim_grace(self, grace: int) -> None:
-        self.answer(self.backend.set_lane_config("default", reclaim_grace_ms=grace))
+        self.answer(self.backend.lanes.set_lane_config("default", reclaim_grace_ms=grace))
         self.model.reclaim_grace = grace
 
     # --- scanners and time ------------------------------------------------------------------
@@ -399,7 +407,7 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def lease_scan(self) -> None:
         self.each(
-            lambda ids: self.backend.mark_lease_expired_if_due(self.tag, ids),
+            lambda ids: self.backend.upkeep.mark_lease_expired_if_due(self.tag, ids),
             self.model.mark_expired,
         )
 
@@ -407,14 +415,15 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def delay_scan(self) -> None:
         self.each(
-            lambda ids: self.backend.promote_delayed(self.tag, "default", ids), self.model.promote
+            lambda ids: self.backend.upkeep.promote_delayed(self.tag, "default", ids),
+            self.model.promote,
         )
 
     @precondition(lambda self: self.some(timed))
     @rule(reason=st.sampled_from(list(ExpireReason)))
     def timer_scan(self, reason: ExpireReason) -> None:
         self.each(
-            lambda ids: self.backend.expire_execution(self.tag, reason, ids),
+            lambda ids: self.backend.upkeep.expire_execution(self.tag, reason, ids),
             lambda item: self.model.expire(item, reason.value),
         )
 
@@ -422,7 +431,8 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def retention_scan(self) -> None:
         self.each(
-            lambda ids: self.backend.trim_retention(self.tag, "default", ids), self.model.trim
+            lambda ids: self.backend.upkeep.trim_retention(self.tag, "default", ids),
+            self.model.trim,
         )
 
     @rule(ms=st.sampled_from([1, 10, 1000, 5000]))

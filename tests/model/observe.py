@@ -10,7 +10,7 @@ from flowfabric.core.contracts.events import decode_entry
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo, ExecutionSnapshot
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import violations
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.model.model import Model
 from tests.model.parts import LEASED, Execution
 
@@ -30,7 +30,7 @@ class Picture(NamedTuple):
 class Observer:
     """Follows one partition. `epochs` remembers every lease ever seen, to prove they only rise."""
 
-    def __init__(self, backend: Backend, tag: str) -> None:
+    def __init__(self, backend: ValkeyBackend, tag: str) -> None:
         self.backend = backend
         self.tag = tag
         self._events_from = "-"
@@ -54,10 +54,10 @@ class Observer:
         backend = self.backend
         return Picture(
             *await asyncio.gather(
-                backend.read_execution_info(execution_id),
-                backend.describe_execution(execution_id),
-                backend.read_attempts(execution_id),
-                backend.get_execution_result(execution_id),
+                backend.reads.read_execution_info(execution_id),
+                backend.reads.describe_execution(execution_id),
+                backend.reads.read_attempts(execution_id),
+                backend.reads.get_execution_result(execution_id),
             )
         )
 

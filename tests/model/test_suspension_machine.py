@@ -43,7 +43,7 @@ from flowfabric.core.contracts.suspension import (
     UsePending,
 )
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.model.harness import T0, Harness
 from tests.model.suspension_model import TTL, Pause, Run, Waitpoint
 from tests.support.server import TestServer
@@ -129,12 +129,12 @@ class Pauses(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.harness.reset()
-        self.backend: Backend = self.harness.backend
-        self.backend.known_places.clear()
-        self.backend.known_namespaces.clear()
-        self.harness.run(self.backend.prepare())
+        self.backend: ValkeyBackend = self.harness.backend
+        self.backend.places.known_places.clear()
+        self.backend.places.known_namespaces.clear()
+        self.harness.run(self.backend.meta.prepare())
         self.harness.freeze(T0)
-        self.harness.run(self.backend.seed_at_boot(SECRET))
+        self.harness.run(self.backend.secrets.seed_at_boot(SECRET))
         self.now = T0
         self.runs: dict[ExecutionId, Run] = {}
         self.handles: dict[ExecutionId, Handle] = {}
@@ -169,7 +169,7 @@ class Pauses(RuleBasedStateMachine):
     def create(self) -> None:
         execution_id = ExecutionId.solo(LANE, self.backend.counts)
         new = NewExecution(execution_id=execution_id, execution_kind="job", lane_id=LANE)
-        self.harness.run(self.backend.create_execution(new))
+        self.harness.run(self.backend.executions.create_execution(new))
         self.runs[execution_id] = Run()
         self.take(execution_id, self.runs[execution_id])
 
@@ -180,10 +180,10 @@ class Pauses(RuleBasedStateMachine):
         expected = run.claim()
 
         async def take() -> Any:
-            grant = await self.backend.issue_claim_grant(execution_id, **WORKER)
-            mode = self.backend.claim_resumed_execution
+            grant = await self.backend.claims.issue_claim_grant(execution_id, **WORKER)
+            mode = self.backend.claims.claim_resumed_execution
             if expected == "fresh":
-                return await self.backend.claim_execution(grant, **WORKER, lease_ttl_ms=TTL)
+                return await self.backend.claims.claim_execution(grant, **WORKER, lease_ttl_ms=TTL)
             return await mode(grant, **WORKER, lease_ttl_ms=TTL)
 
         claim = self.ask(take())
@@ -200,7 +200,7 @@ class Pauses(RuleBasedStateMachine):
     def complete(self, number: int) -> None:
         execution_id, run = self.held(number)
         active = run.state == "active"
-        answer = self.ask(self.backend.complete(self.handles[execution_id]))
+        answer = self.ask(self.backend.executions.complete(self.handles[execution_id]))
         if active:
             run.complete()
         elif run.state != "completed":
@@ -209,7 +209,7 @@ class Pauses(RuleBasedStateMachine):
     def give_back(self, number: int) -> None:
         execution_id, run = self.held(number)
         if run.state == "active":
-            self.harness.run(self.backend.delay(self.handles[execution_id], 1))
+            self.harness.run(self.backend.executions.delay(self.handles[execution_id], 1))
             run.give_back()
 
     def held(self, number: int) -> tuple[ExecutionId, Run]:
@@ -221,7 +221,7 @@ class Pauses(RuleBasedStateMachine):
     def cancel(self, number: int) -> None:
         execution_id, run = self.pick(number)
         expected = run.cancel()
-        answer = self.ask(self.backend.cancel_execution(execution_id))
+        answer = self.ask(self.backend.executions.cancel_execution(execution_id))
         if expected == "refused":
             assert answer == "execution_not_active"
         else:
@@ -260,7 +260,9 @@ class Pauses(RuleBasedStateMachine):
         keys_of = referenced_waitpoint_keys(tree) or ["alone"]
         bindings = [FreshWaitpoint(new_uuid(), key) for key in keys_of]
         answer = self.ask(
-            self.backend.suspend(self.handles[execution_id], waitpoints=bindings, **options)
+            self.backend.suspensions.suspend(
+                self.handles[execution_id], waitpoints=bindings, **options
+            )
         )
         if run.state != "active":
             assert answer == "execution_not_active"
@@ -280,7 +282,9 @@ class Pauses(RuleBasedStateMachine):
 
     def create_waitpoint(self, number: int, key: str, lifetime: int) -> None:
         execution_id, run = self.held(number)
-        answer = self.ask(self.backend.create_waitpoint(self.handles[execution_id], key, lifetime))
+        answer = self.ask(
+            self.backend.waitpoints.create_waitpoint(self.handles[execution_id], key, lifetime)
+        )
         if run.state != "active":
             assert answer == "execution_not_active"
             return
@@ -299,7 +303,7 @@ class Pauses(RuleBasedStateMachine):
         options = self.options(tree, timeout, behavior, 0)
         expected = run.use(self.pause(options, 0, [waitpoint]), self.now)
         answer = self.ask(
-            self.backend.suspend(
+            self.backend.suspensions.suspend(
                 self.handles[execution_id],
                 waitpoints=[UsePending(waitpoint.waitpoint_id)],
                 **options,
@@ -333,7 +337,7 @@ class Pauses(RuleBasedStateMachine):
         seen = Seen(identity, waitpoint.key, name, "t", who)
         expected = run.signal(waitpoint, seen, key, self.now)
         answer = self.ask(
-            self.backend.deliver_signal(
+            self.backend.signals.deliver_signal(
                 execution_id,
                 waitpoint.waitpoint_id,
                 waitpoint.token,
@@ -353,13 +357,15 @@ class Pauses(RuleBasedStateMachine):
     def resume(self, number: int) -> None:
         execution_id, run = self.pick(number)
         expected = run.resume()
-        answer = self.ask(self.backend.resume_execution(execution_id))
+        answer = self.ask(self.backend.suspensions.resume_execution(execution_id))
         assert (answer if isinstance(answer, str) else answer.public_state) == expected
 
     def close_waitpoint(self, number: int) -> None:
         execution_id, run, waitpoint = self.some_waitpoint(number)
         expected = run.close_waitpoint(waitpoint)
-        answer = self.ask(self.backend.close_waitpoint(execution_id, waitpoint.waitpoint_id))
+        answer = self.ask(
+            self.backend.waitpoints.close_waitpoint(execution_id, waitpoint.waitpoint_id)
+        )
         assert str(answer) == expected
 
     # --- time -----------------------------------------------------------------------------
@@ -371,16 +377,16 @@ class Pauses(RuleBasedStateMachine):
     def scan(self) -> None:
         ids = list(self.runs)
         expected = [self.runs[one].expire(self.now) for one in ids]
-        assert self.ask(self.backend.expire_suspension(ids[0].tag, ids)) == expected
+        assert self.ask(self.backend.suspensions.expire_suspension(ids[0].tag, ids)) == expected
         for execution_id in ids:
-            self.ask(self.backend.promote_delayed(execution_id.tag, LANE, [execution_id]))
+            self.ask(self.backend.upkeep.promote_delayed(execution_id.tag, LANE, [execution_id]))
             self.runs[execution_id].promote(self.now)
 
     def expire_waitpoint(self, number: int) -> None:
         execution_id, run, waitpoint = self.some_waitpoint(number)
         expected = run.expire_waitpoint(waitpoint, self.now)
         answer = self.ask(
-            self.backend.expire_waitpoints(execution_id.tag, [waitpoint.waitpoint_id])
+            self.backend.suspensions.expire_waitpoints(execution_id.tag, [waitpoint.waitpoint_id])
         )
         assert answer == [expected]
 
@@ -393,16 +399,16 @@ class Pauses(RuleBasedStateMachine):
 
     async def compare(self, execution_id: ExecutionId, run: Run) -> None:
         backend = self.backend
-        info = await backend.read_execution_info(execution_id)
+        info = await backend.reads.read_execution_info(execution_id)
         assert info.public_state == run.state
         assert info.delay_until == run.delay_until
-        described = await backend.describe_execution(execution_id)
+        described = await backend.reads.describe_execution(execution_id)
         assert described is not None
         pause = run.pause
         primary = pause.waitpoints[0].waitpoint_id if pause and run.state == "suspended" else None
         assert described.current_waitpoint == primary
         await self.compare_indexes(execution_id, run)
-        listed = await backend.list_pending_waitpoints(execution_id)
+        listed = await backend.waitpoints.list_pending_waitpoints(execution_id)
         wanted = {w.waitpoint_id: w.state for w in run.waitpoints.values() if w.state != "closed"}
         assert {entry.waitpoint_id: entry.state for entry in listed.entries} == wanted
         for waitpoint in run.waitpoints.values():
@@ -412,7 +418,7 @@ class Pauses(RuleBasedStateMachine):
         )
         assert count == run.recorded
         if run.state == "active":
-            observed = await backend.observe_signals(self.handles[execution_id])
+            observed = await backend.waitpoints.observe_signals(self.handles[execution_id])
             assert [signal.signal_id for signal in observed] == run.observed()
 
     async def compare_indexes(self, execution_id: ExecutionId, run: Run) -> None:
@@ -429,7 +435,7 @@ class Pauses(RuleBasedStateMachine):
             assert suspended == (timeout or 9_999_999_999_999)
         else:
             assert suspended is None
-        verdict = await self.backend.reconcile_execution_index(
+        verdict = await self.backend.upkeep.reconcile_execution_index(
             execution_id.tag, [execution_id], "check"
         )
         assert verdict == ["consistent"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flowfabric import __version__
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.project.checkout import ROOT, settings
 from tests.support.leaks import find_leaks
 
@@ -87,7 +87,7 @@ def test_every_dependency_has_a_reason() -> None:
     assert silent == []
 
 
-async def test_the_leak_check_finds_leaks(backend: Backend) -> None:
+async def test_the_leak_check_finds_leaks(backend: ValkeyBackend) -> None:
     """The fixture that ends each engine test with a look at the whole keyspace can fail."""
     assert await find_leaks(backend) == []
     orphan = "ff:exec:{fp:0}:{fp:0}:00000000-0000-4000-8000-000000000000:payload"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
 from flowfabric.valkey.address import parse_url
 
 
 async def main(url: str) -> None:
-    backend = await Backend.connect(parse_url(url))
+    backend = await ValkeyBackend.connect(parse_url(url))
     supervisor = ScannerSupervisor(backend, ScannerSettings())
     supervisor.start()
     await supervisor.leadership.scanning.wait()

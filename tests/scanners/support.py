@@ -10,7 +10,7 @@ from typing import Any
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
 from tests.support.engine import LANE, Engine
 
@@ -42,7 +42,7 @@ def idle(
 
 @asynccontextmanager
 async def running(
-    backend: Backend, settings: ScannerSettings = QUICK
+    backend: ValkeyBackend, settings: ScannerSettings = QUICK
 ) -> AsyncGenerator[ScannerSupervisor]:
     """A started supervisor."""
     supervisor = ScannerSupervisor(backend, settings)
@@ -83,7 +83,7 @@ async def create_delayed(engine: Engine, count: int, *, in_ms: int = 1000) -> li
         NewExecution(execution_id=engine.new_id(), execution_kind="job", delay_until=due)
         for _ in range(count)
     ]
-    await engine.backend.create_many(new)
+    await engine.backend.executions.create_many(new)
     return sorted(item.execution_id for item in new)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.transport import Client
@@ -34,7 +34,7 @@ async def clustered() -> AsyncIterator[Engine]:
 
         await until(serves)
         await client.aclose()
-        backend = await Backend.connect(
+        backend = await ValkeyBackend.connect(
             parse_url(f"valkey+cluster://127.0.0.1:{server.port}"),
             prepare_with=PartitionCounts(),
             limits=Limits(),
@@ -73,7 +73,7 @@ async def test_a_running_supervisor_takes_the_cheap_look(clustered: Engine) -> N
         one = await engine.create(lane="second", delay_until=await engine.now() + 100)
 
         async def promoted() -> bool:
-            return await engine.backend.read_execution_state(one) is PublicState.WAITING
+            return await engine.backend.reads.read_execution_state(one) is PublicState.WAITING
 
         await until(promoted)
         assert sum(status.errors for status in supervisor.status().values()) == 0

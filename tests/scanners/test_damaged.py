@@ -130,7 +130,7 @@ async def test_an_index_that_becomes_unreadable_while_something_is_armed(engine:
     await engine.advance(1001)
     for expected in (ScanResult(processed=1, errors=1), ScanResult(errors=1)):
         assert await promoter.cycle() == expected
-    assert await engine.backend.read_execution_state(good) is PublicState.WAITING
+    assert await engine.backend.reads.read_execution_state(good) is PublicState.WAITING
 
 
 @pytest.mark.parametrize(("score", "due"), [("+inf", 0), ("-inf", 1), ("1e300", 0), ("0.5", 1)])
@@ -139,7 +139,7 @@ async def test_scores_that_are_no_time(engine: Engine, score: str, due: int) -> 
     ghost = engine.new_id()
     key = keys.index(ghost.tag, "lease_expiry")
     await engine.backend.transport.call("ZADD", key, score, ghost)
-    scan = await engine.backend.scan_due({ghost.tag: ["lease_expiry"]}, 10)
+    scan = await engine.backend.upkeep.scan_due({ghost.tag: ["lease_expiry"]}, 10)
     assert (len(scan.pages), list(scan.armed.values())) == (due, [2**53 - 1][due:])
     runner = idle(engine)._runners["lease_expiry"]
     for _ in range(3):
@@ -175,22 +175,24 @@ async def test_an_index_that_runs_ahead_ends_nothing_early(engine: Engine, scann
     await engine.advance(int(right) - await engine.now())
     assert (await supervisor.scan_once(scanner)).processed == 1
     if after is None:
-        assert await engine.backend.describe_execution(execution_id) is None
+        assert await engine.backend.reads.describe_execution(execution_id) is None
     else:
-        assert await engine.backend.read_execution_state(execution_id) == after
+        assert await engine.backend.reads.read_execution_state(execution_id) == after
 
 
 async def test_the_retention_of_another_lane(engine: Engine) -> None:
     """A stray entry must not have the execution deleted under the wrong name."""
     ended = await engine.create(lane="other", execution_id=engine.new_id())
     await engine.create()
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     await engine.advance(86_400_001)
     stray = keys.lane(ended.tag, "default", "terminal")
     await engine.backend.transport.call("ZADD", stray, 1, ended)
-    assert await engine.backend.trim_retention(ended.tag, "default", [ended]) == ["not_terminal"]
+    assert await engine.backend.upkeep.trim_retention(ended.tag, "default", [ended]) == [
+        "not_terminal"
+    ]
     assert await stored(engine, stray) == []
-    assert await engine.backend.trim_retention(ended.tag, "other", [ended]) == ["purged"]
+    assert await engine.backend.upkeep.trim_retention(ended.tag, "other", [ended]) == ["purged"]
 
 
 @pytest.mark.corrupts
@@ -230,9 +232,9 @@ async def test_registries_with_malformed_names(
     for scanner in INTERVALS_S:
         for _ in range(2):
             assert (await supervisor.scan_once(scanner)).errors == 0
-    assert await engine.backend.read_execution_state(delayed) is PublicState.WAITING
-    assert await engine.backend.used_partitions() == [delayed.tag]
-    assert await engine.backend.lanes_in_use() == ["default"]
+    assert await engine.backend.reads.read_execution_state(delayed) is PublicState.WAITING
+    assert await engine.backend.places.used_partitions() == [delayed.tag]
+    assert await engine.backend.places.lanes_in_use() == ["default"]
     said = told(caplog, "registry_malformed")
     assert len(said) == len(NO_LANES) + len(NO_PARTITIONS), "each once"
     assert all(record["message"].isprintable() for record in said)
@@ -247,13 +249,13 @@ async def test_a_registry_that_is_none(
     (delayed,) = await create_delayed(engine, 1)
     supervisor = idle(engine)
     await supervisor.scan_once("lease_expiry")
-    engine.backend.known_places.clear()
+    engine.backend.places.known_places.clear()
     await garble(engine, registry)
     await engine.advance(1001)
     results = [await supervisor.scan_once("delayed_promoter") for _ in range(3)]
     # Nobody could join a deployment with such a registry, the next test included.
     await engine.backend.transport.call("DEL", registry)
     assert results == [ScanResult(processed=1), ScanResult(), ScanResult()]
-    assert await engine.backend.read_execution_state(delayed) is PublicState.WAITING
+    assert await engine.backend.reads.read_execution_state(delayed) is PublicState.WAITING
     (record,) = told(caplog, "registry_unreadable")
     assert (record["registry"], record["levelno"]) == (registry, logging.WARNING)

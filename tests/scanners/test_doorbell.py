@@ -18,7 +18,9 @@ async def test_for_work_with_requirements_and_for_reclaims(engine: Engine) -> No
     )
     lost = await engine.running()
     await engine.advance(TTL)
-    await engine.backend.mark_lease_expired_if_due(lost.execution_id.tag, [lost.execution_id])
+    await engine.backend.upkeep.mark_lease_expired_if_due(
+        lost.execution_id.tag, [lost.execution_id]
+    )
     for lane in ("gpu", "default"):
         await engine.backend.transport.call("DEL", keys.wake(lane))
     await idle(engine).scan_once("doorbell")
@@ -35,12 +37,12 @@ async def test_silent_without_claimable_work(engine: Engine) -> None:
 
 async def test_silent_for_a_paused_lane(engine: Engine) -> None:
     await engine.create()
-    await engine.backend.set_lane_state("default", "paused")
+    await engine.backend.lanes.set_lane_state("default", "paused")
     await engine.backend.transport.call("DEL", keys.wake("default"))
     supervisor = idle(engine)
     await supervisor.scan_once("doorbell")
     assert await rings(engine) == []
-    await engine.backend.set_lane_state("default", "active")
+    await engine.backend.lanes.set_lane_state("default", "active")
     await engine.backend.transport.call("DEL", keys.wake("default"))
     await supervisor.scan_once("doorbell")
     assert len(await rings(engine)) == 1

@@ -42,7 +42,7 @@ async def test_a_poison_item_never_stops_a_sweep(engine: Engine) -> None:
     supervisor = idle(engine)
     assert await supervisor.scan_once("delayed_promoter") == ScanResult(processed=67, errors=3)
     for healthy in (ids[1], ids[29], ids[31], ids[68]):
-        assert await engine.backend.read_execution_state(healthy) is PublicState.WAITING
+        assert await engine.backend.reads.read_execution_state(healthy) is PublicState.WAITING
     eligible = await members(engine, ids[0].tag, "lane:default:eligible")
     assert len(eligible) == 67, "no neighbour was lost half way"
 

@@ -20,8 +20,8 @@ async def test_only_the_namespace(engine: Engine) -> None:
     await engine.advance(60_010)
     found = await idle(engine, accept=ACME).scan_once("delayed_promoter")
     assert found == ScanResult(processed=1)
-    assert await engine.backend.read_execution_state(ours) is PublicState.WAITING
-    assert await engine.backend.read_execution_state(theirs) is PublicState.DELAYED
+    assert await engine.backend.reads.read_execution_state(ours) is PublicState.WAITING
+    assert await engine.backend.reads.read_execution_state(theirs) is PublicState.DELAYED
 
 
 async def test_the_default_namespace_is_one_too(engine: Engine) -> None:
@@ -67,17 +67,17 @@ async def test_foreign_work_at_the_head_never_hides_ours(engine: Engine) -> None
     await engine.advance(2001)
     found = await idle(engine, accept=ACME).scan_once("delayed_promoter")
     assert found == ScanResult(processed=1)
-    assert await engine.backend.read_execution_state(ours) is PublicState.WAITING
-    assert await engine.backend.read_execution_state(theirs[0]) is PublicState.DELAYED
+    assert await engine.backend.reads.read_execution_state(ours) is PublicState.WAITING
+    assert await engine.backend.reads.read_execution_state(theirs[0]) is PublicState.DELAYED
 
 
 async def test_index_repair_and_retention_apply_it(engine: Engine) -> None:
     theirs = await engine.create()
-    await engine.backend.cancel_execution(theirs)
+    await engine.backend.executions.cancel_execution(theirs)
     drifted = await engine.create()
     await engine.backend.transport.call("DEL", keys.eligible(drifted.tag, "default"))
     await engine.advance(86_400_001)
     supervisor = idle(engine, accept=ACME)
     for name in ("index_reconciler", "index_reconciler", "retention_trimmer"):
         assert await supervisor.scan_once(name) == ScanResult()
-    await engine.backend.reconcile_execution_index(drifted.tag, [drifted])
+    await engine.backend.upkeep.reconcile_execution_index(drifted.tag, [drifted])

@@ -21,7 +21,7 @@ async def hints(engine: Engine) -> AsyncIterator[DueHints]:
 
 
 async def _waiting(engine: Engine, execution_id: ExecutionId) -> bool:
-    return await engine.backend.read_execution_state(execution_id) is PublicState.WAITING
+    return await engine.backend.reads.read_execution_state(execution_id) is PublicState.WAITING
 
 
 async def test_promoted_at_its_time_without_any_scanner(engine: Engine, hints: DueHints) -> None:

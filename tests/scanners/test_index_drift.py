@@ -41,7 +41,7 @@ async def mended(
     engine: Engine, execution_id: ExecutionId, right: dict[str, float | None], what: str
 ) -> None:
     """The drift is reported, a check changes nothing, and the repair brings back what was."""
-    reconcile, tag = engine.backend.reconcile_execution_index, execution_id.tag
+    reconcile, tag = engine.backend.upkeep.reconcile_execution_index, execution_id.tag
     damaged = await everywhere(engine, execution_id)
     (seen,) = await reconcile(tag, [execution_id], "check")
     assert seen.startswith("drifted:"), what
@@ -108,7 +108,7 @@ async def test_without_its_record_nothing_is_left(engine: Engine, state: str) ->
     execution_id, tag = case.execution_id, case.execution_id.tag
     left: Any = await engine.backend.transport.call("KEYS", f"*{execution_id}*")
     await engine.backend.transport.call("DEL", *left)
-    reconcile = engine.backend.reconcile_execution_index
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     assert await reconcile(tag, [execution_id], "check") == ["orphan"]
     assert await reconcile(tag, [execution_id], "repair") == ["orphan_removed"]
     assert await everywhere(engine, execution_id) == {}
@@ -122,7 +122,7 @@ async def test_a_signature_that_its_lane_forgot(engine: Engine) -> None:
     await engine.backend.transport.call("DEL", sigs)
     assert await engine.claim_all(capabilities=["gpu"]) == []
     await engine.backend.transport.call("DEL", keys.wake("default"))
-    reconcile = engine.backend.reconcile_execution_index
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     verdicts = await reconcile(execution_id.tag, [execution_id], "check")
     assert verdicts == ["drifted:eligible none>sigs"]
     await reconcile(execution_id.tag, [execution_id], "repair")
@@ -136,7 +136,7 @@ async def test_where_requirements_keep_executions_apart(engine: Engine, lost: bo
     execution_id = await engine.create(policy=GPU)
     if lost:
         await engine.claim(capabilities=["gpu"])
-        await engine.backend.revoke_lease(execution_id)
+        await engine.backend.leases.revoke_lease(execution_id)
     right = await everywhere(engine, execution_id)
     assert f"lane:default:{'reclaimable' if lost else 'eligible'}:gpu" in right
     for name, score in right.items():
@@ -158,12 +158,12 @@ async def test_the_timer_of_a_resumed_attempt(engine: Engine, paused_ms: int) ->
     """What it had left is not on the record: it may come late, never early, and not never."""
     case = await Case.make(engine, "active")
     await engine.advance(paused_ms)
-    await engine.backend.delay(case.held, 1)
+    await engine.backend.executions.delay(case.held, 1)
     await case.claim()
     execution_id = case.execution_id
     timer = keys.index(execution_id.tag, "attempt_timeout")
     due: Any = await engine.backend.transport.call("ZSCORE", timer, execution_id)
-    reconcile = engine.backend.reconcile_execution_index
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     assert await reconcile(execution_id.tag, [execution_id], "check") == ["consistent"]
     await engine.backend.transport.call("ZREM", timer, execution_id)
     await reconcile(execution_id.tag, [execution_id], "repair")
@@ -191,9 +191,9 @@ async def test_the_score_of_a_suspension(engine: Engine, timed: bool) -> None:
 async def test_another_weight_of_priorities_scores_the_lane_anew(engine: Engine) -> None:
     """What waits was scored with the old one."""
     execution_id = await engine.create(priority=5)
-    await engine.backend.set_lane_config("default", priority_weight_ms=1000)
-    created = int((await engine.backend.read_execution_info(execution_id)).created_at)
-    reconcile = engine.backend.reconcile_execution_index
+    await engine.backend.lanes.set_lane_config("default", priority_weight_ms=1000)
+    created = int((await engine.backend.reads.read_execution_info(execution_id)).created_at)
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     verdicts = await reconcile(execution_id.tag, [execution_id], "repair")
     assert verdicts == ["repaired:eligible>eligible"]
     assert (await everywhere(engine, execution_id))["lane:default:eligible"] == created - 5000
@@ -207,7 +207,7 @@ async def test_one_call_for_many(engine: Engine) -> None:
     await call("ZREM", keys.index(tag, "execution_deadline"), ids[1], ids[440])
     ghost = engine.new_id()
     await call("ZADD", keys.index(tag, "all_executions"), 0, ghost)
-    audit = await engine.backend.audit_indexes(tag, [*ids, ghost], ["default"], "repair")
+    audit = await engine.backend.upkeep.audit_indexes(tag, [*ids, ghost], ["default"], "repair")
     repaired = {ids[0]: "eligible", ids[1]: "execution_deadline"}
     repaired[ids[440]] = "eligible+execution_deadline"
     expected = [f"repaired:none>{repaired[i]}" if i in repaired else "consistent" for i in ids]
@@ -224,7 +224,9 @@ async def test_an_index_that_cannot_be_read_fails_only_who_belongs_there(engine:
         await call("DEL", keys.index(tag, name))
         await call("SET", keys.index(tag, name), "garbage")
     await call("DEL", keys.eligible(tag, "default"))
-    broken, repaired = await engine.backend.reconcile_execution_index(tag, [delayed, waiting])
+    broken, repaired = await engine.backend.upkeep.reconcile_execution_index(
+        tag, [delayed, waiting]
+    )
     assert broken.startswith(f"error:{delayed}: {keys.lane(tag, 'default', 'delayed')}: WRONGTYPE")
     assert repaired == "repaired:none>eligible"
 
@@ -234,7 +236,7 @@ async def test_a_record_that_cannot_be_read_is_left_alone(engine: Engine) -> Non
     held = await engine.running()
     core = keys.core(held.execution_id.tag, held.execution_id)
     before = await everywhere(engine, held.execution_id)
-    reconcile = engine.backend.reconcile_execution_index
+    reconcile = engine.backend.upkeep.reconcile_execution_index
     for field, value in (("lease_expires_at", "soon"), ("state", b"\xff"), ("worker", None)):
         if value is None:
             await engine.backend.transport.call("HDEL", core, field)
@@ -248,17 +250,17 @@ async def test_a_record_that_cannot_be_read_is_left_alone(engine: Engine) -> Non
 async def test_a_lease_that_ends_leaves_nothing_to_repair(engine: Engine) -> None:
     """The same attempt through every change of hands."""
     case = await Case.make(engine, "active")
-    reconcile, execution_id = engine.backend.reconcile_execution_index, case.execution_id
+    reconcile, execution_id = engine.backend.upkeep.reconcile_execution_index, case.execution_id
     for step in ("renew", "expire", "reclaim", "revoke", "reclaim", "complete"):
         if step == "renew":
-            await engine.backend.renew_lease(execution_id, case.held, TTL)
+            await engine.backend.leases.renew_lease(execution_id, case.held, TTL)
         elif step == "expire":
             await engine.advance(TTL)
-            await engine.backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+            await engine.backend.upkeep.mark_lease_expired_if_due(execution_id.tag, [execution_id])
         elif step == "revoke":
-            await engine.backend.revoke_lease(execution_id)
+            await engine.backend.leases.revoke_lease(execution_id)
         elif step == "reclaim":
             case.handle = (await engine.claim(instance="w-2")).handle
         else:
-            await engine.backend.complete(case.held)
+            await engine.backend.executions.complete(case.held)
         assert await reconcile(execution_id.tag, [execution_id], "check") == ["consistent"], step

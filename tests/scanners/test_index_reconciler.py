@@ -9,7 +9,7 @@ from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import index_reconciler
 from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.index_reconciler import IndexReconciler
@@ -23,11 +23,11 @@ from tests.support.server import TestServer
 TIMED = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
 
 
-async def _cycle(reconciler: IndexReconciler, backend: Backend) -> ScanResult:
+async def _cycle(reconciler: IndexReconciler, backend: ValkeyBackend) -> ScanResult:
     return await reconciler.scan(backend, Scope(await read_territory(backend)))
 
 
-async def _commands(backend: Backend) -> int:
+async def _commands(backend: ValkeyBackend) -> int:
     info: Any = await backend.transport.call("INFO", "stats")
     text = info.decode() if isinstance(info, bytes) else str(info)
     return int(text.partition("total_commands_processed:")[2].split()[0])
@@ -63,7 +63,7 @@ async def test_drift_is_repaired_in_the_second_cycle(
 async def test_drift_that_is_gone_is_not_touched(engine: Engine) -> None:
     one = await engine.create()
     key = keys.eligible(one.tag, "default")
-    score = (await engine.backend.read_execution_info(one)).created_at
+    score = (await engine.backend.reads.read_execution_info(one)).created_at
     reconciler = IndexReconciler()
     await engine.backend.transport.call("ZREM", key, one)
     assert await _cycle(reconciler, engine.backend) == ScanResult()
@@ -76,11 +76,11 @@ async def test_every_state_goes_back_to_its_own_index(engine: Engine) -> None:
     held = (await engine.running()).execution_id
     expired = (await engine.running()).execution_id
     await engine.advance(TTL)
-    await engine.backend.mark_lease_expired_if_due(expired.tag, [expired])
+    await engine.backend.upkeep.mark_lease_expired_if_due(expired.tag, [expired])
     revoked = (await engine.running(lane="other")).execution_id
-    await engine.backend.revoke_lease(revoked)
+    await engine.backend.leases.revoke_lease(revoked)
     ended = await engine.create()
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     await engine.create(delay_until=await engine.now() + 60_000)
     await engine.create(policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
     before = await engine.dump()
@@ -138,7 +138,7 @@ async def test_pages_and_budget_rotate_over_everything(
     monkeypatch.setattr(index_reconciler, "_MAX_PER_CYCLE", 150)
     tag = engine.new_id().tag
     new = [NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(400)]
-    await engine.backend.create_many(new)
+    await engine.backend.executions.create_many(new)
     await engine.backend.transport.call("DEL", keys.eligible(tag, "default"))
     reconciler = IndexReconciler()
     repaired = [(await _cycle(reconciler, engine.backend)).processed for _ in range(4)]
@@ -161,7 +161,7 @@ async def test_all_partitions_get_their_turn(
     assert reconciler.repaired == 5
 
 
-async def _spread(backend: Backend, partitions: int, each: int) -> list[ExecutionId]:
+async def _spread(backend: ValkeyBackend, partitions: int, each: int) -> list[ExecutionId]:
     """Executions in many partitions, in order."""
     ids: list[ExecutionId] = []
     for number in range(partitions):
@@ -172,12 +172,12 @@ async def _spread(backend: Backend, partitions: int, each: int) -> list[Executio
             )
             for _ in range(each)
         ]
-        await backend.create_many(new)
+        await backend.executions.create_many(new)
         ids += sorted(one.execution_id for one in new)
     return ids
 
 
-async def _at_rest(backend: Backend) -> IndexReconciler:
+async def _at_rest(backend: ValkeyBackend) -> IndexReconciler:
     """A reconciler that has found everything clean."""
     reconciler = IndexReconciler()
     for _ in range(2):
@@ -185,7 +185,7 @@ async def _at_rest(backend: Backend) -> IndexReconciler:
     return reconciler
 
 
-async def _repaired_after(reconciler: IndexReconciler, backend: Backend) -> int:
+async def _repaired_after(reconciler: IndexReconciler, backend: ValkeyBackend) -> int:
     """How many cycles it takes until something is repaired."""
     for cycles in range(1, 50):
         if (await _cycle(reconciler, backend)).processed:
@@ -218,7 +218,7 @@ async def test_any_damage_of_a_quiet_partition_is_seen_at_once(engine: Engine, d
     await _spread(engine.backend, 3, 40)
     # More than the slow walk reads in the few cycles of this test.
     new = [NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(100)]
-    await engine.backend.create_many(new)
+    await engine.backend.executions.create_many(new)
     victim = max(one.execution_id for one in new)
     reconciler = await _at_rest(engine.backend)
     call, tag = engine.backend.transport.call, victim.tag
@@ -243,11 +243,11 @@ async def test_any_damage_of_a_quiet_partition_is_seen_at_once(engine: Engine, d
 async def test_renewals_are_no_change(engine: Engine) -> None:
     """A long task must not have the whole partition read again and again."""
     new = [NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(200)]
-    await engine.backend.create_many(new)
+    await engine.backend.executions.create_many(new)
     held = await engine.running()
     reconciler = await _at_rest(engine.backend)
     await engine.advance(1000)
-    await engine.backend.renew_lease(held.execution_id, held, TTL)
+    await engine.backend.leases.renew_lease(held.execution_id, held, TTL)
     before = await _commands(engine.backend)
     await _cycle(reconciler, engine.backend)
     assert await _commands(engine.backend) - before < 100
@@ -267,7 +267,7 @@ async def test_very_many_in_one_partition(engine: Engine) -> None:
     """Of such an index only the number of its entries is compared."""
     new = [NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(1200)]
     for start in range(0, 1200, 200):
-        await engine.backend.create_many(new[start : start + 200])
+        await engine.backend.executions.create_many(new[start : start + 200])
     victims = sorted(one.execution_id for one in new)
     reconciler = await _at_rest(engine.backend)
     tag = victims[0].tag
@@ -363,20 +363,20 @@ async def test_a_lane_that_nobody_registered(
     """Its submitter is gone, and this process never heard of it."""
     delayed = await engine.create(lane="mail", delay_until=await engine.now() + 1000)
     await engine.create(lane="mail", execution_id=engine.new_id("elsewhere"))
-    async with await Backend.connect(parse_url(valkey.url)) as fresh:
+    async with await ValkeyBackend.connect(parse_url(valkey.url)) as fresh:
         supervisor = idle(Engine(fresh))
         await fresh.transport.call("DEL", keys.LANES, keys.PLACES, keys.PARTITIONS)
         await engine.advance(1001)
         found = await supervisor.scan_once("index_reconciler")
         assert found == ScanResult(processed=3), "two partitions and a lane"
-        assert await fresh.lanes_in_use() == ["mail"]
+        assert await fresh.places.lanes_in_use() == ["mail"]
         assert await supervisor.scan_once("delayed_promoter") == ScanResult(processed=1)
         # Lost once more, while nothing changes in the partition.
-        fresh.known_places.clear()
+        fresh.places.known_places.clear()
         await fresh.transport.call("DEL", keys.LANES, keys.PLACES)
         await supervisor.scan_once("index_reconciler")
-        assert await fresh.lanes_in_use() == ["mail"]
-    assert await engine.backend.read_execution_state(delayed) is PublicState.WAITING
+        assert await fresh.places.lanes_in_use() == ["mail"]
+    assert await engine.backend.reads.read_execution_state(delayed) is PublicState.WAITING
     lanes = [r.__dict__["lane"] for r in caplog.records if "lane" in r.__dict__]
     assert lanes == ["mail", "mail"]
 
@@ -421,7 +421,7 @@ async def test_a_record_with_a_malformed_lane_registers_nothing(engine: Engine) 
     core = keys.core(execution_id.tag, execution_id)
     await engine.backend.transport.call("HSET", core, "lane_id", b"bad\x01\xff")
     await idle(engine).scan_once("index_reconciler")
-    assert await engine.backend.lanes_in_use() == ["default"]
+    assert await engine.backend.places.lanes_in_use() == ["default"]
 
 
 async def test_another_drift_than_before_is_seen_twice_too(engine: Engine) -> None:
@@ -429,7 +429,7 @@ async def test_another_drift_than_before_is_seen_twice_too(engine: Engine) -> No
     reconciler = IndexReconciler()
     await engine.backend.transport.call("DEL", keys.eligible(one.tag, "default"))
     await _cycle(reconciler, engine.backend)
-    await engine.backend.cancel_execution(one)
+    await engine.backend.executions.cancel_execution(one)
     await engine.backend.transport.call("DEL", keys.lane(one.tag, "default", "terminal"))
     repaired = [(await _cycle(reconciler, engine.backend)).processed for _ in range(2)]
     assert repaired == [0, 1]

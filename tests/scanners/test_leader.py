@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.keys import LEADER, LEADERS
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.leader import Leader, Leadership, read_leaders
 from flowfabric.valkey.address import parse_url
@@ -19,7 +19,7 @@ from tests.support.server import TestServer
 REPOSITORY = Path(__file__).parents[2]
 
 
-async def _owner(backend: Backend) -> bytes | None:
+async def _owner(backend: ValkeyBackend) -> bytes | None:
     found: Any = await backend.transport.call("GET", LEADER)
     return found
 
@@ -50,7 +50,7 @@ async def test_takes_over_when_the_leaders_process_is_killed(
             await child.wait()
 
 
-async def _follows(backend: Backend, supervisor: ScannerSupervisor) -> bool:
+async def _follows(backend: ValkeyBackend, supervisor: ScannerSupervisor) -> bool:
     return await _owner(backend) is not None and not supervisor.leadership.scanning.is_set()
 
 
@@ -116,7 +116,7 @@ async def test_without_memory_for_the_lease_it_scans_all_the_same(engine: Engine
 
 
 async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -> None:
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     ids = await create_delayed(engine, 120, in_ms=100)
     apart = ScannerSettings(intervals_s=QUICK.intervals_s, disabled=frozenset({"doorbell"}))
     async with other, running(engine.backend) as one, running(other, apart) as two:
@@ -134,7 +134,7 @@ async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -
 
 
 async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -> None:
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     # Both live in this process: when it stalls, the lease must not go over.
     alike = ScannerSettings(intervals_s=QUICK.intervals_s, leader_ttl_s=60)
     async with other, running(engine.backend, alike) as one:
@@ -167,7 +167,7 @@ def _process(supervisor: ScannerSupervisor) -> str:
 
 async def test_every_leader_is_found(engine: Engine, valkey: TestServer) -> None:
     assert await read_leaders(engine.backend) == []
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     # So long a lease is not renewed meanwhile: it is listed when it is taken.
     apart = ScannerSettings(disabled=frozenset({"doorbell"}), leader_ttl_s=3600)
 

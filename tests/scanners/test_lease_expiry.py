@@ -19,7 +19,7 @@ async def test_a_lost_workers_execution_comes_back_by_itself(engine: Engine) -> 
     assert await rings(engine) == [str(lost.execution_id.partition).encode()]
     claim = await engine.claim(instance="w-2")
     assert (claim.handle.execution_id, claim.handle.kind) == (lost.execution_id, "reclaimed")
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
 
 
 async def test_without_any_operator(engine: Engine) -> None:
@@ -39,7 +39,7 @@ async def _offered(engine: Engine, execution_id: str) -> bool:
 async def test_a_live_lease_is_left_alone(engine: Engine) -> None:
     held = await engine.running()
     assert await idle(engine).scan_once("lease_expiry") == ScanResult()
-    await engine.backend.complete(held)
+    await engine.backend.executions.complete(held)
 
 
 @pytest.mark.corrupts
@@ -71,9 +71,9 @@ async def test_already_marked(engine: Engine, how: str) -> None:
     tag = held.execution_id.tag
     if how == "expired":
         await engine.advance(TTL)
-        await engine.backend.mark_lease_expired_if_due(tag, [held.execution_id])
+        await engine.backend.upkeep.mark_lease_expired_if_due(tag, [held.execution_id])
     else:
-        await engine.backend.revoke_lease(held.execution_id)
+        await engine.backend.leases.revoke_lease(held.execution_id)
     await plant(engine, tag, "lease_expiry", held.execution_id)
     await engine.backend.transport.call("DEL", keys.lane(tag, "default", "reclaimable"))
     assert await idle(engine).scan_once("lease_expiry") == ScanResult(processed=1)

@@ -11,9 +11,9 @@ from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.keys import PLACES, wake
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.registration import MAX_LANES
-from flowfabric.engine.scheduling import LaneSettings
+from flowfabric.engine.api.lanes import LaneSettings
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.places import MAX_LANES
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
@@ -35,19 +35,21 @@ def one_of(lane: str, tag: str, delay_until: int | None = None) -> NewExecution:
     )
 
 
-async def slow_calls(backend: Backend) -> list[str]:
+async def slow_calls(backend: ValkeyBackend) -> list[str]:
     """What the slow log holds; it is empty afterwards."""
     entries: Any = await backend.transport.call("SLOWLOG", "GET", -1)
     await backend.transport.call("SLOWLOG", "RESET")
     return [f"{entry[2]} us: {b' '.join(entry[3][:2]).decode()}" for entry in entries]
 
 
-async def calls_made(backend: Backend) -> int:
+async def calls_made(backend: ValkeyBackend) -> int:
     stats: Any = await backend.transport.call("INFO", "commandstats")
     return int(stats.decode().partition("cmdstat_fcall:calls=")[2].partition(",")[0])
 
 
-async def slow_calls_of(scanner: str, supervisor: ScannerSupervisor, backend: Backend) -> list[str]:
+async def slow_calls_of(
+    scanner: str, supervisor: ScannerSupervisor, backend: ValkeyBackend
+) -> list[str]:
     """The slow calls of a cycle if they are most of its calls: a busy machine stalls some."""
     slow: list[str] = []
     for _ in range(3):
@@ -64,16 +66,18 @@ async def slow_calls_of(scanner: str, supervisor: ScannerSupervisor, backend: Ba
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("partitions", [256, 1], ids=["spread", "crowded"])
 async def test_no_call_is_slow(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch, partitions: int
+    backend: ValkeyBackend, monkeypatch: pytest.MonkeyPatch, partitions: int
 ) -> None:
     monkeypatch.setattr("flowfabric.scanners.index_reconciler._MAX_PER_CYCLE", 1000)
-    later = await backend.server_time_ms() + 1000
+    later = await backend.meta.server_time_ms() + 1000
     new = [
         one_of(lane, f"{{fp:{number % partitions}}}", later if number % 2 else None)
         for number, lane in enumerate(MANY)
     ]
-    assert all(isinstance(outcome, Created) for outcome in await backend.create_many(new))
-    await backend.fcall("ff_test_clock", "{fp:0}", (2 * MINUTE_MS,), op="test")
+    assert all(
+        isinstance(outcome, Created) for outcome in await backend.executions.create_many(new)
+    )
+    await backend.calls.fcall("ff_test_clock", "{fp:0}", (2 * MINUTE_MS,), op="test")
     supervisor = ScannerSupervisor(backend)
     await backend.transport.call(
         "CONFIG", "SET", "slowlog-log-slower-than", SLOW_US, "slowlog-max-len", 10_000
@@ -85,10 +89,10 @@ async def test_no_call_is_slow(
 
 
 async def test_a_lane_too_many_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.engine.registration.MAX_LANES", 3)
+    monkeypatch.setattr("flowfabric.engine.valkey.places.MAX_LANES", 3)
     await engine.create(lane="a")
     new = [one_of(lane, "{fp:1}") for lane in ("b", "c", "a")]
-    created, refused, again = await engine.backend.create_many(new)
+    created, refused, again = await engine.backend.executions.create_many(new)
     assert isinstance(created, Created)
     assert isinstance(again, Created)
     assert isinstance(refused, ValidationError)
@@ -96,20 +100,20 @@ async def test_a_lane_too_many_is_refused(engine: Engine, monkeypatch: pytest.Mo
     with pytest.raises(ValidationError, match="lane_limit_exceeded"):
         await engine.create(lane="c")
     with pytest.raises(ValidationError, match="lane_limit_exceeded"):
-        await engine.backend.set_lane_state("c", "paused")
-    assert (await engine.backend.list_lanes())[0] == ["a", "b", "default"]
+        await engine.backend.lanes.set_lane_state("c", "paused")
+    assert (await engine.backend.lanes.list_lanes())[0] == ["a", "b", "default"]
 
 
 async def test_many_names_are_registered_in_several_calls(engine: Engine) -> None:
-    await engine.backend.register_places({"{fp:0}": MANY[:8500]})
-    assert len(await engine.backend.lanes_in_use()) == 8501
+    await engine.backend.places.register_places({"{fp:0}": MANY[:8500]})
+    assert len(await engine.backend.places.lanes_in_use()) == 8501
 
 
 # --- empty lanes ------------------------------------------------------------------------------
 
 
 async def lanes_of(engine: Engine) -> list[str]:
-    return (await engine.backend.list_lanes())[0]
+    return (await engine.backend.lanes.list_lanes())[0]
 
 
 async def sweep(engine: Engine) -> list[str]:
@@ -121,7 +125,7 @@ async def sweep(engine: Engine) -> list[str]:
 async def test_an_empty_lane_leaves_the_registry(engine: Engine) -> None:
     once = await engine.create(lane="once", policy={"stream_policy": {"retention_ttl_ms": 1}})
     await engine.create(lane="used")
-    await engine.backend.cancel_execution(once)
+    await engine.backend.executions.cancel_execution(once)
     await engine.advance(MINUTE_MS + 1)
     # Its last execution is trimmed by the same pass.
     assert await sweep(engine) == ["default", "used"]
@@ -136,7 +140,7 @@ async def test_a_lane_that_holds_anything_stays(engine: Engine) -> None:
         lane="routed", policy={"routing_requirements": {"required_capabilities": ["gpu"]}}
     )
     await engine.running(lane="active")
-    await engine.backend.cancel_execution(await engine.create(lane="terminal"))
+    await engine.backend.executions.cancel_execution(await engine.create(lane="terminal"))
     kept = ["active", "default", "delayed", "routed", "terminal"]
     assert await lanes_of(engine) == kept
     await engine.advance(MINUTE_MS + 1)
@@ -147,23 +151,23 @@ async def test_a_lane_that_somebody_registers_stays(
     engine: Engine, valkey: TestServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a worker does with every heartbeat, and a submitter before it creates."""
-    async with await Backend.connect(parse_url(valkey.url)) as worker:
-        await worker.register_places({"{fp:7}": ["served"]})
+    async with await ValkeyBackend.connect(parse_url(valkey.url)) as worker:
+        await worker.places.register_places({"{fp:7}": ["served"]})
         await engine.advance(MINUTE_MS + 1)
-        await worker.register_again()
+        await worker.places.register_again()
         assert await sweep(engine) == ["default", "served"]
         # Registered between the look and the removal.
-        stamps = (await engine.backend.places_in_use())["{fp:7}"]
+        stamps = (await engine.backend.places.places_in_use())["{fp:7}"]
         await engine.advance(MINUTE_MS + 1)
-        await worker.register_again()
-        assert await engine.backend.forget_places("{fp:7}", stamps) == 0
+        await worker.places.register_again()
+        assert await engine.backend.upkeep.forget_places("{fp:7}", stamps) == 0
         await engine.advance(MINUTE_MS + 1)
         assert await sweep(engine) == ["default"]
 
 
 async def test_a_lane_with_settings_stays(engine: Engine) -> None:
-    await engine.backend.set_lane_state("paused", "paused")
-    await engine.backend.register_places({"{fp:7}": ["paused"]})
+    await engine.backend.lanes.set_lane_state("paused", "paused")
+    await engine.backend.places.register_places({"{fp:7}": ["paused"]})
     await engine.advance(MINUTE_MS + 1)
     assert await sweep(engine) == ["default", "paused"]
 
@@ -172,15 +176,15 @@ async def test_a_process_stops_registering_what_it_no_longer_uses(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = engine.backend
-    await backend.register_places({"{fp:7}": ["once"]})
+    await backend.places.register_places({"{fp:7}": ["once"]})
     for _ in range(2):
         # Longer than a process remembers.
-        monkeypatch.setattr(backend, "_forget_at", None)
-        await backend.register_again()
+        monkeypatch.setattr(backend.places, "_forget_at", None)
+        await backend.places.register_again()
     await engine.advance(MINUTE_MS + 1)
-    await backend.register_again()
+    await backend.places.register_again()
     assert await sweep(engine) == ["default"]
-    await backend.register_places({"{fp:7}": ["once"]})
+    await backend.places.register_places({"{fp:7}": ["once"]})
     assert await lanes_of(engine) == ["default", "once"]
 
 
@@ -192,11 +196,11 @@ async def test_declared_lanes_are_registered_and_stay(
 ) -> None:
     monkeypatch.setenv("FF_LANES", " mail, night shift ,")
     for _ in range(2):
-        await engine.backend.prepare()
-    await engine.backend.register_places({"{fp:7}": ["mail"]})
+        await engine.backend.meta.prepare()
+    await engine.backend.places.register_places({"{fp:7}": ["mail"]})
     await engine.advance(MINUTE_MS + 1)
     assert await sweep(engine) == ["default", "mail", "night shift"]
-    assert await engine.backend.get_lane("mail") == LaneSettings(lane_id="mail")
+    assert await engine.backend.lanes.get_lane("mail") == LaneSettings(lane_id="mail")
 
 
 @pytest.mark.parametrize(
@@ -213,4 +217,6 @@ async def test_bad_declarations_are_refused_before_anything_is_dialled(
 ) -> None:
     monkeypatch.setenv("FF_LANES", text)
     with pytest.raises(ConfigError, match=f"FF_LANES: .*{problem}"):
-        await Backend.connect(parse_url("valkey://127.0.0.1:1"), prepare_with=PartitionCounts())
+        await ValkeyBackend.connect(
+            parse_url("valkey://127.0.0.1:1"), prepare_with=PartitionCounts()
+        )

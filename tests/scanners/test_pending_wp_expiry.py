@@ -20,10 +20,10 @@ async def test_what_nobody_used_is_closed(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
     execution_id = handle.execution_id
-    short = await waits.backend.create_waitpoint(handle, "k", 1000)
-    long = await waits.backend.create_waitpoint(handle, "k", 60_000)
-    used = await waits.backend.create_waitpoint(handle, "k", 1000)
-    await waits.backend.suspend(
+    short = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
+    long = await waits.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
+    used = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
+    await waits.backend.suspensions.suspend(
         handle, condition=Single("k"), waitpoints=[UsePending(used.waitpoint_id)]
     )
     supervisor = idle(engine)
@@ -44,7 +44,7 @@ async def test_more_than_a_page_and_what_is_gone(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
     for _ in range(230):
-        await waits.backend.create_waitpoint(handle, "k", 1000)
+        await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
     await plant(engine, handle.execution_id.tag, INDEX, new_uuid())
     await plant(engine, handle.execution_id.tag, INDEX, "not an id")
     await engine.advance(1001)
@@ -56,8 +56,8 @@ async def test_the_filter_asks_for_the_execution(engine: Engine) -> None:
     waits = await Waits.open(engine)
     ours = await held(engine, namespace="acme")
     theirs = await held(engine)
-    mine = await waits.backend.create_waitpoint(ours, "k", 1000)
-    other = await waits.backend.create_waitpoint(theirs, "k", 1000)
+    mine = await waits.backend.waitpoints.create_waitpoint(ours, "k", 1000)
+    other = await waits.backend.waitpoints.create_waitpoint(theirs, "k", 1000)
     stray = new_uuid()
     await plant(engine, ours.execution_id.tag, INDEX, stray)
     await engine.advance(1001)
@@ -72,7 +72,9 @@ async def test_the_filter_asks_for_the_execution(engine: Engine) -> None:
 async def test_a_poison_item_stays(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
-    broken, healthy = [await waits.backend.create_waitpoint(handle, "k", 1000) for _ in range(2)]
+    broken, healthy = [
+        await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000) for _ in range(2)
+    ]
     key = f"ff:wp:{handle.execution_id.tag}:{broken.waitpoint_id}"
     await engine.backend.transport.call("DEL", key)
     await engine.backend.transport.call("SET", key, "garbage")
@@ -87,7 +89,7 @@ async def test_a_running_supervisor_closes_them(engine: Engine) -> None:
     waits = await Waits.open(engine)
     handle = await held(engine)
     async with running(engine.backend):
-        pending = await waits.backend.create_waitpoint(handle, "k", 1000)
+        pending = await waits.backend.waitpoints.create_waitpoint(handle, "k", 1000)
         await engine.advance(1001)
 
         async def closed() -> bool:

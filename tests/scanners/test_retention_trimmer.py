@@ -5,7 +5,7 @@ from typing import Any
 from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import idle, members, plant
@@ -16,7 +16,7 @@ DAY = 86_400_000
 
 async def _finished(engine: Engine, **create: Any) -> Handle:
     handle = await engine.running(**create)
-    await engine.backend.complete(handle, b"result")
+    await engine.backend.executions.complete(handle, b"result")
     return handle
 
 
@@ -45,9 +45,9 @@ def _kept(ms: int) -> dict[str, Any]:
 
 async def test_many_in_one_cycle(engine: Engine) -> None:
     new = [NewExecution(execution_id=engine.new_id(), execution_kind="job") for _ in range(90)]
-    await engine.backend.create_many(new)
+    await engine.backend.executions.create_many(new)
     claims = await engine.claim_all(90)
-    await engine.backend.complete_many([Completion(claim.handle) for claim in claims])
+    await engine.backend.executions.complete_many([Completion(claim.handle) for claim in claims])
     await engine.advance(DAY + 1)
     assert await idle(engine).scan_once("retention_trimmer") == ScanResult(processed=90)
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core import keys
 from flowfabric.core.errors import NotFoundError, TransportError, ValidationError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.settings import INTERVALS_S
@@ -33,7 +33,7 @@ class _Gate:
         self.release = asyncio.Event()
         self.inside = self.most = 0
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.entered.set()
@@ -52,7 +52,7 @@ class _Faulty:
     def __init__(self) -> None:
         self.faults = 3
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         if self.faults:
             self.faults -= 1
             raise RuntimeError("a fault of the scanner itself")
@@ -112,7 +112,7 @@ async def test_stop_ends_sleeps_at_once(engine: Engine, caplog: pytest.LogCaptur
 
 async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServer) -> None:
     """Who does not lead sleeps as long as the leader's lease lasts."""
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     async with other, running(engine.backend, HOURLY) as leader:
         await leader.leadership.scanning.wait()
         follower = ScannerSupervisor(other, HOURLY)
@@ -128,7 +128,7 @@ async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServ
         assert leader.leadership.holds
 
 
-async def _looks_at_the_lease(backend: Backend) -> int:
+async def _looks_at_the_lease(backend: ValkeyBackend) -> int:
     info: Any = await backend.transport.call("INFO", "commandstats")
     text = info.decode() if isinstance(info, bytes) else str(info)
     return int(text.partition("cmdstat_pttl:calls=")[2].partition(",")[0] or 0)
@@ -192,7 +192,7 @@ async def test_an_outage_is_said_once_and_survived(
 ) -> None:
     (delayed,) = await create_delayed(engine, 1, in_ms=3_600_000)
     with FaultProxy(valkey.socket_path) as proxy:
-        backend = await Backend.connect(parse_url(proxy.url), request_timeout=0.05)
+        backend = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=0.05)
         async with backend, running(backend) as supervisor:
             await until(lambda: supervisor.status()["lease_expiry"].cycles > 0)
             caplog.set_level(logging.INFO)
@@ -220,7 +220,7 @@ class _CutOff:
     name = "index_reconciler"
     lost = True
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         if self.lost:
             for number in range(3):
                 error = TransportError("transport", "the connection was lost", ambiguous=True)
@@ -316,7 +316,7 @@ async def test_lanes_of_this_process_are_walked_at_once(engine: Engine) -> None:
 
 async def test_lanes_of_other_processes_are_found(engine: Engine, valkey: TestServer) -> None:
     settings = ScannerSettings(intervals_s=QUICK.intervals_s, territory_refresh_s=0.1)
-    other = await Backend.connect(parse_url(valkey.url))
+    other = await ValkeyBackend.connect(parse_url(valkey.url))
     async with other, running(other, settings) as supervisor:
         await until(lambda: supervisor.status()["delayed_promoter"].cycles > 0)
         await engine.create(lane="brand new", delay_until=await engine.now() + 50)

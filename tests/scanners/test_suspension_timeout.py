@@ -38,7 +38,7 @@ async def test_each_ends_as_it_asked_to(engine: Engine) -> None:
     await engine.advance(1001)
     assert await supervisor.scan_once(NAME) == ScanResult(processed=5)
     states = [
-        await engine.backend.read_execution_state(one.handle.execution_id)
+        await engine.backend.reads.read_execution_state(one.handle.execution_id)
         for one in (*everyone, untimed)
     ]
     assert states == ["failed", "cancelled", "expired", "waiting", "suspended", "suspended"]
@@ -63,7 +63,7 @@ async def test_a_signal_came_first(engine: Engine) -> None:
     await plant(engine, tag, NAME, one.handle.execution_id)
     await plant(engine, tag, NAME, engine.new_id())
     assert await idle(engine).scan_once(NAME) == ScanResult(processed=2)
-    state = await engine.backend.read_execution_state(one.handle.execution_id)
+    state = await engine.backend.reads.read_execution_state(one.handle.execution_id)
     assert state is PublicState.WAITING
 
 

@@ -24,7 +24,7 @@ async def test_an_attempt_that_runs_too_long_ends_the_execution(engine: Engine) 
     assert await supervisor.scan_once("attempt_timeout") == ScanResult()
     await engine.advance(1001)
     assert await supervisor.scan_once("attempt_timeout") == ScanResult(processed=1)
-    info = await engine.backend.read_execution_info(handle.execution_id)
+    info = await engine.backend.reads.read_execution_info(handle.execution_id)
     assert info.public_state is PublicState.EXPIRED
     assert info.failure_reason == "attempt_timeout"
     assert await members(engine, handle.execution_id.tag, "attempt_timeout") == []
@@ -35,13 +35,15 @@ async def test_an_attempt_timeout_is_retried_where_the_policy_says_so(engine: En
     supervisor = idle(engine)
     await engine.advance(1001)
     assert await supervisor.scan_once("attempt_timeout") == ScanResult(processed=1)
-    assert await engine.backend.read_execution_state(handle.execution_id) is PublicState.DELAYED
+    assert (
+        await engine.backend.reads.read_execution_state(handle.execution_id) is PublicState.DELAYED
+    )
     await engine.advance(11)
     await supervisor.scan_once("delayed_promoter")
     await engine.claim()
     await engine.advance(1001)
     assert await supervisor.scan_once("attempt_timeout") == ScanResult(processed=1)
-    state = await engine.backend.read_execution_state(handle.execution_id)
+    state = await engine.backend.reads.read_execution_state(handle.execution_id)
     assert state is PublicState.FAILED
 
 
@@ -55,13 +57,13 @@ async def test_a_deadline_ends_an_execution_in_any_phase(engine: Engine) -> None
     await engine.advance(1001)
     assert await supervisor.scan_once("execution_deadline") == ScanResult(processed=3)
     for one in (held, waiting, delayed):
-        assert await engine.backend.read_execution_state(one) is PublicState.EXPIRED
+        assert await engine.backend.reads.read_execution_state(one) is PublicState.EXPIRED
     assert await members(engine, held.tag, "execution_deadline") == []
 
 
 async def test_terminal_and_unknown_executions_lose_both_timers(engine: Engine) -> None:
     ended = (await engine.running()).execution_id
-    await engine.backend.cancel_execution(ended)
+    await engine.backend.executions.cancel_execution(ended)
     ghost = engine.new_id()
     for index in ("attempt_timeout", "execution_deadline"):
         for stray in (ended, ghost):
@@ -76,5 +78,5 @@ async def test_a_timer_of_an_execution_that_does_not_run_changes_nothing(engine:
     waiting = await engine.create()
     await plant(engine, waiting.tag, "attempt_timeout", waiting)
     assert await idle(engine).scan_once("attempt_timeout") == ScanResult()
-    assert await engine.backend.read_execution_state(waiting) is PublicState.WAITING
+    assert await engine.backend.reads.read_execution_state(waiting) is PublicState.WAITING
     assert await members(engine, waiting.tag, "attempt_timeout") == [waiting]

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from flowfabric.core import keys
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.delayed_promoter import DelayedPromoter
 from flowfabric.scanners.lease_expiry import LeaseExpiry
@@ -29,7 +29,7 @@ CYCLES = 24
 BURST = len(INTERVALS_S)
 
 
-async def _commands(backend: Backend) -> int:
+async def _commands(backend: ValkeyBackend) -> int:
     info: Any = await backend.transport.call("INFO", "stats")
     text = info.decode() if isinstance(info, bytes) else str(info)
     return int(text.partition("total_commands_processed:")[2].split()[0])
@@ -55,7 +55,7 @@ def _often(status: Any) -> bool:
 
 
 async def test_idle_with_nothing_armed(engine: Engine) -> None:
-    await engine.backend.complete(await engine.running())
+    await engine.backend.executions.complete(await engine.running())
     await _stays_below(engine, 3.3)
 
 
@@ -71,7 +71,7 @@ async def _watch(engine: Engine) -> tuple[DueWatch, Territory]:
     for scanner in scanners:
         indexes = {tag: list(scanner.indexes(lanes)) for tag, lanes in territory.lanes.items()}
         scanned = [(tag, index) for tag, names in indexes.items() for index in names]
-        watch.learn(scanned, await engine.backend.scan_due(indexes, 50))
+        watch.learn(scanned, await engine.backend.upkeep.scan_due(indexes, 50))
     return watch, territory
 
 
@@ -94,7 +94,7 @@ async def test_an_index_that_appears_is_scanned(engine: Engine) -> None:
     held = await engine.running()
     assert not await watch.quiet("delayed_promoter", territory)
     assert not await watch.quiet("lease_expiry", territory)
-    await engine.backend.complete(held)
+    await engine.backend.executions.complete(held)
 
 
 async def test_an_earlier_entry_of_another_process_is_seen(engine: Engine) -> None:
@@ -110,7 +110,7 @@ async def test_an_earlier_entry_of_another_process_is_seen(engine: Engine) -> No
         return not await watch.quiet("delayed_promoter", territory)
 
     await until(due_now, timeout=2)
-    assert await engine.backend.promote_delayed(soon.tag, "default", [soon]) == ["promoted"]
+    assert await engine.backend.upkeep.promote_delayed(soon.tag, "default", [soon]) == ["promoted"]
 
 
 async def test_a_clock_not_heard_of_for_long_is_not_trusted(engine: Engine) -> None:

@@ -14,7 +14,7 @@ NAMESPACE = "{default}"
 
 async def register(engine: Engine, *instances: str) -> None:
     for instance in instances:
-        await engine.backend.register_worker(
+        await engine.backend.workers.register_worker(
             worker_id="w", worker_instance_id=instance, lanes=["default"]
         )
 

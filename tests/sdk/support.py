@@ -13,7 +13,7 @@ from typing import Any
 from flowfabric.core.contracts.executions import ExecutionInfo, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.runtime import Handler, WorkerRuntime
 from flowfabric.sdk.worker import Connect, Worker
@@ -24,9 +24,9 @@ def opener(*urls: str, request_timeout: float = 5.0) -> Connect:
     """Opens backends: the first call gets the first url and so on, the last one serves the rest."""
     rest = list(urls)
 
-    async def connect() -> Backend:
+    async def connect() -> ValkeyBackend:
         url = rest.pop(0) if len(rest) > 1 else rest[0]
-        return await Backend.connect(parse_url(url), request_timeout=request_timeout)
+        return await ValkeyBackend.connect(parse_url(url), request_timeout=request_timeout)
 
     return connect
 
@@ -71,7 +71,7 @@ async def serving(
 
 
 async def submit(
-    backend: Backend,
+    backend: ValkeyBackend,
     count: int = 1,
     *,
     kind: str = "job",
@@ -85,7 +85,7 @@ async def submit(
     ids = list(ExecutionId.mint_solo_many(lane, backend.counts, count))
     if partition is not None:
         ids = [ExecutionId.parse(f"{{fp:{partition}}}:{i.rpartition(':')[2]}") for i in ids]
-    outcomes = await backend.create_many(
+    outcomes = await backend.executions.create_many(
         [
             NewExecution(execution_id=i, execution_kind=kind, lane_id=lane, policy=parsed, **fields)
             for i in ids
@@ -96,12 +96,12 @@ async def submit(
     return ids
 
 
-async def info(backend: Backend, execution_id: ExecutionId) -> ExecutionInfo:
-    return await backend.read_execution_info(execution_id)
+async def info(backend: ValkeyBackend, execution_id: ExecutionId) -> ExecutionInfo:
+    return await backend.reads.read_execution_info(execution_id)
 
 
-async def state(backend: Backend, execution_id: ExecutionId) -> str:
-    return (await backend.read_execution_state(execution_id)).value
+async def state(backend: ValkeyBackend, execution_id: ExecutionId) -> str:
+    return (await backend.reads.read_execution_state(execution_id)).value
 
 
 def seeded(name: str) -> random.Random:

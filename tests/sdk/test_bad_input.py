@@ -128,11 +128,11 @@ async def test_the_registry_takes_lists_only(engine: Engine) -> None:
     who: dict[str, Any] = {"worker_id": "w", "worker_instance_id": "w-1"}
     for given in NO_LISTS:
         with pytest.raises(ValidationError) as caught:
-            await engine.backend.register_worker(**who, lanes=["a"], capabilities=given)
+            await engine.backend.workers.register_worker(**who, lanes=["a"], capabilities=given)
         assert caught.value.detail == "worker:not_array"
     with pytest.raises(ValidationError, match="lanes: must be a list"):
-        await engine.backend.register_worker(**who, lanes="emails")
-    assert await engine.backend.list_workers() == []
+        await engine.backend.workers.register_worker(**who, lanes="emails")
+    assert await engine.backend.workers.list_workers() == []
 
 
 # --- submissions --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ async def test_a_submission_of_the_wrong_type_names_its_field(
         await Client(engine.backend).submit(**given)
     assert caught.value.code == "invalid_input"
     assert caught.value.detail.startswith(f"{field}: "), caught.value
-    page = await engine.backend.list_executions()
+    page = await engine.backend.listings.list_executions()
     assert page.executions == ()
 
 

@@ -201,7 +201,7 @@ async def test_a_neighbour_whose_attempt_timed_out_is_not_kept_until_the_limit(
             (record,) = [r for r in caplog.records if r.levelno == logging.CRITICAL]
             assert "releasing 1 other executions" in record.getMessage()
             block.release()
-            await engine.backend.cancel_execution(patient, "the test is over")
+            await engine.backend.executions.cancel_execution(patient, "the test is over")
 
 
 def test_the_limit_is_three_leases_unless_set() -> None:

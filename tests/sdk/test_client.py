@@ -14,7 +14,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError, NotFoundError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import (
     Client,
     ExecutionCancelled,
@@ -80,11 +80,13 @@ async def test_result_distinguishes_the_ends(client: Client, engine: Engine) -> 
     claim = await engine.claim()
     with pytest.raises(NotFinished, match="active"):
         await client.result_now(done)
-    await engine.backend.complete(claim.handle, b"yes")
+    await engine.backend.executions.complete(claim.handle, b"yes")
     assert await client.result(done) == await client.result_now(done) == b"yes"
 
     failed = (await submit(engine.backend))[0]
-    await engine.backend.fail((await engine.claim()).handle, "boom\n  File ...", "handler_error")
+    await engine.backend.executions.fail(
+        (await engine.claim()).handle, "boom\n  File ...", "handler_error"
+    )
     with pytest.raises(ExecutionFailed) as caught:
         await client.result(failed)
     assert str(caught.value) == "job failed after 1 attempt: boom"
@@ -99,7 +101,9 @@ async def test_result_distinguishes_the_ends(client: Client, engine: Engine) -> 
     policy = {"timeout_policy": {"execution_deadline_ms": 1000}}
     expired = (await submit(engine.backend, policy=policy))[0]
     await engine.advance(2000)
-    await engine.backend.expire_execution(expired.tag, ExpireReason.EXECUTION_DEADLINE, [expired])
+    await engine.backend.upkeep.expire_execution(
+        expired.tag, ExpireReason.EXECUTION_DEADLINE, [expired]
+    )
     with pytest.raises(ExecutionExpired):
         await client.result_now(expired)
 
@@ -109,7 +113,7 @@ async def test_change_priority_list_and_replay(client: Client, engine: Engine) -
     await client.change_priority(second, 9)
     claim = await engine.claim()
     assert claim.handle.execution_id == second
-    await engine.backend.complete(claim.handle, b"1")
+    await engine.backend.executions.complete(claim.handle, b"1")
     page = await client.list(limit=10)
     assert {item.execution_id for item in page.executions} == {first, second}
     await client.replay(second, "once more")
@@ -119,25 +123,25 @@ async def test_change_priority_list_and_replay(client: Client, engine: Engine) -
 
 async def test_what_operators_do(client: Client, engine: Engine) -> None:
     backend = engine.backend
-    await backend.seed_at_boot(SECRET)
+    await backend.secrets.seed_at_boot(SECRET)
     handle = await engine.running()
     execution_id = handle.execution_id
     assert await client.read_summary(execution_id, 0) is None
-    await backend.append_frame(handle, Frame(payload=b'{"a":1}'), mode="summary")
+    await backend.streams.append_frame(handle, Frame(payload=b'{"a":1}'), mode="summary")
     summary = await client.read_summary(execution_id, 0)
     assert summary is not None
     assert summary.document_json == b'{"a":1}'
-    waitpoint = await backend.create_waitpoint(handle, "later", 60_000)
+    waitpoint = await backend.waitpoints.create_waitpoint(handle, "later", 60_000)
     assert await client.close_waitpoint(execution_id, waitpoint.waitpoint_id, "not needed")
     assert not await client.close_waitpoint(execution_id, waitpoint.waitpoint_id)
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     with pytest.raises(EngineError, match="replay_not_allowed"):
         await client.replay(execution_id, expected_replay_count=4)
     await client.replay(
         execution_id, "again", requested_by="ada", expected_replay_count=0, keep_steps=True
     )
     claim = await engine.claim()
-    attempt = (await backend.read_attempts(execution_id))[1]
+    attempt = (await backend.reads.read_attempts(execution_id))[1]
     assert (attempt.replay_reason, attempt.replay_requested_by) == ("again", "ada")
     with pytest.raises(EngineError, match="stale_lease"):
         await client.revoke_lease(execution_id, expected_lease_id=handle.lease_id)
@@ -146,7 +150,7 @@ async def test_what_operators_do(client: Client, engine: Engine) -> None:
 
 
 async def test_rotating_the_secret(client: Client, engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     summary = await client.rotate_waitpoint_hmac_secret_all("k2", "cd" * 32, grace_ms=1000)
     assert (summary.rotated, summary.failed) == (engine.backend.counts.flow, ())
     kids = await client.list_waitpoint_hmac_kids(5)
@@ -160,7 +164,7 @@ async def test_rotating_the_secret(client: Client, engine: Engine) -> None:
 def only_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look by a clock comes in the time of a test: what is seen was told by the server."""
     for interval in ("_BLOCK_S", "_RECHECK_S"):
-        monkeypatch.setattr(f"flowfabric.engine.feed.{interval}", 3600.0)
+        monkeypatch.setattr(f"flowfabric.engine.valkey.completions.{interval}", 3600.0)
 
 
 @pytest.mark.usefixtures("only_pushed")
@@ -173,7 +177,7 @@ async def test_end_is_pushed(client: Client, engine: Engine) -> None:
     (reader,) = client._watch._readers.values()
     ids = [reader._client_id, await client.backend.transport.call("CLIENT", "ID")]
     await until(lambda: silent(engine, *ids), "a second without a command")
-    await engine.backend.complete(claim.handle, b"x")
+    await engine.backend.executions.complete(claim.handle, b"x")
     assert await waiter == b"x"
 
 
@@ -202,9 +206,11 @@ async def test_many_waiters_over_partitions_share_one_reader(
     assert await connected(engine) == clients + 1
     want = engine.want()
     for tag in tags:
-        claims = (await engine.backend.claim_many(want, tag, 100)).claims
+        claims = (await engine.backend.claims.claim_many(want, tag, 100)).claims
         for claim in claims:
-            await engine.backend.complete(claim.handle, claim.handle.execution_id.encode())
+            await engine.backend.executions.complete(
+                claim.handle, claim.handle.execution_id.encode()
+            )
     results = await asyncio.gather(*waiters)
     assert results == [i.encode() for i in ids for _ in range(2)]
 
@@ -224,8 +230,8 @@ async def test_new_feed_is_followed_at_once(client: Client, engine: Engine) -> N
     for partition in range(1, 30):
         (execution_id,) = await submit(engine.backend, partition=partition)
         waiter = asyncio.create_task(client.result(execution_id, 30))
-        claimed = await engine.backend.claim_many(engine.want(), execution_id.tag, 1)
-        await engine.backend.complete(claimed.claims[0].handle, b"x")
+        claimed = await engine.backend.claims.claim_many(engine.want(), execution_id.tag, 1)
+        await engine.backend.executions.complete(claimed.claims[0].handle, b"x")
         assert await waiter == b"x"
     parked.cancel()
     await asyncio.wait([parked])
@@ -248,12 +254,12 @@ async def test_timeout_and_cancellation_leave_nothing(client: Client, engine: En
 
 async def test_replayed_execution_is_waited_for_again(client: Client, engine: Engine) -> None:
     (execution_id,) = await submit(engine.backend)
-    await engine.backend.complete((await engine.claim()).handle, b"first")
+    await engine.backend.executions.complete((await engine.claim()).handle, b"first")
     assert await client.result(execution_id) == b"first"
     await client.replay(execution_id)
     waiter = asyncio.create_task(client.result(execution_id, 10))
     claim = await engine.claim()
-    await engine.backend.complete(claim.handle, b"second")
+    await engine.backend.executions.complete(claim.handle, b"second")
     assert await waiter == b"second"
 
 
@@ -280,7 +286,7 @@ async def test_wait_survives_cuts_of_the_connection(
             await until(lambda: proxy.connections > 0, "a new connection")
         proxy.down()
         # The end comes while nobody can hear it.
-        await engine.backend.complete(claim.handle, b"x")
+        await engine.backend.executions.complete(claim.handle, b"x")
         proxy.up()
         assert await waiter == b"x"
 
@@ -288,7 +294,7 @@ async def test_wait_survives_cuts_of_the_connection(
 async def test_wait_survives_a_restart_that_loses_the_feed(tmp_path: Any) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always")
     try:
-        backend = await Backend.connect_and_prepare(parse_url(server.url))
+        backend = await ValkeyBackend.connect_and_prepare(parse_url(server.url))
         engine = Engine(backend)
         async with await Client.connect(server.url) as client:
             first, second = await submit(backend, 2)
@@ -300,7 +306,7 @@ async def test_wait_survives_a_restart_that_loses_the_feed(tmp_path: Any) -> Non
             await until(lambda: alive(backend), "the server")
             # One end is trimmed from the feed before the reader can see it.
             for claim in claims:
-                await backend.complete(claim.handle, b"x")
+                await backend.executions.complete(claim.handle, b"x")
             await backend.transport.call("XTRIM", f"ff:part:{first.tag}:events", "MAXLEN", 0)
             # Told by the reader's return, not by the slow look that waiters take by themselves.
             async with asyncio.timeout(8):
@@ -310,9 +316,9 @@ async def test_wait_survives_a_restart_that_loses_the_feed(tmp_path: Any) -> Non
         server.stop()
 
 
-async def alive(backend: Backend) -> bool:
+async def alive(backend: ValkeyBackend) -> bool:
     try:
-        await backend.ping()
+        await backend.meta.ping()
     except TransportError:
         return False
     return True
@@ -322,7 +328,7 @@ async def test_reader_far_behind_looks_again(
     client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The feed is capped: entries that were trimmed unread must not strand a waiter."""
-    monkeypatch.setattr("flowfabric.engine.feed._PAGE", 20)
+    monkeypatch.setattr("flowfabric.engine.valkey.completions._PAGE", 20)
     (execution_id,) = await submit(engine.backend)
     waiter = asyncio.create_task(client.result(execution_id, 10))
     await until(lambda: reading(client, execution_id.tag), "the reader")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import TransportError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -64,7 +64,7 @@ async def test_a_worker_gives_back_and_ends_its_thread(
     await worker.aclose()
     assert not worker.keeper._thread.is_alive()
     assert await state(engine.backend, task.execution_id) == "waiting"
-    assert await engine.backend.list_workers() == []
+    assert await engine.backend.workers.list_workers() == []
     await until(lambda: proxy.connections == 0, "the end of the connection")
 
 
@@ -79,7 +79,7 @@ async def test_a_worker_that_could_not_deregister_yet(
     await asyncio.wait([closing])
     proxy.resume()
     await worker.aclose()
-    assert await engine.backend.list_workers() == []
+    assert await engine.backend.workers.list_workers() == []
     await until(lambda: proxy.connections == 0, "the end of the connection")
 
 
@@ -122,7 +122,7 @@ async def test_a_client_wakes_its_waiters(engine: Engine, valkey: TestServer) ->
 
 
 async def test_a_backend_closes_all_its_connections(engine: Engine, valkey: TestServer) -> None:
-    backend = await Backend.connect(parse_url(valkey.url), name="closing")
+    backend = await ValkeyBackend.connect(parse_url(valkey.url), name="closing")
     pool = backend.stream_pool
     async with pool.connection("{fp:0}") as first, pool.connection("{fp:0}") as second:
         await asyncio.gather(first.call("PING"), second.call("PING"))

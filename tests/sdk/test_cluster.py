@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -27,9 +27,9 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def client(cluster: TestCluster) -> AsyncIterator[Client]:
-    backend = await Backend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
+    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
     await backend.transport.call_all_primaries("FLUSHALL")
-    await backend.prepare()
+    await backend.meta.prepare()
     async with Client(backend) as client:
         yield client
 

@@ -199,7 +199,7 @@ async def test_nothing_rings_where_no_work_is_left(engine: Engine, make_worker: 
     door = Doorbell(worker.backend, worker.lanes, 30.0)
     (execution_id,) = await submit(engine.backend)
     ((lane_id, tag),) = await door.wait()
-    await engine.backend.cancel_execution(execution_id)
+    await engine.backend.executions.cancel_execution(execution_id)
     assert not await door.ring_back(lane_id, tag)
     assert not await rung(engine)
     await door.aclose()

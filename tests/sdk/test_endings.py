@@ -142,13 +142,13 @@ async def test_a_cancelled_execution_is_no_error(
         await asyncio.Event().wait()
 
     async def too_late(task: ClaimedTask) -> None:
-        await engine.backend.cancel_execution(task.execution_id, "no longer needed")
+        await engine.backend.executions.cancel_execution(task.execution_id, "no longer needed")
 
     ids = [(await submit(engine.backend, kind=kind))[0] for kind in ("stopped", "too_late")]
     worker = await make_worker(lease_ttl_ms=1000, max_concurrent_tasks=2)
     async with serving(worker, {"stopped": stopped, "too_late": too_late}) as runtime:
         await started.wait()
-        await engine.backend.cancel_execution(ids[0], "no longer needed")
+        await engine.backend.executions.cancel_execution(ids[0], "no longer needed")
         await until(lambda: runtime.summary.abandoned == 2, "both ends")
     assert {await state(engine.backend, each) for each in ids} == {"cancelled"}
     told = [r for r in caplog.records if r.__dict__.get("action") == "task_abandoned"]

@@ -12,7 +12,7 @@ from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.sdk.sync import SyncClient
@@ -34,12 +34,12 @@ async def take(feed: LeaseFeed, count: int) -> list[LeaseEvent]:
     return found
 
 
-async def blocked(backend: Backend) -> bool:
+async def blocked(backend: ValkeyBackend) -> bool:
     info: Any = await backend.transport.call("INFO", "clients")
     return b"blocked_clients:0" not in info
 
 
-async def quiet(backend: Backend) -> bool:
+async def quiet(backend: ValkeyBackend) -> bool:
     return not await blocked(backend)
 
 
@@ -47,17 +47,17 @@ async def test_an_outage_is_passed_over_without_loss_or_repetition(
     engine: Engine, valkey: TestServer
 ) -> None:
     with FaultProxy(valkey.socket_path) as proxy:
-        other = await Backend.connect(parse_url(proxy.url), request_timeout=2.0)
+        other = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=2.0)
         async with Client(other) as client, await client.subscribe_lease_history() as feed:
             first = await engine.running(lane="alpha")
             assert [event.execution_id for event in await take(feed, 1)] == [first.execution_id]
             waiting = asyncio.create_task(take(feed, 3))
             await until(lambda: blocked(engine.backend), "the blocking read")
             proxy.down()
-            await engine.backend.complete(first)
+            await engine.backend.executions.complete(first)
             second = await engine.running(lane="beta")
             proxy.up()
-            await engine.backend.complete(second)
+            await engine.backend.executions.complete(second)
             events = await waiting
             told = {(event.execution_id, event.kind) for event in events}
             assert told == {
@@ -101,12 +101,12 @@ async def test_closing_the_client_ends_what_it_follows(engine: Engine, valkey: T
         async with asyncio.timeout(5):
             await waiting
     await until(lambda: quiet(engine.backend), "the end of the read")
-    assert client.backend.subscribed == set()
+    assert client.backend.events._open == set()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 async def test_ordinary_code_follows_too(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running(namespace="mine")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
     def use() -> list[str]:
         with SyncClient.connect(valkey.url) as client:
@@ -145,7 +145,7 @@ async def test_ordinary_code_is_told_again_what_is_wrong(
 ) -> None:
     """An error does not look like the end of the history the next time."""
     handle = await engine.running()
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     where = [handle.execution_id.partition]
 
     def use() -> None:
@@ -161,7 +161,7 @@ async def test_ordinary_code_is_told_again_what_is_wrong(
                         next(trimmed)
 
     async def trim() -> None:
-        await engine.backend.trim_events(keys.events(handle.execution_id.tag), 2**53)
+        await engine.backend.upkeep.trim_events(keys.events(handle.execution_id.tag), 2**53)
 
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(use)
@@ -180,9 +180,9 @@ def cluster() -> Iterator[TestCluster]:
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await Backend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
+    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
     await backend.transport.call_all_primaries("FLUSHALL")
-    await backend.prepare()
+    await backend.meta.prepare()
     yield Engine(backend)
     await backend.aclose()
 
@@ -204,5 +204,5 @@ async def test_expired_leases_of_a_cluster(clustered: Engine) -> None:
     handles = [await clustered.running(lane=f"lane-{n}") for n in range(6)]
     await clustered.advance(40_000)
     # The test clock is set on one node; the time is given instead.
-    page = await clustered.backend.list_expired_leases(2**50)
+    page = await clustered.backend.leases.list_expired_leases(2**50)
     assert {entry.execution_id for entry in page.entries} == {h.execution_id for h in handles}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, LeaseLost, TransportError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
@@ -98,10 +99,10 @@ async def test_lost_lease_cancels_the_handler_and_says_why(
         await started.wait()
         if end == "revoke":
             # Paused, so that this worker does not take it again.
-            await engine.backend.set_lane_state("default", "paused")
-            await engine.backend.revoke_lease(execution_id)
+            await engine.backend.lanes.set_lane_state("default", "paused")
+            await engine.backend.leases.revoke_lease(execution_id)
         else:
-            await engine.backend.cancel_execution(execution_id, "no longer needed")
+            await engine.backend.executions.cancel_execution(execution_id, "no longer needed")
         await until(lambda: runtime.summary.abandoned == 1, "the loss")
         lost, healthy, told = seen
         assert isinstance(lost, LeaseLost)
@@ -109,12 +110,12 @@ async def test_lost_lease_cancels_the_handler_and_says_why(
         assert code in told
         # Not at once: a look for more work holds the permit while it is under way.
         await until(lambda: worker.free == 1, "the permit")
-    await engine.backend.set_lane_state("default", "active")
+    await engine.backend.lanes.set_lane_state("default", "active")
 
 
 async def test_operations_fail_fast_after_the_loss(engine: Engine, make_worker: MakeWorker) -> None:
     task = await one_task(make_worker, engine, lease_ttl_ms=1000)
-    await engine.backend.revoke_lease(task.execution_id)
+    await engine.backend.leases.revoke_lease(task.execution_id)
     await until(lambda: task.lease_lost is not None, "the loss")
     for operation in (task.complete(), task.update_progress(50), task.renew_lease()):
         with pytest.raises(LeaseLost, match="lease_revoked"):
@@ -192,7 +193,7 @@ async def test_renewals_go_in_batches_over_partitions(engine: Engine, valkey: Te
     finally:
         await asyncio.to_thread(keeper.stop)
     assert watcher.lost == []
-    assert [await engine.backend.complete(handle) for handle in handles]
+    assert [await engine.backend.executions.complete(handle) for handle in handles]
 
 
 async def fcalls(engine: Engine) -> int:
@@ -234,7 +235,7 @@ async def same(engine: Engine, clients: int) -> bool:
 
 
 async def test_keeper_that_cannot_connect_says_so() -> None:
-    async def refused() -> Backend:
+    async def refused() -> ValkeyBackend:
         raise TransportError("auth", "WRONGPASS")
 
     keeper = LeaseKeeper(refused, 1000)
@@ -286,7 +287,7 @@ async def test_unhealthy_after_three_failures_and_well_again_after_a_success(
         async def renew_many(self, handles: list[Any]) -> list[Renewed]:
             return [Renewed(0, 1) for _ in handles]
 
-    backend: Any = Answers()
+    backend: Any = SimpleNamespace(leases=Answers())
     await keeper._renew(backend, [held])
     assert (held.failures, held.healthy) == (0, True)
     assert watcher.lost == []
@@ -343,11 +344,11 @@ async def test_state_after_a_loss_is_reclaimable(engine: Engine, make_worker: Ma
     await asyncio.to_thread(worker.keeper.stop)
     await engine.advance(1500)
     tag, ids = task.execution_id.tag, [str(task.execution_id)]
-    marked = await engine.backend.mark_lease_expired_if_due(tag, ids)
+    marked = await engine.backend.upkeep.mark_lease_expired_if_due(tag, ids)
     assert marked, marked
     claim = await engine.claim(instance="other")
     assert (claim.handle.kind, claim.handle.attempt_index) == ("reclaimed", 1)
     with pytest.raises(EngineError, match="stale_lease"):
         await task.complete(b"late")
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
     assert await state(engine.backend, task.execution_id) == "completed"

@@ -10,7 +10,7 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
@@ -53,8 +53,8 @@ async def test_leaving_does_not_wait_for_a_server_that_is_gone() -> None:
     try:
         connect = opener(server.url, request_timeout=60)
         address = parse_url(server.url)
-        backend = await Backend.connect(address, prepare_with=PartitionCounts())
-        await backend.prepare()
+        backend = await ValkeyBackend.connect(address, prepare_with=PartitionCounts())
+        await backend.meta.prepare()
         await backend.aclose()
         worker = await Worker.connect(config(scanners=True), connect)
         async with asyncio.timeout(30):

@@ -14,7 +14,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
@@ -78,7 +78,7 @@ async def site(server: TestServer) -> AsyncIterator[Site]:
 @asynccontextmanager
 async def at_work(server: TestServer, url: str, lease_ttl_ms: int = 20_000) -> AsyncGenerator[Site]:
     """A site that reaches the server by this address; on leaving, no work may be lost."""
-    backend = await Backend.connect(
+    backend = await ValkeyBackend.connect(
         parse_url(url), prepare_with=PartitionCounts(), request_timeout=0.4
     )
     worker = await Worker.connect(
@@ -174,10 +174,10 @@ async def test_a_short_restart_shows_in_no_handler(site: Site, loads: bool) -> N
     await asyncio.to_thread(site.server.start)
     await until(lambda: written(site.client), "a connection")
     await site.client.result(execution_id, timeout=20)
-    ended = await backend.read_execution_info(execution_id)
+    ended = await backend.reads.read_execution_info(execution_id)
     assert (ended.public_state.value, ended.total_attempt_count) == ("completed", 1)
     assert ended.progress_pct == 99
-    page = await backend.read_stream(execution_id, 0, count_limit=200)
+    page = await backend.streams.read_stream(execution_id, 0, count_limit=200)
     assert [int(frame.payload) for frame in page.frames] == list(range(100))
 
 
@@ -294,7 +294,7 @@ async def test_library_lost(site: Site) -> None:
 
 
 async def test_revoked_permission_ends_the_run(server: TestServer) -> None:
-    backend = await Backend.connect(parse_url(server.url), prepare_with=PartitionCounts())
+    backend = await ValkeyBackend.connect(parse_url(server.url), prepare_with=PartitionCounts())
     worker = await Worker.connect(config(claim_poll_interval_ms=50), opener(server.url))
     runtime = WorkerRuntime(worker)
     run = asyncio.create_task(runtime.run())

@@ -26,14 +26,14 @@ COUNT = 300
 
 @pytest.fixture
 async def app(engine: Engine, valkey: TestServer) -> ff.Fabric:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
     return ff.Fabric(valkey.url)
 
 
 async def frames(
     engine: Engine, execution_id: ExecutionId, attempt: int = 0
 ) -> list[StreamedFrame]:
-    page = await engine.backend.read_stream(execution_id, attempt, count_limit=10_000)
+    page = await engine.backend.streams.read_stream(execution_id, attempt, count_limit=10_000)
     return list(page.frames)
 
 
@@ -175,7 +175,7 @@ async def test_a_stream_of_its_own_mode(app: ff.Fabric, engine: Engine) -> None:
         async with ctx.open_stream("progress", mode="summary") as summary:
             for page in range(3):
                 await summary.write({"pages": page})
-        found = await engine.backend.read_summary(ctx.execution_id, 0)
+        found = await engine.backend.streams.read_summary(ctx.execution_id, 0)
         assert found is not None
         stored.append(found.document_json)
         async with ctx.open_stream() as output:
@@ -277,7 +277,7 @@ async def test_no_output_with_a_lost_lease(engine: Engine, make_worker: MakeWork
     task = await claimed(await make_worker(lease_ttl_ms=1000), engine)
     await task.write_frame(Frame(payload=b"ours"))
     await task.flush_output()
-    await engine.backend.revoke_lease(task.execution_id)
+    await engine.backend.leases.revoke_lease(task.execution_id)
     (claim,) = await engine.claim_all()
     # Not known here yet, but the store refuses; then it is known, and nothing is sent.
     with pytest.raises((EngineError, LeaseLost)):
@@ -289,7 +289,7 @@ async def test_no_output_with_a_lost_lease(engine: Engine, make_worker: MakeWork
     ):
         with pytest.raises(LeaseLost):
             await call
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
     assert await payloads(engine, task.execution_id) == [b"ours"]
     assert await payloads(engine, task.execution_id, 1) == []
 
@@ -314,6 +314,6 @@ async def test_a_handler_that_lost_its_lease_learns_it_when_it_writes(
     async with app, app.worker(scanners=False, lease_ttl=1):
         run = await app.submit(write)
         await anext(run.stream())
-        await engine.backend.revoke_lease(run.id)
+        await engine.backend.leases.revoke_lease(run.id)
         assert await run.result(20) == "second"
         await until(lambda: stopped == ["stopped"], "the end of the first attempt")

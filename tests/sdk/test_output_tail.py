@@ -54,13 +54,15 @@ class Reader:
 
 async def write(engine: Engine, handle: Handle, text: str, mode: str = "durable") -> None:
     frame = Frame(payload=text.encode())
-    await engine.backend.append_frame(handle, frame, mode=mode)  # pyright: ignore[reportArgumentType]
+    await engine.backend.streams.append_frame(handle, frame, mode=mode)  # pyright: ignore[reportArgumentType]
 
 
 async def retried(engine: Engine, handle: Handle) -> Handle:
     """Fail an attempt and claim the next one."""
-    await engine.backend.fail(handle, "again", "transient")
-    await engine.backend.promote_delayed(handle.execution_id.tag, "default", [handle.execution_id])
+    await engine.backend.executions.fail(handle, "again", "transient")
+    await engine.backend.upkeep.promote_delayed(
+        handle.execution_id.tag, "default", [handle.execution_id]
+    )
     return (await engine.claim()).handle
 
 
@@ -81,13 +83,13 @@ async def test_follows_retries_reclaims_and_resumes_to_the_end(
     handle = (await engine.claim()).handle
     await write(engine, handle, "resumed")
     await reader.saw("0:first", "1:retried", "1:resumed")
-    await engine.backend.revoke_lease(execution_id)
+    await engine.backend.leases.revoke_lease(execution_id)
     handle = (await engine.claim()).handle
     assert handle.attempt_index == 2
     # This one writes nothing, and the next one does.
     handle = await retried(engine, handle)
     await write(engine, handle, "last")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     seen = await reader.ended()
     assert seen == ["0:first", "1:retried", "1:resumed", "3:last"]
     assert (reader.tail.attempt, reader.tail.closed_reason) == (3, "attempt_success")
@@ -102,7 +104,7 @@ async def test_where_to_begin(client: Client, engine: Engine) -> None:
     handle = await retried(engine, handle)
     await write(engine, handle, "d")
     await write(engine, handle, "e", "best_effort")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
 
     async def all_of(tail: Tail) -> list[str]:
         return await Reader(tail).ended()
@@ -139,7 +141,7 @@ async def test_an_attempt_that_never_comes(client: Client, engine: Engine) -> No
     await write(engine, handle, "only")
     between = Reader(client.tail(handle.execution_id))
     await between.saw("0:only")
-    await engine.backend.fail(handle, "again", "transient")
+    await engine.backend.executions.fail(handle, "again", "transient")
     await until(lambda: between.tail.attempt == 1, "the wait for the retry")
     await client.cancel(handle.execution_id)
     assert await between.ended() == ["0:only"]
@@ -163,7 +165,7 @@ async def test_goes_on_after_a_lost_connection(
         await reader.saw("0:one")
         proxy.cut()
         await write(engine, handle, "two")
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         assert await reader.ended() == ["0:one", "0:two"]
 
 
@@ -189,5 +191,5 @@ async def test_plain_code_iterates(engine: Engine, valkey: TestServer) -> None:
 
     reading = asyncio.create_task(asyncio.to_thread(read, handle.execution_id))
     await write(engine, handle, "two")
-    await engine.backend.complete(handle)
+    await engine.backend.executions.complete(handle)
     assert await reading == [b"one", b"two", b"one"]

@@ -12,7 +12,7 @@ from flowfabric.core.contracts.executions import Cancelled
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import TransportError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
@@ -38,7 +38,7 @@ def server() -> Iterator[TestServer]:
 
 @pytest.fixture
 async def client(server: TestServer) -> AsyncIterator[Client]:
-    backend = await Backend.connect(parse_url(server.url), prepare_with=PartitionCounts())
+    backend = await ValkeyBackend.connect(parse_url(server.url), prepare_with=PartitionCounts())
     client = Client(backend)
     yield client
     await client.aclose()
@@ -105,14 +105,14 @@ async def test_calls_wait_for_the_end_of_an_outage(
     (ended,) = await submit(client.backend)
     handle = (await waits.engine.claim()).handle
     assert handle.execution_id == ended
-    await client.backend.complete(handle, b"done")
+    await client.backend.executions.complete(handle, b"done")
     (doomed,) = await submit(client.backend)
     heal = await outage(server)
     calls: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(call)
         for call in (
             client.submit("job"),
-            client.backend.cancel_execution(doomed),
+            client.backend.executions.cancel_execution(doomed),
             waits.send(parked, idempotency_key="once"),
             client.result(ended),
             client.inspect(ended),
@@ -125,7 +125,7 @@ async def test_calls_wait_for_the_end_of_an_outage(
     assert isinstance(cancelled, Cancelled)
     assert isinstance(signalled, Accepted)
     assert (result, seen is not None) == (b"done", True)
-    assert len((await client.backend.list_executions()).executions) == 4
+    assert len((await client.backend.listings.list_executions()).executions) == 4
 
 
 @pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: outage.__name__)
@@ -138,7 +138,7 @@ async def test_a_worker_starts_when_the_outage_is_over(
     assert not done or outage is loading
     await heal()
     worker = await starting
-    (listed,) = await client.backend.list_workers()
+    (listed,) = await client.backend.workers.list_workers()
     assert listed.worker_instance_id == worker.config.worker_instance_id
     await worker.aclose()
 

@@ -74,7 +74,7 @@ async def test_signal_lets_the_handler_finish(
     assert "told" in program.lines
     assert program.lines[-1].startswith("summary RunSummary(completed=1, failed=0")
     assert await state(engine.backend, run.id) == "completed"
-    assert await engine.backend.list_workers() == []
+    assert await engine.backend.workers.list_workers() == []
 
 
 @pytest.mark.parametrize("program", [("grace_s=0.1",)], indirect=True)
@@ -196,13 +196,13 @@ async def test_connections_of_their_own_in_a_forked_child(engine: Engine) -> Non
     backend = engine.backend
     await engine.create()
     handle = (await engine.claim()).handle
-    await backend.append_frame(handle, Frame(payload=b"x"))
-    feed = await backend.subscribe_lease_history("start")
+    await backend.streams.append_frame(handle, Frame(payload=b"x"))
+    feed = await backend.events.subscribe_lease_history("start")
     assert isinstance(await anext(feed), ff.LeaseEvent)
 
     async def use() -> None:
         for _ in range(3):
-            page = await backend.read_stream(handle.execution_id, 0)
+            page = await backend.streams.read_stream(handle.execution_id, 0)
             assert [frame.payload for frame in page.frames] == [b"x"]
 
     await use()
@@ -218,7 +218,7 @@ async def test_connections_of_their_own_in_a_forked_child(engine: Engine) -> Non
     status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.waitstatus_to_exitcode(status[1]) == 0
     await use()
-    await backend.complete(handle)
+    await backend.executions.complete(handle)
     assert isinstance(await anext(feed), ff.LeaseEvent)
     await feed.aclose()
 

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS, PLACES
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -35,7 +35,10 @@ async def knows_namespace(engine: Engine) -> bool:
 
 
 async def registered(engine: Engine) -> tuple[set[str], set[str]]:
-    lanes, tags = await engine.backend.list_lanes(), await engine.backend.used_partitions()
+    lanes, tags = (
+        await engine.backend.lanes.list_lanes(),
+        await engine.backend.places.used_partitions(),
+    )
     return set(lanes[0]), set(tags)
 
 
@@ -94,7 +97,7 @@ async def test_creations_register_again_now_and_then(
     await lose(engine)
     await submit(engine.backend, partition=4)
     assert "{fp:3}" not in (await registered(engine))[1], "not with every creation"
-    monkeypatch.setattr(engine.backend, "_repeat_at", 0.0)
+    monkeypatch.setattr(engine.backend.places, "_repeat_at", 0.0)
     await submit(engine.backend, partition=4)
     lanes, tags = await registered(engine)
     assert lanes >= {"old", "default"}
@@ -104,11 +107,11 @@ async def test_creations_register_again_now_and_then(
 async def test_registration_that_failed_is_made_up_for(
     engine: Engine, valkey: TestServer, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = await Backend.connect(parse_url(proxy.url), request_timeout=0.2)
+    backend = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=0.2)
     async with backend:
         await submit(backend, partition=3)
         await lose(engine)
-        monkeypatch.setattr(backend, "_repeat_at", 0.0)
+        monkeypatch.setattr(backend.places, "_repeat_at", 0.0)
         proxy.down()
         with pytest.raises(TransportError):
             await submit(backend, partition=3)
@@ -124,7 +127,7 @@ async def test_scanners_find_work_in_a_partition_nobody_registered(
     """Its submitter is gone, and no worker has claimed there."""
     await submit(engine.backend, partition=201)
     await lose(engine)
-    async with await Backend.connect(parse_url(valkey.url)) as fresh:
+    async with await ValkeyBackend.connect(parse_url(valkey.url)) as fresh:
         other = Engine(fresh)
         assert (await idle(other).scan_once("index_reconciler")).processed == 2
         assert (await idle(other).scan_once("index_reconciler")).processed == 0
@@ -141,7 +144,7 @@ async def test_local_settings_are_checked_before_anything_is_dialled(
 ) -> None:
     monkeypatch.setenv(name, value)
 
-    async def never() -> Backend:
+    async def never() -> ValkeyBackend:
         raise AssertionError("dialled")
 
     with pytest.raises(ConfigError, match=name):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import PermanentError, RetryableError, TransportError
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
@@ -52,7 +52,7 @@ async def test_results(engine: Engine, make_worker: MakeWorker) -> None:
     async with serving(worker, handlers) as runtime:
         await until(finished(runtime, 3), "three results")
     assert runtime.summary == RunSummary(completed=3)
-    stored = {k: await engine.backend.get_execution_result(i) for k, i in ids.items()}
+    stored = {k: await engine.backend.reads.get_execution_result(i) for k, i in ids.items()}
     assert stored == {"none": None, "bytes": b"\x00", "both": b"[1]"}
     assert (await info(engine.backend, ids["both"])).result_encoding == "json"
 
@@ -146,7 +146,7 @@ async def test_oversized_result_fails_with_a_clear_reason(
 
     ids = [(await submit(engine.backend, kind=k, policy=RETRY_SOON))[0] for k in ("big", "fits")]
     worker = await make_worker(max_concurrent_tasks=2)
-    worker.backend.limits = Limits(max_payload_bytes=100)
+    worker.backend.calls.limits = Limits(max_payload_bytes=100)
     async with serving(worker, {"big": handler, "fits": handler}) as runtime:
         await until(finished(runtime, 2), "both ends")
     big, fits = [await info(engine.backend, i) for i in ids]
@@ -168,7 +168,7 @@ async def test_handler_may_end_its_task_itself(engine: Engine, make_worker: Make
     async with serving(await make_worker(), {"job": handler}) as runtime:
         await until(lambda: runtime.summary.completed == 1, "the end")
     assert runtime.summary == RunSummary(completed=1, released=1)
-    assert await engine.backend.get_execution_result(execution_id) == b"mine"
+    assert await engine.backend.reads.get_execution_result(execution_id) == b"mine"
 
 
 async def test_unknown_kind_can_be_left_to_others(engine: Engine, make_worker: MakeWorker) -> None:
@@ -355,7 +355,7 @@ async def test_after_the_grace_the_lease_is_given_back_or_the_attempt_fails(
     assert summary == RunSummary(released=1)
     claim = await engine.claim(instance="other")
     assert (claim.handle.kind, claim.handle.attempt_index) == ("resumed", 0)
-    await engine.backend.complete(claim.handle)
+    await engine.backend.executions.complete(claim.handle)
 
 
 async def test_handler_that_ignores_the_end_loses_its_lease_anyway(

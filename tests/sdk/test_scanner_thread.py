@@ -20,7 +20,7 @@ from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.keys import LEADER, PARTITIONS, PLACES
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.doorbell import Doorbell
 from flowfabric.scanners.due import DueScanner
@@ -225,7 +225,7 @@ async def test_one_worker_may_run_twice(engine: Engine, make_worker: MakeWorker)
 async def test_stop_before_and_while_connecting(valkey: TestServer, engine: Engine) -> None:
     dialled = threading.Event()
 
-    async def never() -> Backend:
+    async def never() -> ValkeyBackend:
         dialled.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -247,7 +247,7 @@ async def test_error_at_the_start_ends_the_run(
 ) -> None:
     good, opened = opener(valkey.url), 0
 
-    async def connect() -> Backend:
+    async def connect() -> ValkeyBackend:
         nonlocal opened
         opened += 1
         if opened == 3:
@@ -328,11 +328,11 @@ async def test_they_look_where_the_worker_found_work(engine: Engine, valkey: Tes
     await engine.backend.transport.call("SREM", PARTITIONS, 77)
     await engine.backend.transport.call("DEL", PLACES)
     settings = ScannerSettings(disabled=frozenset({"index_reconciler"}))
-    async with await Backend.connect(parse_url(valkey.url)) as worker:
+    async with await ValkeyBackend.connect(parse_url(valkey.url)) as worker:
         scanners = ScannerThread(opener(valkey.url), settings, worker)
         await asyncio.to_thread(scanners.start)
         try:
-            worker.known_places["{fp:77}"] = {"default"}
+            worker.places.known_places["{fp:77}"] = {"default"}
             # Sooner than they read the list of partitions again.
             await until(is_in(engine, execution_id, "waiting"), "the promotion", 3)
         finally:
@@ -342,7 +342,7 @@ async def test_they_look_where_the_worker_found_work(engine: Engine, valkey: Tes
 async def test_hints_before_during_and_after(engine: Engine, valkey: TestServer) -> None:
     """A hint given from another thread promotes at its time; at any other time it does no harm."""
     settings = ScannerSettings(intervals_s={"delayed_promoter": 60, "doorbell": 60})
-    async with await Backend.connect(parse_url(valkey.url)) as worker:
+    async with await ValkeyBackend.connect(parse_url(valkey.url)) as worker:
         scanners = ScannerThread(opener(valkey.url), settings, worker)
         ids = await submit(engine.backend, 2, delay_ms=1500)
         due = await engine.now() + 1500
@@ -359,9 +359,9 @@ async def test_hints_before_during_and_after(engine: Engine, valkey: TestServer)
 
 async def expire(url: str, execution_id: ExecutionId) -> None:
     """What the scanner of another process does, as soon as it may."""
-    async with await Backend.connect(parse_url(url)) as backend:
+    async with await ValkeyBackend.connect(parse_url(url)) as backend:
         # The worker's own scanners may be faster, and then it is never due again.
         while await state(backend, execution_id) == "active":
             due = execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(execution_id)]
-            await backend.expire_execution(*due)
+            await backend.upkeep.expire_execution(*due)
             await asyncio.sleep(0.005)

@@ -112,7 +112,7 @@ async def test_result_with_timeout_from_many_threads(client: SyncClient, engine:
         while done < count:
             claims = await engine.claim_all()
             for claim in claims:
-                await engine.backend.complete(claim.handle, claim.input_payload)
+                await engine.backend.executions.complete(claim.handle, claim.input_payload)
             done += len(claims)
             await asyncio.sleep(0.005)
         assert await asyncio.gather(*results) == [str(n).encode() for n in range(count)]

@@ -22,7 +22,7 @@ from flowfabric.core.errors import (
     ValidationError,
 )
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.calls import Limits
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.task import ClaimedTask, verify
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
@@ -67,7 +67,7 @@ async def test_complete_keeps_none_and_empty_apart(engine: Engine, make_worker: 
         task = await claimed(worker, engine)
         await task.complete(result)
         assert await state(engine.backend, task.execution_id) == "completed"
-        assert await engine.backend.get_execution_result(task.execution_id) == result
+        assert await engine.backend.reads.get_execution_result(task.execution_id) == result
         assert worker.free == 1
 
 
@@ -162,7 +162,7 @@ async def test_typed_refusal_is_final(
 ) -> None:
     worker = await make_worker()
     task = await claimed(worker, engine)
-    await engine.backend.cancel_execution(task.execution_id, "by an operator")
+    await engine.backend.executions.cancel_execution(task.execution_id, "by an operator")
     if operation == "cancel":
         # The engine cannot tell the two cancels apart: it is cancelled, as asked.
         await task.cancel()
@@ -178,7 +178,7 @@ async def test_refused_argument_leaves_the_task_usable(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
     worker = await make_worker()
-    worker.backend.limits = Limits(max_payload_bytes=10)
+    worker.backend.calls.limits = Limits(max_payload_bytes=10)
     task = await claimed(worker, engine)
     with pytest.raises(ValidationError, match="payload_too_large"):
         await task.complete(b"x" * 11)
@@ -261,11 +261,11 @@ async def test_possibly_succeeded_but_it_did_not(
     task = await claimed(worker, engine)
     error = await lost_call(proxy, task, "complete")
     assert await error.verify() == "failed"
-    await engine.backend.revoke_lease(task.execution_id)
+    await engine.backend.leases.revoke_lease(task.execution_id)
     assert await error.verify() == "failed"
     other = await engine.claim(instance="other")
     assert await error.verify() == "superseded"
-    await engine.backend.complete(other.handle)
+    await engine.backend.executions.complete(other.handle)
     assert await error.verify() == "superseded"
     task.finish("test")
 
@@ -274,9 +274,9 @@ async def test_another_end_is_not_taken_for_ours(engine: Engine) -> None:
     """The attempt ended as the call wanted, but by another lease, or by a scanner."""
     backend = engine.backend
     first = await engine.running()
-    await backend.delay(first, 1)
+    await backend.executions.delay(first, 1)
     second = (await engine.claim(instance="w-2")).handle
-    await backend.complete(second)
+    await backend.executions.complete(second)
     assert await verify(backend, first, "complete") == "superseded"
     assert await verify(backend, second, "complete") == "succeeded"
     timeout = {"timeout_policy": {"attempt_timeout_ms": 10}}
@@ -284,7 +284,7 @@ async def test_another_end_is_not_taken_for_ours(engine: Engine) -> None:
     late = await engine.running(policy=timeout | retry)
     await engine.advance(10)
     tag, ids = late.execution_id.tag, [late.execution_id]
-    await backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
+    await backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
     assert await verify(backend, late, "fail") == "superseded"
 
 
@@ -317,7 +317,7 @@ async def test_verify_recognises_each_operation(
         # The same attempt goes on elsewhere: that is what the delay was for.
         resumed = await engine.claim(instance="other")
         assert await error.verify() == verdict
-        await engine.backend.complete(resumed.handle)
+        await engine.backend.executions.complete(resumed.handle)
 
 
 async def test_own_end_is_not_mistaken_for_a_loss(

@@ -250,7 +250,7 @@ def test_report_fits_and_survives_anything() -> None:
 async def end_somehow(task: ClaimedTask, engine: Engine, rng: random.Random) -> None:
     match rng.randrange(9):
         case 5:
-            await engine.backend.revoke_lease(task.execution_id)
+            await engine.backend.leases.revoke_lease(task.execution_id)
             await task.complete()
         case 6:
             async with task:

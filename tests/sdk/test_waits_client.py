@@ -63,7 +63,7 @@ async def test_a_signal_with_its_token(client: Client, waits: Waits) -> None:
         signal_maxlen=10,
     )
     assert outcome == Accepted(NOBODY, "resume_condition_satisfied")
-    stored = await client.backend.read_signal(execution_id, NOBODY)
+    stored = await client.backend.waitpoints.read_signal(execution_id, NOBODY)
     assert stored is not None
     assert (stored.payload, stored.source_identity, stored.correlation_id) == (
         b"\xff",
@@ -79,7 +79,7 @@ async def test_a_signal_with_its_token(client: Client, waits: Waits) -> None:
 async def test_a_trusted_caller_may_delay_the_resume(client: Client, waits: Waits) -> None:
     execution_id, waitpoint_id, token = first(await waits.park())
     await client.deliver_signal(execution_id, waitpoint_id, token, "go", resume_delay_ms=60_000)
-    assert (await client.backend.read_execution_state(execution_id)).value == "delayed"
+    assert (await client.backend.reads.read_execution_state(execution_id)).value == "delayed"
 
 
 async def test_approval_by_key_or_id(client: Client, waits: Waits) -> None:
@@ -88,7 +88,7 @@ async def test_approval_by_key_or_id(client: Client, waits: Waits) -> None:
     legal = await client.approve(execution_id, "legal", decided_by="ada", payload=b'"fine"')
     assert isinstance(legal, Accepted)
     assert legal.effect == "appended_to_waitpoint"
-    stored = await client.backend.read_signal(execution_id, legal.signal_id)
+    stored = await client.backend.waitpoints.read_signal(execution_id, legal.signal_id)
     assert stored is not None
     assert (stored.source_identity, stored.source_type, stored.payload) == (
         "ada",
@@ -112,7 +112,7 @@ async def test_approval_of_what_is_not_open(client: Client, waits: Waits, engine
         assert caught.value.code == "waitpoint_not_found"
     handle = await engine.running()
     for _ in range(2):
-        await engine.backend.create_waitpoint(handle, "same", 60_000)
+        await engine.backend.waitpoints.create_waitpoint(handle, "same", 60_000)
     with pytest.raises(ValidationError, match="'same' may be any of") as refused:
         await client.approve(handle.execution_id, "same")
     assert refused.value.code == "invalid_input"

@@ -37,7 +37,7 @@ GO = Single("k", "go")
 
 @pytest.fixture(autouse=True)
 async def _secret(engine: Engine) -> None:
-    await engine.backend.seed_at_boot(SECRET)
+    await engine.backend.secrets.seed_at_boot(SECRET)
 
 
 async def claimed(worker: Worker, engine: Engine) -> ClaimedTask:
@@ -137,7 +137,7 @@ async def test_a_suspension_whose_reply_was_lost_is_found_again(
     outcome = await task.try_suspend(GO)
     assert proxy.dropped == 1
     assert isinstance(outcome, Suspended)
-    page = await engine.backend.list_pending_waitpoints(task.execution_id)
+    page = await engine.backend.waitpoints.list_pending_waitpoints(task.execution_id)
     assert [entry.waitpoint_id for entry in page.entries] == [outcome.details.waitpoint_id]
 
 
@@ -156,7 +156,7 @@ async def test_repeats_of_a_suspension_are_one_suspension(
     proxy.up()
     outcome = await suspending
     assert isinstance(outcome, Suspended)
-    page = await engine.backend.list_pending_waitpoints(task.execution_id)
+    page = await engine.backend.waitpoints.list_pending_waitpoints(task.execution_id)
     assert [entry.waitpoint_id for entry in page.entries] == [outcome.details.waitpoint_id]
 
 
@@ -180,7 +180,7 @@ async def test_nothing_can_be_asked_with_a_lost_lease(
 ) -> None:
     worker = await make_worker(lease_ttl_ms=1000)
     task = await claimed(worker, engine)
-    await engine.backend.revoke_lease(task.execution_id)
+    await engine.backend.leases.revoke_lease(task.execution_id)
     await until(lambda: task.lease_lost is not None, "the loss")
     for call in (
         task.try_suspend(OperatorOnly()),

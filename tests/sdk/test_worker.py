@@ -16,7 +16,7 @@ from flowfabric.core.errors import (
     WorkerAtCapacity,
 )
 from flowfabric.core.keys import wake
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -64,11 +64,11 @@ async def test_registered_while_connected(engine: Engine, make_worker: MakeWorke
     worker = await make_worker(
         worker_id="pool", worker_instance_id="pool-1", lanes=["a", "b"], capabilities=["gpu"]
     )
-    (entry,) = await engine.backend.list_workers()
+    (entry,) = await engine.backend.workers.list_workers()
     assert (entry.worker_id, entry.worker_instance_id) == ("pool", "pool-1")
     assert (entry.lanes, entry.capabilities) == (("a", "b"), ("gpu",))
     await worker.aclose()
-    assert await engine.backend.list_workers() == []
+    assert await engine.backend.workers.list_workers() == []
 
 
 async def test_connects_by_url(engine: Engine, valkey: TestServer) -> None:
@@ -91,7 +91,7 @@ async def test_failed_connect_leaves_the_id_free(engine: Engine, valkey: TestSer
     good = opener(valkey.url)
     calls = 0
 
-    async def connect() -> Backend:
+    async def connect() -> ValkeyBackend:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -100,7 +100,7 @@ async def test_failed_connect_leaves_the_id_free(engine: Engine, valkey: TestSer
 
     with pytest.raises(TransportError, match="WRONGPASS"):
         await Worker.connect(config(worker_instance_id="one"), connect)
-    assert await engine.backend.list_workers() == []
+    assert await engine.backend.workers.list_workers() == []
 
 
 async def test_connection_lost_while_connecting(
@@ -115,11 +115,13 @@ async def test_connection_lost_while_connecting(
 
 async def test_heartbeat_registers_again(engine: Engine, make_worker: MakeWorker) -> None:
     worker = await make_worker(worker_instance_id="one", lease_ttl_ms=1000)
-    await engine.backend.mark_worker_dead("one")
-    assert await engine.backend.list_workers() == []
+    await engine.backend.workers.mark_worker_dead("one")
+    assert await engine.backend.workers.list_workers() == []
 
     async def back() -> bool:
-        return [w.worker_instance_id for w in await engine.backend.list_workers()] == ["one"]
+        return [w.worker_instance_id for w in await engine.backend.workers.list_workers()] == [
+            "one"
+        ]
 
     await until(back, "the registration")
     await worker.aclose()
@@ -288,7 +290,7 @@ async def test_what_another_worker_must_take_is_not_asked_for_again_and_again(
     gone = await make_worker(capabilities=["gpu"])
     task = await gone.claim()
     assert task is not None
-    await engine.backend.revoke_lease(execution_id)
+    await engine.backend.leases.revoke_lease(execution_id)
     worker = await make_worker()
     worker.lanes["default"].add(execution_id.tag)
     assert await worker.claim_at("default", execution_id.tag, 1) == ([], False)
@@ -312,7 +314,7 @@ async def test_claim_from_grant(engine: Engine, make_worker: MakeWorker) -> None
 
 
 async def grant_for(engine: Engine, execution_id: Any) -> Any:
-    return await engine.backend.issue_claim_grant(
+    return await engine.backend.claims.issue_claim_grant(
         execution_id, worker_id="w", worker_instance_id="w-1", grant_ttl_ms=10_000
     )
 
@@ -352,8 +354,8 @@ async def test_full_worker_leaves_the_grant_untouched(
 async def test_reclaim_grant(engine: Engine, make_worker: MakeWorker) -> None:
     worker = await make_worker(worker_id="w", worker_instance_id="w-1")
     handle = await engine.running()
-    await engine.backend.revoke_lease(handle.execution_id)
-    granted = await engine.backend.issue_reclaim_grant(
+    await engine.backend.leases.revoke_lease(handle.execution_id)
+    granted = await engine.backend.claims.issue_reclaim_grant(
         handle.execution_id, worker_id="w", worker_instance_id="w-1", grant_ttl_ms=10_000
     )
     assert isinstance(granted, Granted)

@@ -15,9 +15,9 @@ from flowfabric.core.keys import events
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import StateVector
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import Limits
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"
@@ -38,21 +38,21 @@ return found
 @asynccontextmanager
 async def prepared_backend(
     url: str, counts: PartitionCounts | None = None
-) -> AsyncGenerator[Backend]:
+) -> AsyncGenerator[ValkeyBackend]:
     """On an emptied keyspace, with the test clock at the server's time."""
-    async with await Backend.connect(
+    async with await ValkeyBackend.connect(
         parse_url(url), prepare_with=counts or PartitionCounts(), limits=Limits()
     ) as backend:
         await backend.transport.call("FLUSHALL")
-        await backend.prepare()
-        await backend.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
+        await backend.meta.prepare()
+        await backend.calls.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
         yield backend
 
 
 class Engine:
     """One engine under test."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ValkeyBackend) -> None:
         self.backend = backend
         self._offset = 0
 
@@ -68,7 +68,7 @@ class Engine:
         **fields: Any,
     ) -> ExecutionId:
         """Create one execution and return its id."""
-        outcome = await self.backend.create_execution(
+        outcome = await self.backend.executions.create_execution(
             NewExecution(
                 execution_id=execution_id or self.new_id(lane),
                 execution_kind=fields.pop("execution_kind", "job"),
@@ -88,14 +88,14 @@ class Engine:
         instance: str = "w-1",
         capabilities: Iterable[str] = (),
         ttl: int = TTL,
-    ) -> Want:
+    ) -> ClaimRequest:
         csv = caps.to_csv(caps.normalise(list(capabilities), "worker"))
-        return Want.of(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
+        return ClaimRequest.of(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
 
     async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:
         """Claim from the lane's own partition."""
         tag = self.new_id(lane).tag
-        claimed = await self.backend.claim_many(self.want(lane=lane, **want), tag, max_n)
+        claimed = await self.backend.claims.claim_many(self.want(lane=lane, **want), tag, max_n)
         return claimed.claims
 
     async def claim(self, **want: Any) -> Claim:
@@ -112,13 +112,13 @@ class Engine:
     async def advance(self, ms: int) -> None:
         """Move the engine's clock forward (backward when negative)."""
         self._offset += ms
-        await self.backend.fcall("ff_test_clock", "{fp:0}", (self._offset,), op="test")
+        await self.backend.calls.fcall("ff_test_clock", "{fp:0}", (self._offset,), op="test")
 
     async def now(self) -> int:
-        return await self.backend.server_time_ms()
+        return await self.backend.meta.server_time_ms()
 
     async def vector(self, execution_id: ExecutionId) -> StateVector:
-        return (await self.backend.read_execution_info(execution_id)).state_vector
+        return (await self.backend.reads.read_execution_info(execution_id)).state_vector
 
     async def events(self, execution_id: ExecutionId) -> list[Event]:
         """Everything the partition's feed says of one execution, in order."""

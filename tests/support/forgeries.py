@@ -19,7 +19,7 @@ import msgspec
 from flowfabric.core.contracts.suspension import SuspensionDetails
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 HEX = "0123456789abcdef"
 REFUSALS = frozenset({"invalid_token", "token_expired", "invalid_waitpoint_for_execution"})
@@ -175,7 +175,7 @@ def forgeries(targets: Sequence[Target], seed: int) -> Iterator[Forgery]:
 
 
 async def attack(
-    backend: Backend, targets: Sequence[Target], count: int, seed: int, *, at_once: int = 64
+    backend: ValkeyBackend, targets: Sequence[Target], count: int, seed: int, *, at_once: int = 64
 ) -> Counter[tuple[str, str]]:
     """Send this many forgeries; how often each kind got each code. One accepted is an error."""
     seen: Counter[tuple[str, str]] = Counter()
@@ -184,7 +184,7 @@ async def attack(
     async def worker() -> None:
         for one in forged:
             try:
-                outcome = await backend.deliver_signal(
+                outcome = await backend.signals.deliver_signal(
                     one.execution_id, one.waitpoint_id, one.token, "go"
                 )
             except EngineError as error:

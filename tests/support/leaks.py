@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 _ID = r"\{fp:\d+\}:[0-9a-f-]{36}"
 _EXECUTION = re.compile(
@@ -55,7 +55,7 @@ return found
 """
 
 
-async def find_leaks(backend: Backend) -> list[str]:
+async def find_leaks(backend: ValkeyBackend) -> list[str]:
     """What is wrong with the keyspace, as sentences; empty when all is well."""
     call = backend.transport.call
     names: Any = await call("KEYS", "*")
@@ -89,7 +89,7 @@ def _has_record(known: set[str], execution_id: str) -> bool:
 
 
 async def _unowned_waitpoint(
-    backend: Backend, known: set[str], name: str, record: str
+    backend: ValkeyBackend, known: set[str], name: str, record: str
 ) -> list[str]:
     if record not in known:
         return [f"waitpoint key without its waitpoint: {name}"]
@@ -99,7 +99,7 @@ async def _unowned_waitpoint(
     return []
 
 
-async def _drift(backend: Backend, known: set[str]) -> list[str]:
+async def _drift(backend: ValkeyBackend, known: set[str]) -> list[str]:
     """Executions of every index that are not where their records say."""
     members: dict[str, set[bytes]] = {}
     for name in known:
@@ -110,7 +110,7 @@ async def _drift(backend: Backend, known: set[str]) -> list[str]:
     problems: list[str] = []
     for tag, found in sorted(members.items()):
         ids = sorted(member.decode() for member in found)
-        verdicts = await backend.reconcile_execution_index(tag, ids, "check")
+        verdicts = await backend.upkeep.reconcile_execution_index(tag, ids, "check")
         problems += [
             f"{execution_id}: {verdict}"
             for execution_id, verdict in zip(ids, verdicts, strict=True)

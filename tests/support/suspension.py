@@ -31,7 +31,7 @@ class Waits:
 
     @classmethod
     async def open(cls, engine: Engine, secret: str = SECRET) -> Waits:
-        await engine.backend.seed_at_boot(secret)
+        await engine.backend.secrets.seed_at_boot(secret)
         return cls(engine)
 
     async def park(
@@ -39,7 +39,7 @@ class Waits:
     ) -> Suspended:
         """Suspend a (new) running execution."""
         held = handle or await self.engine.running()
-        outcome = await self.backend.suspend(held, condition=condition, **options)
+        outcome = await self.backend.suspensions.suspend(held, condition=condition, **options)
         assert isinstance(outcome, Suspended)
         return outcome
 
@@ -54,7 +54,7 @@ class Waits:
     async def signal(
         self, execution_id: ExecutionId, waitpoint: Waitpoint, name: str = "go", **options: Any
     ) -> SignalOutcome:
-        return await self.backend.deliver_signal(
+        return await self.backend.signals.deliver_signal(
             execution_id, waitpoint.waitpoint_id, waitpoint.waitpoint_token, name, **options
         )
 
@@ -91,13 +91,15 @@ class Waits:
 
     async def expire(self, execution_id: ExecutionId) -> str:
         """What the scanner of suspension timeouts does."""
-        (verdict,) = await self.backend.expire_suspension(execution_id.tag, [execution_id])
+        (verdict,) = await self.backend.suspensions.expire_suspension(
+            execution_id.tag, [execution_id]
+        )
         return verdict
 
     async def trim(self, execution_id: ExecutionId) -> list[str]:
         """Let the retention of an ended execution pass and purge it completely."""
         await self.engine.advance(86_400_001)
-        verdicts = await self.backend.trim_retention(execution_id.tag, LANE, [execution_id])
-        while await self.backend.purge(execution_id.tag):
+        verdicts = await self.backend.upkeep.trim_retention(execution_id.tag, LANE, [execution_id])
+        while await self.backend.upkeep.purge(execution_id.tag):
             pass
         return verdicts

@@ -30,7 +30,7 @@ from flowfabric.core.errors import (
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace
-from flowfabric.engine.batches import BATCH
+from flowfabric.engine.api.batches import BATCH
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
 
@@ -184,7 +184,7 @@ class Fabric(AsyncClosing):
                 client.mint(task.lane, len(payloads)), payloads, strict=True
             )
         ]
-        check_sizes(new, client.backend.limits.max_payload_bytes)
+        check_sizes(new, client.backend.calls.limits.max_payload_bytes)
         try:
             outcomes = await client.submit_many(new)
         except EngineError as error:

@@ -15,8 +15,8 @@ from flowfabric.core.durations import Duration
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed import CompletionWatch
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
 from flowfabric.sdk.tail import Tail
@@ -84,11 +84,11 @@ class Run(Generic[R_co]):
 
     async def state(self) -> PublicState:
         """Where the execution is now."""
-        return await (await self._connect()).backend.read_execution_state(self.id)
+        return await (await self._connect()).backend.reads.read_execution_state(self.id)
 
     async def info(self) -> ExecutionInfo:
         """Everything an operator would see of it."""
-        return await (await self._connect()).backend.read_execution_info(self.id)
+        return await (await self._connect()).backend.reads.read_execution_info(self.id)
 
     async def wait(self, timeout: Duration | None = None) -> Outcome:
         """Wait until it has ended, however it ended."""
@@ -164,7 +164,7 @@ class Run(Generic[R_co]):
             visibility=visibility,
         )
 
-    async def _output(self) -> tuple[Backend, CompletionWatch]:
+    async def _output(self) -> tuple[ValkeyBackend, CompletionWatch]:
         return (await self._connect()).sources
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flowfabric.app.secret_file import folder_secret
 from flowfabric.core.errors import ConfigError
-from flowfabric.engine.backend import Backend, check_settings
+from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
 from flowfabric.valkey.address import Address, from_env, from_url
 
 if TYPE_CHECKING:
@@ -67,17 +67,17 @@ class ServerLocation:
                 return
         server.release()
 
-    async def open(self, *, name: str = "flowfabric") -> Backend:
+    async def open(self, *, name: str = "flowfabric") -> ValkeyBackend:
         """A backend in the running event loop."""
         if self.embedded:
             # Refuse wrong settings before starting a server.
             check_settings()
         address = await self.address()
         if self.embedded:
-            return await Backend.connect_and_prepare(
+            return await ValkeyBackend.connect_and_prepare(
                 address, name=name, revive=self._revive, mint_secret=self._mint_secret
             )
-        return await Backend.connect(address, name=name)
+        return await ValkeyBackend.connect(address, name=name)
 
     def _mint_secret(self) -> str:
         """The secret of the data folder: an embedded server needs no configured one."""

@@ -243,7 +243,7 @@ class Waits:
     ) -> list[ResumeSignal]:
         options: dict[str, Any] = {"reason_code": reason}
         if timeout is not None:
-            now = await self._task.backend.server_time_ms()
+            now = await self._task.backend.meta.server_time_ms()
             options["timeout_at"] = now + to_ms(timeout, "timeout")
             # The handler decides what a timeout means.
             options["timeout_behavior"] = "auto_resume"

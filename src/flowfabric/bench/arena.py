@@ -15,7 +15,7 @@ from pathlib import Path
 from flowfabric.bench.options import Aof
 from flowfabric.core import keys
 from flowfabric.core.partition import PartitionCounts, solo_partition
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.embedded import EmbeddedServer
 
@@ -28,7 +28,7 @@ _END_S = 30.0
 class Arena:
     """A server of its own with a prepared engine on it."""
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: ValkeyBackend) -> None:
         self.url = url
         self.backend = backend
         self.tag = f"{{fp:{solo_partition(LANE, backend.counts)}}}"
@@ -36,7 +36,7 @@ class Arena:
 
     async def seed_secret(self) -> None:
         """Make waits possible: their tokens are signed."""
-        await self.backend.seed_at_boot(secrets.token_hex(32))
+        await self.backend.secrets.seed_at_boot(secrets.token_hex(32))
 
     async def info(self, section: str) -> dict[str, str]:
         """The fields of one section of INFO."""
@@ -64,7 +64,7 @@ async def arena(aof: Aof) -> AsyncGenerator[Arena]:
         pid = server.pid
         try:
             with _without_known_warnings():
-                backend = await Backend.connect(
+                backend = await ValkeyBackend.connect(
                     parse_url(server.url), prepare_with=PartitionCounts(), name="ff-bench"
                 )
                 async with backend:
@@ -88,7 +88,7 @@ async def _until_gone(pid: int | None) -> None:
 @contextlib.contextmanager
 def _without_known_warnings() -> Generator[None]:
     """A server that keeps no log on purpose is nothing to warn of."""
-    log = logging.getLogger("flowfabric.engine.health")
+    log = logging.getLogger("flowfabric.engine.valkey.health")
 
     def other(record: logging.LogRecord) -> bool:
         return not (isinstance(record.args, tuple) and record.args[:1] == ("persistence",))

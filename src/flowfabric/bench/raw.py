@@ -8,7 +8,8 @@ from typing import Any
 
 from flowfabric.bench.arena import LANE, Arena
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.claim_rows import claim_args
 
 __all__ = ["BATCH", "Raw"]
 
@@ -26,7 +27,7 @@ class Raw:
     def __init__(self, arena: Arena, advance: Callable[[int], None]) -> None:
         self._arena = arena
         self._advance = advance
-        self._want = Want.of(LANE, "bench", f"bench-{new_uuid()}")
+        self._want = ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}")
 
     def creations(self, n: int, payload: bytes = b"") -> list[Call]:
         """The calls that create `n` executions."""
@@ -42,7 +43,7 @@ class Raw:
     def claims(self, n: int) -> list[Call]:
         """The calls that claim `n` executions."""
         return [
-            ("ff_claim_many", self._want.args(size, new_uuid()))
+            ("ff_claim_many", claim_args(self._want, size, new_uuid()))
             for size in (min(BATCH, n - start) for start in range(0, n, BATCH))
         ]
 
@@ -73,7 +74,7 @@ class Raw:
     ) -> None:
         backend, tag = self._arena.backend, self._arena.tag
         for number, (function, args) in waiting:
-            reply = await backend.fcall(function, tag, args, op="bench")
+            reply = await backend.calls.fcall(function, tag, args, op="bench")
             replies[number] = reply[2]
             self._advance(len(reply[2]))
 

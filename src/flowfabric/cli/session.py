@@ -16,8 +16,8 @@ from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import join
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.boot import join
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
 
@@ -78,7 +78,7 @@ def _exists(path: Path) -> bool:
 
 
 @asynccontextmanager
-async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
+async def open_backend(url: str | None) -> AsyncGenerator[ValkeyBackend]:
     """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
     location = ServerLocation(url)
     if location.embedded and not has_data():
@@ -89,7 +89,7 @@ async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
             address, connect_timeout=CONNECT_S, name="flowfabric-cli", patient=False
         )
         try:
-            backend = Backend(transport, await _join(transport, location))
+            backend = ValkeyBackend(transport, await _join(transport, location))
         except BaseException:
             await transport.aclose()
             raise
@@ -119,11 +119,15 @@ def user_name() -> str:
         return ""
 
 
-async def find_execution(backend: Backend, text: str, namespace: str | None = None) -> ExecutionId:
+async def find_execution(
+    backend: ValkeyBackend, text: str, namespace: str | None = None
+) -> ExecutionId:
     """The execution with this id, this UUID, or a UUID that only it starts with."""
     found = await _candidates(backend, text.strip().lower())
     if namespace is not None:
-        found = [each for each in found if await backend.get_execution_namespace(each) == namespace]
+        found = [
+            each for each in found if await backend.reads.get_execution_namespace(each) == namespace
+        ]
     if not found:
         raise _not_found(text, namespace)
     if len(found) > 1:
@@ -131,19 +135,19 @@ async def find_execution(backend: Backend, text: str, namespace: str | None = No
     return found[0]
 
 
-async def _candidates(backend: Backend, text: str) -> list[ExecutionId]:
+async def _candidates(backend: ValkeyBackend, text: str) -> list[ExecutionId]:
     if text.startswith("{"):
         try:
-            exact = backend.checked(ExecutionId.parse(text))
+            exact = backend.calls.checked(ExecutionId.parse(text))
         except EngineError as error:
             raise _invalid_id(error.explanation) from error
-        known = await backend.get_execution_namespace(exact)
+        known = await backend.reads.get_execution_namespace(exact)
         return [] if known is None else [exact]
     if not _is_prefix(text):
         raise _invalid_id(f"{text!r} is neither an execution id nor a UUID")
     if len(text) < _MIN_PREFIX:
         raise _invalid_id(f"{text!r} is too short: give at least {_MIN_PREFIX} characters")
-    return await backend.find_executions(text, _MAX_LISTED + 1)
+    return await backend.listings.find_executions(text, _MAX_LISTED + 1)
 
 
 def _not_found(text: str, namespace: str | None) -> CliError:
@@ -157,11 +161,11 @@ def _invalid_id(problem: str) -> UsageError:
     return UsageError("invalid_input", problem, "`flowfabric ps` lists executions and their ids")
 
 
-async def _ambiguous(backend: Backend, text: str, found: list[ExecutionId]) -> CliError:
+async def _ambiguous(backend: ValkeyBackend, text: str, found: list[ExecutionId]) -> CliError:
     lines: list[str] = []
     for execution_id in found[:_MAX_LISTED]:
         try:
-            info = await backend.read_execution_info(execution_id)
+            info = await backend.reads.read_execution_info(execution_id)
             lines.append(f"{execution_id}  {info.execution_kind}  {info.public_state.value}")
         except EngineError:
             lines.append(str(execution_id))

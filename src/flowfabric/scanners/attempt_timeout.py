@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
 __all__ = ["AttemptTimeout"]
@@ -24,6 +24,12 @@ class AttemptTimeout(DueScanner):
         """One index for all lanes."""
         return {"attempt_timeout": ""}
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+    async def act(
+        self,
+        backend: ValkeyBackend,
+        tag: str,
+        lane: str,  # noqa: ARG002
+        ids: Sequence[str],
+    ) -> list[str]:
         """Expire what is due."""
-        return await backend.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
+        return await backend.upkeep.expire_execution(tag, ExpireReason.ATTEMPT_TIMEOUT, ids)

@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
@@ -105,6 +105,6 @@ class Scanner(Protocol):
         """The name used in settings, logs and status."""
         ...
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """One cycle over the scope."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner, lane_indexes
 
 __all__ = ["DelayedPromoter"]
@@ -23,6 +23,8 @@ class DelayedPromoter(DueScanner):
         """One index per lane."""
         return lane_indexes(lanes, "delayed")
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
+    async def act(
+        self, backend: ValkeyBackend, tag: str, lane: str, ids: Sequence[str]
+    ) -> list[str]:
         """Promote what is due."""
-        return await backend.promote_delayed(tag, lane, ids)
+        return await backend.upkeep.promote_delayed(tag, lane, ids)

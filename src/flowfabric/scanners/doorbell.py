@@ -7,7 +7,7 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.due import lane_indexes
 from flowfabric.scanners.watch import by_partition, grouped
@@ -27,7 +27,7 @@ class Doorbell:
         """Where claimable work stands; while nothing does, the watch asks for us."""
         return [index for name in _CLAIMABLE for index in lane_indexes(lanes, name)]
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """Ring every lane and partition that holds claimable work."""
         places = [(tag, lane) for tag, lanes in scope.territory.lanes.items() for lane in lanes]
         damage: CorruptionError | None = None
@@ -45,11 +45,13 @@ class Doorbell:
         # Ringing is no repair: it says nothing about whether the first ring was lost.
         return ScanResult()
 
-    async def _ring(self, backend: Backend, scope: Scope, lanes: dict[str, list[str]]) -> None:
+    async def _ring(
+        self, backend: ValkeyBackend, scope: Scope, lanes: dict[str, list[str]]
+    ) -> None:
         indexes = [(tag, index) for tag in lanes for index in self.indexes(lanes[tag])]
         names = [keys.index(*key) for key in indexes]
         found: Any = await backend.transport.call("EXISTS", *names, key=names[0])
         if found:
-            await backend.ring_waiting(lanes)
+            await backend.claims.ring_waiting(lanes)
         elif scope.watch is not None:
             scope.watch.absent(indexes)

@@ -11,8 +11,8 @@ from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import is_execution_id
 from flowfabric.core.text import shown
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.upkeep import DuePage, DueScan
+from flowfabric.engine.api.upkeep import DuePage, DueScan
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.tracker import FailureTracker
 from flowfabric.scanners.watch import Key, by_partition, grouped
@@ -52,12 +52,14 @@ class DueScanner(ABC):
         """Index names after `ff:idx:T:`, each with its lane (empty: not lane-scoped)."""
 
     @abstractmethod
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
+    async def act(
+        self, backend: ValkeyBackend, tag: str, lane: str, ids: Sequence[str]
+    ) -> list[str]:
         """The engine call; one answer per id."""
 
     async def accepted(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         tag: str,  # noqa: ARG002 - for indexes of something else than executions
         ids: Sequence[str],
@@ -69,7 +71,7 @@ class DueScanner(ABC):
         """Whether this can be a member at all; what cannot is removed like one without a record."""
         return is_execution_id(member, tag)
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """One cycle over every index of the territory."""
         self.tracker.begin_cycle()
         owners = {
@@ -89,11 +91,11 @@ class DueScanner(ABC):
         return tally.result()
 
     async def _survey(
-        self, backend: Backend, scope: Scope, groups: list[list[Key]], tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, groups: list[list[Key]], tally: Tally
     ) -> list[DuePage]:
         """The first page of every index of a few groups, each read by one call."""
         scans: list[DueScan | BaseException] = await asyncio.gather(
-            *(backend.scan_due(by_partition(group), self.page) for group in groups),
+            *(backend.upkeep.scan_due(by_partition(group), self.page) for group in groups),
             return_exceptions=True,
         )
         if all(isinstance(scan, EngineError) for scan in scans):
@@ -114,7 +116,7 @@ class DueScanner(ABC):
         return pages
 
     async def _drain(
-        self, backend: Backend, scope: Scope, page: DuePage, lane: str, tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, page: DuePage, lane: str, tally: Tally
     ) -> None:
         """Everything due in one index, beginning with a page already read."""
         tag, ids, offset = page.tag, page.ids, 0
@@ -130,7 +132,7 @@ class DueScanner(ABC):
                 return
             offset += len(ids) - gone
             try:
-                scan = await backend.scan_due({tag: [page.index]}, self.page, offset)
+                scan = await backend.upkeep.scan_due({tag: [page.index]}, self.page, offset)
             except EngineError as error:
                 tally.errors += 1
                 scope.trouble("index not readable", error, partition=tag)
@@ -140,7 +142,13 @@ class DueScanner(ABC):
             ids = scan.pages[0].ids if scan.pages else []
 
     async def _handle(
-        self, backend: Backend, scope: Scope, tag: str, lane: str, ids: list[str], tally: Tally
+        self,
+        backend: ValkeyBackend,
+        scope: Scope,
+        tag: str,
+        lane: str,
+        ids: list[str],
+        tally: Tally,
     ) -> int:
         """Act on one page; how many members left the index."""
         awake = [member for member in ids if not self.tracker.skips(member)]
@@ -163,7 +171,13 @@ class DueScanner(ABC):
         return gone
 
     async def _answers(
-        self, backend: Backend, scope: Scope, tag: str, lane: str, ids: list[str], tally: Tally
+        self,
+        backend: ValkeyBackend,
+        scope: Scope,
+        tag: str,
+        lane: str,
+        ids: list[str],
+        tally: Tally,
     ) -> list[tuple[str, str]]:
         try:
             return list(zip(ids, await self.act(backend, tag, lane, ids), strict=True))

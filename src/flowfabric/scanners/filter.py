@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["ScannerFilter"]
 
@@ -33,16 +33,16 @@ class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
         """Whether everything is accepted."""
         return self.namespace is None and self.instance_tag is None
 
-    async def accepted(self, backend: Backend, ids: Sequence[str]) -> list[str]:
+    async def accepted(self, backend: ValkeyBackend, ids: Sequence[str]) -> list[str]:
         """Those of the ids that match, in order."""
         if self.is_empty:
             return list(ids)
         verdicts = await asyncio.gather(*(self._accepts(backend, member) for member in ids))
         return [member for member, ok in zip(ids, verdicts, strict=True) if ok]
 
-    async def _accepts(self, backend: Backend, member: str) -> bool:
+    async def _accepts(self, backend: ValkeyBackend, member: str) -> bool:
         try:
-            execution_id = backend.checked(ExecutionId.parse(member))
+            execution_id = backend.calls.checked(ExecutionId.parse(member))
             if self.namespace is not None:
                 found = await _namespace(backend, execution_id)
                 if found != self.namespace.encode():
@@ -57,7 +57,7 @@ class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
         return True
 
 
-async def _namespace(backend: Backend, execution_id: ExecutionId) -> bytes | None:
+async def _namespace(backend: ValkeyBackend, execution_id: ExecutionId) -> bytes | None:
     """The stored namespace. Every record has a state; only then does absent mean the default."""
     key = keys.core(execution_id.tag, execution_id)
     reply: Any = await backend.transport.call("HMGET", key, "state", "namespace", key=key)

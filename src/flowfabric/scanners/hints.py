@@ -7,7 +7,7 @@ import heapq
 import logging
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.clock import ServerClock
 
 __all__ = ["DueHints"]
@@ -30,7 +30,7 @@ class DueHints:
     >>> hints.hint("default", execution_id.tag, execution_id, due_ms)  # doctest: +SKIP
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ValkeyBackend) -> None:
         self._backend = backend
         self._heap: list[Hint] = []
         self._wake = asyncio.Event()
@@ -73,7 +73,7 @@ class DueHints:
             await self._wake.wait()
             return
         if self._clock.age_s > _CLOCK_TRUST_S:
-            self._clock.observe(await self._backend.server_time_ms())
+            self._clock.observe(await self._backend.meta.server_time_ms())
         now = self._clock.now_ms()
         if self._heap[0][0] > now + _HORIZON_MS:
             # Everything behind lies further ahead: the promoter's interval is exact enough.
@@ -100,13 +100,15 @@ class DueHints:
                 break
         early: list[Hint] = []
         for (tag, lane), group in groups.items():
-            answers = await self._backend.promote_delayed(tag, lane, [hint[4] for hint in group])
+            answers = await self._backend.upkeep.promote_delayed(
+                tag, lane, [hint[4] for hint in group]
+            )
             early += [
                 hint for hint, answer in zip(group, answers, strict=True) if answer == "not_yet_due"
             ]
         if early:
             # Our idea of the server's time is wrong, or the delay was changed since.
-            self._clock.observe(await self._backend.server_time_ms())
+            self._clock.observe(await self._backend.meta.server_time_ms())
             for due, tries, lane, tag, execution_id in early:
                 if tries + 1 < 0:
                     heapq.heappush(self._heap, (due, tries + 1, lane, tag, execution_id))

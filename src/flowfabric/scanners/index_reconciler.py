@@ -11,9 +11,9 @@ from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.text import lossless, raw, shown
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.calls import as_stored
-from flowfabric.engine.upkeep import Survey
+from flowfabric.engine.api.upkeep import Survey
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.calls import as_stored
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.places import Place, Places, calls
 
@@ -64,7 +64,7 @@ class IndexReconciler:
         # the partitions surveyed in this cycle
         self._surveyed: list[Place] = []
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """Repair what drifted before and still does, then look at the next part."""
         tally = Tally()
         before, self._suspects, self._surveyed = self._suspects, {}, []
@@ -77,7 +77,7 @@ class IndexReconciler:
 
     # --- forgotten places -----------------------------------------------------------
 
-    async def _seek(self, backend: Backend, scope: Scope, tally: Tally) -> list[str]:
+    async def _seek(self, backend: ValkeyBackend, scope: Scope, tally: Tally) -> list[str]:
         """Register what a failover forgot, in the next part of all partitions."""
         cluster = backend.transport.is_cluster
         first, count = self._sought, backend.counts.flow
@@ -85,12 +85,12 @@ class IndexReconciler:
         known = set(scope.territory.tags)
         tags = [tag for i in range(first, end) if (tag := f"{{fp:{i}}}") not in known]
         try:
-            lost = await backend.occupied_partitions(tags)
+            lost = await backend.places.occupied_partitions(tags)
             if lost:
                 # One that was registered a moment ago is not lost.
-                registered = set(await backend.used_partitions())
+                registered = set(await backend.places.used_partitions())
                 lost = [tag for tag in lost if tag not in registered]
-                await backend.register_places(dict.fromkeys(lost, ()))
+                await backend.places.register_places(dict.fromkeys(lost, ()))
         except EngineError as error:
             tally.errors += 1
             scope.trouble("partitions not searched", error)
@@ -105,7 +105,7 @@ class IndexReconciler:
             )
         return lost
 
-    async def _register_lanes(self, backend: Backend, scope: Scope, tally: Tally) -> None:
+    async def _register_lanes(self, backend: ValkeyBackend, scope: Scope, tally: Tally) -> None:
         """Register lanes that have an index, or that records name, and no registry does."""
         here = scope.territory.lanes
         lost = {
@@ -116,9 +116,9 @@ class IndexReconciler:
         if not lost:
             return
         try:
-            registered = await backend.places_in_use()
+            registered = await backend.places.places_in_use()
             lost = {tag: lanes.difference(registered.get(tag, ())) for tag, lanes in lost.items()}
-            await backend.register_places(lost)
+            await backend.places.register_places(lost)
         except EngineError as error:
             tally.errors += 1
             scope.trouble("lanes not registered", error)
@@ -142,7 +142,7 @@ class IndexReconciler:
 
     async def _round(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         lanes: Mapping[str, frozenset[str]],
         tally: Tally,
@@ -175,7 +175,7 @@ class IndexReconciler:
 
     async def _survey(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         lanes: Mapping[str, frozenset[str]],
         group: list[Place],
@@ -185,7 +185,7 @@ class IndexReconciler:
         try:
             parts = [part for place in group for part in place.parts(lanes[place.tag])]
             for some in calls(parts):
-                for survey in await backend.survey_indexes(some):
+                for survey in await backend.upkeep.survey_indexes(some):
                     found.setdefault(survey.tag, []).append(survey)
                 scope.progress()
         except EngineError as error:
@@ -199,7 +199,7 @@ class IndexReconciler:
         return group
 
     async def _walk(
-        self, backend: Backend, scope: Scope, place: Place, budget: int, tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, place: Place, budget: int, tally: Tally
     ) -> int:
         """Go on with a partition for up to `budget` executions; how many it came to."""
         place.begin()
@@ -221,7 +221,7 @@ class IndexReconciler:
         return max(done, 1)
 
     async def _walk_page(
-        self, backend: Backend, scope: Scope, place: Place, room: int, tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, place: Place, room: int, tally: Tally
     ) -> int:
         """Audit the next executions of a partition."""
         size = min(_CROWDED_PAGE if place.crowded else _PAGE, room)
@@ -235,7 +235,9 @@ class IndexReconciler:
             place.cursor = ids[-1]
         return len(ids)
 
-    async def _search_page(self, backend: Backend, scope: Scope, place: Place, tally: Tally) -> int:
+    async def _search_page(
+        self, backend: ValkeyBackend, scope: Scope, place: Place, tally: Tally
+    ) -> int:
         """Audit the next entries of an index that the list of all executions lacks."""
         key = keys.index(place.tag, place.index or "")
         ids = await _members(backend, key, place.rank, place.rank + _STRAYS_PAGE - 1)
@@ -258,7 +260,7 @@ class IndexReconciler:
         return -(-len(ids) // _ENTRIES_PER_EXECUTION)
 
     async def _audit_live(
-        self, backend: Backend, scope: Scope, place: Place, budget: int, tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, place: Place, budget: int, tally: Tally
     ) -> int:
         """Audit what workers hold: renewals change their entries, and no survey tells."""
         done = 0
@@ -283,7 +285,7 @@ class IndexReconciler:
 
     async def _audit(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         place: Place,
         ids: list[str],
@@ -294,7 +296,7 @@ class IndexReconciler:
         if not accepted:
             return
         lanes = place.searched(index)
-        audit = await backend.audit_indexes(place.tag, accepted, lanes, "check")
+        audit = await backend.upkeep.audit_indexes(place.tag, accepted, lanes, "check")
         self._note_lanes(place, audit.lanes)
         for member, verdict in zip(accepted, audit.verdicts, strict=True):
             if verdict == "orphan" or verdict.startswith("drifted:"):
@@ -305,7 +307,7 @@ class IndexReconciler:
 
     async def _settle(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         suspects: dict[tuple[str, str], tuple[str, tuple[str, ...]]],
         tally: Tally,
@@ -329,7 +331,7 @@ class IndexReconciler:
 
     async def _settle_some(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scope: Scope,
         tag: str,
         lanes: tuple[str, ...],
@@ -337,7 +339,7 @@ class IndexReconciler:
         tally: Tally,
     ) -> None:
         try:
-            audit = await backend.audit_indexes(tag, part, lanes, "check")
+            audit = await backend.upkeep.audit_indexes(tag, part, lanes, "check")
             drifted: list[str] = []
             for (member, before), now in zip(part.items(), audit.verdicts, strict=True):
                 if now == before:
@@ -347,7 +349,7 @@ class IndexReconciler:
             if not drifted:
                 return
             states = await asyncio.gather(*(_state(backend, member) for member in drifted))
-            repair = await backend.audit_indexes(tag, drifted, lanes, "repair")
+            repair = await backend.upkeep.audit_indexes(tag, drifted, lanes, "repair")
         except EngineError as error:
             tally.errors += 1
             scope.trouble("repair failed", error, partition=tag)
@@ -406,15 +408,15 @@ class IndexReconciler:
         )
 
 
-async def _members(backend: Backend, key: str, *span: str | int) -> list[str]:
+async def _members(backend: ValkeyBackend, key: str, *span: str | int) -> list[str]:
     """Part of an index, malformed members as they are."""
     name = raw(key)
     found: Any = await backend.transport.call("ZRANGE", name, *as_stored(span), key=name)
     return [lossless(member) for member in found]
 
 
-async def _state(backend: Backend, member: str) -> dict[str, str | None]:
+async def _state(backend: ValkeyBackend, member: str) -> dict[str, str | None]:
     try:
-        return await backend.read_exec_core_fields(ExecutionId.parse(member), _FIELDS)
+        return await backend.reads.read_exec_core_fields(ExecutionId.parse(member), _FIELDS)
     except EngineError:
         return dict.fromkeys(_FIELDS)

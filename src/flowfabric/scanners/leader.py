@@ -15,7 +15,7 @@ from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import lossless, shown
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["Leader", "Leadership", "read_leaders"]
 
@@ -45,7 +45,7 @@ class Leader(msgspec.Struct, frozen=True):
     """It has a filter, or leaves scanners out."""
 
 
-async def read_leaders(backend: Backend) -> list[Leader]:
+async def read_leaders(backend: ValkeyBackend) -> list[Leader]:
     """Who runs scanners now, those for everything first."""
     call = backend.transport.call
     listed: Any = await call("SMEMBERS", keys.LEADERS, key=keys.LEADERS)
@@ -67,7 +67,7 @@ class Leadership:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         *,
         key: str = keys.LEADER,
         ttl_s: float = 1.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
 __all__ = ["LeaseExpiry"]
@@ -30,6 +30,12 @@ class LeaseExpiry(DueScanner):
         """One index for all lanes."""
         return {"lease_expiry": ""}
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+    async def act(
+        self,
+        backend: ValkeyBackend,
+        tag: str,
+        lane: str,  # noqa: ARG002
+        ids: Sequence[str],
+    ) -> list[str]:
         """Mark what is due."""
-        return await backend.mark_lease_expired_if_due(tag, ids)
+        return await backend.upkeep.mark_lease_expired_if_due(tag, ids)

@@ -10,7 +10,7 @@ from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import is_uuid
 from flowfabric.core.text import lossless
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.due import DueScanner
 
@@ -34,7 +34,7 @@ class PendingWpExpiry(DueScanner):
         return is_uuid(member)
 
     async def accepted(
-        self, backend: Backend, scope: Scope, tag: str, ids: Sequence[str]
+        self, backend: ValkeyBackend, scope: Scope, tag: str, ids: Sequence[str]
     ) -> list[str]:
         """A waitpoint is ours when its execution is."""
         if scope.filter.is_empty:
@@ -43,12 +43,18 @@ class PendingWpExpiry(DueScanner):
         ours = set(await scope.filter.accepted(backend, sorted(set(owners))))
         return [member for member, owner in zip(ids, owners, strict=True) if owner in ours]
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+    async def act(
+        self,
+        backend: ValkeyBackend,
+        tag: str,
+        lane: str,  # noqa: ARG002
+        ids: Sequence[str],
+    ) -> list[str]:
         """Close what is due."""
-        return await backend.expire_waitpoints(tag, ids)
+        return await backend.suspensions.expire_waitpoints(tag, ids)
 
 
-async def _owner(backend: Backend, tag: str, waitpoint_id: str) -> str:
+async def _owner(backend: ValkeyBackend, tag: str, waitpoint_id: str) -> str:
     if not is_uuid(waitpoint_id):
         return ""
     key = keys.waitpoint(tag, waitpoint_id)

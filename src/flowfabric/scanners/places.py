@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flowfabric.core import keys
-from flowfabric.engine.upkeep import Survey, SurveyPart
+from flowfabric.engine.api.upkeep import Survey, SurveyPart
 
 __all__ = ["Place", "Places", "calls"]
 

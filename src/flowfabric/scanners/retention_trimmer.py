@@ -8,7 +8,7 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.due import DueScanner, lane_indexes
 from flowfabric.scanners.idle_lanes import forget_idle_lanes
@@ -32,24 +32,26 @@ class RetentionTrimmer(DueScanner):
         """One index per lane, ordered by the end of retention."""
         return lane_indexes(lanes, "terminal")
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:
+    async def act(
+        self, backend: ValkeyBackend, tag: str, lane: str, ids: Sequence[str]
+    ) -> list[str]:
         """Delete what is due, each execution with all its keys."""
-        return await backend.trim_retention(tag, lane, ids)
+        return await backend.upkeep.trim_retention(tag, lane, ids)
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """Trim executions, then what large ones left behind, event feeds and empty lanes."""
         trimmed = await super().scan(backend, scope)
         tally = Tally()
         tally.processed, tally.errors, tally.more = trimmed.processed, trimmed.errors, trimmed.more
-        oldest = max(0, await backend.server_time_ms() - self._events_retention_ms)
+        oldest = max(0, await backend.meta.server_time_ms() - self._events_retention_ms)
         for tag in scope.territory.tags:
             if scope.spent():
                 tally.more = True
                 break
             await self._finish(backend, scope, tag, oldest, tally)
         try:
-            for namespace in await backend.namespaces_in_use():
-                await backend.trim_events(keys.worker_events(f"{{{namespace}}}"), oldest)
+            for namespace in await backend.places.namespaces_in_use():
+                await backend.upkeep.trim_events(keys.worker_events(f"{{{namespace}}}"), oldest)
             await forget_idle_lanes(backend, scope)
         except EngineError as error:
             tally.errors += 1
@@ -57,17 +59,17 @@ class RetentionTrimmer(DueScanner):
         return tally.result()
 
     async def _finish(
-        self, backend: Backend, scope: Scope, tag: str, oldest: int, tally: Tally
+        self, backend: ValkeyBackend, scope: Scope, tag: str, oldest: int, tally: Tally
     ) -> None:
         backlog = keys.index(tag, "purge_backlog")
         try:
             owed: Any
             owed, _ = await asyncio.gather(
                 backend.transport.call("EXISTS", backlog, key=backlog),
-                backend.trim_events(keys.events(tag), oldest),
+                backend.upkeep.trim_events(keys.events(tag), oldest),
             )
             while owed:
-                owed = await backend.purge(tag)
+                owed = await backend.upkeep.purge(tag)
                 scope.progress()
                 if scope.spent():
                     tally.more = tally.more or owed > 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import Scanner, ScanResult, Scope
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import Leadership
@@ -48,7 +48,7 @@ class ScannerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Shared(msgspec.Struct, frozen=True):
     """What the scanners of one process have in common."""
 
-    backend: Backend
+    backend: ValkeyBackend
     territory: TerritoryMap
     watch: DueWatch
     accept: ScannerFilter

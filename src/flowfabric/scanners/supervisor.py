@@ -9,7 +9,7 @@ import logging
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
 from flowfabric.scanners.base import Scanner, ScanResult
 from flowfabric.scanners.delayed_promoter import DelayedPromoter
@@ -46,7 +46,7 @@ class ScannerSupervisor:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         settings: ScannerSettings | None = None,
         filter: ScannerFilter | None = None,  # noqa: A002 - the spec's name for it
     ) -> None:

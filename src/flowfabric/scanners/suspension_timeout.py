@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
 __all__ = ["SuspensionTimeout"]
@@ -26,6 +26,12 @@ class SuspensionTimeout(DueScanner):
         """One index for all lanes."""
         return {"suspension_timeout": ""}
 
-    async def act(self, backend: Backend, tag: str, lane: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
+    async def act(
+        self,
+        backend: ValkeyBackend,
+        tag: str,
+        lane: str,  # noqa: ARG002
+        ids: Sequence[str],
+    ) -> list[str]:
         """Carry out what is due."""
-        return await backend.expire_suspension(tag, ids)
+        return await backend.suspensions.expire_suspension(tag, ids)

@@ -11,8 +11,8 @@ import msgspec
 
 from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.registration import ANYWHERE
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.places import ANYWHERE
 
 __all__ = ["Territory", "TerritoryMap", "read_territory"]
 
@@ -32,7 +32,7 @@ class Territory(msgspec.Struct, frozen=True):
         return tuple(self.lanes)
 
 
-async def read_territory(backend: Backend) -> Territory:
+async def read_territory(backend: ValkeyBackend) -> Territory:
     """The places as registered now."""
     return await TerritoryMap(backend, 0).current()
 
@@ -40,7 +40,7 @@ async def read_territory(backend: Backend) -> Territory:
 class TerritoryMap:
     """The territory, read rarely; what this process registered itself is there at once."""
 
-    def __init__(self, backend: Backend, refresh_s: float) -> None:
+    def __init__(self, backend: ValkeyBackend, refresh_s: float) -> None:
         self._backend = backend
         self._refresh_s = refresh_s
         self._read_at: float | None = None
@@ -59,7 +59,7 @@ class TerritoryMap:
                 await self._read()
                 self._read_at = now
                 self._take({tag: frozenset(lanes) for tag, lanes in self._places.items()})
-        known = self._backend.known_places.copy()
+        known = self._backend.places.known_places.copy()
         current = self._current.lanes
         if any(tag not in current or not lanes <= current[tag] for tag, lanes in known.items()):
             self._take(dict(current))
@@ -70,7 +70,7 @@ class TerritoryMap:
         lanes.pop(ANYWHERE, None)
         for tag in self._partitions:
             lanes.setdefault(tag, frozenset())
-        for tag, own in self._backend.known_places.copy().items():
+        for tag, own in self._backend.places.known_places.copy().items():
             lanes[tag] = lanes.get(tag, frozenset()) | own
         if lanes != self._current.lanes:
             self._current = Territory(dict(sorted(lanes.items())))
@@ -78,8 +78,8 @@ class TerritoryMap:
     async def _read(self) -> None:
         backend = self._backend
         self._places, self._partitions = await asyncio.gather(
-            self._or(self._places, keys.PLACES, backend.places_in_use()),
-            self._or(self._partitions, keys.PARTITIONS, backend.used_partitions()),
+            self._or(self._places, keys.PLACES, backend.places.places_in_use()),
+            self._or(self._partitions, keys.PARTITIONS, backend.places.used_partitions()),
         )
 
     async def _or(self, before: T, registry: str, read: Awaitable[T]) -> T:

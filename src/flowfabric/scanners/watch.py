@@ -8,8 +8,8 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.upkeep import DueScan
+from flowfabric.engine.api.upkeep import DueScan
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory
 
@@ -34,7 +34,9 @@ class DueWatch:
     lies ahead is asked for its head, because another process may have added an earlier one.
     """
 
-    def __init__(self, backend: Backend, indexes: Mapping[str, Indexes], trust_s: float) -> None:
+    def __init__(
+        self, backend: ValkeyBackend, indexes: Mapping[str, Indexes], trust_s: float
+    ) -> None:
         self.clock = ServerClock()
         self._backend = backend
         self._indexes = indexes

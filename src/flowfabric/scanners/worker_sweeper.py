@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 
 __all__ = ["WorkerSweeper"]
@@ -14,16 +14,16 @@ class WorkerSweeper:
 
     name = "worker_sweeper"
 
-    async def scan(self, backend: Backend, scope: Scope) -> ScanResult:
+    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
         """Sweep every namespace."""
         tally = Tally()
-        for namespace in await backend.namespaces_in_use():
+        for namespace in await backend.places.namespaces_in_use():
             cursor = "0"
             while True:
                 if scope.spent():
                     return ScanResult(tally.processed, tally.errors, more=True)
                 try:
-                    cursor, swept = await backend.sweep_workers(namespace, cursor)
+                    cursor, swept = await backend.upkeep.sweep_workers(namespace, cursor)
                 except EngineError as error:
                     tally.errors += 1
                     scope.trouble("workers not swept", error, namespace=namespace)

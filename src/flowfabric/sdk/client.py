@@ -35,10 +35,10 @@ from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed import CompletionWatch
-from flowfabric.engine.feed_reader import Start
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.events import Start
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.client_signals import ClientSignals
 from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.valkey.address import Address, from_url
@@ -130,7 +130,7 @@ class Client(ClientSignals, ClosedOnce):
     ...     print(await client.result(created.execution_id))
     """
 
-    def __init__(self, backend: Backend, namespace: str = "default") -> None:
+    def __init__(self, backend: ValkeyBackend, namespace: str = "default") -> None:
         self.backend = backend
         self.namespace = namespace
         self._watch = CompletionWatch(backend)
@@ -141,7 +141,7 @@ class Client(ClientSignals, ClosedOnce):
         """A client of the deployment at an address or url."""
         address = from_url(place) if isinstance(place, str) else place
         namespace = validate_namespace(namespace)
-        return cls(await Backend.connect(address), namespace)
+        return cls(await ValkeyBackend.connect(address), namespace)
 
     def new_execution(
         self,
@@ -157,7 +157,7 @@ class Client(ClientSignals, ClosedOnce):
         if execution_id is None:
             execution_id = ExecutionId.solo(validate_lane(lane, "lane"), self.backend.counts)
         return NewExecution(
-            execution_id=self.backend.checked(execution_id),
+            execution_id=self.backend.calls.checked(execution_id),
             execution_kind=kind,
             input_payload=payload,
             lane_id=lane,
@@ -198,19 +198,19 @@ class Client(ClientSignals, ClosedOnce):
             delay_ms=delay_ms,
             execution_deadline_at=execution_deadline_at,
         )
-        return await self.backend.create_execution(new)
+        return await self.backend.executions.create_execution(new)
 
     async def submit_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
         """Submit many in few round trips; answers stand in input order."""
-        return await self.backend.create_many(items)
+        return await self.backend.executions.create_many(items)
 
     async def inspect(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
         """A snapshot, or None when it never existed or was trimmed."""
-        return await self.backend.describe_execution(execution_id)
+        return await self.backend.reads.describe_execution(execution_id)
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended; the end is pushed, not polled for."""
-        execution_id = self.backend.checked(execution_id)
+        execution_id = self.backend.calls.checked(execution_id)
         if timeout is None:
             return await self._ended(execution_id)
         limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
@@ -229,7 +229,7 @@ class Client(ClientSignals, ClosedOnce):
             try:
                 await self._watch.wait_ended(execution_id)
                 known = True
-                info, result = await self.backend.read_outcome(execution_id)
+                info, result = await self.backend.reads.read_outcome(execution_id)
             except TransportError as error:
                 # Once it was seen, an outage of the server does not end the wait.
                 if not known or not error.retryable or self.closed:
@@ -251,18 +251,20 @@ class Client(ClientSignals, ClosedOnce):
         outcome = await self.wait(execution_id, timeout)
         if outcome.state is PublicState.COMPLETED:
             return outcome
-        raise _ERRORS[outcome.state](await self.backend.read_execution_info(execution_id))
+        raise _ERRORS[outcome.state](await self.backend.reads.read_execution_info(execution_id))
 
     async def result_now(self, execution_id: ExecutionId) -> bytes | None:
         """The result bytes without waiting; `NotFinished` when it has not ended."""
-        info, result = await self.backend.read_outcome(self.backend.checked(execution_id))
+        info, result = await self.backend.reads.read_outcome(
+            self.backend.calls.checked(execution_id)
+        )
         if info.public_state is PublicState.COMPLETED:
             return result
         raise _ERRORS.get(info.public_state, NotFinished)(info)
 
     async def cancel(self, execution_id: ExecutionId, reason: str = "") -> Cancelled:
         """Cancel from any phase; a running handler learns of it with its next renewal."""
-        return await self.backend.cancel_execution(execution_id, reason)
+        return await self.backend.executions.cancel_execution(execution_id, reason)
 
     async def replay(
         self,
@@ -279,7 +281,7 @@ class Client(ClientSignals, ClosedOnce):
         that often, so that a repeated call does not replay twice. `keep_steps` keeps the results
         of its steps.
         """
-        return await self.backend.replay_execution(
+        return await self.backend.executions.replay_execution(
             execution_id,
             reason=reason,
             requested_by=requested_by,
@@ -299,7 +301,7 @@ class Client(ClientSignals, ClosedOnce):
 
         With `expected_lease_id`, raises `stale_lease` if another lease is held by now.
         """
-        return await self.backend.revoke_lease(
+        return await self.backend.leases.revoke_lease(
             execution_id,
             expected_lease_id=expected_lease_id,
             reason=reason,
@@ -308,14 +310,14 @@ class Client(ClientSignals, ClosedOnce):
 
     async def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
         """Move an execution that is not running yet forward or back."""
-        return await self.backend.change_priority(execution_id, priority)
+        return await self.backend.executions.change_priority(execution_id, priority)
 
     async def read_context(self, execution_id: ExecutionId) -> ExecutionContext | None:
         """Payload, kind and tags, or None when there is no such execution."""
         try:
-            return await self.backend.read_execution_context(execution_id)
+            return await self.backend.reads.read_execution_context(execution_id)
         except ValidationError:
-            if await self.backend.describe_execution(execution_id) is None:
+            if await self.backend.reads.describe_execution(execution_id) is None:
                 return None
             raise
 
@@ -323,7 +325,7 @@ class Client(ClientSignals, ClosedOnce):
         self, *, cursor: str = "", limit: int = 50, where: Filter | None = None
     ) -> ExecutionPage:
         """Executions, page by page."""
-        return await self.backend.list_executions(cursor=cursor, limit=limit, where=where)
+        return await self.backend.listings.list_executions(cursor=cursor, limit=limit, where=where)
 
     async def subscribe_lease_history(
         self,

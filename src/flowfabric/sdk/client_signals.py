@@ -16,9 +16,9 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed import CompletionWatch
-from flowfabric.engine.secrets import DEFAULT_GRACE_MS
+from flowfabric.engine.api.secrets import DEFAULT_GRACE_MS
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.tail import Tail
 
 __all__ = ["ClientSignals", "SignalOptions", "find_waitpoint"]
@@ -44,7 +44,7 @@ class SignalOptions(TypedDict, total=False):
 
 
 async def find_waitpoint(
-    backend: Backend, execution_id: ExecutionId, waitpoint: str
+    backend: ValkeyBackend, execution_id: ExecutionId, waitpoint: str
 ) -> OpenWaitpoint:
     """The open waitpoint of this id or key.
 
@@ -53,7 +53,7 @@ async def find_waitpoint(
     entries: list[OpenWaitpoint] = []
     after: str | None = ""
     while after is not None:
-        page = await backend.list_pending_waitpoints(execution_id, after, limit=1000)
+        page = await backend.waitpoints.list_pending_waitpoints(execution_id, after, limit=1000)
         entries += page.entries
         after = page.next_cursor
     found = [entry for entry in entries if waitpoint in (entry.waitpoint_id, entry.waitpoint_key)]
@@ -76,7 +76,7 @@ def _unnumbered(key: str) -> str | None:
 class ClientSignals:
     """Waits, signing keys and output."""
 
-    backend: Backend
+    backend: ValkeyBackend
     _watch: CompletionWatch
 
     async def deliver_signal(
@@ -91,7 +91,7 @@ class ClientSignals:
         **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """Answer a wait with the token that was handed out for it."""
-        return await self.backend.deliver_signal(
+        return await self.backend.signals.deliver_signal(
             execution_id,
             waitpoint_id,
             waitpoint_token,
@@ -113,10 +113,10 @@ class ClientSignals:
     ) -> SignalOutcome:
         """Answer an open wait, named by its key or id, without its token."""
         found = await find_waitpoint(self.backend, execution_id, waitpoint)
-        token = await self.backend.read_waitpoint_token(execution_id, found.waitpoint_id)
+        token = await self.backend.signals.read_waitpoint_token(execution_id, found.waitpoint_id)
         if token is None:
             raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
-        return await self.backend.deliver_signal(
+        return await self.backend.signals.deliver_signal(
             execution_id,
             found.waitpoint_id,
             token,
@@ -143,7 +143,7 @@ class ClientSignals:
         >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
         """
         found = await find_waitpoint(self.backend, execution_id, waitpoint)
-        return await self.backend.deliver_approval_signal(
+        return await self.backend.signals.deliver_approval_signal(
             execution_id,
             found.waitpoint_id,
             signal_name,
@@ -160,7 +160,7 @@ class ClientSignals:
         resume_delay_ms: int = 0,
     ) -> Resumed:
         """End a pause by hand, whatever it waits for."""
-        return await self.backend.resume_execution(
+        return await self.backend.suspensions.resume_execution(
             execution_id, trigger_type=trigger_type, resume_delay_ms=resume_delay_ms
         )
 
@@ -168,19 +168,21 @@ class ClientSignals:
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
     ) -> SuspendedPage:
         """Suspended executions, page by page."""
-        return await self.backend.list_suspended(partition=partition, cursor=cursor, limit=limit)
+        return await self.backend.suspensions.list_suspended(
+            partition=partition, cursor=cursor, limit=limit
+        )
 
     async def list_pending_waitpoints(
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
     ) -> OpenWaitpoints:
         """What an execution can be answered now, without the tokens."""
-        return await self.backend.list_pending_waitpoints(execution_id, after, limit)
+        return await self.backend.waitpoints.list_pending_waitpoints(execution_id, after, limit)
 
     async def read_waitpoint_token(
         self, execution_id: ExecutionId, waitpoint_id: str
     ) -> WaitpointToken | None:
         """The token of an open waitpoint: whoever has it may answer."""
-        return await self.backend.read_waitpoint_token(execution_id, waitpoint_id)
+        return await self.backend.signals.read_waitpoint_token(execution_id, waitpoint_id)
 
     async def close_waitpoint(
         self, execution_id: ExecutionId, waitpoint_id: str, reason: str = "proactive_close"
@@ -190,7 +192,7 @@ class ClientSignals:
         An execution that waits only for this waitpoint stays suspended until it times out or an
         operator resumes it.
         """
-        return await self.backend.close_waitpoint(execution_id, waitpoint_id, reason)
+        return await self.backend.waitpoints.close_waitpoint(execution_id, waitpoint_id, reason)
 
     async def rotate_waitpoint_hmac_secret_all(
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
@@ -199,13 +201,13 @@ class ClientSignals:
 
         A partition that fails does not stop the others. Repeat the call to finish it.
         """
-        return await self.backend.rotate_waitpoint_hmac_secret_all(
+        return await self.backend.secrets.rotate_waitpoint_hmac_secret_all(
             new_kid, new_secret_hex, grace_ms
         )
 
     async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
         """The names of the signing keys that a partition accepts, without their secrets."""
-        return await self.backend.list_waitpoint_hmac_kids(partition)
+        return await self.backend.secrets.list_waitpoint_hmac_kids(partition)
 
     async def verify_and_deliver(
         self,
@@ -219,7 +221,7 @@ class ClientSignals:
         **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token."""
-        return await self.backend.verify_and_deliver(
+        return await self.backend.signals.verify_and_deliver(
             execution_id,
             waitpoint_id,
             presented,
@@ -239,7 +241,7 @@ class ClientSignals:
         visibility: Visibility = "all",
     ) -> StreamFrames:
         """Output of one attempt, both ends of the range included."""
-        return await self.backend.read_stream(
+        return await self.backend.streams.read_stream(
             execution_id,
             attempt_index,
             from_=from_,
@@ -252,10 +254,10 @@ class ClientSignals:
         self, execution_id: ExecutionId, attempt_index: int
     ) -> SummaryDocument | None:
         """The summary document of an attempt; None if the attempt wrote none."""
-        return await self.backend.read_summary(execution_id, attempt_index)
+        return await self.backend.streams.read_summary(execution_id, attempt_index)
 
     @property
-    def sources(self) -> tuple[Backend, CompletionWatch]:
+    def sources(self) -> tuple[ValkeyBackend, CompletionWatch]:
         """What a `Tail` reads from."""
         return self.backend, self._watch
 
@@ -275,12 +277,12 @@ class ClientSignals:
         ...     print(frame.payload)
         """
 
-        async def here() -> tuple[Backend, CompletionWatch]:
+        async def here() -> tuple[ValkeyBackend, CompletionWatch]:
             return self.sources
 
         return Tail(
             here,
-            self.backend.checked(execution_id),
+            self.backend.calls.checked(execution_id),
             attempt,
             follow_attempts=follow_attempts,
             after=after,

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import TransportError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.valkey.transport import Connection
 
@@ -24,7 +24,7 @@ class ClusterBell:
     span slots.
     """
 
-    def __init__(self, backend: Backend, lanes: Lanes) -> None:
+    def __init__(self, backend: ValkeyBackend, lanes: Lanes) -> None:
         self._backend = backend
         self._lanes = {lane.lane_id for lane in lanes}
         self._conns: list[Connection] = []
@@ -71,7 +71,7 @@ class ClusterBell:
             left = rest
         self._moved = False
         # Whatever rang before was not heard.
-        for tag in await self._backend.used_partitions():
+        for tag in await self._backend.places.used_partitions():
             for lane_id in self._lanes:
                 self._rings[lane_id, tag] = None
                 self._rung.set()

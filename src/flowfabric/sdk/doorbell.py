@@ -9,7 +9,7 @@ from typing import Any
 
 from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.cluster_bell import ClusterBell
@@ -35,7 +35,7 @@ class Doorbell:
     nobody ended looks at the lanes itself: one command for a window of partitions.
     """
 
-    def __init__(self, backend: Backend, lanes: Lanes, poll_interval_s: float) -> None:
+    def __init__(self, backend: ValkeyBackend, lanes: Lanes, poll_interval_s: float) -> None:
         self._backend = backend
         self._lanes = lanes
         self._poll_s = poll_interval_s
@@ -126,7 +126,7 @@ class Doorbell:
             return False
         self._rung.discard((lane_id, tag))
         try:
-            return await self._backend.ring_waiting({tag: [lane_id]}) > 0
+            return await self._backend.claims.ring_waiting({tag: [lane_id]}) > 0
         except EngineError as error:
             log.debug("ring not passed on: %s", error)
             return False

@@ -13,7 +13,7 @@ import msgspec
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, ValidationError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.scanner_thread import ScannerThread
@@ -59,7 +59,7 @@ class Endings:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: ValkeyBackend,
         scanners: ScannerThread | None,
         *,
         on_unknown_kind: Literal["fail", "release"],
@@ -87,7 +87,7 @@ class Endings:
             return
         try:
             # A pause, or this worker would take it again at once.
-            now = await self._backend.server_time_ms()
+            now = await self._backend.meta.server_time_ms()
             await task.delay_execution(now + _UNKNOWN_PAUSE_MS)
         except FlowFabricError as error:
             self.abandon(task, error)
@@ -175,7 +175,7 @@ class Endings:
     async def _hint_retry(self, task: ClaimedTask) -> None:
         # A hint that is missing costs only latency.
         with contextlib.suppress(EngineError):
-            retried = await self._backend.read_execution_info(task.execution_id)
+            retried = await self._backend.reads.read_execution_info(task.execution_id)
             if retried.delay_until is not None:
                 self._hint(task, retried.delay_until)
 
@@ -183,17 +183,17 @@ class Endings:
         """Have the engine end the attempt; what it answered, us or a scanner that was faster."""
         backend, answer = self._backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
-            (answer,) = await backend.expire_execution(
+            (answer,) = await backend.upkeep.expire_execution(
                 task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
             )
             if answer != "not_yet_due" or not task.may_hold_lease:
                 break
-            (ours,) = await backend.renew_many([task.handle])
+            (ours,) = await backend.leases.renew_many([task.handle])
             if isinstance(ours, EngineError) and ours.code in TERMINAL_CODES:
                 return "retry_scheduled"
             await asyncio.sleep(_EXPIRE_PAUSE_S)
         if answer == "already_terminal":
-            ended = await backend.read_execution_info(task.execution_id)
+            ended = await backend.reads.read_execution_info(task.execution_id)
             return "expired" if ended.failure_category == "timeout" else answer
         return answer
 

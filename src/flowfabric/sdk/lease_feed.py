@@ -11,9 +11,8 @@ from typing import Self
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.feed_reader import Start
-from flowfabric.engine.lease_history import LeaseHistory
+from flowfabric.engine.api.events import LeaseSubscription, Start
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["LeaseFeed"]
 
@@ -31,19 +30,19 @@ class LeaseFeed(AsyncClosing):
     """
 
     def __init__(
-        self, backend: Backend, where: EventFilter | None, partitions: Sequence[int] | None
+        self, backend: ValkeyBackend, where: EventFilter | None, partitions: Sequence[int] | None
     ) -> None:
         self._backend = backend
         self._where = where
         self._partitions = partitions
-        self._history: LeaseHistory | None = None
+        self._history: LeaseSubscription | None = None
         self._closed = False
         self.cursor = b""
         """Where to go on: behind everything that was given out."""
 
     async def begin(self, start: Start) -> Self:
         """Take the starting position now, not with the first event."""
-        self._history = await self._backend.subscribe_lease_history(
+        self._history = await self._backend.events.subscribe_lease_history(
             start, self._where, partitions=self._partitions
         )
         self.cursor = self._history.cursor

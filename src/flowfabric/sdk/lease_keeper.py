@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = [
     "CANCELLED",
@@ -53,7 +53,7 @@ _STEPS = 10
 _LONGEST_LOOK_S = 1.0
 
 
-async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
+async def opened(connect: Callable[[], Awaitable[ValkeyBackend]]) -> ValkeyBackend:
     """A backend; opening only reads, so a connection lost under it is opened again."""
     for tries_left in (2, 1, 0):
         try:
@@ -64,10 +64,10 @@ async def opened(connect: Callable[[], Awaitable[Backend]]) -> Backend:
     raise AssertionError("unreachable")
 
 
-async def _timed_out(backend: Backend, handle: Handle) -> bool:
+async def _timed_out(backend: ValkeyBackend, handle: Handle) -> bool:
     """Have the engine end an attempt whose time is over; False when it is not over yet."""
     execution_id = handle.execution_id
-    (answer,) = await backend.expire_execution(
+    (answer,) = await backend.upkeep.expire_execution(
         execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [execution_id]
     )
     return answer != "not_yet_due"
@@ -145,7 +145,7 @@ class LeaseKeeper:
     loses no lease. A lost lease is reported once, from the keeper's thread.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[Backend]], lease_ttl_ms: int) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[ValkeyBackend]], lease_ttl_ms: int) -> None:
         self._connect = connect
         self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
         self.loop_watch: LoopWatcher | None = None
@@ -155,8 +155,8 @@ class LeaseKeeper:
         self._idle = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
-        self._backend: Backend | None = None
-        self._connecting: asyncio.Future[Backend] | None = None
+        self._backend: ValkeyBackend | None = None
+        self._connecting: asyncio.Future[ValkeyBackend] | None = None
         self._started: threading.Event = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="ff-lease-keeper", daemon=True)
@@ -203,7 +203,7 @@ class LeaseKeeper:
             return 0
 
         async def give() -> int:
-            calls = (backend.delay(handle, 1) for handle in handles)
+            calls = (backend.executions.delay(handle, 1) for handle in handles)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             return sum(not isinstance(outcome, BaseException) for outcome in outcomes)
 
@@ -282,7 +282,7 @@ class LeaseKeeper:
             await wake.wait()
         self._idle = False
 
-    def _tend(self, backend: Backend) -> None:
+    def _tend(self, backend: ValkeyBackend) -> None:
         """Give up what has run out, renew what is due: one call per partition, all at once."""
         now = time.monotonic()
         due: dict[str, list[HeldLease]] = {}
@@ -303,19 +303,19 @@ class LeaseKeeper:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    def _give_up_stuck(self, backend: Backend) -> None:
+    def _give_up_stuck(self, backend: ValkeyBackend) -> None:
         if self.loop_watch is not None:
             for held in self.loop_watch.stuck(list(self._held.values())):
                 held.leaving = True
                 self._begin(self._give_up(backend, held))
 
-    async def _give_up(self, backend: Backend, held: HeldLease) -> None:
+    async def _give_up(self, backend: ValkeyBackend, held: HeldLease) -> None:
         """End an attempt that timed out, hand any other to the next worker."""
         while held.handle.lease in self._held:
             reason = RELEASED if time.monotonic() < held.times_out_at else _TIMED_OUT
             try:
                 if reason is RELEASED:
-                    await backend.delay(held.handle, 1)
+                    await backend.executions.delay(held.handle, 1)
                     gone = True
                 else:
                     gone = await _timed_out(backend, held.handle)
@@ -326,13 +326,13 @@ class LeaseKeeper:
             elif held.handle.lease in self._held:
                 self._lose(held, "lease_revoked", reason)
 
-    async def _renew(self, backend: Backend, batch: list[HeldLease]) -> None:
+    async def _renew(self, backend: ValkeyBackend, batch: list[HeldLease]) -> None:
         started = time.monotonic()
         answers: list[Renewed | EngineError]
         try:
             # A slow answer is still good while the leases last.
             async with asyncio.timeout(min(held.deadline for held in batch) - started):
-                answers = await backend.renew_many([held.handle for held in batch])
+                answers = await backend.leases.renew_many([held.handle for held in batch])
         except EngineError as error:
             answers = [error] * len(batch)
         except TimeoutError:

@@ -17,7 +17,7 @@ from flowfabric.core.errors import (
     ValidationError,
 )
 from flowfabric.core.ids import new_uuid
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.endings import Endings
 from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.task import ClaimedTask
@@ -148,7 +148,7 @@ class Results:
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return await self._worker.backend.complete_and_claim(
+                return await self._worker.backend.claims.complete_and_claim(
                     tag, items, want, room, request_id=request_id
                 )
             except TransportError as error:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from flowfabric.core.errors import TransportError
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.lease_keeper import opened
@@ -33,7 +33,10 @@ class ScannerThread:
     """
 
     def __init__(
-        self, connect: Callable[[], Awaitable[Backend]], settings: ScannerSettings, worker: Backend
+        self,
+        connect: Callable[[], Awaitable[ValkeyBackend]],
+        settings: ScannerSettings,
+        worker: ValkeyBackend,
     ) -> None:
         self._connect = connect
         self._settings = settings
@@ -46,7 +49,7 @@ class ScannerThread:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._connecting: asyncio.Future[Backend] | None = None
+        self._connecting: asyncio.Future[ValkeyBackend] | None = None
         self.supervisor: ScannerSupervisor | None = None
         """Only while it runs; belongs to the thread's loop."""
         forget_on_fork(self)
@@ -133,7 +136,7 @@ class ScannerThread:
         finally:
             await backend.aclose()
 
-    async def _open(self, stop: asyncio.Event) -> Backend | None:
+    async def _open(self, stop: asyncio.Event) -> ValkeyBackend | None:
         """A backend, however long the server stays away; None when told to stop."""
         pause = _FIRST_PAUSE_S
         while not stop.is_set():
@@ -160,9 +163,9 @@ class ScannerThread:
             pause = min(pause * 2, _LAST_PAUSE_S)
         return None
 
-    async def _scan(self, backend: Backend, stop: asyncio.Event) -> None:
+    async def _scan(self, backend: ValkeyBackend, stop: asyncio.Event) -> None:
         # The very object: one thread's copy or addition is a single step for the other.
-        backend.known_places = self._worker.known_places
+        backend.places.known_places = self._worker.places.known_places
         self.supervisor = supervisor = ScannerSupervisor(backend, self._settings)
         supervisor.start()
         self._pass_on()

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Literal, Protocol, Self
 
-from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
 from flowfabric.core.errors import TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.stream_follow import StreamFollower
+from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.api.streams import Streams
 
 __all__ = ["Tail"]
 
@@ -20,11 +21,11 @@ _RETRY_S = 0.2
 class _Source(Protocol):
     """What a tail reads from."""
 
-    def follow_stream(
-        self, execution_id: ExecutionId, attempt_index: int, *, after: str, visibility: Visibility
-    ) -> StreamFollower: ...
+    @property
+    def streams(self) -> Streams: ...
 
-    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo: ...
+    @property
+    def reads(self) -> Reads: ...
 
 
 class _Ends(Protocol):
@@ -98,7 +99,7 @@ class Tail:
 
     async def _begin(self) -> StreamFollower:
         self._source, self._ends = await self._open()
-        info = await self._source.read_execution_info(self._execution_id)
+        info = await self._source.reads.read_execution_info(self._execution_id)
         if self.attempt is None:
             self.attempt = max(0, info.total_attempt_count - 1)
         self._exists = self.attempt < info.total_attempt_count
@@ -106,7 +107,7 @@ class Tail:
 
     def _follow(self, after: str) -> StreamFollower:
         assert self.attempt is not None
-        self._follower = self._source.follow_stream(
+        self._follower = self._source.streams.follow_stream(
             self._execution_id, self.attempt, after=after, visibility=self._visibility
         )
         return self._follower
@@ -121,7 +122,7 @@ class Tail:
         assert self.attempt is not None
         if not self._follow_attempts:
             return False
-        info = await self._source.read_execution_info(self._execution_id)
+        info = await self._source.reads.read_execution_info(self._execution_id)
         self._exists = self.attempt + 1 < info.total_attempt_count
         return self._exists or info.completed_at is None
 
@@ -141,7 +142,7 @@ class Tail:
                 frame.cancel()
                 ended.cancel()
                 await asyncio.gather(frame, ended, return_exceptions=True)
-            info = await self._source.read_execution_info(self._execution_id)
+            info = await self._source.reads.read_execution_info(self._execution_id)
             self._exists = self.attempt < info.total_attempt_count
             if not self._exists and info.completed_at is not None:
                 self._over = True

@@ -28,8 +28,8 @@ from flowfabric.core.errors import (
     Verdict,
 )
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.frame_writer import FrameWriter
+from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.failures import failure_category, failure_reason
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task_waits import TaskWaits
@@ -52,7 +52,7 @@ _loss = threading.Lock()
 class TaskOwner(Protocol):
     """What a task needs from the worker that claimed it."""
 
-    backend: Backend
+    backend: ValkeyBackend
     keeper: LeaseKeeper
     complete_on_exit: bool
 
@@ -116,7 +116,7 @@ class ClaimedTask(TaskWaits):
         return self.claim.handle
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> ValkeyBackend:
         """The engine this task was claimed from."""
         return self._owner.backend
 
@@ -194,7 +194,7 @@ class ClaimedTask(TaskWaits):
     async def renew_lease(self) -> Renewed:
         """Renew now; the keeper goes on renewing by itself."""
         self._usable()
-        return await self._owner.backend.renew(self.handle)
+        return await self._owner.backend.leases.renew(self.handle)
 
     def lease_is_lost(self, code: str, reason: str) -> None:
         """From the keeper's thread: the lease is gone for good."""
@@ -218,26 +218,28 @@ class ClaimedTask(TaskWaits):
         await self.flush_output()
         backend = self._owner.backend
         await self._land(
-            "complete", lambda: backend.complete(self.handle, result_payload, encoding)
+            "complete", lambda: backend.executions.complete(self.handle, result_payload, encoding)
         )
 
     async def fail(self, reason: str, category: str = "transient") -> FailOutcome:
         """End this attempt unsuccessfully; the stored policy decides on a retry."""
         await self._spill()
         backend = self._owner.backend
-        return await self._land("fail", lambda: backend.fail(self.handle, reason, category))
+        return await self._land(
+            "fail", lambda: backend.executions.fail(self.handle, reason, category)
+        )
 
     async def cancel(self, reason: str = "") -> None:
         """End the execution deliberately."""
         await self._spill()
         backend = self._owner.backend
-        await self._land("cancel", lambda: backend.cancel(self.handle, reason))
+        await self._land("cancel", lambda: backend.executions.cancel(self.handle, reason))
 
     async def delay_execution(self, delay_until_ms: int) -> None:
         """Give the lease back until then (at or before now: at once); the attempt resumes later."""
         await self._spill()
         backend = self._owner.backend
-        await self._land("delay", lambda: backend.delay(self.handle, delay_until_ms))
+        await self._land("delay", lambda: backend.executions.delay(self.handle, delay_until_ms))
 
     async def move_to_waiting_children(self) -> WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
@@ -245,7 +247,7 @@ class ClaimedTask(TaskWaits):
         backend = self._owner.backend
         return await self._land(
             "wait_children",
-            lambda: backend.wait_children(self.handle),
+            lambda: backend.executions.wait_children(self.handle),
             finishes=lambda outcome: isinstance(outcome, Moved),
         )
 
@@ -337,7 +339,7 @@ class ClaimedTask(TaskWaits):
         try:
             await asyncio.sleep(pause_s)
             if self._held.alive and self._landing is None:
-                await self._owner.backend.delay(self.handle, 1)
+                await self._owner.backend.executions.delay(self.handle, 1)
         except EngineError as error:
             log.debug("lease of %s not given back: %s", self.execution_id, error)
         finally:
@@ -356,7 +358,7 @@ class ClaimedTask(TaskWaits):
         """Note how far the attempt is; only what is given is written."""
         self._usable()
         backend = self._owner.backend
-        await self._while_leased(lambda: backend.progress(self.handle, pct, message))
+        await self._while_leased(lambda: backend.executions.progress(self.handle, pct, message))
 
     # --- as a context manager ---------------------------------------------------------------
 
@@ -407,12 +409,12 @@ def warn_dropped(execution_id: ExecutionId) -> None:
 _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "ended_cancelled"}
 
 
-async def verify(backend: Backend, handle: Handle, op: str) -> Verdict:
+async def verify(backend: ValkeyBackend, handle: Handle, op: str) -> Verdict:
     """After `PossiblySucceeded`: whether the call of this handle took effect."""
     attempts: Sequence[AttemptRecord] = ()
     for pause in (_FIRST_PAUSE_S, 2 * _FIRST_PAUSE_S, None):
         try:
-            attempts = await backend.read_attempts(handle.execution_id)
+            attempts = await backend.reads.read_attempts(handle.execution_id)
             break
         except EngineError as error:
             # The connection that lost the reply may be on its way back.

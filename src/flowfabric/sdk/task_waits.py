@@ -28,8 +28,8 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import StateError
 from flowfabric.core.ids import new_uuid
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.frame_writer import FrameWriter
+from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["Parked", "TaskWaits"]
 
@@ -62,7 +62,7 @@ class TaskWaits(ABC):
 
     @property
     @abstractmethod
-    def backend(self) -> Backend:
+    def backend(self) -> ValkeyBackend:
         """The engine this task was claimed from."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class TaskWaits(ABC):
         backend, handle = self.backend, self.handle
         outcome = await self._land(
             "suspend",
-            lambda: backend.suspend(handle, **options),
+            lambda: backend.suspensions.suspend(handle, **options),
             finishes=_is_suspended,
             errors_finish=False,
         )
@@ -148,20 +148,22 @@ class TaskWaits(ABC):
     ) -> PendingWaitpoint:
         """A waitpoint to hand out now and wait on later; it buffers signals meanwhile."""
         self._usable()
-        return await self.backend.create_waitpoint(self.handle, waitpoint_key, expires_in_ms)
+        return await self.backend.waitpoints.create_waitpoint(
+            self.handle, waitpoint_key, expires_in_ms
+        )
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = "proactive_close") -> bool:
         """Close a waitpoint that is no longer needed; False when it was closed already."""
         self._usable()
         handle = self.handle
-        return await self.backend.close_waitpoint(
+        return await self.backend.waitpoints.close_waitpoint(
             handle.execution_id, waitpoint_id, reason, handle=handle
         )
 
     async def resume_signals(self) -> list[ResumeSignal]:
         """The signals that ended the suspension before this lease; ask before the next one."""
         self._usable()
-        return await self.backend.observe_signals(self.handle)
+        return await self.backend.waitpoints.observe_signals(self.handle)
 
     async def past_waits(self, *wanted: str) -> list[PastWait]:
         """The waitpoints of this run that are not waited on now, from all its attempts.
@@ -169,11 +171,11 @@ class TaskWaits(ABC):
         What came to the `wanted` keys is read along.
         """
         self._usable()
-        return await self.backend.read_waits(self.handle.execution_id, *wanted)
+        return await self.backend.waitpoints.read_waits(self.handle.execution_id, *wanted)
 
     async def wait_signals(self, wait: PastWait) -> list[ResumeSignal]:
         """What one of them received, oldest first."""
-        return await self.backend.read_wait_signals(self.handle.execution_id, wait)
+        return await self.backend.waitpoints.read_wait_signals(self.handle.execution_id, wait)
 
     # --- output -------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class TaskWaits(ABC):
     def output(self) -> FrameWriter:
         """The writing end of this attempt's stream."""
         if self._writer is None:
-            self._writer = FrameWriter(self.backend, self.handle, self._while_leased)
+            self._writer = FrameWriter(self.backend.streams, self.handle, self._while_leased)
         return self._writer
 
     async def append_frame(
@@ -224,7 +226,7 @@ class TaskWaits(ABC):
     ) -> StreamFrames:
         """Frames of this attempt."""
         handle = self.handle
-        return await self.backend.read_stream(
+        return await self.backend.streams.read_stream(
             handle.execution_id, handle.attempt_index, from_=from_, to=to, count_limit=count
         )
 
@@ -237,7 +239,7 @@ class TaskWaits(ABC):
     ) -> StreamFrames:
         """Frames of this attempt behind `after`."""
         handle = self.handle
-        return await self.backend.tail_stream(
+        return await self.backend.streams.tail_stream(
             handle.execution_id,
             handle.attempt_index,
             after=after,

@@ -26,9 +26,9 @@ from flowfabric.core.errors import (
     WorkerAtCapacity,
 )
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
-from flowfabric.engine.backend import Backend, limits_from_env
-from flowfabric.engine.health import log_findings
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.backend import ValkeyBackend, limits_from_env
+from flowfabric.engine.valkey.health import log_findings
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.hints import LaneHints, Lanes
 from flowfabric.scheduler.sweep import find_work
@@ -43,14 +43,14 @@ __all__ = ["Connect", "Worker"]
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[], Awaitable[Backend]]
+Connect = Callable[[], Awaitable[ValkeyBackend]]
 """Opens a backend in the running event loop: one for the worker, one for its lease keeper, one for
 its scanners."""
 
 
 def _opener(place: Address | str) -> Connect:
     address = from_url(place) if isinstance(place, str) else place
-    return lambda: Backend.connect(address)
+    return lambda: ValkeyBackend.connect(address)
 
 
 class Worker(ClosedOnce):
@@ -66,7 +66,7 @@ class Worker(ClosedOnce):
     def __init__(
         self,
         config: WorkerConfig,
-        backend: Backend,
+        backend: ValkeyBackend,
         keeper: LeaseKeeper,
         new_scanners: Callable[[], ScannerThread | None],
     ) -> None:
@@ -84,7 +84,7 @@ class Worker(ClosedOnce):
         self._loop = asyncio.get_running_loop()
         self._background: set[asyncio.Task[None]] = set()
         self._wants = {
-            lane: Want.of(
+            lane: ClaimRequest.of(
                 lane,
                 config.worker_id,
                 config.worker_instance_id,
@@ -141,7 +141,7 @@ class Worker(ClosedOnce):
     async def _register(self, *, only_if_absent: bool) -> None:
         config = self.config
         try:
-            await self.backend.register_worker(
+            await self.backend.workers.register_worker(
                 worker_id=config.worker_id,
                 worker_instance_id=config.worker_instance_id,
                 lanes=config.lanes,
@@ -154,7 +154,7 @@ class Worker(ClosedOnce):
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
-        await self.backend.register_places(self._places())
+        await self.backend.places.register_places(self._places())
 
     def _places(self) -> dict[str, list[str]]:
         """Where this worker looks for work by default."""
@@ -168,18 +168,18 @@ class Worker(ClosedOnce):
         while True:
             await asyncio.sleep(config.liveness_ttl_ms / 3000)
             try:
-                expiry = await self.backend.heartbeat_worker(
+                expiry = await self.backend.workers.heartbeat_worker(
                     config.worker_instance_id, config.namespace
                 )
                 if expiry is None:
                     await self._register(only_if_absent=False)
                 for tag, lanes in self._places().items():
-                    self.backend.known_places.setdefault(tag, set()).update(lanes)
-                await self.backend.register_again()
+                    self.backend.places.known_places.setdefault(tag, set()).update(lanes)
+                await self.backend.places.register_again()
             except (EngineError, ConfigError) as error:
                 log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
-    def want(self, lane_id: str) -> Want:
+    def want(self, lane_id: str) -> ClaimRequest:
         """The claim request of one lane."""
         return self._wants[lane_id]
 
@@ -233,7 +233,8 @@ class Worker(ClosedOnce):
     async def give_back(self, handles: Iterable[Handle]) -> None:
         """Return leases that no task will use; best effort, they lapse otherwise."""
         outcomes = await asyncio.gather(
-            *(self.backend.delay(handle, 1) for handle in handles), return_exceptions=True
+            *(self.backend.executions.delay(handle, 1) for handle in handles),
+            return_exceptions=True,
         )
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -249,7 +250,7 @@ class Worker(ClosedOnce):
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[ClaimedTask] = []
         try:
-            claimed = await self.backend.claim_many(
+            claimed = await self.backend.claims.claim_many(
                 self.want(lane_id), tag, reserved, request_id=request_id
             )
             tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
@@ -276,13 +277,13 @@ class Worker(ClosedOnce):
 
     def _found(self, lane_id: str, tag: str) -> None:
         """There is work: our scanners look here from now on, others once it is registered."""
-        lanes = self.backend.known_places.get(tag)
+        lanes = self.backend.places.known_places.get(tag)
         if lanes is None or lane_id not in lanes:
             self._in_background(self._register_place(lane_id, tag))
 
     async def _register_place(self, lane_id: str, tag: str) -> None:
         try:
-            await self.backend.register_places({tag: [lane_id]})
+            await self.backend.places.register_places({tag: [lane_id]})
         except EngineError as error:
             # The next claim there repeats it.
             log.debug("place not registered: %s", error)
@@ -348,13 +349,13 @@ class Worker(ClosedOnce):
                 "worker_instance_id": config.worker_instance_id,
             }
             try:
-                return await self.backend.claim_execution(
+                return await self.backend.claims.claim_execution(
                     grant, **identity, lease_ttl_ms=config.lease_ttl_ms, lane_id=lane_id
                 )
             except ContentionError as error:
                 if error.code != "use_claim_resumed_execution":
                     raise
-                return await self.backend.claim_resumed_execution(
+                return await self.backend.claims.claim_resumed_execution(
                     grant, **identity, lease_ttl_ms=config.lease_ttl_ms, lane_id=lane_id
                 )
 
@@ -364,7 +365,7 @@ class Worker(ClosedOnce):
         """Turn a resume grant into a task: the same attempt goes on here."""
         config = self.config
         return await self._with_permit(
-            lambda: self.backend.claim_from_resume_grant(
+            lambda: self.backend.claims.claim_from_resume_grant(
                 grant,
                 worker_id=config.worker_id,
                 worker_instance_id=config.worker_instance_id,
@@ -380,7 +381,7 @@ class Worker(ClosedOnce):
             raise WorkerAtCapacity
         since = time.monotonic()
         try:
-            outcome = await self.backend.reclaim_execution(
+            outcome = await self.backend.claims.reclaim_execution(
                 grant,
                 worker_id=self.config.worker_id,
                 worker_instance_id=self.config.worker_instance_id,
@@ -419,7 +420,7 @@ class Worker(ClosedOnce):
         **options: Any,
     ) -> SignalOutcome | TriggeredResume:
         """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
-        outcome = await self.backend.deliver_signal(
+        outcome = await self.backend.signals.deliver_signal(
             execution_id, waitpoint_id, waitpoint_token, signal_name, **options
         )
         if isinstance(outcome, Accepted) and outcome.resumed:
@@ -449,7 +450,7 @@ class Worker(ClosedOnce):
 
     async def _deregister(self) -> None:
         try:
-            await self.backend.mark_worker_dead(
+            await self.backend.workers.mark_worker_dead(
                 self.config.worker_instance_id, self.config.namespace, "shutdown"
             )
         except EngineError as error:

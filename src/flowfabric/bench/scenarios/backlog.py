@@ -9,8 +9,8 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
 from flowfabric.bench.statistics import percentile
 from flowfabric.core.ids import new_uuid
-from flowfabric.engine.executions import Completion
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
 
 __all__ = ["run"]
 
@@ -58,7 +58,7 @@ class _Backlog:
         self._at = at
         self._block = block
         self._raw = Raw(at, lambda _: None)
-        self._want = Want.of(LANE, "bench", f"bench-{new_uuid()}")
+        self._want = ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}")
         self._times: list[float] = []
 
     async def claim_block(self) -> None:
@@ -66,10 +66,10 @@ class _Backlog:
         at, taken = self._at, list[Completion]()
         for _ in range(self._block):
             start = time.perf_counter_ns()
-            claimed = await at.backend.claim_many(self._want, at.tag, 1)
+            claimed = await at.backend.claims.claim_many(self._want, at.tag, 1)
             self._times.append((time.perf_counter_ns() - start) / 1e6)
             taken += [Completion(claim.handle) for claim in claimed.claims]
-        await at.backend.complete_many(taken)
+        await at.backend.executions.complete_many(taken)
         await self._raw.send(self._raw.creations(len(taken)))
 
     def times(self) -> list[float]:

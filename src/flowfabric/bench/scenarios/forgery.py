@@ -16,7 +16,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.suspension import Accepted, Suspended
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.scheduling import Want
+from flowfabric.engine.api.claims import ClaimRequest
 
 __all__ = ["run"]
 
@@ -118,10 +118,12 @@ async def _target(at: Arena) -> _Target:
     new = NewExecution(
         execution_id=ExecutionId.solo(LANE, backend.counts), execution_kind="ask", lane_id=LANE
     )
-    await backend.create_execution(new)
-    claimed = await backend.claim_many(Want.of(LANE, "bench", f"bench-{new_uuid()}"), at.tag, 1)
+    await backend.executions.create_execution(new)
+    claimed = await backend.claims.claim_many(
+        ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}"), at.tag, 1
+    )
     handle = claimed.claims[0].handle
-    outcome = await backend.suspend(handle, condition=Single("go"))
+    outcome = await backend.suspensions.suspend(handle, condition=Single("go"))
     assert isinstance(outcome, Suspended)
     details = outcome.details
     return _Target(handle.execution_id, details.waitpoint_id, details.waitpoint_token.reveal())
@@ -131,7 +133,7 @@ async def _send(at: Arena, forged: Iterator[Forged], progress: Progress) -> tupl
     tried = accepted = 0
     for forgery in forged:
         try:
-            await at.backend.deliver_signal(*forgery, "go")
+            await at.backend.signals.deliver_signal(*forgery, "go")
             accepted += 1
         except EngineError as error:
             if error.code not in _REFUSALS:
@@ -145,7 +147,7 @@ async def _send(at: Arena, forged: Iterator[Forged], progress: Progress) -> tupl
 async def _check(at: Arena, targets: Sequence[_Target]) -> None:
     """The real tokens still work: the forged ones were refused for being forged."""
     for target in targets:
-        outcome = await at.backend.deliver_signal(
+        outcome = await at.backend.signals.deliver_signal(
             target.execution_id, target.waitpoint_id, target.token, "go"
         )
         if not (isinstance(outcome, Accepted) and outcome.resumed):

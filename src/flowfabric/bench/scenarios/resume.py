@@ -55,7 +55,7 @@ async def _once(at: Arena, app: BenchApp, progress: Progress) -> float:
     answer = await _answer(at, run)
     await asyncio.sleep(_PAUSE_S)
     sent = time.monotonic_ns()
-    await at.backend.deliver_signal(*answer, "go")
+    await at.backend.signals.deliver_signal(*answer, "go")
     went_on: int = await run.result(timeout=30)
     progress.advance()
     return (went_on - sent) / 1e6
@@ -71,7 +71,7 @@ async def _many(at: Arena, app: BenchApp, n: int, progress: Progress) -> float:
 
     async def send() -> None:
         for answer in answers:
-            await at.backend.deliver_signal(*answer, "go")
+            await at.backend.signals.deliver_signal(*answer, "go")
             progress.advance()
 
     start = time.perf_counter()
@@ -88,7 +88,7 @@ async def _parked(at: Arena, wanted: int) -> None:
 
 
 async def _answer(at: Arena, run: Run[int]) -> Answer:
-    (waitpoint,) = (await at.backend.list_pending_waitpoints(run.id)).entries
-    token = await at.backend.read_waitpoint_token(run.id, waitpoint.waitpoint_id)
+    (waitpoint,) = (await at.backend.waitpoints.list_pending_waitpoints(run.id)).entries
+    token = await at.backend.signals.read_waitpoint_token(run.id, waitpoint.waitpoint_id)
     assert token is not None
     return run.id, waitpoint.waitpoint_id, token

@@ -14,7 +14,7 @@ from flowfabric.bench.statistics import percentile
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
@@ -63,7 +63,7 @@ async def run(options: Options, progress: Progress) -> Figures:
 async def _claimed(at: Arena, worker: Worker, count: int) -> list[ClaimedTask]:
     count = max(count, _WRITERS)
     ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
-    await at.backend.create_many(
+    await at.backend.executions.create_many(
         [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
     )
     return await worker.claim_many(count)
@@ -86,9 +86,9 @@ async def _write(tasks: Sequence[ClaimedTask], n: int) -> float:
 @contextlib.asynccontextmanager
 async def _tails(
     at: Arena, tasks: Sequence[ClaimedTask], lags: asyncio.Queue[float]
-) -> AsyncGenerator[Backend]:
+) -> AsyncGenerator[ValkeyBackend]:
     """A client whose tails wait, one for each task; each frame's age goes to `lags`."""
-    backend = await Backend.connect(parse_url(at.url), name="ff-bench-tails")
+    backend = await ValkeyBackend.connect(parse_url(at.url), name="ff-bench-tails")
     backend.stream_pool.ceiling = max(len(tasks), backend.stream_pool.ceiling)
     async with Client(backend) as client:
         reading = [asyncio.create_task(_read(client, task, lags)) for task in tasks]
@@ -142,8 +142,8 @@ async def _slowdown(
     return 100 * (percentile(ratios, 50) - 1)
 
 
-async def _call_rate(backend: Backend, task: ClaimedTask, calls: int) -> float:
+async def _call_rate(backend: ValkeyBackend, task: ClaimedTask, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
-        await backend.read_execution_state(task.execution_id)
+        await backend.reads.read_execution_state(task.execution_id)
     return calls / (time.perf_counter() - start)

@@ -13,10 +13,10 @@ from flowfabric.cli.views.text import plural
 from flowfabric.core import keys
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.core.text import lossless, shown
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import configured_counts
-from flowfabric.engine.health import Finding, Grade
-from flowfabric.engine.registry import WorkerEntry
+from flowfabric.engine.api.workers import WorkerEntry
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.boot import configured_counts
+from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.scanners.leader import read_leaders
 
 __all__ = ["check_deployment"]
@@ -25,10 +25,10 @@ _SAMPLE = 1000
 _COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
 
 
-async def check_deployment(backend: Backend, namespace: str | None) -> list[Finding]:
+async def check_deployment(backend: ValkeyBackend, namespace: str | None) -> list[Finding]:
     """Run the checks that need the partition counts."""
     now = round(1000 * await server_seconds(backend.transport))
-    lanes = await backend.lanes_in_use()
+    lanes = await backend.places.lanes_in_use()
     workers = await read_live_workers(backend, now, namespace)
     leader = await _leader(backend)
     return [
@@ -43,7 +43,7 @@ async def check_deployment(backend: Backend, namespace: str | None) -> list[Find
 
 
 async def _malformed(
-    backend: Backend, registry: str, read: Callable[[], Awaitable[Sized]]
+    backend: ValkeyBackend, registry: str, read: Callable[[], Awaitable[Sized]]
 ) -> Finding | None:
     """A finding if a registry holds names that it cannot hold; scanners and listings skip them."""
     stored: Any = await backend.transport.call("SCARD", registry, key=registry)
@@ -59,7 +59,7 @@ async def _malformed(
     )
 
 
-async def _partitions(backend: Backend) -> Finding:
+async def _partitions(backend: ValkeyBackend) -> Finding:
     counts = backend.counts
     stored = f"{counts.flow} flow, {counts.budget} budget, {counts.quota} quota"
     if any(os.environ.get(name) for name in _COUNT_VARIABLES):
@@ -72,11 +72,11 @@ async def _partitions(backend: Backend) -> Finding:
                 f"{stored} are stored, but the environment sets {wanted}",
                 f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change",
             )
-    odd = await _malformed(backend, keys.PARTITIONS, backend.partitions_in_use)
+    odd = await _malformed(backend, keys.PARTITIONS, backend.places.partitions_in_use)
     return odd or Finding("partitions", Grade.OK, stored)
 
 
-async def _tokens(backend: Backend) -> Finding:
+async def _tokens(backend: ValkeyBackend) -> Finding:
     names = [keys.secrets(f"{{fp:{index}}}") for index in range(backend.counts.flow)]
     found: list[Any] = await asyncio.gather(
         *(backend.transport.call("HGET", name, "current_kid", key=name) for name in names)
@@ -95,13 +95,13 @@ async def _tokens(backend: Backend) -> Finding:
     )
 
 
-async def _lanes(backend: Backend, lanes: list[str]) -> Finding:
-    odd = await _malformed(backend, keys.LANES, backend.lanes_in_use)
+async def _lanes(backend: ValkeyBackend, lanes: list[str]) -> Finding:
+    odd = await _malformed(backend, keys.LANES, backend.places.lanes_in_use)
     if odd is not None:
         return odd
     stopped: list[str] = []
     for lane in lanes:
-        settings = await backend.get_lane(lane)
+        settings = await backend.lanes.get_lane(lane)
         if settings.state != "active":
             reason = f" ({settings.reason})" if settings.reason else ""
             stopped.append(f"{lane} is {settings.state}{reason}")
@@ -128,7 +128,7 @@ def _collisions(lanes: list[str], counts: PartitionCounts) -> Finding:
     )
 
 
-async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry]) -> Finding:
+async def _workers(backend: ValkeyBackend, lanes: list[str], workers: list[WorkerEntry]) -> Finding:
     served = {lane for worker in workers for lane in worker.lanes}
     waiting = [lane for lane in lanes if lane not in served and await _holds_work(backend, lane)]
     if waiting:
@@ -145,13 +145,17 @@ async def _workers(backend: Backend, lanes: list[str], workers: list[WorkerEntry
     return Finding("workers", Grade.OK, plural(len(workers), "live worker"))
 
 
-async def _holds_work(backend: Backend, lane: str) -> bool:
-    tags = await backend.used_partitions()
+async def _holds_work(backend: ValkeyBackend, lane: str) -> bool:
+    tags = await backend.places.used_partitions()
     # In a cluster this is expensive to find out, and `any_work` always says yes.
-    return bool(tags) and not backend.transport.is_cluster and await backend.any_work(lane, tags)
+    return (
+        bool(tags)
+        and not backend.transport.is_cluster
+        and await backend.claims.any_work(lane, tags)
+    )
 
 
-async def _leader(backend: Backend) -> Finding:
+async def _leader(backend: ValkeyBackend) -> Finding:
     leaders = await read_leaders(backend)
     if leaders:
         who = ", ".join(
@@ -166,10 +170,10 @@ async def _leader(backend: Backend) -> Finding:
     )
 
 
-async def _indexes(backend: Backend) -> Finding:
+async def _indexes(backend: ValkeyBackend) -> Finding:
     examined = 0
     drifted: list[str] = []
-    for tag in await backend.used_partitions():
+    for tag in await backend.places.used_partitions():
         key = keys.index(tag, "all_executions")
         members: Any = await backend.transport.call(
             "ZRANGE", key, 0, _SAMPLE - examined - 1, key=key
@@ -190,8 +194,8 @@ async def _indexes(backend: Backend) -> Finding:
     )
 
 
-async def _inconsistent(backend: Backend, tag: str, ids: list[str]) -> list[str]:
+async def _inconsistent(backend: ValkeyBackend, tag: str, ids: list[str]) -> list[str]:
     if not ids:
         return []
-    verdicts = await backend.reconcile_execution_index(tag, ids, "check")
+    verdicts = await backend.upkeep.reconcile_execution_index(tag, ids, "check")
     return [each for each, verdict in zip(ids, verdicts, strict=True) if verdict != "consistent"]

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.engine.health import Finding, Grade
+from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.binary import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.connect import MINIMUM_VERSION
 from flowfabric.valkey.embedded_folder import check_owner, explained

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.health import Finding, Grade
+from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 __all__ = ["check_secret_file", "check_security", "scripting_finding"]

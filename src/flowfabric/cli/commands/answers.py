@@ -31,7 +31,7 @@ from flowfabric.cli.views.waits import OPERATOR_ONLY, TIMEOUT_ONLY, accepted_sig
 from flowfabric.core.contracts.suspension import Accepted, OpenWaitpoint, SignalOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["approve", "close_waitpoint", "signal"]
 
@@ -107,7 +107,7 @@ def approve(
                     await _resume(backend, execution_id, as_json=as_json)
                     return
                 _check_accepted(found, decision, explicit=name is not None)
-                outcome = await backend.deliver_approval_signal(
+                outcome = await backend.signals.deliver_approval_signal(
                     execution_id,
                     found.waitpoint_id,
                     decision,
@@ -164,7 +164,7 @@ def signal(
             execution_id = await find_execution(backend, id_, target.namespace)
             found = await find_waitpoint(backend, execution_id, waitpoint)
             try:
-                outcome = await backend.deliver_signal(
+                outcome = await backend.signals.deliver_signal(
                     execution_id,
                     found.waitpoint_id,
                     token,
@@ -208,7 +208,9 @@ def close_waitpoint(
         async with open_backend(target.url) as backend:
             execution_id = await find_execution(backend, id_, target.namespace)
             found = await find_waitpoint(backend, execution_id, waitpoint)
-            closed = await backend.close_waitpoint(execution_id, found.waitpoint_id, reason)
+            closed = await backend.waitpoints.close_waitpoint(
+                execution_id, found.waitpoint_id, reason
+            )
         if as_json:
             plain = {"execution_id": execution_id, "waitpoint_id": found.waitpoint_id}
             print_json(plain | {"waitpoint_key": found.waitpoint_key, "closed": closed})
@@ -248,7 +250,7 @@ def _read_payload(text: str | None) -> bytes | None:
 
 
 async def find_waitpoint(
-    backend: Backend, execution_id: ExecutionId, text: str | None
+    backend: ValkeyBackend, execution_id: ExecutionId, text: str | None
 ) -> OpenWaitpoint:
     """The open waitpoint with this key, id or start of an id; for None, the only one."""
     found = await read_open_waitpoints(backend, execution_id)
@@ -280,9 +282,9 @@ def _listed(waitpoints: Sequence[OpenWaitpoint]) -> str:
     )
 
 
-async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliError:
+async def _nothing_waiting(backend: ValkeyBackend, execution_id: ExecutionId) -> CliError:
     """No waitpoint is open; if one was, the error says how its wait ended."""
-    state = (await backend.read_execution_state(execution_id)).value
+    state = (await backend.reads.read_execution_state(execution_id)).value
     last = await read_last_wait(backend, execution_id)
     if last is None or last.closed_at is None:
         return CliError(
@@ -291,7 +293,7 @@ async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliEr
             "`flowfabric waiting` lists open waits",
             state,
         )
-    end = describe_end(last, await backend.server_time_ms())
+    end = describe_end(last, await backend.meta.server_time_ms())
     return CliError(
         "already_answered" if last.answers else "nothing_waiting",
         f"{execution_id} is {state}; its wait {end}",
@@ -301,9 +303,9 @@ async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliEr
 
 
 async def _not_open(
-    backend: Backend, execution_id: ExecutionId, text: str, found: Sequence[OpenWaitpoint]
+    backend: ValkeyBackend, execution_id: ExecutionId, text: str, found: Sequence[OpenWaitpoint]
 ) -> CliError:
-    past = await backend.read_waits(execution_id)
+    past = await backend.waitpoints.read_waits(execution_id)
     over = any(wait.ended and text in (wait.waitpoint_key, wait.waitpoint_id) for wait in past)
     problem = "is already closed" if over else "is not an open waitpoint"
     return CliError(
@@ -315,7 +317,7 @@ async def _not_open(
 
 
 async def _too_late(
-    backend: Backend, execution_id: ExecutionId, error: EngineError
+    backend: ValkeyBackend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
     """Say how the wait ended if that is why the call was refused."""
     return await _nothing_waiting(backend, execution_id) if error.code in _TOO_LATE else error
@@ -351,8 +353,8 @@ def _accepts_no_signal() -> CliError:
 # --- output -----------------------------------------------------------------------------------
 
 
-async def _resume(backend: Backend, execution_id: ExecutionId, *, as_json: bool) -> None:
-    done = await backend.resume_execution(execution_id, trigger_type="operator")
+async def _resume(backend: ValkeyBackend, execution_id: ExecutionId, *, as_json: bool) -> None:
+    done = await backend.suspensions.resume_execution(execution_id, trigger_type="operator")
     if not as_json:
         Screen().line(f"{execution_id}  ", ("the execution resumes", "green"))
         return

@@ -21,9 +21,9 @@ from flowfabric.cli.views.doctor import print_findings
 from flowfabric.cli.views.screen import print_json
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
 from flowfabric.core.text import shown
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.boot import read_counts
-from flowfabric.engine.health import Finding, Grade
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.boot import read_counts
+from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.connect import connect
 
 __all__ = ["doctor"]
@@ -64,7 +64,7 @@ async def _prepare(location: ServerLocation) -> None:
     if location.embedded:
         backend = await location.open(name=name)
     else:
-        backend = await Backend.connect_and_prepare(await location.address(), name=name)
+        backend = await ValkeyBackend.connect_and_prepare(await location.address(), name=name)
     await backend.aclose()
 
 
@@ -92,7 +92,7 @@ async def _run_checks(
             if location.embedded and (finding := check_secret_file(folder / SECRET_FILE)):
                 checks.append(finding)
             if all(check.name != "version" or check.grade is Grade.OK for check in checks):
-                backend = Backend(transport, await read_counts(transport))
+                backend = ValkeyBackend(transport, await read_counts(transport))
                 checks += await check_deployment(backend, namespace)
         except FlowFabricError as error:
             checks.append(_broken(error, location))

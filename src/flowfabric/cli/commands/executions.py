@@ -35,8 +35,8 @@ from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["cancel", "ps", "replay", "revoke_lease", "show"]
 
@@ -171,7 +171,7 @@ async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: b
             try:
                 execution_id = await find_execution(backend, text, target.namespace)
                 try:
-                    done = await backend.cancel_execution(execution_id, reason)
+                    done = await backend.executions.cancel_execution(execution_id, reason)
                 except EngineError as error:
                     raise await _with_state(backend, execution_id, error) from error
             except TransportError:
@@ -185,13 +185,13 @@ async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: b
 
 
 async def _with_state(
-    backend: Backend, execution_id: ExecutionId, error: EngineError
+    backend: ValkeyBackend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
     """Name the execution's state when that is why the call was refused."""
     hint = _HINTS.get(error.code)
     if hint is None:
         return error
-    state = (await backend.read_execution_state(execution_id)).value
+    state = (await backend.reads.read_execution_state(execution_id)).value
     return CliError(error.code, f"{execution_id} is {state}", hint, *error.details)
 
 
@@ -221,7 +221,7 @@ def replay(
         async with open_backend(target.url) as backend:
             execution_id = await find_execution(backend, id_, target.namespace)
             try:
-                done = await backend.replay_execution(
+                done = await backend.executions.replay_execution(
                     execution_id,
                     reason=reason,
                     requested_by=user_name() if by is None else by,
@@ -276,7 +276,7 @@ def revoke_lease(
         async with open_backend(target.url) as backend:
             execution_id = await find_execution(backend, id_, target.namespace)
             revoked_by = user_name() or "operator" if by is None else by
-            return execution_id, await backend.revoke_lease(
+            return execution_id, await backend.leases.revoke_lease(
                 execution_id, expected_lease_id=lease, reason=reason, revoked_by=revoked_by
             )
 

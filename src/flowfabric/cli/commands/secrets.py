@@ -25,8 +25,8 @@ from flowfabric.cli.session import data_folder, open_backend
 from flowfabric.cli.views.screen import Cell, Screen, print_json
 from flowfabric.cli.views.text import clock, duration, plural
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
-from flowfabric.engine.boot import SECRET_VARIABLE
-from flowfabric.engine.secrets import check_rotation
+from flowfabric.engine.valkey.boot import SECRET_VARIABLE
+from flowfabric.engine.valkey.secrets import check_rotation
 
 __all__ = ["rotate_secret", "secrets"]
 
@@ -59,7 +59,10 @@ def secrets(context: typer.Context, *, url: UrlOption = None, as_json: JsonOptio
 async def _read_keys(target: Target) -> list[HmacKids]:
     async with open_backend(target.url) as backend:
         return await asyncio.gather(
-            *(backend.list_waitpoint_hmac_kids(index) for index in range(backend.counts.flow))
+            *(
+                backend.secrets.list_waitpoint_hmac_kids(index)
+                for index in range(backend.counts.flow)
+            )
         )
 
 
@@ -130,7 +133,7 @@ def rotate_secret(
 
     async def rotate() -> RotationSummary:
         async with open_backend(target.url) as backend:
-            done = await backend.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
+            done = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
             if not done.failed and ServerLocation(target.url).embedded:
                 replace_folder_secret(data_folder(), secret)
             return done

@@ -31,7 +31,7 @@ from flowfabric.core.cursors import START, StreamCursor
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, PublicState
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["summary", "tail"]
 
@@ -110,9 +110,9 @@ def summary(
     async def read() -> tuple[ExecutionId, int, SummaryDocument | None]:
         async with open_backend(target.url) as backend:
             execution_id = await find_execution(backend, id_, target.namespace)
-            info = await backend.read_execution_info(execution_id)
+            info = await backend.reads.read_execution_info(execution_id)
             index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
-            return execution_id, index, await backend.read_summary(execution_id, index)
+            return execution_id, index, await backend.streams.read_summary(execution_id, index)
 
     execution_id, index, found = asyncio.run(read())
     if found is None:
@@ -135,7 +135,7 @@ def _finished(info: ExecutionInfo) -> bool:
 
 class _Follower:
     def __init__(
-        self, backend: Backend, execution_id: ExecutionId, printer: Printer, *, follow: bool
+        self, backend: ValkeyBackend, execution_id: ExecutionId, printer: Printer, *, follow: bool
     ) -> None:
         self._backend = backend
         self._id = execution_id
@@ -164,7 +164,7 @@ class _Follower:
                 await asyncio.sleep(_RETRY_S)
 
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
-        info = await self._backend.read_execution_info(self._id)
+        info = await self._backend.reads.read_execution_info(self._id)
         count = max(1, info.total_attempt_count)
         if attempt is not None and attempt > count:
             raise CliError(
@@ -181,18 +181,18 @@ class _Follower:
             self._printer.attempt(await self._record(), first=True)
 
     async def _newest(self) -> str:
-        page = await self._backend.read_stream(
+        page = await self._backend.streams.read_stream(
             self._id, self._index, from_="end", to="end", count_limit=1
         )
         return page.frames[-1].id if page.frames else START.text
 
     async def _record(self) -> AttemptRecord | None:
-        attempts = await self._backend.read_attempts(self._id)
+        attempts = await self._backend.reads.read_attempts(self._id)
         return attempts[self._index] if self._index < len(attempts) else None
 
     async def _step(self) -> bool:
         """Read the stream once. Returns whether everything was printed."""
-        page = await self._backend.tail_stream(
+        page = await self._backend.streams.tail_stream(
             self._id,
             self._index,
             after=self._cursor,
@@ -227,7 +227,7 @@ class _Follower:
     async def _closed(self, page: StreamFrames) -> bool:
         """The attempt ended: continue with the next one, unless there will be none."""
         await self._announce_attempt()
-        info = await self._backend.read_execution_info(self._id)
+        info = await self._backend.reads.read_execution_info(self._id)
         self._printer.closed(page.closed_reason or "", await self._record())
         if info.total_attempt_count <= self._index + 1:
             if _finished(info):
@@ -243,7 +243,7 @@ class _Follower:
 
     async def _check_execution(self) -> bool:
         """No frame came for a while: see what the execution does."""
-        info = await self._backend.read_execution_info(self._id)
+        info = await self._backend.reads.read_execution_info(self._id)
         if info.total_attempt_count > self._index:
             await self._announce_attempt()
         elif _finished(info):
@@ -265,4 +265,4 @@ class _Follower:
         wait = await read_wait(self._backend, self._id)
         if wait.since is not None and wait.since != self._announced_wait:
             self._announced_wait = wait.since
-            self._printer.waiting(wait, await self._backend.server_time_ms())
+            self._printer.waiting(wait, await self._backend.meta.server_time_ms())

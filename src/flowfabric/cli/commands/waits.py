@@ -63,7 +63,7 @@ def _read_all(target: Target, lane: str | None, limit: int) -> tuple[list[Wait],
             waits, left_out = await read_waits(
                 backend, lane=lane, namespace=target.namespace, limit=limit
             )
-            return waits, left_out, await backend.server_time_ms()
+            return waits, left_out, await backend.meta.server_time_ms()
 
     try:
         return asyncio.run(read())
@@ -77,5 +77,5 @@ async def _read_one(target: Target, text: str) -> tuple[Wait, LastWait | None, i
         return await asyncio.gather(
             read_wait(backend, execution_id),
             read_last_wait(backend, execution_id),
-            backend.server_time_ms(),
+            backend.meta.server_time_ms(),
         )

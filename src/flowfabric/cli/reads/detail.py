@@ -22,7 +22,7 @@ from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["Blob", "Detail", "read_detail"]
 
@@ -71,19 +71,19 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
         return self.lease is not None and self.lease.expires_at > self.now_ms
 
 
-async def read_detail(backend: Backend, execution_id: ExecutionId, *, full: bool) -> Detail:
+async def read_detail(backend: ValkeyBackend, execution_id: ExecutionId, *, full: bool) -> Detail:
     """Read it all. Raises `execution_not_found` if the execution is deleted meanwhile."""
     (info, result), snapshot, policy, context, now = await asyncio.gather(
-        backend.read_outcome(execution_id),
-        backend.describe_execution(execution_id),
-        backend.read_execution_policy(execution_id),
-        backend.read_execution_context(execution_id),
-        backend.server_time_ms(),
+        backend.reads.read_outcome(execution_id),
+        backend.reads.describe_execution(execution_id),
+        backend.reads.read_execution_policy(execution_id),
+        backend.reads.read_execution_context(execution_id),
+        backend.meta.server_time_ms(),
     )
     attempts, history, why, waitpoints, wait = await asyncio.gather(
-        backend.read_attempts(execution_id),
-        backend.read_execution_history(execution_id),
-        backend.explain_execution(execution_id),
+        backend.reads.read_attempts(execution_id),
+        backend.reads.read_execution_history(execution_id),
+        backend.reads.explain_execution(execution_id),
         read_open_waitpoints(backend, execution_id),
         read_last_wait(backend, execution_id),
     )
@@ -111,7 +111,7 @@ def _blob(data: bytes | None, encoding: str, *, full: bool) -> Blob | None:
     return None if data is None else Blob.of(data, encoding, full=full)
 
 
-async def _able_workers(backend: Backend, info: ExecutionInfo, now_ms: int) -> list[str]:
+async def _able_workers(backend: ValkeyBackend, info: ExecutionInfo, now_ms: int) -> list[str]:
     needed = set(info.required_capabilities)
     return [
         worker.worker_instance_id

@@ -9,8 +9,8 @@ import msgspec
 
 from flowfabric.core.contracts.executions import ExecutionSummary
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.listing import Filter
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["ExecutionListing", "Row", "read_newest"]
 
@@ -58,14 +58,14 @@ class ExecutionListing(msgspec.Struct, frozen=True):
         return self.states.total()
 
 
-async def read_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:
+async def read_newest(backend: ValkeyBackend, where: Filter, limit: int | None) -> ExecutionListing:
     """Page through the listing, keep the newest, and read the current state of those."""
     found: list[ExecutionSummary] = []
     states: Counter[str] = Counter()
     cursor: str | None = ""
     pages = 0
     while cursor is not None and (limit is None or pages < _PAGES):
-        page = await backend.list_executions(cursor=cursor, limit=_PAGE, where=where)
+        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
         states.update(row.public_state.value for row in page.executions)
         found = _newest([*found, *page.executions], limit)
         cursor = page.next_cursor
@@ -75,7 +75,7 @@ async def read_newest(backend: Backend, where: Filter, limit: int | None) -> Exe
         rows += await asyncio.gather(
             *(_row(backend, each) for each in found[start : start + _PAGE])
         )
-    return ExecutionListing(rows, states, cursor is None, await backend.server_time_ms())
+    return ExecutionListing(rows, states, cursor is None, await backend.meta.server_time_ms())
 
 
 def _newest(found: list[ExecutionSummary], limit: int | None) -> list[ExecutionSummary]:
@@ -83,8 +83,8 @@ def _newest(found: list[ExecutionSummary], limit: int | None) -> list[ExecutionS
     return found if limit is None else found[:limit]
 
 
-async def _row(backend: Backend, summary: ExecutionSummary) -> Row:
-    fields = await backend.read_exec_core_fields(summary.execution_id, _FIELDS)
+async def _row(backend: ValkeyBackend, summary: ExecutionSummary) -> Row:
+    fields = await backend.reads.read_exec_core_fields(summary.execution_id, _FIELDS)
     return Row(
         execution_id=summary.execution_id,
         execution_kind=summary.execution_kind,

@@ -12,7 +12,7 @@ from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal, Su
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.backend import Backend
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = [
     "LastWait",
@@ -55,7 +55,7 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
     """The signals that ended it."""
 
 
-async def read_last_wait(backend: Backend, execution_id: ExecutionId) -> LastWait | None:
+async def read_last_wait(backend: ValkeyBackend, execution_id: ExecutionId) -> LastWait | None:
     """The newest suspension; None if there was none."""
     key = keys.suspension(execution_id.tag, execution_id)
     raw: Any = await backend.transport.call("HGETALL", key, key=key)
@@ -63,7 +63,9 @@ async def read_last_wait(backend: Backend, execution_id: ExecutionId) -> LastWai
     if "created_at" not in fields:
         return None
     ids = [each for each in fields.get("all_satisfier_signals", "").split(",") if each]
-    found = await asyncio.gather(*(backend.read_signal(execution_id, each) for each in ids))
+    found = await asyncio.gather(
+        *(backend.waitpoints.read_signal(execution_id, each) for each in ids)
+    )
     return LastWait(
         reason=fields.get("reason_code", ""),
         since=int(fields["created_at"]),
@@ -78,21 +80,23 @@ def _number(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
+async def read_open_waitpoints(
+    backend: ValkeyBackend, execution_id: ExecutionId
+) -> list[OpenWaitpoint]:
     """All open waitpoints; those of the current suspension first."""
     found: list[OpenWaitpoint] = []
     after: str | None = ""
     while after is not None:
-        page = await backend.list_pending_waitpoints(execution_id, after, _PAGE)
+        page = await backend.waitpoints.list_pending_waitpoints(execution_id, after, _PAGE)
         found += page.entries
         after = page.next_cursor
     return sorted(found, key=lambda one: (one.state != "active", one.created_at, one.waitpoint_key))
 
 
-async def read_wait(backend: Backend, execution_id: ExecutionId) -> Wait:
+async def read_wait(backend: ValkeyBackend, execution_id: ExecutionId) -> Wait:
     """What one execution waits for, in any state."""
     info, waitpoints, last = await asyncio.gather(
-        backend.read_execution_info(execution_id),
+        backend.reads.read_execution_info(execution_id),
         read_open_waitpoints(backend, execution_id),
         read_last_wait(backend, execution_id),
     )
@@ -111,20 +115,20 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> Wait:
 
 
 async def read_waits(
-    backend: Backend, *, lane: str | None, namespace: str | None, limit: int
+    backend: ValkeyBackend, *, lane: str | None, namespace: str | None, limit: int
 ) -> tuple[list[Wait], int]:
     """Suspended executions, soonest timeout first, and how many the limit left out."""
     entries: list[SuspendedEntry] = []
     cursor: str | None = ""
     while cursor is not None:
-        page = await backend.list_suspended(cursor=cursor, limit=_PAGE)
+        page = await backend.suspensions.list_suspended(cursor=cursor, limit=_PAGE)
         entries += [one for one in page.entries if lane is None or one.lane_id == lane]
         cursor = page.next_cursor
     if namespace is not None:
         entries = [
             one
             for one in entries
-            if await backend.get_execution_namespace(one.execution_id) == namespace
+            if await backend.reads.get_execution_namespace(one.execution_id) == namespace
         ]
     entries.sort(key=lambda one: (one.timeout_at or _NEVER, one.suspended_at, one.execution_id))
     read = await asyncio.gather(
@@ -133,7 +137,7 @@ async def read_waits(
     return [wait for wait in read if wait is not None], max(0, len(entries) - limit)
 
 
-async def _read_if_suspended(backend: Backend, execution_id: ExecutionId) -> Wait | None:
+async def _read_if_suspended(backend: ValkeyBackend, execution_id: ExecutionId) -> Wait | None:
     """None if it was answered or deleted since it was listed."""
     try:
         wait = await read_wait(backend, execution_id)

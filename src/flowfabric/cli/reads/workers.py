@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.core import keys
-from flowfabric.engine.backend import Backend
-from flowfabric.engine.registry import WorkerEntry
+from flowfabric.engine.api.workers import WorkerEntry
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 __all__ = ["read_live_workers"]
 
 
 async def read_live_workers(
-    backend: Backend, now_ms: int, namespace: str | None = None
+    backend: ValkeyBackend, now_ms: int, namespace: str | None = None
 ) -> list[WorkerEntry]:
     """Workers whose heartbeat has not expired, of one namespace or of all.
 
@@ -27,5 +27,5 @@ async def read_live_workers(
         namespaces = [namespace]
     found: list[WorkerEntry] = []
     for each in namespaces:
-        found += await backend.list_workers(each)
+        found += await backend.workers.list_workers(each)
     return [w for w in found if w.last_heartbeat_ms + w.liveness_ttl_ms > now_ms]

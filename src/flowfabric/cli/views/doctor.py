@@ -7,7 +7,7 @@ from collections import Counter
 from flowfabric import __version__
 from flowfabric.cli.views.screen import Screen
 from flowfabric.cli.views.text import plural
-from flowfabric.engine.health import Finding, Grade
+from flowfabric.engine.valkey.health import Finding, Grade
 
 __all__ = ["print_findings"]
 

@@ -1,0 +1,1 @@
+"""What callers of the engine see: operations by concern, their requests and results."""

@@ -1,0 +1,59 @@
+"""Renewing, revoking and listing leases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flowfabric.core.contracts.lease_events import ExpiredLeases
+from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutcome
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import ExecutionId
+
+__all__ = ["Leases"]
+
+
+class Leases(Protocol):
+    """Renewing, revoking and listing leases."""
+
+    async def renew_lease(
+        self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
+    ) -> Renewed:
+        """Extend a lease that the caller still owns."""
+        ...
+
+    async def renew(self, handle: Handle) -> Renewed:
+        """`renew_lease` with everything taken from the handle."""
+        ...
+
+    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+        """Renew many; answers stand in input order and one failing handle affects no other."""
+        ...
+
+    async def revoke_lease(
+        self,
+        execution_id: ExecutionId,
+        *,
+        expected_lease_id: str = "",
+        reason: str = "operator",
+        revoked_by: str = "operator",
+    ) -> RevokeOutcome:
+        """Take a lease away now; the execution goes on with the next claim."""
+        ...
+
+    async def list_expired_leases(
+        self,
+        as_of: int | None = None,
+        *,
+        after: tuple[int, str] | None = None,
+        limit: int = 1000,
+        max_partitions_per_call: int = 32,
+        namespace: str | None = None,
+    ) -> ExpiredLeases:
+        """Every lease that expires at or before `as_of` (now), by expiry and execution id.
+
+        Leases still counted as live and those already offered for reclaim are listed alike.
+        `after` is the cursor of the page before. All partitions are covered;
+        `max_partitions_per_call` is how many of them are asked at a time.
+        """
+        ...

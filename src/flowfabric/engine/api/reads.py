@@ -1,0 +1,94 @@
+"""Reading one execution. Nothing here changes state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from flowfabric.core.contracts.events import Event
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    ExecutionContext,
+    ExecutionInfo,
+    ExecutionSnapshot,
+    WhyWaiting,
+)
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import PublicState
+
+__all__ = ["Reads"]
+
+
+class Reads(Protocol):
+    """Reading one execution. Nothing here changes state."""
+
+    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
+        """An execution as operators read it."""
+        ...
+
+    async def read_execution_state(self, execution_id: ExecutionId) -> PublicState:
+        """The public state: the authoritative completion signal."""
+        ...
+
+    async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+        """A strictly decoded picture, or None when there is no such execution."""
+        ...
+
+    async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
+        """The result bytes, or None when there is none (yet, or any more)."""
+        ...
+
+    async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
+        """State and result of one moment: what a waiter needs when the execution ended."""
+        ...
+
+    async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
+        """What a handler would be given."""
+        ...
+
+    async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
+        """The policy that holds for an execution, its defaults filled in."""
+        ...
+
+    async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
+        """The namespace, or None when there is no such execution."""
+        ...
+
+    async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
+        """One tag's value, or None."""
+        ...
+
+    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        """All tags of an execution."""
+        ...
+
+    async def read_exec_core_fields(
+        self, execution_id: ExecutionId, names: Sequence[str]
+    ) -> dict[str, str | None]:
+        """Record fields by their documented names, for tools; None where unset."""
+        ...
+
+    async def read_current_attempt_index(self, execution_id: ExecutionId) -> int:
+        """The number of the last attempt, 0 before the first claim."""
+        ...
+
+    async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
+        """How many attempts there were; the index the next new one gets."""
+        ...
+
+    async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
+        """Every attempt, oldest first."""
+        ...
+
+    async def read_execution_history(self, execution_id: ExecutionId) -> list[Event]:
+        """The newest unusual lease events of one execution, oldest first."""
+        ...
+
+    async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
+        """Why an execution is not running.
+
+        What capabilities are missing is judged now, by the workers registered for its lane and
+        namespace, and only while it waits for one.
+        """
+        ...

@@ -1,0 +1,66 @@
+"""What waits, for what, and what came."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.suspension import (
+    OpenWaitpoints,
+    PastWait,
+    PendingWaitpoint,
+    ResumeSignal,
+)
+from flowfabric.core.ids import ExecutionId
+
+__all__ = ["Waitpoints"]
+
+
+class Waitpoints(Protocol):
+    """What waits, for what, and what came."""
+
+    async def create_waitpoint(
+        self, handle: Handle, waitpoint_key: str, expires_in_ms: int
+    ) -> PendingWaitpoint:
+        """A waitpoint that buffers signals until a suspension uses it; the lease is kept."""
+        ...
+
+    async def close_waitpoint(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        reason: str = "proactive_close",
+        *,
+        handle: Handle | None = None,
+    ) -> bool:
+        """Close a waitpoint; False when it was closed already. Workers pass their handle."""
+        ...
+
+    async def list_pending_waitpoints(
+        self, execution_id: ExecutionId, after: str = "", limit: int = 100
+    ) -> OpenWaitpoints:
+        """Pending and active waitpoints by id, without their tokens."""
+        ...
+
+    async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
+        """The signals that satisfied the suspension which led to this lease, oldest first."""
+        ...
+
+    async def read_signal(
+        self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
+    ) -> ResumeSignal | None:
+        """One accepted signal with its payload, or None when it is gone."""
+        ...
+
+    async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
+        """The waitpoints of the present run that nobody waits on now; a replay begins a new run.
+
+        What came to the `wanted` keys is read along, unless it is much.
+        """
+        ...
+
+    async def read_wait_signals(
+        self, execution_id: ExecutionId, wait: PastWait
+    ) -> list[ResumeSignal]:
+        """What a waitpoint received, oldest first."""
+        ...

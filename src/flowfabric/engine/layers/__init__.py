@@ -1,0 +1,1 @@
+"""Wrappers around the engine's interface."""

@@ -1,0 +1,180 @@
+"""The engine on Valkey: every operation, by concern, behind one object."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AsyncExitStack
+
+from flowfabric.core.environment import whole_number
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.claims import Claims
+from flowfabric.engine.api.events import Events
+from flowfabric.engine.api.executions import Executions
+from flowfabric.engine.api.lanes import Lanes
+from flowfabric.engine.api.leases import Leases
+from flowfabric.engine.api.listings import Listings
+from flowfabric.engine.api.meta import Meta
+from flowfabric.engine.api.places import Places
+from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.signals import Signals
+from flowfabric.engine.api.streams import Streams
+from flowfabric.engine.api.suspensions import Suspensions
+from flowfabric.engine.api.upkeep import Upkeep
+from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.workers import Workers
+from flowfabric.engine.layers.audit import audit
+from flowfabric.engine.valkey.boot import (
+    MintSecret,
+    configured_counts,
+    configured_lanes,
+    configured_secret,
+    join,
+    prepare,
+)
+from flowfabric.engine.valkey.calls import FunctionCalls, Limits
+from flowfabric.engine.valkey.claims import ValkeyClaims
+from flowfabric.engine.valkey.collisions import report_collisions
+from flowfabric.engine.valkey.events import ValkeyEvents
+from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.lanes import ValkeyLanes
+from flowfabric.engine.valkey.leases import ValkeyLeases
+from flowfabric.engine.valkey.listings import ValkeyListings
+from flowfabric.engine.valkey.meta import ValkeyMeta
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.reads import ValkeyReads
+from flowfabric.engine.valkey.secrets import ValkeySecrets
+from flowfabric.engine.valkey.signals import ValkeySignals
+from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
+from flowfabric.engine.valkey.streams import ValkeyStreams
+from flowfabric.engine.valkey.suspensions import ValkeySuspensions
+from flowfabric.engine.valkey.upkeep import ValkeyUpkeep
+from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
+from flowfabric.engine.valkey.workers import ValkeyWorkers
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.closing import ClosedOnce
+from flowfabric.valkey.connect import connect
+from flowfabric.valkey.transport import Revive, Transport
+
+__all__ = ["ValkeyBackend", "check_settings", "limits_from_env"]
+
+
+def limits_from_env() -> Limits:
+    """Size limits as the environment sets them."""
+    return Limits(max_payload_bytes=whole_number(os.environ, "FF_MAX_PAYLOAD_BYTES", 1 << 20, 1))
+
+
+def check_settings() -> None:
+    """Raise what is wrong in the environment of a process that sets up a deployment."""
+    limits_from_env()
+    ceiling_from_env()
+    configured_counts()
+    configured_lanes()
+    configured_secret()
+
+
+class ValkeyBackend(ClosedOnce):
+    """The engine on Valkey. One object per event loop; it owns its connections."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        counts: PartitionCounts,
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__()
+        calls = FunctionCalls(transport, counts, limits or limits_from_env())
+        places = ValkeyPlaces(calls)
+        self.transport = transport
+        self.counts = counts
+        self.calls = calls
+        self.stream_pool = StreamPool(transport)
+        self.places: Places = places
+        executions = ValkeyExecutions(calls, places)
+        workers = ValkeyWorkers(calls, places)
+        events = ValkeyEvents(calls, places)
+        self.executions: Executions = executions
+        self.workers: Workers = workers
+        self.reads: Reads = ValkeyReads(calls, workers)
+        self.listings: Listings = ValkeyListings(calls, places)
+        self.claims: Claims = ValkeyClaims(calls, executions)
+        self.leases: Leases = ValkeyLeases(calls, places)
+        self.lanes: Lanes = ValkeyLanes(calls, places)
+        self.suspensions: Suspensions = ValkeySuspensions(calls, places)
+        self.waitpoints: Waitpoints = ValkeyWaitpoints(calls)
+        self.signals: Signals = ValkeySignals(calls)
+        self.secrets: Secrets = ValkeySecrets(calls)
+        self.streams: Streams = ValkeyStreams(calls, self.stream_pool)
+        self.events: Events = events
+        self._subscriptions = events
+        self.upkeep: Upkeep = ValkeyUpkeep(calls, places)
+        self.meta: Meta = ValkeyMeta(calls)
+        audit(self)
+
+    @classmethod
+    async def connect(
+        cls,
+        address: Address,
+        *,
+        prepare_with: PartitionCounts | None = None,
+        limits: Limits | None = None,
+        request_timeout: float = 5.0,
+        name: str = "flowfabric",
+        revive: Revive | None = None,
+        mint_secret: MintSecret | None = None,
+    ) -> ValkeyBackend:
+        """Dial a deployment and check that it fits; with `prepare_with` set it up first.
+
+        Who can `revive` the server owns it: it is the private one of this project.
+        """
+        # Local mistakes first: they must not cost a connection, nor wait for one.
+        limits = limits or limits_from_env()
+        ceiling_from_env()
+        if prepare_with is not None:
+            configured_lanes()
+            configured_secret()
+        transport = await connect(
+            address, request_timeout=request_timeout, name=name, revive=revive
+        )
+        owned = revive is not None
+        try:
+            if prepare_with is None:
+                counts = await join(transport, owned=owned)
+            else:
+                await prepare(
+                    transport,
+                    prepare_with,
+                    owned=owned,
+                    mint_secret=mint_secret,
+                )
+                await report_collisions(transport, prepare_with)
+                counts = prepare_with
+        except BaseException:
+            await transport.aclose()
+            raise
+        return cls(transport, counts, limits)
+
+    @classmethod
+    async def connect_and_prepare(
+        cls,
+        address: Address,
+        *,
+        name: str = "flowfabric",
+        revive: Revive | None = None,
+        mint_secret: MintSecret | None = None,
+    ) -> ValkeyBackend:
+        """Dial and set up with the counts of the environment, as the owner of a server does."""
+        return await cls.connect(
+            address,
+            prepare_with=configured_counts(),
+            name=name,
+            revive=revive,
+            mint_secret=mint_secret,
+        )
+
+    async def _close(self) -> None:
+        """Close every connection; pending calls fail."""
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self.transport.aclose)
+            closing.push_async_callback(self.stream_pool.aclose)
+            closing.push_async_callback(self._subscriptions.aclose)

@@ -1,0 +1,193 @@
+"""Preparing a deployment, and what a client must find before it may use one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowfabric.core import keys
+from flowfabric.core.environment import flag, invalid, whole_number
+from flowfabric.core.errors import ConfigError, ValidationError
+from flowfabric.core.ids import validate_lanes
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey.calls import FunctionCalls, Limits
+from flowfabric.engine.valkey.health import log_findings
+from flowfabric.engine.valkey.places import keep_lanes
+from flowfabric.engine.valkey.secrets import ValkeySecrets, check_secret
+from flowfabric.valkey.connect import check_server
+from flowfabric.valkey.library import ensure_library, read_primaries
+from flowfabric.valkey.transport import Transport
+
+__all__ = [
+    "SECRET_VARIABLE",
+    "MintSecret",
+    "configured_counts",
+    "configured_lanes",
+    "configured_secret",
+    "join",
+    "prepare",
+    "read_counts",
+]
+
+log = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
+_LANES_VARIABLE = "FF_LANES"
+MintSecret = Callable[[], str]
+"""Gives the waitpoint secret of a deployment that nobody configured one for."""
+
+_FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
+
+# One atomic create-if-absent of all three counts: two first boots cannot mix theirs.
+_CREATE_COUNTS = """
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[2], ARGV[5], ARGV[3], ARGV[6])
+end
+return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
+"""
+
+
+def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
+    """The partition counts of the environment."""
+    env = os.environ if environ is None else environ
+    return PartitionCounts(
+        flow=whole_number(env, "FF_FLOW_PARTITIONS", 256, 1, 65535),
+        budget=whole_number(env, "FF_BUDGET_PARTITIONS", 32, 1, 65535),
+        quota=whole_number(env, "FF_QUOTA_PARTITIONS", 32, 1, 65535),
+    )
+
+
+def configured_secret(environ: dict[str, str] | None = None) -> str | None:
+    """The waitpoint secret of the environment, or None."""
+    value = (os.environ if environ is None else environ).get(SECRET_VARIABLE)
+    if not value:
+        return None
+    try:
+        return check_secret(value)
+    except ValidationError as error:
+        # The detail names the rule; the value itself is never shown.
+        raise invalid(SECRET_VARIABLE, error.detail) from None
+
+
+def configured_lanes(environ: dict[str, str] | None = None) -> list[str]:
+    """The lanes that `FF_LANES` declares: they stay registered when they are empty."""
+    text = (os.environ if environ is None else environ).get(_LANES_VARIABLE, "")
+    if not text:
+        return ["default"]
+    lanes = [lane for name in text.split(",") if (lane := name.strip())]
+    if not lanes:
+        raise invalid(_LANES_VARIABLE, "name at least one lane")
+    if len(set(lanes)) < len(lanes):
+        twice = sorted(lane for lane in set(lanes) if lanes.count(lane) > 1)
+        raise invalid(_LANES_VARIABLE, f"{', '.join(twice)} is listed more than once")
+    try:
+        return list(validate_lanes(lanes))
+    except ValidationError as error:
+        raise invalid(_LANES_VARIABLE, error.detail) from None
+
+
+def _stored(values: Sequence[Any]) -> tuple[int, ...]:
+    """Missing or unreadable counts as 0, which no configuration equals."""
+    return tuple(int(value) if value and value.isdigit() else 0 for value in values)
+
+
+async def prepare(
+    transport: Transport,
+    counts: PartitionCounts,
+    *,
+    owned: bool = False,
+    mint_secret: MintSecret | None = None,
+) -> bool:
+    """Version gate, counts, function library, waitpoint secret, lanes.
+
+    True when the library was loaded. A secret that cannot be used is refused before anything is
+    written; it is installed by a function of the library, and before there are lanes to work on.
+    `mint_secret` is asked once, when no secret is configured and none is stored.
+
+    `owned`: only processes of this project use the server. Its folder keeps the library, and
+    nobody can be asked to upgrade the other side: a package of the same version with other content
+    is loaded over it. The same version means the same calls and replies, so a process that still
+    runs is not disturbed.
+    """
+    secret, lanes = configured_secret(), configured_lanes()
+    await check_server(transport)
+    if secret is None and mint_secret is not None and not await _has_secret(transport):
+        secret = check_secret(mint_secret())
+    wanted = (counts.flow, counts.budget, counts.quota)
+    values: Any = await transport.call(
+        "EVAL",
+        _CREATE_COUNTS,
+        1,
+        keys.CONFIG_PARTITIONS,
+        *_FIELDS,
+        *wanted,
+        key=keys.CONFIG_PARTITIONS,
+        replay_safe=True,
+    )
+    for field, stored, configured in zip(_FIELDS, _stored(values), wanted, strict=True):
+        if stored != configured:
+            raise ValidationError(
+                "partition_mismatch", f"{field}: stored={stored}, config={configured}"
+            )
+    loaded = await ensure_library(transport, owned=owned)
+    calls = FunctionCalls(transport, counts, Limits())
+    if secret is not None:
+        # Compared at every boot: a stored one wins, and what differs is logged.
+        await ValkeySecrets(calls).seed_at_boot(secret)
+    await keep_lanes(calls, lanes)
+    await log_findings(transport)
+    return loaded
+
+
+async def _has_secret(transport: Transport) -> bool:
+    """Whether tokens are signed already; the library may not be loaded yet."""
+    store = keys.secrets("{fp:0}")
+    kid = await transport.call("HGET", store, "current_kid", key=store)
+    return kid is not None
+
+
+async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
+    """What a client does before it uses a deployment: version gate, counts, function library.
+
+    All of it leaves in one write. Nothing is set up here, but a missing library is loaded, and
+    an older one is replaced if that takes nothing from the processes that use it. `owned` is as
+    in `prepare`.
+    """
+    gate, counts, found = await asyncio.gather(
+        # Replicas are the business of whoever prepares: one that is down stops no client.
+        check_server(transport, budget=0.0, replicas=False),
+        read_counts(transport),
+        read_primaries(transport),
+        return_exceptions=True,
+    )
+    # In this order: on another product the later ones fail as well, for reasons that mislead.
+    if isinstance(gate, BaseException):
+        raise gate
+    if isinstance(counts, BaseException):
+        raise counts
+    if isinstance(found, BaseException):
+        raise found
+    await ensure_library(transport, owned=owned, only_joining=True, found=found)
+    return counts
+
+
+async def read_counts(transport: Transport) -> PartitionCounts:
+    """The deployment's counts; a client refuses to guess them."""
+    values: Any = await transport.call(
+        "HMGET", keys.CONFIG_PARTITIONS, *_FIELDS, key=keys.CONFIG_PARTITIONS
+    )
+    flow, budget, quota = _stored(values)
+    unprepared_is_fine = flag(os.environ, "FF_DEV_MODE")
+    if 0 not in (flow, budget, quota):
+        return PartitionCounts(flow=flow, budget=budget, quota=quota)
+    if unprepared_is_fine:
+        log.warning("partition counts are not stored, using the defaults (FF_DEV_MODE=1)")
+        return PartitionCounts()
+    raise ConfigError(
+        "connect",
+        "this Valkey holds no partition counts: prepare it once with `flowfabric doctor --prepare`",
+        "partition_config",
+    )

@@ -1,0 +1,295 @@
+"""Calling the function library: envelope, typed errors, one reload when it is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.errors import (
+    CorruptionError,
+    EngineError,
+    ReplyError,
+    TransportError,
+    ValidationError,
+    engine_error,
+    invalid_input,
+)
+from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import lossless, raw, shown
+from flowfabric.engine.api.arguments import checked_tag, fence_text
+from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.reads import READ_FUNCTIONS
+from flowfabric.valkey.transport import Arg, Transport
+
+__all__ = [
+    "FunctionCalls",
+    "Limits",
+    "as_stored",
+    "decoding",
+    "proof",
+    "refusal",
+    "refused",
+    "text",
+]
+
+log = logging.getLogger(__name__)
+
+_ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
+_SHOWN = 12
+_MAX_TOLD = 1000
+_U16_DIGITS = 5
+T = TypeVar("T")
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Sizes that are checked before anything is sent."""
+
+    max_payload_bytes: int = 1_048_576
+
+
+def text(value: object) -> str:
+    """A reply's text, whatever the server's type for it."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise TypeError(f"no text: {type(value).__name__}")
+
+
+def as_stored(names: Iterable[Arg]) -> list[Arg]:
+    """Arguments that may name something malformed, as the bytes that are stored."""
+    return [raw(n) if isinstance(n, str) and not n.isascii() else n for n in names]
+
+
+def _readable(value: object) -> str:
+    return shown(lossless(value)) if isinstance(value, bytes) else text(value)
+
+
+def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
+    """The error for a reply, or part of one, of the wrong shape.
+
+    It shows the shape only: a reply may carry tokens and payloads.
+    """
+    changes = function not in READ_FUNCTIONS
+    return ReplyError(function, _shape(answer), execution_id, op=op, ambiguous=changes)
+
+
+def _shape(answer: object) -> str:
+    """Types and sizes: `[1, 2 bytes, [36 bytes, nothing]]`."""
+    if isinstance(answer, list | tuple):
+        parts = cast("Sequence[object]", answer)
+        shapes = [_shape(part) if i < _SHOWN else "…" for i, part in enumerate(parts[: _SHOWN + 1])]
+        return f"[{', '.join(shapes)}]"
+    if isinstance(answer, bytes | str):
+        return f"{len(answer)} bytes"
+    return "nothing" if answer is None else type(answer).__name__
+
+
+def refused(
+    envelope: Sequence[Any], op: str, *, function: str = "", execution_id: str = ""
+) -> EngineError:
+    """The typed error that an engine function answered with."""
+    if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
+        return unreadable(envelope, function, op, execution_id)
+    # What is damaged may be quoted as it is stored.
+    details = [_readable(part) for part in envelope[2:]]
+    code = envelope[1].decode(errors="replace")
+    return engine_error(code, details, op, function=function, execution_id=execution_id)
+
+
+def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
+    """The error of one item of a batch of completions, or None when the item succeeded."""
+    if answer == b"completed":
+        return None
+    if type(answer) is list:
+        parts = cast("list[Any]", answer)
+        # A newer library may have more to tell of a success.
+        if parts[:2] == [1, b"completed"]:
+            return None
+        return refused(parts, op, function="ff_complete", execution_id=execution_id)
+    return unreadable(answer, "ff_complete", op, execution_id)
+
+
+class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
+    """While a reply is taken apart: whatever does not fit its shape is a `ReplyError`."""
+
+    __slots__ = ("_about",)
+
+    _MISFITS = (LookupError, TypeError, ValueError, AttributeError)
+
+    def __init__(self, reply: object, function: str, op: str, execution_id: str = "") -> None:
+        self._about = (reply, function, op, execution_id)
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, self._MISFITS):
+            # The cause may quote a part of the reply.
+            raise unreadable(*self._about) from None
+
+
+def proof(holder: Handle | Fence) -> str:
+    """The fence as the functions compare it; another backend's handle proves nothing here."""
+    if not isinstance(holder, Handle):
+        return fence_text(holder)
+    if holder.backend != "valkey":
+        raise ValidationError(
+            "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
+        )
+    wire = holder.wire
+    if not wire.isascii():
+        raise invalid_input("handle", "is not one that a claim gave out")
+    return wire
+
+
+class FunctionCalls:
+    """What every concern of the backend shares: the transport, the counts, the limits."""
+
+    def __init__(self, transport: Transport, counts: PartitionCounts, limits: Limits) -> None:
+        self.transport = transport
+        self.counts = counts
+        self.limits = limits
+        # Entries of registries that name nothing and were told of.
+        self._told: set[tuple[str, str]] = set()
+
+    async def fcall(
+        self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
+    ) -> list[Any]:
+        """The reply with its envelope; a refusal is raised as its typed error.
+
+        `replay_safe` lets the transport repeat a call whose reply was lost: the functions
+        recognise a repeat, so this is the default.
+        """
+        try:
+            reply: Any = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
+        except TransportError as error:
+            if error.kind != "script_not_loaded":
+                error.op = op
+                raise _typed(error, f"{_subject(args) or function}: stored keys") from None
+            log.warning("function %s is missing on the server, loading the library", function)
+            await ensure_library(self.transport)
+            reply = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
+        if type(reply) is not list:
+            raise unreadable(reply, function, op, _subject(args))
+        envelope = cast("list[Any]", reply)
+        if len(envelope) > 1 and envelope[0] == 1 and _is_accepted(envelope[1]):
+            return envelope
+        raise refused(envelope, op, function=function, execution_id=_subject(args))
+
+    async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
+        """The reply to one reading command; a key of the wrong type is corruption of `place`."""
+        try:
+            return await self.transport.call(command, key, *args, key=key)
+        except TransportError as error:
+            raise _typed(error, place) from None
+
+    async def ask(
+        self,
+        function: str,
+        tag: str,
+        args: Sequence[Arg],
+        decode: Callable[[list[Any]], T],
+        *,
+        op: str,
+        replay_safe: bool = True,
+    ) -> T:
+        """What `decode` makes of the reply; one that it cannot take apart is a `ReplyError`."""
+        reply = await self.fcall(function, tag, args, op=op, replay_safe=replay_safe)
+        with decoding(reply, function, op, _subject(args)):
+            return decode(reply)
+
+    async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
+        """One word per item, of the functions that scanners call; an item may be malformed."""
+        named = as_stored(args)
+        return await self.ask(function, tag, named, _words, op=function.removeprefix("ff_"))
+
+    async def server_time_ms(self) -> int:
+        """The engine's clock."""
+        return await self.ask(
+            "ff_scan_due", "{fp:0}", (1, 0), lambda reply: int(reply[2]), op="server_time_ms"
+        )
+
+    async def signatures(self, tag: str, lane_id: str) -> list[str]:
+        """The sets of required capabilities that executions of a lane have in a partition.
+
+        An entry that is none is logged once and left out.
+        """
+        key = keys.lane(self.checked_tag(tag), validate_lane(lane_id), "sigs")
+        found: list[str] = []
+        for member in await self.registered(key):
+            if member.isprintable():
+                found.append(member)
+            else:
+                self.tell(key, member)
+        return found
+
+    def is_partition(self, stored: str) -> bool:
+        """Whether this is how one of the partitions is registered."""
+        return _is_number(stored) and int(stored) < self.counts.flow
+
+    async def registered(self, registry: str) -> list[str]:
+        members = await self.read(f"{registry}: registry", "SMEMBERS", registry)
+        return [lossless(member) for member in members]
+
+    def tell(self, registry: str, entry: str) -> None:
+        if (registry, entry) in self._told or len(self._told) == _MAX_TOLD:
+            return
+        self._told.add((registry, entry))
+        log.warning(
+            "%s holds %r, which is none: left out",
+            registry,
+            shown(entry),
+            extra={"action": "registry_malformed", "registry": registry, "entry": shown(entry)},
+        )
+
+    def checked(self, execution_id: str) -> ExecutionId:
+        """The id in its canonical form and in range, or `invalid_input`."""
+        known = (
+            execution_id
+            if isinstance(execution_id, ExecutionId)
+            else ExecutionId.parse(execution_id)
+        )
+        return known.check_partition(self.counts)
+
+    def checked_tag(self, tag: Any, field: str = "tag") -> str:
+        """The tag of one of this deployment's partitions, or `invalid_input`."""
+        return checked_tag(tag, self.counts, field)
+
+
+def _typed(error: TransportError, place: str) -> EngineError:
+    """The error, or `corruption` of a place, `<context>: <field>`, that holds another type."""
+    if not error.message.startswith("WRONGTYPE"):
+        return error
+    return CorruptionError("corruption", f"{place}: has the wrong type", op=error.op)
+
+
+def _words(reply: list[Any]) -> list[str]:
+    return [_readable(answer) for answer in reply[2]]
+
+
+def _is_number(entry: str) -> bool:
+    """Whether this is the one spelling of a partition's number."""
+    return len(entry) <= _U16_DIGITS and entry.isdecimal() and entry == str(int(entry))
+
+
+def _is_accepted(word: Any) -> bool:
+    return type(word) is bytes and word in _ACCEPTED
+
+
+def _subject(args: Sequence[Arg]) -> str:
+    """The one execution that a call is about; empty when there are several or none."""
+    named = {arg for arg in args if isinstance(arg, ExecutionId)}
+    return named.pop() if len(named) == 1 else ""

@@ -1,0 +1,116 @@
+"""Claim requests and claims as the functions take and return them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from flowfabric.core.contracts.leases import (
+    Claim,
+    Handle,
+    HandleKind,
+    ResumeCause,
+)
+from flowfabric.core.errors import ReplyError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey.calls import text, unreadable
+
+__all__ = ["claim_args", "claim_from_row", "claim_of", "read_claims"]
+
+_NO_TAGS: dict[str, str] = {}
+
+_MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
+
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
+
+log = logging.getLogger(__name__)
+
+
+def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
+    """One claim of many from its positional form; another shape is a `ReplyError`."""
+    try:
+        return claim_of(row, lane, ttl, instance)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        subject = row[0] if isinstance(row, list) and row else ""  # pyright: ignore[reportUnknownVariableType]
+        raise unreadable(row, "ff_claim_many", "claim_many", text(subject)) from None  # pyright: ignore[reportUnknownArgumentType]
+
+
+def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
+    """One claim from its positional form; parts that this version does not know are skipped."""
+    optional_parts = row[8] if len(row) > 8 else _NO_OPTIONAL_PARTS
+    if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
+        # Another library version knows more of them, or fewer.
+        optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
+    attempt_type, tags, namespace, timeout, deadline, cause = optional_parts
+    return Claim(
+        handle=Handle(
+            execution_id=ExecutionId.trusted(row[0].decode()),
+            lease=row[3].decode(),
+            attempt=row[4].decode(),
+            lease_ttl_ms=ttl,
+            lane_id=lane,
+            worker_instance_id=instance,
+            kind=_MODES[row[1]],
+        ),
+        execution_kind=row[2].decode(),
+        attempt_type="initial" if attempt_type is None else attempt_type.decode(),
+        input_payload=row[5] or b"",
+        payload_encoding="" if row[6] is None else row[6].decode(),
+        tags=_NO_TAGS if not tags else _pairs(tags),
+        namespace="default" if namespace is None else namespace.decode(),
+        lease_expires_at=int(row[7]),
+        attempt_timeout_ms=timeout,
+        execution_deadline_at=deadline,
+        resume_cause=None if cause is None else _cause(cause),
+    )
+
+
+def _cause(parts: Sequence[bytes | None]) -> ResumeCause:
+    known = (None if part is None else text(part) for part in parts[:4])
+    suspension_id, trigger, close_reason, closer = known
+    return ResumeCause(suspension_id or "", trigger or "", close_reason or "", closer)
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, str]:
+    return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+
+def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any, ...]:
+    """The claim arguments; lease and attempt ids are derived from the request id."""
+    return (
+        request.lane_id,
+        request.worker,
+        request.capabilities,
+        request.lease_ttl_ms,
+        max_n,
+        request_id[:32],
+        # Another UUID of the same request: the last group tells the two apart.
+        f"{request_id[:24]}{request_id[28:36]}",
+    )
+
+
+def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
+    """The claims of a reply.
+
+    One that cannot be read is left to its lease, and the others are not lost with it.
+    """
+    lane, ttl, instance = request.lane_id, request.lease_ttl_ms, request.worker_instance_id
+    try:
+        return [claim_from_row(row, lane, ttl, instance) for row in rows]
+    except ReplyError as error:
+        problem = error
+    claims: list[Claim] = []
+    for row in rows:
+        try:
+            claims.append(claim_from_row(row, lane, ttl, instance))
+        except ReplyError as error:
+            log.error(  # noqa: TRY400 - the error says it all
+                "a claim cannot be read, its lease will lapse: %s",
+                error,
+                extra={"action": "claim_unreadable", "execution_id": error.execution_id},
+            )
+    if not claims:
+        raise problem
+    return claims

@@ -1,0 +1,441 @@
+"""Taking work: from a lane, by a grant, or from a worker that lost its lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import (
+    Claim,
+    ClaimedMany,
+    ClaimGrant,
+    Granted,
+    GrantNotFound,
+    NotReclaimable,
+    ReclaimCapExceeded,
+    ReclaimGrant,
+    ReclaimGrantOutcome,
+    ReclaimOutcome,
+    ResumeGrant,
+)
+from flowfabric.core.errors import ConfigError, EngineError, ValidationError
+from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
+from flowfabric.core.keys import grant as grant_name
+from flowfabric.engine.api.arguments import (
+    MAX_EXACT,
+    checked_text,
+    count,
+    instance,
+    listed,
+    positive_ms,
+    whole,
+)
+from flowfabric.engine.api.batches import BATCH, in_parts
+from flowfabric.engine.api.claims import ClaimRequest, worker_pair
+from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refusal, text
+from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claims
+from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.executions import ValkeyExecutions
+
+__all__ = ["ValkeyClaims"]
+
+
+_LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
+
+_AUDIT = ("capability_hash", "route_snapshot_json", "admission_summary")
+
+
+class ValkeyClaims:
+    """`Claims` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, executions: ValkeyExecutions) -> None:
+        self._calls = calls
+        self._executions = executions
+
+    async def claim_many(
+        self, want: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
+    ) -> ClaimedMany:
+        args = _claim_args(want, max_n, request_id)
+        tag = self._calls.checked_tag(tag)
+        if not args:
+            return ClaimedMany([], 0)
+        reply = await self._calls.fcall("ff_claim_many", tag, args, op="claim_many")
+        with decoding(reply, "ff_claim_many", "claim_many"):
+            return ClaimedMany(read_claims(want, reply[2]), int(reply[3]))
+
+    async def complete_and_claim(
+        self,
+        tag: str,
+        items: Sequence[Completion],
+        want: ClaimRequest,
+        max_n: int,
+        *,
+        request_id: str | None = None,
+    ) -> tuple[list[EngineError | None], ClaimedMany]:
+        items = listed(items, "items")
+        wanted = _claim_args(want, max_n, request_id)
+        tag = self._calls.checked_tag(tag)
+        outcomes: list[EngineError | None] = [None] * len(items)
+        sent: list[int] = []
+        flat: list[Any] = []
+        for position, item in enumerate(items):
+            try:
+                flat += self._executions.item_args(item)
+            except ValidationError as error:
+                outcomes[position] = error
+            else:
+                sent.append(position)
+        *earlier, last = in_parts(sent, [len(result) for result in flat[4::5]])
+        for part in earlier:
+            await self._complete_part(
+                tag, [len(part), *flat[: len(part) * 5]], items, part, outcomes
+            )
+            del flat[: len(part) * 5]
+        args = [len(last), *flat, *wanted]
+        reply = await self._complete_part(tag, args, items, last, outcomes)
+        if not wanted:
+            return outcomes, ClaimedMany([], 0)
+        with decoding(reply, "ff_complete", "complete_many"):
+            return outcomes, ClaimedMany(read_claims(want, reply[3]), int(reply[4]))
+
+    async def _complete_part(
+        self,
+        tag: str,
+        args: list[Any],
+        items: Sequence[Completion],
+        part: list[int],
+        outcomes: list[EngineError | None],
+    ) -> Any:
+        reply = await self._calls.fcall("ff_complete", tag, args, op="complete_many")
+        with decoding(reply, "ff_complete", "complete_many"):
+            for position, answer in zip(part, reply[2], strict=True):
+                outcomes[position] = refusal(
+                    answer, "complete", items[position].handle.execution_id
+                )
+        return reply
+
+    async def scan_eligible_executions(
+        self, lane_id: str, tag: str, limit: int
+    ) -> list[ExecutionId]:
+        lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
+        if whole(limit, "limit") < 1:
+            return []
+        limit = min(limit, MAX_EXACT)
+        names = [
+            keys.eligible(tag, lane, each)
+            for each in ("", *await self._calls.signatures(tag, lane))
+        ]
+        pages = await asyncio.gather(
+            *(
+                self._calls.read(f"{name}: index", "ZRANGE", name, 0, limit - 1, "WITHSCORES")
+                for name in names
+            )
+        )
+        found = sorted((score, member) for page in pages for member, score in page)
+        return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
+
+    async def any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
+        validate_lane(lane_id)
+        tags = [self._calls.checked_tag(tag, "tags") for tag in listed(tags, "tags")]
+        if self._calls.transport.is_cluster or not tags:
+            return bool(tags)
+        names = [
+            name
+            for tag in tags
+            for name in (
+                keys.eligible(tag, lane_id),
+                keys.lane(tag, lane_id, "sigs"),
+                keys.lane(tag, lane_id, "reclaimable"),
+            )
+        ]
+        count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
+        return count > 0
+
+    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
+        places = [part for tag, names in lanes.items() for part in (tag, len(names), *names)]
+        return await self._calls.ask(
+            "ff_ring_waiting", next(iter(lanes)), places, _count, op="ring_waiting"
+        )
+
+    async def issue_claim_grant(
+        self,
+        execution_id: ExecutionId,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        lane_id: str = "",
+        capability_hash: str = "",
+        route_snapshot_json: str = "",
+        admission_summary: str = "",
+    ) -> ClaimGrant:
+        tag, expires, key, _ = await self._grant(
+            "ff_issue_claim_grant",
+            "issue_claim_grant",
+            execution_id,
+            lane_id,
+            (worker_id, worker_instance_id),
+            worker_capabilities,
+            grant_ttl_ms,
+            (capability_hash, route_snapshot_json, admission_summary),
+        )
+        return ClaimGrant(
+            execution_id=execution_id, partition_key=tag, grant_key=key, expires_at_ms=expires
+        )
+
+    async def _grant(
+        self,
+        function: str,
+        op: str,
+        execution_id: ExecutionId,
+        lane_id: str,
+        worker: tuple[str, str],
+        worker_capabilities: Iterable[str],
+        ttl: int,
+        audit: tuple[str, str, str],
+    ) -> tuple[str, int, str, str]:
+        ttl = positive_ms(ttl, "grant_ttl_ms")
+        execution_id = self._calls.checked(execution_id)
+        if checked_text(lane_id, "lane_id"):
+            validate_lane(lane_id)
+        csv, problem = _offered(worker_capabilities)
+        token = new_uuid()
+        texts = [checked_text(*pair) for pair in zip(audit, _AUDIT, strict=True)]
+        args = (execution_id, lane_id, worker_pair(*worker), csv, ttl, token, *texts, problem)
+        tag = execution_id.tag
+        reply = await self._calls.fcall(function, tag, args, op=op)
+        key = f"{grant_name(tag, execution_id)}#{token}"
+        with decoding(reply, function, op, execution_id):
+            return tag, int(reply[2]), key, text(reply[3])
+
+    async def issue_reclaim_grant(
+        self,
+        execution_id: ExecutionId,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        lane_id: str = "",
+        capability_hash: str = "",
+        route_snapshot_json: str = "",
+        admission_summary: str = "",
+    ) -> ReclaimGrantOutcome:
+        try:
+            tag, expires, key, lane = await self._grant(
+                "ff_issue_reclaim_grant",
+                "issue_reclaim_grant",
+                execution_id,
+                lane_id,
+                (worker_id, worker_instance_id),
+                worker_capabilities,
+                grant_ttl_ms,
+                (capability_hash, route_snapshot_json, admission_summary),
+            )
+        except EngineError as error:
+            outcome = _not_reclaimable(execution_id, error)
+            if outcome is None:
+                raise
+            return outcome
+        return Granted(
+            ReclaimGrant(
+                execution_id=execution_id,
+                partition_key=tag,
+                grant_key=key,
+                expires_at_ms=expires,
+                lane_id=lane,
+            )
+        )
+
+    async def claim_execution(
+        self,
+        grant: ClaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        lane_id: str = "",
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> Claim:
+        return await self._claim(
+            "ff_claim_execution",
+            grant,
+            lane_id,
+            (worker_id, worker_instance_id),
+            lease_ttl_ms,
+            (_uuid(lease_id, "lease_id"), _uuid(attempt_id, "attempt_id")),
+        )
+
+    async def claim_resumed_execution(
+        self,
+        grant: ClaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        lane_id: str = "",
+        lease_id: str | None = None,
+    ) -> Claim:
+        return await self._claim(
+            "ff_claim_resumed",
+            grant,
+            lane_id,
+            (worker_id, worker_instance_id),
+            lease_ttl_ms,
+            (_uuid(lease_id, "lease_id"),),
+        )
+
+    async def claim_from_resume_grant(
+        self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
+    ) -> Claim:
+        instance(grant, ResumeGrant, "grant")
+        return await self.claim_resumed_execution(
+            grant,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lane_id=grant.lane_id,
+        )
+
+    async def _claim(
+        self,
+        function: str,
+        grant: ClaimGrant,
+        lane_id: str,
+        worker: tuple[str, str],
+        ttl: int,
+        ids: tuple[str, ...],
+    ) -> Claim:
+        execution_id = self._granted(grant)
+        ttl = positive_ms(ttl, "lease_ttl_ms")
+        lane = checked_text(lane_id, "lane_id")
+        args = (execution_id, lane, worker_pair(*worker), _token(grant), ttl, *ids)
+        op = function.removeprefix("ff_")
+        reply = await self._calls.fcall(function, execution_id.tag, args, op=op)
+        with decoding(reply, function, op, execution_id):
+            return claim_of(reply[2], text(reply[3]), ttl, worker[1])
+
+    def _granted(self, grant: ClaimGrant) -> ExecutionId:
+        instance(grant, ClaimGrant, "grant")
+        try:
+            key = PartitionKey.parse(grant.partition_key)
+        except EngineError as error:
+            raise ConfigError("grant", error.detail, "partition_key") from error
+        execution_id = self._calls.checked(grant.execution_id)
+        if key != execution_id.tag:
+            raise ConfigError("grant", "is not the execution's partition", "partition_key")
+        return execution_id
+
+    async def issue_grant_and_claim(
+        self,
+        execution_id: ExecutionId,
+        *,
+        lease_duration_ms: int,
+        lane_id: str = "",
+        worker_id: str = "operator",
+        worker_instance_id: str = "operator",
+        request_id: str | None = None,
+    ) -> Claim:
+        execution_id = self._calls.checked(execution_id)
+        ttl = positive_ms(lease_duration_ms, "lease_duration_ms")
+        worker = worker_pair(worker_id, worker_instance_id)
+        lease_id = _uuid(request_id, "request_id")
+        # Derived, so that a repeat of the request names the same attempt.
+        attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
+        lane = checked_text(lane_id, "lane_id")
+        args = (execution_id, lane, worker, ttl, lease_id, attempt_id)
+        function, op = "ff_grant_and_claim", "issue_grant_and_claim"
+        reply = await self._calls.fcall(function, execution_id.tag, args, op=op)
+        with decoding(reply, function, op, execution_id):
+            return claim_of(reply[2], text(reply[3]), ttl, worker_instance_id)
+
+    async def reclaim_execution(
+        self,
+        grant: ReclaimGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
+        max_reclaim_count: int | None = None,
+        lease_id: str | None = None,
+        attempt_id: str | None = None,
+    ) -> ReclaimOutcome:
+        execution_id = self._granted(instance(grant, ReclaimGrant, "grant"))
+        whole(grant.expires_at_ms, "expires_at_ms")
+        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        args = (
+            execution_id,
+            checked_text(grant.lane_id, "lane_id"),
+            worker_pair(worker_id, worker_instance_id),
+            _token(grant),
+            ttl,
+            _uuid(lease_id, "lease_id"),
+            _uuid(attempt_id, "attempt_id"),
+            count(max_reclaim_count, "max_reclaim_count"),
+        )
+        try:
+            reply = await self._calls.fcall(
+                "ff_reclaim", execution_id.tag, args, op="reclaim_execution"
+            )
+        except EngineError as error:
+            if error.code in _LOST_GRANT:
+                return GrantNotFound(execution_id)
+            outcome = _not_reclaimable(execution_id, error)
+            if outcome is None:
+                raise
+            return outcome
+        with decoding(reply, "ff_reclaim", "reclaim_execution", execution_id):
+            return claim_of(reply[2], grant.lane_id, ttl, worker_instance_id)
+
+
+def _claim_args(want: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
+    """What to claim, or nothing when nothing is wanted."""
+    instance(want, ClaimRequest, "want")
+    most = min(whole(max_n, "max_n"), BATCH)
+    request = _request(request_id)
+    return claim_args(want, most, request) if most > 0 else ()
+
+
+def _token(grant: ClaimGrant) -> str:
+    return checked_text(grant.grant_key, "grant_key").rpartition("#")[2]
+
+
+def _offered(tokens: Any) -> tuple[str, str]:
+    """The worker's tokens as CSV, and what is wrong with them.
+
+    The engine reports that problem, because it has other checks to make before.
+    """
+    try:
+        return caps.to_csv(caps.normalise(tokens, "worker")), ""
+    except ValidationError as error:
+        return "", error.detail
+
+
+def _uuid(value: str | None, field: str) -> str:
+    return new_uuid() if value is None else validate_uuid(value, field)
+
+
+def _not_reclaimable(
+    execution_id: ExecutionId, error: EngineError
+) -> NotReclaimable | ReclaimCapExceeded | None:
+    if error.code == "execution_not_reclaimable":
+        return NotReclaimable(execution_id, error.code)
+    if error.code == "capability_mismatch":
+        return NotReclaimable(execution_id, f"capability_mismatch: {error.detail}")
+    if error.code == "max_retries_exhausted":
+        return ReclaimCapExceeded(execution_id, int(error.details[0]))
+    return None
+
+
+def _count(reply: list[Any]) -> int:
+    return int(reply[2])
+
+
+def _request(request_id: str | None) -> str:
+    return new_uuid() if request_id is None else validate_uuid(request_id, "request_id")

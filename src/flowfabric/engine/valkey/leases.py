@@ -1,0 +1,238 @@
+"""Renewing, revoking and listing leases."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Sequence
+from typing import Any, cast
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
+from flowfabric.core.contracts.leases import (
+    AlreadySatisfied,
+    Fence,
+    Handle,
+    Renewed,
+    Revoked,
+    RevokeOutcome,
+)
+from flowfabric.core.errors import EngineError, ValidationError
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
+from flowfabric.core.stored import Stored
+from flowfabric.engine.api.arguments import (
+    checked_text,
+    held,
+    listed,
+    positive_ms,
+    reason_text,
+    whole,
+)
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
+from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.record import Record
+
+__all__ = ["Due", "ValkeyLeases"]
+
+Due = tuple[int, ExecutionId]
+"""When a lease expires, and whose it is: the order of the listing."""
+
+_CHUNK = 500
+
+_MAX_PAGE = 10_000
+
+_RENEW_BATCH = 256
+
+
+class ValkeyLeases:
+    """`Leases` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+
+    async def renew_lease(
+        self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
+    ) -> Renewed:
+        execution_id = self._calls.checked(execution_id)
+        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        if isinstance(fence, Handle):
+            held(fence, "fence")
+        args = (execution_id, proof(fence), ttl)
+        reply = await self._calls.fcall("ff_renew", execution_id.tag, args, op="renew")
+        with decoding(reply, "ff_renew", "renew", execution_id):
+            (answer,) = reply[2]
+        outcome = _renewal(answer, execution_id, fence.lease_epoch or 0)
+        if isinstance(outcome, EngineError):
+            raise outcome
+        return outcome
+
+    async def renew(self, handle: Handle) -> Renewed:
+        held(handle)
+        return await self.renew_lease(handle.execution_id, handle, handle.lease_ttl_ms)
+
+    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+        handles = listed(handles, "handles")
+        outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
+        batches: dict[str, list[int]] = {}
+        for position, handle in enumerate(handles):
+            try:
+                proof(held(handle, "handles"))
+                positive_ms(handle.lease_ttl_ms, "lease_ttl_ms")
+            except EngineError as error:
+                outcomes[position] = error
+            else:
+                batches.setdefault(handle.execution_id.tag, []).append(position)
+        for tag, positions in batches.items():
+            for start in range(0, len(positions), _RENEW_BATCH):
+                part = positions[start : start + _RENEW_BATCH]
+                args: list[Any] = []
+                for position in part:
+                    handle = handles[position]
+                    args += (handle.execution_id, handle.wire, handle.lease_ttl_ms)
+                reply = await self._calls.fcall("ff_renew", tag, args, op="renew_many")
+                with decoding(reply, "ff_renew", "renew_many"):
+                    for position, answer in zip(part, reply[2], strict=True):
+                        handle = handles[position]
+                        outcomes[position] = _renewal(
+                            answer, handle.execution_id, handle.lease_epoch
+                        )
+        return outcomes  # pyright: ignore[reportReturnType]
+
+    async def revoke_lease(
+        self,
+        execution_id: ExecutionId,
+        *,
+        expected_lease_id: str = "",
+        reason: str = "operator",
+        revoked_by: str = "operator",
+    ) -> RevokeOutcome:
+        execution_id = self._calls.checked(execution_id)
+        args = (
+            execution_id,
+            checked_text(expected_lease_id, "expected_lease_id"),
+            reason_text(reason, "reason"),
+            reason_text(revoked_by, "revoked_by"),
+            # Whoever holds the lease when a repeat arrives is not the one meant.
+            new_uuid(),
+        )
+        reply = await self._calls.fcall("ff_revoke", execution_id.tag, args, op="revoke_lease")
+        with decoding(reply, "ff_revoke", "revoke_lease", execution_id):
+            if reply[1] == b"ALREADY_SATISFIED":
+                return AlreadySatisfied(text(reply[2]))
+            return Revoked(text(reply[2]), int(reply[3]))
+
+    async def list_expired_leases(
+        self,
+        as_of: int | None = None,
+        *,
+        after: tuple[int, str] | None = None,
+        limit: int = 1000,
+        max_partitions_per_call: int = 32,
+        namespace: str | None = None,
+    ) -> ExpiredLeases:
+        moment = await self._calls.server_time_ms() if as_of is None else whole(as_of, "as_of", 0)
+        limit = min(whole(limit, "limit", 0), _MAX_PAGE)
+        at_once = max(1, whole(max_partitions_per_call, "max_partitions_per_call", 0))
+        behind = None if after is None else _cursor(after)
+        if namespace is not None:
+            validate_namespace(namespace)
+        if limit == 0:
+            return ExpiredLeases(())
+        damage = Damage("list_expired_leases")
+        due = await self._due(moment, behind, at_once, damage)
+        found: list[ExpiredLease] = []
+        for start in range(0, len(due), _CHUNK):
+            part = due[start : start + _CHUNK]
+            leases = await damage.keep_all(self._lease(*each, moment, namespace) for each in part)
+            for entry in leases:
+                if entry is not None and len(found) == limit:
+                    last = found[-1]
+                    more = (last.expires_at_ms, last.execution_id)
+                    return ExpiredLeases(tuple(found), more, tuple(damage.found))
+                if entry is not None:
+                    found.append(entry)
+        return ExpiredLeases(tuple(found), None, tuple(damage.found))
+
+    async def _due(self, moment: int, after: Due | None, at_once: int, damage: Damage) -> list[Due]:
+        """What may be on the page: the records themselves have the last word."""
+        tags = await self._places.used_partitions()
+        lanes = await self._places.lanes_in_use()
+        parts: list[list[Due]] = []
+        for start in range(0, len(tags), at_once):
+            part = tags[start : start + at_once]
+            parts += await asyncio.gather(
+                *(self._due_in(tag, lanes, moment, after, damage) for tag in part)
+            )
+        return list(heapq.merge(*parts))
+
+    async def _due_in(
+        self, tag: str, lanes: list[str], moment: int, after: Due | None, damage: Damage
+    ) -> list[Due]:
+        low = "-inf" if after is None else after[0]
+        required = await asyncio.gather(*(self._calls.signatures(tag, lane) for lane in lanes))
+        lost_keys = [
+            keys.reclaimable(tag, lane, signature)
+            for lane, signatures in zip(lanes, required, strict=True)
+            for signature in ("", *signatures)
+        ]
+        live, *lost = await asyncio.gather(
+            self._calls.read(
+                *(f"{tag}: lease_expiry", "ZRANGE", keys.index(tag, "lease_expiry")),
+                *(low, moment, "BYSCORE", "WITHSCORES"),
+            ),
+            *(self._calls.read(f"{name}: index", "ZRANGE", name, 0, -1) for name in lost_keys),
+        )
+        due: set[Due] = {
+            (int(max(score, 0)), each) for member, score in live for each in damage.ids([member])
+        }
+        # The reclaimable index is ordered by priority: when each expired is on its record.
+        ids = damage.ids(member for page in lost for member in page)
+        expiries = await damage.keep_all(self._expiry(each) for each in ids)
+        due |= {(at, each) for each, at in zip(ids, expiries, strict=True) if at is not None}
+        return sorted(each for each in due if each[0] <= moment and (after is None or each > after))
+
+    async def _expiry(self, execution_id: ExecutionId) -> int | None:
+        name = keys.core(execution_id.tag, execution_id)
+        at = await self._calls.read(f"{execution_id}: record", "HGET", name, "lease_expires_at")
+        return Stored(execution_id, {"lease_expires_at": at}).maybe_number("lease_expires_at")
+
+    async def _lease(
+        self, expiry: int, execution_id: ExecutionId, moment: int, namespace: str | None
+    ) -> ExpiredLease | None:
+        """The lease, unless it was renewed, released or claimed anew since the index was read."""
+        name = keys.core(execution_id.tag, execution_id)
+        raw = await self._calls.read(f"{execution_id}: record", "HGETALL", name)
+        record = Record.decode(execution_id, raw) if raw else None
+        lease = None if record is None else record.current_lease()
+        if record is None or lease is None or lease.expires_at != expiry:
+            return None
+        if lease.expires_at > moment or namespace not in (None, record.namespace):
+            return None
+        return ExpiredLease(
+            execution_id=execution_id,
+            lease_id=lease.lease_id,
+            lease_epoch=lease.lease_epoch,
+            worker_instance_id=lease.worker_instance_id,
+            expires_at_ms=lease.expires_at,
+            attempt_index=lease.attempt_index,
+        )
+
+
+def _renewal(answer: Any, execution_id: ExecutionId, epoch: int) -> Renewed | EngineError:
+    if type(answer) is int:
+        return Renewed(answer, epoch)
+    if type(answer) is list:
+        envelope = cast("list[Any]", answer)
+        return refused(envelope, "renew", function="ff_renew", execution_id=execution_id)
+    return unreadable(answer, "ff_renew", "renew", execution_id)
+
+
+def _cursor(after: Any) -> Due:
+    try:
+        expiry, execution_id = after
+        return whole(expiry, "after", 0), ExecutionId.parse(execution_id)
+    except (TypeError, ValueError, EngineError) as error:
+        problem = "after: must be the cursor of an earlier page"
+        raise ValidationError("invalid_cursor", problem) from error

@@ -1,0 +1,265 @@
+"""Listing executions, page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
+from flowfabric.core.errors import ValidationError
+from flowfabric.core.ids import (
+    ExecutionId,
+    is_execution_id,
+    validate_execution_kind,
+    validate_lane,
+    validate_namespace,
+)
+from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_tag_filter
+from flowfabric.core.text import lossless, raw
+from flowfabric.engine.api.arguments import (
+    MAX_EXACT,
+    checked_text,
+    instance,
+    one_of,
+    partition_number,
+    whole,
+)
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.record import Record
+
+__all__ = ["ValkeyListings"]
+
+_PUBLIC_STATES = tuple(state.value for state in PublicState)
+
+_MAX_PAGE = 1000
+
+_LANE_INDEXES = {
+    "eligible": "eligible",
+    "delayed": "delayed",
+    "active": "active",
+    "suspended": "suspended",
+    "terminal": "terminal",
+    "reclaimable": "reclaimable",
+    "blocked_dependencies": "blocked:dependencies",
+    "blocked_budget": "blocked:budget",
+    "blocked_quota": "blocked:quota",
+    "blocked_route": "blocked:route",
+    "blocked_operator": "blocked:operator",
+    "blocked_lane": "blocked:lane",
+}
+
+# These are kept apart by what the executions require.
+_BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
+
+_CHUNK = 200
+
+_MAX_EXAMINED = 10_000
+
+
+class ValkeyListings:
+    """`Listings` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+
+    async def list_executions(
+        self,
+        *,
+        partition: int | None = None,
+        cursor: str = "",
+        limit: int = 50,
+        where: Filter | None = None,
+    ) -> ExecutionPage:
+        if partition is not None:
+            partition_number(partition, self._calls.counts)
+        limit = _page(limit)
+        given_cursor(cursor)
+        if where is not None:
+            _check_filter(where)
+        if limit <= 0:
+            return ExecutionPage(())
+        position, after = self._start(partition, cursor)
+        chunk = _CHUNK if where else min(limit + 1, _CHUNK)
+        damage = Damage("list_executions")
+        rows: list[ExecutionSummary] = []
+        examined = 0
+        for index in await self._used(partition, position):
+            behind: str | None = after
+            while behind is not None:
+                ids, behind = await self._ids(index, behind, chunk, damage)
+                for member, row in zip(ids, await self._rows(ids, where, damage), strict=True):
+                    if len(rows) == limit or examined == _MAX_EXAMINED:
+                        more = after if partition is not None else sealed(index, after)
+                        return ExecutionPage(tuple(rows), more, tuple(damage.found))
+                    examined += 1
+                    after = member
+                    if row is not None:
+                        rows.append(row)
+            after = ""
+        return ExecutionPage(tuple(rows), None, tuple(damage.found))
+
+    def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
+        if not cursor:
+            return (partition or 0), ""
+        with reading_cursor():
+            if partition is not None:
+                position, after = partition, cursor
+            else:
+                index, after = opened(cursor, 2)
+                position = int(index)
+            known = (not after and partition is None) or (
+                ExecutionId.parse(after).partition == position
+            )
+        if not known:
+            raise ValidationError("invalid_cursor", "belongs to another partition")
+        return position, after
+
+    async def _used(self, partition: int | None, first: int) -> list[int]:
+        if partition is not None:
+            return [partition]
+        return [index for index in await self._places.partitions_in_use() if index >= first]
+
+    async def _ids(
+        self, partition: int, after: str, count: int, damage: Damage
+    ) -> tuple[list[ExecutionId], str | None]:
+        """The next ids, and behind which member more may follow."""
+        key = keys.index(f"{{fp:{partition}}}", "all_executions")
+        first = b"(" + raw(after) if after else b"-"
+        members: Any = await self._calls.read(
+            *(f"{{fp:{partition}}}: all_executions", "ZRANGE", key),
+            *(first, "+", "BYLEX", "LIMIT", 0, count),
+        )
+        more = lossless(members[-1]) if len(members) == count else None
+        return damage.ids(members), more
+
+    async def _rows(
+        self, ids: Sequence[ExecutionId], where: Filter | None, damage: Damage
+    ) -> list[ExecutionSummary | None]:
+        """One row per id; None where there is no readable record or the filter says no."""
+        return await damage.keep_all(self._row(each, where) for each in ids)
+
+    async def _row(
+        self, execution_id: ExecutionId, where: Filter | None
+    ) -> ExecutionSummary | None:
+        name = keys.core(execution_id.tag, execution_id)
+        stored = await self._calls.read(f"{execution_id}: record", "HGETALL", name)
+        row = Record.decode(execution_id, stored).summary() if stored else None
+        if row is None or where is None:
+            return row
+        fits = where.accepts(row) and await self._tags_match(execution_id, where.tags)
+        return row if fits else None
+
+    async def _tags_match(self, execution_id: ExecutionId, wanted: Mapping[str, str]) -> bool:
+        if not wanted:
+            return True
+        key = keys.tags(execution_id.tag, execution_id)
+        stored = await self._calls.read(f"{execution_id}: tags", "HMGET", key, *wanted)
+        return list(stored) == [value.encode() for value in wanted.values()]
+
+    async def list_lane(
+        self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
+    ) -> ExecutionPage:
+        suffix = _LANE_INDEXES[one_of(state, "state", _LANE_INDEXES)]
+        tag = f"{{fp:{partition_number(partition, self._calls.counts)}}}"
+        given_cursor(cursor)
+        names = [keys.lane(tag, validate_lane(lane_id), suffix)]
+        apart = _BY_SIGNATURE.get(suffix)
+        if apart is not None:
+            names += [
+                apart(tag, lane_id, each) for each in await self._calls.signatures(tag, lane_id)
+            ]
+        limit = _page(limit)
+        if limit <= 0:
+            return ExecutionPage(())
+        after = _lane_position(cursor, tag) if cursor else None
+        damage = Damage("list_lane")
+        found = await asyncio.gather(
+            *(self._scored(name, after, limit + 1, damage) for name in names)
+        )
+        entries = sorted(entry for entries in found for entry in entries)
+        rows = await self._rows([member for _, member in entries[:limit]], None, damage)
+        more = sealed(*entries[limit - 1]) if len(entries) > limit else None
+        found_rows = tuple(row for row in rows if row is not None)
+        return ExecutionPage(found_rows, more, tuple(damage.found))
+
+    async def _scored(
+        self, name: str, after: tuple[float, str] | None, count: int, damage: Damage
+    ) -> list[tuple[float, ExecutionId]]:
+        """The next entries of one index by score, then id; equal scores are read through."""
+        low = "-inf" if after is None else repr(after[0])
+        entries: list[tuple[float, ExecutionId]] = []
+        offset = 0
+        while len(entries) < count:
+            page: Any = await self._calls.read(
+                *(f"{name}: index", "ZRANGE", name),
+                *(low, "+inf", "BYSCORE", "LIMIT", offset, count, "WITHSCORES"),
+            )
+            scored = [
+                (float(score), each) for member, score in page for each in damage.ids([member])
+            ]
+            entries += [entry for entry in scored if after is None or entry > after]
+            if len(page) < count:
+                break
+            offset += count
+        return entries[:count]
+
+    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+        checked_text(uuid_prefix, "uuid_prefix")
+        limit = min(whole(limit, "limit"), MAX_EXACT)
+        if limit < 1:
+            return []
+        tags = [f"{{fp:{index}}}" for index in await self._places.partitions_in_use()]
+        found: list[Any] = await asyncio.gather(
+            *(self._beginning_with(tag, uuid_prefix, limit) for tag in tags)
+        )
+        return [
+            ExecutionId.trusted(member)
+            for tag, page in zip(tags, found, strict=True)
+            for member in map(lossless, page)
+            if is_execution_id(member, tag)
+        ][:limit]
+
+    async def _beginning_with(self, tag: str, uuid_prefix: str, limit: int) -> Any:
+        key = keys.index(tag, "all_executions")
+        first = f"{tag}:{uuid_prefix}"
+        # `~` sorts after everything a UUID is made of.
+        bounds = (f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit)
+        return await self._calls.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
+
+
+def _page(limit: Any) -> int:
+    return min(whole(limit, "limit"), _MAX_PAGE)
+
+
+def _check_filter(where: Any) -> None:
+    """A misspelt filter would otherwise look like an empty deployment."""
+    instance(where, Filter, "where")
+    if where.state is not None:
+        one_of(where.state, "state", _PUBLIC_STATES)
+    if where.lane is not None:
+        validate_lane(where.lane, "lane")
+    if where.namespace is not None:
+        validate_namespace(where.namespace)
+    if where.kind is not None:
+        validate_execution_kind(where.kind, "kind")
+    if where.tags:
+        validate_tag_filter(where.tags)
+
+
+def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
+    with reading_cursor():
+        score, member = opened(cursor, 2)
+        known = ExecutionId.parse(member).tag == tag
+        position = (float(score), member)
+    if not known or not math.isfinite(position[0]):
+        raise ValidationError("invalid_cursor", "belongs to another partition")
+    return position

@@ -1,0 +1,252 @@
+"""Which lanes, partitions and namespaces are in use: scanners and listings look nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeVar, cast
+
+from flowfabric.core import keys
+from flowfabric.core.errors import (
+    CorruptionError,
+    EngineError,
+    ValidationError,
+    engine_error,
+    invalid_input,
+)
+from flowfabric.core.ids import PartitionKey, stored_lane, validate_lanes, validate_namespace
+from flowfabric.core.text import lossless
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.valkey.transport import Transport
+
+__all__ = ["ANYWHERE", "KEPT", "MAX_LANES", "ValkeyPlaces", "add_names", "keep_lanes", "lane_limit"]
+
+T = TypeVar("T")
+
+# A plain SADD is refused at the memory limit, and then no worker could start that frees memory.
+_ADD = """#!lua flags=allow-oom
+return redis.call('SADD', KEYS[1], unpack(ARGV))
+"""
+
+_AT_ONCE = 500
+
+# A process goes on registering what it used in the last so many seconds.
+_FORGET_S = 300.0
+
+_REPEAT_S = 10.0
+
+KEPT = "kept"
+"""The stamp of a lane that was declared or has settings: it stays although it is empty."""
+
+ANYWHERE = "*"
+"""Stands for all partitions where the registry speaks of a lane as a whole."""
+
+MAX_LANES = 10_000
+"""How many lanes a deployment may have at a time."""
+
+
+class ValkeyPlaces:
+    """Registers places before their first use, and again as long as they are used.
+
+    A failover to a replica that lags forgets registrations, and nobody is told: only repeating
+    them brings them back. A place that nobody repeats leaves the registry once it is empty.
+    """
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+        self.known_places: dict[str, set[str]] = {}
+        self.known_namespaces: set[str] = set()
+        # Those of the last period, which no use has confirmed in this one.
+        self._older_places: dict[str, set[str]] = {}
+        self._forget_at: float | None = None
+        # When, on the monotonic clock, to register everything again; None: at the next call.
+        self._repeat_at: float | None = None
+
+    async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
+        """Make sure that scanners visit these lanes of these partitions.
+
+        `lane_limit_exceeded` when a lane is new and the registry is full; the others are
+        registered.
+        """
+        wanted = self._checked(places)
+        if self._repeat_is_due():
+            await self.register_again()
+        new = {
+            tag: lanes - self.known_places.get(tag, set())
+            for tag, lanes in wanted.items()
+            if tag not in self.known_places or not lanes <= self.known_places[tag]
+        }
+        if not new:
+            return
+        refused = await self._store(new)
+        for tag, lanes in new.items():
+            self.known_places.setdefault(tag, set()).update(lanes - refused)
+        if refused:
+            raise lane_limit(min(refused))
+
+    def _checked(self, places: Any) -> dict[str, set[str]]:
+        if not isinstance(places, Mapping):
+            raise invalid_input("places", "must map partitions to lanes", undecodable=True)
+        given = cast("Mapping[Any, Any]", places)
+        return {
+            self._calls.checked_tag(tag, "places"): set(validate_lanes(lanes))
+            for tag, lanes in given.items()
+        }
+
+    async def register_again(self) -> None:
+        """Register everything this process uses, whatever the server still remembers."""
+        # FunctionCalls under way at the same time need not do the same.
+        now = time.monotonic()
+        self._repeat_at = now + _REPEAT_S
+        # Copies: the places may be shared with another thread, which adds to them.
+        used = {tag: lanes.copy() for tag, lanes in self.known_places.copy().items()}
+        for tag, lanes in self._older_places.items():
+            used.setdefault(tag, set()).update(lanes)
+        try:
+            refused = await self._store(used)
+            await add_names(self._calls.transport, keys.NAMESPACES, self.known_namespaces.copy())
+        except BaseException:
+            self._repeat_at = None
+            raise
+        for lanes in self.known_places.copy().values():
+            lanes.difference_update(refused)
+        if self._forget_at is None or now >= self._forget_at:
+            self._forget_at = now + _FORGET_S
+            self._older_places = self.known_places.copy()
+            self.known_places.clear()
+
+    def _repeat_is_due(self) -> bool:
+        return self._repeat_at is None or time.monotonic() >= self._repeat_at
+
+    async def _store(self, places: Mapping[str, set[str]]) -> set[str]:
+        """Write the registries; the lanes that do not fit."""
+        refused: set[str] = set()
+        pairs = [(_number(tag), lane) for tag, lanes in places.items() for lane in sorted(lanes)]
+        for part in _parts(pairs):
+            refused.update(await _stamp(self._calls, part))
+        await add_names(self._calls.transport, keys.PARTITIONS, map(_number, places))
+        return refused
+
+    async def register(self, tag: str, lanes: set[str]) -> None:
+        """What every creation asks for, as cheaply as it can be answered."""
+        known = self.known_places.get(tag)
+        if known is None or not lanes <= known or self._repeat_is_due():
+            await self.register_places({tag: lanes})
+
+    async def places_in_use(self) -> dict[str, dict[str, str]]:
+        """The lanes of each partition's tag with the time of their last registration.
+
+        Under `ANYWHERE` stand those of lanes as a whole. What is malformed is told of once.
+        """
+        places: dict[str, dict[str, str]] = {}
+        cursor: Any = 0
+        while True:
+            reply = await self._calls.read(
+                f"{keys.PLACES}: registry", "HSCAN", keys.PLACES, cursor, "COUNT", 1000
+            )
+            cursor, flat = int(reply[0]), reply[1]
+            for place, stamp in zip(flat[::2], flat[1::2], strict=True):
+                self._take_place(places, lossless(place), lossless(stamp))
+            if cursor == 0:
+                return places
+
+    def _take_place(self, places: dict[str, dict[str, str]], place: str, stamp: str) -> None:
+        number, _, lane = place.partition(" ")
+        try:
+            stored_lane(lane, "places_in_use")
+        except CorruptionError:
+            self._calls.tell(keys.PLACES, place)
+            return
+        if number == ANYWHERE:
+            places.setdefault(ANYWHERE, {})[lane] = stamp
+        elif self._calls.is_partition(number):
+            places.setdefault(f"{{fp:{number}}}", {})[lane] = stamp
+        else:
+            self._calls.tell(keys.PLACES, place)
+
+    async def used_partitions(self) -> list[str]:
+        """The tags of partitions that hold or held work."""
+        return [f"{{fp:{index}}}" for index in await self.partitions_in_use()]
+
+    async def occupied_partitions(self, tags: Sequence[str]) -> list[str]:
+        """Those of the partitions that hold executions, registered or not.
+
+        On a single server one command tells that none does.
+        """
+        names = [keys.index(tag, "all_executions") for tag in tags]
+        if not self._calls.transport.is_cluster and (
+            not names or not await self._calls.transport.call("EXISTS", *names, key="")
+        ):
+            return []
+        found: list[Any] = await asyncio.gather(
+            *(self._calls.transport.call("EXISTS", name, key=name) for name in names)
+        )
+        return [tag for tag, exists in zip(tags, found, strict=True) if exists]
+
+    async def partitions_in_use(self) -> list[int]:
+        """Registered partitions, in order. An entry that is none is told of once and left out."""
+        found: list[int] = []
+        for stored in await self._calls.registered(keys.PARTITIONS):
+            if self._calls.is_partition(stored):
+                found.append(int(stored))
+            else:
+                self._calls.tell(keys.PARTITIONS, stored)
+        return sorted(found)
+
+    async def lanes_in_use(self) -> list[str]:
+        """Registered lanes, in order. An entry that is none is told of once and left out."""
+        found: list[str] = []
+        for stored in await self._calls.registered(keys.LANES):
+            try:
+                found.append(stored_lane(stored, "lanes_in_use"))
+            except CorruptionError:
+                self._calls.tell(keys.LANES, stored)
+        return sorted(found)
+
+    async def namespaces_in_use(self) -> list[str]:
+        """Registered namespaces, in order. An entry that is none is told of once and left out."""
+        found: list[str] = []
+        for stored in await self._calls.registered(keys.NAMESPACES):
+            try:
+                found.append(validate_namespace(stored))
+            except ValidationError:
+                self._calls.tell(keys.NAMESPACES, stored)
+        return sorted(found)
+
+
+def _parts(items: Iterable[T]) -> Iterable[list[T]]:
+    given = list(items)
+    return (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
+
+
+async def add_names(transport: Transport, key: str, names: Iterable[str | int]) -> None:
+    """Add to one of the registries of names in use."""
+    for part in _parts(names):
+        await transport.call("EVAL", _ADD, 1, key, *part, key=key, replay_safe=True)
+
+
+def lane_limit(lane: str) -> EngineError:
+    """The error for a lane that does not fit into the registry."""
+    return engine_error("lane_limit_exceeded", [f"{lane}: {MAX_LANES} lanes are in use"])
+
+
+async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Note that these pairs of partition number and lane are in use; the lanes refused."""
+    return await calls.ask(
+        *("ff_register_places", keys.LANES_TAG, (MAX_LANES, *chain.from_iterable(pairs))),
+        lambda reply: [text(lane) for lane in reply[2]],
+        op="register_places",
+    )
+
+
+async def keep_lanes(calls: FunctionCalls, lanes: Iterable[str]) -> None:
+    """Register lanes that stay in the registry when they are empty."""
+    for part in _parts(lanes):
+        if refused := await _stamp(calls, [(ANYWHERE, lane) for lane in part]):
+            raise lane_limit(refused[0])
+
+
+def _number(tag: str) -> str:
+    return str(PartitionKey.trusted(tag).index_number)

@@ -1,0 +1,196 @@
+"""Reading one execution. Nothing here changes state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.events import Event, decode_history
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    ExecutionContext,
+    ExecutionInfo,
+    ExecutionSnapshot,
+    WhyWaiting,
+)
+from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
+from flowfabric.core.state import PublicState
+from flowfabric.core.stored import corrupt, stored_text
+from flowfabric.engine.api.arguments import checked_text, each_text
+from flowfabric.engine.api.workers import waits_for_worker
+from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.record import Record
+from flowfabric.engine.valkey.workers import ValkeyWorkers
+
+__all__ = ["ValkeyReads"]
+
+
+class ValkeyReads:
+    """`Reads` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, workers: ValkeyWorkers) -> None:
+        self._calls = calls
+        self._workers = workers
+
+    async def _record(self, execution_id: ExecutionId) -> Record | None:
+        key = keys.core(execution_id.tag, execution_id)
+        fields = await self._calls.read(f"{execution_id}: record", "HGETALL", key)
+        return Record.decode(execution_id, fields) if fields else None
+
+    async def _existing(self, execution_id: ExecutionId, op: str) -> Record:
+        record = await self._record(self._calls.checked(execution_id))
+        if record is None:
+            raise NotFoundError("execution_not_found", op=op)
+        return record
+
+    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
+        return (await self._existing(execution_id, "read_execution_info")).info()
+
+    async def read_execution_state(self, execution_id: ExecutionId) -> PublicState:
+        return (await self._existing(execution_id, "read_execution_state")).public_state
+
+    async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+        execution_id = self._calls.checked(execution_id)
+        record, tags = await asyncio.gather(self._record(execution_id), self._tags(execution_id))
+        return None if record is None else record.snapshot(tags)
+
+    async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        key = keys.tags(execution_id.tag, execution_id)
+        fields = await self._calls.read(f"{execution_id}: tags", "HGETALL", key)
+        return {
+            stored_text(name, execution_id, "tags"): stored_text(value, execution_id, "tags")
+            for name, value in fields.items()
+        }
+
+    async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
+        execution_id = self._calls.checked(execution_id)
+        key = keys.result(execution_id.tag, execution_id)
+        return await self._calls.read(f"{execution_id}: result", "GET", key)
+
+    async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
+        execution_id = self._calls.checked(execution_id)
+        key = keys.result(execution_id.tag, execution_id)
+        info, result = await asyncio.gather(
+            self._existing(execution_id, "read_outcome"),
+            self._calls.read(f"{execution_id}: result", "GET", key),
+        )
+        return info.info(), result
+
+    async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
+        execution_id = self._calls.checked(execution_id)
+        key = keys.payload(execution_id.tag, execution_id)
+        record, tags, payload = await asyncio.gather(
+            self._record(execution_id),
+            self._tags(execution_id),
+            self._calls.read(f"{execution_id}: payload", "GET", key),
+        )
+        if record is None:
+            raise invalid_input("execution_id", "no such execution")
+        encoding = record.text("payload_encoding", "")
+        return ExecutionContext(payload or b"", record.kind, tags, encoding)
+
+    async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
+        execution_id = self._calls.checked(execution_id)
+        core = keys.core(execution_id.tag, execution_id)
+        key = keys.policy(execution_id.tag, execution_id)
+        known, stored = await asyncio.gather(
+            self._calls.transport.call("EXISTS", core, key=core),
+            self._calls.read(f"{execution_id}: policy", "GET", key),
+        )
+        if not known:
+            raise NotFoundError("execution_not_found", op="read_execution_policy")
+        try:
+            return parse_policy(stored) or NO_POLICY
+        except ValidationError as error:
+            raise corrupt(execution_id, "policy", error.detail) from error
+
+    async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
+        record = await self._record(self._calls.checked(execution_id))
+        return None if record is None else record.namespace
+
+    async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
+        execution_id = self._calls.checked(execution_id)
+        checked_text(key, "key")
+        name = keys.tags(execution_id.tag, execution_id)
+        value = await self._calls.read(f"{execution_id}: tags", "HGET", name, key)
+        return None if value is None else stored_text(value, execution_id, "tags")
+
+    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        return await self._tags(self._calls.checked(execution_id))
+
+    async def read_exec_core_fields(
+        self, execution_id: ExecutionId, names: Sequence[str]
+    ) -> dict[str, str | None]:
+        names = each_text(names, "names")
+        record = await self._record(self._calls.checked(execution_id))
+        known = {} if record is None else record.named_fields()
+        return {name: known.get(name) for name in names}
+
+    async def read_current_attempt_index(self, execution_id: ExecutionId) -> int:
+        record = await self._record(self._calls.checked(execution_id))
+        return 0 if record is None else max(0, record.attempt_count - 1)
+
+    async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
+        record = await self._record(self._calls.checked(execution_id))
+        return 0 if record is None else record.attempt_count
+
+    async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
+        record = await self._existing(execution_id, "read_attempts")
+        eid = record.execution_id
+        archived = await asyncio.gather(
+            *(
+                self._calls.read(
+                    f"attempt {index} of {eid}: record",
+                    "HGETALL",
+                    keys.attempt(eid.tag, eid, index),
+                )
+                for index in range(record.attempt_count)
+            )
+        )
+        return record.attempts(archived)
+
+    async def read_execution_history(self, execution_id: ExecutionId) -> list[Event]:
+        eid = (await self._existing(execution_id, "read_execution_history")).execution_id
+        entries = await self._calls.read(
+            f"{eid}: history", "LRANGE", keys.history(eid.tag, eid), 0, -1
+        )
+        return [decode_history(eid.partition, entry, eid) for entry in entries]
+
+    async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
+        record = await self._existing(execution_id, "explain_execution")
+        tag = record.execution_id.tag
+        lane_key = keys.lane(tag, record.lane_id, "config")
+        edges_key = keys.unresolved(tag, record.execution_id)
+        context = f"lane {record.lane_id} of {tag}"
+        lane_state, edges = await asyncio.gather(
+            self._calls.read(f"{context}: config", "HGET", lane_key, "state"),
+            self._calls.read(f"{record.execution_id}: unresolved", "SCARD", edges_key),
+        )
+        near = None
+        if waits_for_worker(record.vector):
+            required = record.required_capabilities
+            near = await self._workers.coverage(record.namespace, record.lane_id, required)
+        return WhyWaiting(
+            public_state=record.public_state,
+            blocking_reason=record.vector.blocking_reason.value,
+            blocking_detail=record.text("blocking_detail", ""),
+            since=record.last_transition_at,
+            lane_state=stored_text(lane_state, context, "state") if lane_state else "active",
+            retry_at=record.maybe_number("delay_until"),
+            missing_capabilities=() if near is None else near.missing,
+            live_workers=None if near is None else near.workers,
+            unresolved_edges=edges,
+            waitpoints=await self._waited_for(record),
+        )
+
+    async def _waited_for(self, record: Record) -> tuple[str, ...]:
+        """The waitpoints whose signals would end the execution's pause."""
+        if record.public_state is not PublicState.SUSPENDED:
+            return ()
+        eid = record.execution_id
+        key = keys.suspension(eid.tag, eid)
+        stored = await self._calls.read(f"{eid}: suspension", "HGET", key, "waitpoints")
+        return () if stored is None else tuple(stored_text(stored, eid, "waitpoints").split(","))

@@ -1,0 +1,229 @@
+"""The secrets that sign waitpoint tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from flowfabric.core.contracts.suspension import (
+    AlreadySeeded,
+    HmacKid,
+    HmacKids,
+    Rotation,
+    RotationSummary,
+    Seeded,
+    SeedOutcome,
+    SeedResult,
+)
+from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.stored import stored_text
+from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, partition_number
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+
+__all__ = [
+    "DEFAULT_GRACE_MS",
+    "FIRST_KID",
+    "Found",
+    "ValkeySecrets",
+    "check_rotation",
+    "check_secret",
+]
+
+_is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
+
+_OTHER_SECRET = frozenset({"mismatch", "torn"})
+
+Found = tuple[str, str]
+"""What seeding found on one partition: the status, and its current kid."""
+
+_is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
+
+_is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+
+_SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
+
+_FAN_OUT = 16
+
+FIRST_KID = "k1"
+
+DEFAULT_GRACE_MS = 86_400_000
+
+log = logging.getLogger(__name__)
+
+
+class ValkeySecrets:
+    """`Secrets` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+
+    async def _seed(
+        self, kid: str, secret: str, partitions: Sequence[int], *, repair: bool = False
+    ) -> list[Found]:
+        tags = [f"{{fp:{index}}}" for index in partitions]
+        size = 1 if self._calls.transport.is_cluster else _SEED_GROUP
+        groups = [tags[start : start + size] for start in range(0, len(tags), size)]
+        gate = asyncio.Semaphore(_FAN_OUT)
+
+        async def seed(group: list[str]) -> list[Found]:
+            async with gate:
+                args = (kid, secret, "1" if repair else "0", *group)
+                return await self._calls.ask(
+                    "ff_seed_secret", group[0], args, _found, op="seed_secret"
+                )
+
+        answers = await asyncio.gather(*(seed(group) for group in groups))
+        return [found for group in answers for found in group]
+
+    async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
+        """Install and compare on all partitions, and repair what the others prove right."""
+        found = await self._seed(kid, secret, range(self._calls.counts.flow))
+        for lost in {current for status, current in found if status == "torn"}:
+            healthy = {s for s, current in found if current == lost} & {"match", "mismatch"}
+            if healthy == {"match"} or (not healthy and lost == kid):
+                torn = [index for index, entry in enumerate(found) if entry == ("torn", lost)]
+                repaired = await self._seed(lost, secret, torn, repair=True)
+                for index, entry in zip(torn, repaired, strict=True):
+                    found[index] = entry
+        return found
+
+    async def seed_at_boot(self, secret_hex: str | None) -> SeedOutcome:
+        secret = "" if secret_hex is None else check_secret(secret_hex)
+        found = await self._seed_everywhere(FIRST_KID, secret)
+        outcome = SeedOutcome(**Counter(status for status, _ in found))
+        if outcome.mismatch:
+            log.warning(
+                "%s partitions keep another waitpoint secret than the configured one",
+                outcome.mismatch,
+                extra={"action": "secret_mismatch"},
+            )
+        if outcome.repaired:
+            log.warning(
+                "the waitpoint secret was missing on %s partitions and is installed again",
+                outcome.repaired,
+                extra={"action": "secret_repaired"},
+            )
+        if outcome.torn:
+            log.error(
+                "%s partitions have lost their waitpoint secret, and the configured one is not "
+                "known to be it: rotate to a new one",
+                outcome.torn,
+                extra={"action": "secret_torn"},
+            )
+        return outcome
+
+    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
+        if not _is_seed_secret(checked_text(secret_hex, "secret_hex")):
+            raise invalid_input("secret_hex", "must be 64 hex digits, not all zeros")
+        if not _is_kid(checked_text(kid, "kid")):
+            raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
+        found = await self._seed_everywhere(kid, secret_hex.lower())
+        if any(current != kid for _, current in found):
+            raise invalid_input("kid", "another key is current: rotate instead of seeding")
+        different = tuple(i for i, (status, _) in enumerate(found) if status in _OTHER_SECRET)
+        if any(status in ("installed", "repaired") for status, _ in found):
+            return Seeded(kid, different)
+        return AlreadySeeded(kid, same_secret=not different)
+
+    async def rotate_waitpoint_hmac_secret(
+        self,
+        partition: int,
+        new_kid: str,
+        new_secret_hex: str,
+        grace_ms: int = DEFAULT_GRACE_MS,
+    ) -> Rotation:
+        return await self._rotate(
+            partition, new_kid, check_rotation(new_kid, new_secret_hex, grace_ms), grace_ms
+        )
+
+    async def _rotate(self, partition: int, kid: str, secret: str, grace_ms: int) -> Rotation:
+        args = (kid, secret, grace_ms)
+
+        def rotated(reply: list[Any]) -> Rotation:
+            if reply[2] == b"noop":
+                return Rotation(partition=partition, status="noop")
+            return Rotation(
+                partition=partition,
+                status="rotated",
+                previous_kid=text(reply[3]) or None,
+                gc_count=int(reply[4]),
+            )
+
+        tag = self._tag(partition)
+        return await self._calls.ask("ff_rotate_secret", tag, args, rotated, op="rotate")
+
+    async def rotate_waitpoint_hmac_secret_all(
+        self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
+    ) -> RotationSummary:
+        secret = check_rotation(new_kid, new_secret_hex, grace_ms)
+        gate = asyncio.Semaphore(_FAN_OUT)
+
+        async def rotate(partition: int) -> Rotation:
+            async with gate:
+                try:
+                    return await self._rotate(partition, new_kid, secret, grace_ms)
+                except EngineError as error:
+                    status = "conflict" if error.code == "rotation_conflict" else "failed"
+                    return Rotation(partition=partition, status=status, error=str(error))
+
+        entries = await asyncio.gather(*(rotate(index) for index in range(self._calls.counts.flow)))
+        for entry in entries:
+            if entry.error is not None:
+                log.error(
+                    "The waitpoint secret of partition %d was not rotated: %s",
+                    entry.partition,
+                    entry.error,
+                    extra={
+                        "action": "waitpoint_hmac_rotation_failed",
+                        "partition": entry.partition,
+                        "err": entry.error,
+                    },
+                )
+        return RotationSummary(new_kid=new_kid, entries=tuple(entries))
+
+    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
+        return await self._calls.ask(
+            "ff_list_kids", self._tag(partition), (), _kids, op="list_kids"
+        )
+
+    def _tag(self, partition: int) -> str:
+        return f"{{fp:{partition_number(partition, self._calls.counts)}}}"
+
+
+def check_secret(secret_hex: str) -> str:
+    """A usable secret in lower case; anything else is `invalid_secret_hex`."""
+    if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValidationError(
+            "invalid_secret_hex",
+            "must be an even number of hex digits, at least 32 (advised: 64), and not all zeros",
+        )
+    return secret_hex.lower()
+
+
+def _found(reply: list[Any]) -> list[Found]:
+    return [(text(status), text(current)) for status, current in reply[2]]
+
+
+def _kids(reply: list[Any]) -> HmacKids:
+    """The keys; what is no kid is damage."""
+    current, past = reply[2:]
+    place = "key store", "current_kid"
+    verifying = sorted((stored_text(kid, *place), int(expires)) for kid, expires in past)
+    return HmacKids(
+        None if current is None else stored_text(current, *place),
+        tuple(HmacKid(kid, expires) for kid, expires in verifying),
+    )
+
+
+def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
+    """The secret in lower case, if everything about the rotation is valid."""
+    if not isinstance(kid, str) or not _is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
+    secret = check_secret(secret_hex)
+    if type(grace_ms) is not int or not 0 <= grace_ms <= MAX_EXACT:
+        raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
+    return secret

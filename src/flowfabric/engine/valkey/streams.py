@@ -1,0 +1,410 @@
+"""Attempt output: appending, reading, following, summaries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from flowfabric.core import keys
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.streams import (
+    AppendOutcome,
+    BestEffort,
+    Frame,
+    FrameMode,
+    StreamFrames,
+    SummaryDocument,
+    Visibility,
+)
+from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
+from flowfabric.core.errors import (
+    EngineError,
+    TimeoutError_,
+    TransportError,
+    ValidationError,
+    invalid_input,
+)
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
+from flowfabric.engine.api.arguments import (
+    checked_text,
+    instance,
+    listed,
+    one_of,
+    seconds,
+    whole,
+)
+from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
+from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refused
+from flowfabric.engine.valkey.frames import Page, append_args, append_outcome, page_of, summary_of
+from flowfabric.engine.valkey.stream_pool import StreamPool
+from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.transport import Connection
+
+__all__ = ["SUMMARY_MAX_BYTES", "Summaries", "ValkeyStreams"]
+
+_TAIL_GRACE_S = 0.5
+
+# Parts of the reply that tells of another document; every other reply is longer.
+_MOVED_PARTS = 5
+
+T = TypeVar("T")
+
+_VISIBILITIES = ("all", "exclude_best_effort")
+
+# How soon a close is noticed that rings no bell: of an execution that does not exist yet.
+_UNNOTICED_S = 0.1
+
+_pack = msgspec.msgpack.Encoder().encode
+
+_MERGE_TRIES = 8
+
+SUMMARY_MAX_BYTES = 262_144
+
+
+class ValkeyStreams:
+    """`Streams` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:
+        self._calls = calls
+        self._pool = pool
+        self._summaries = Summaries()
+
+    async def append_frame(
+        self,
+        handle: Handle,
+        frame: Frame,
+        *,
+        mode: FrameMode = "durable",
+        best_effort: BestEffort | None = None,
+        retention_maxlen: int | None = None,
+        max_payload_bytes: int = MAX_FRAME_BYTES,
+        patch_kind: str = PATCH_KIND,
+        summary_max_bytes: int = SUMMARY_MAX_BYTES,
+        seq: int | None = None,
+    ) -> AppendOutcome:
+        return await self.append_frames(
+            handle,
+            (frame,),
+            mode=mode,
+            best_effort=best_effort,
+            retention_maxlen=retention_maxlen,
+            max_payload_bytes=max_payload_bytes,
+            patch_kind=patch_kind,
+            summary_max_bytes=summary_max_bytes,
+            seq=seq,
+        )
+
+    async def append_frames(
+        self,
+        handle: Handle,
+        frames: Sequence[Frame],
+        *,
+        mode: FrameMode = "durable",
+        best_effort: BestEffort | None = None,
+        retention_maxlen: int | None = None,
+        max_payload_bytes: int = MAX_FRAME_BYTES,
+        patch_kind: str = PATCH_KIND,
+        summary_max_bytes: int = SUMMARY_MAX_BYTES,
+        seq: int | None = None,
+    ) -> AppendOutcome:
+        whole(max_payload_bytes, "max_payload_bytes", 0, U32)
+        whole(summary_max_bytes, "summary_max_bytes", 0, U32)
+        checked_text(patch_kind, "patch_kind")
+        effort = BestEffort()
+        if best_effort is not None:
+            effort = instance(best_effort, BestEffort, "best_effort")
+        frames = listed(frames, "frames")
+        check_frames(frames, mode, max_payload_bytes)
+        if mode == "summary":
+            args = append_args(handle, frames, mode, retention_maxlen, b"", seq)
+            return await self._append_patches(handle, frames, args, patch_kind, summary_max_bytes)
+        settings = b"" if mode == "durable" else _pack(knobs(effort))
+        args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
+        return await self._append(handle, args, append_outcome)
+
+    async def _append(
+        self, handle: Handle, args: Sequence[Any], decode: Callable[[list[Any]], T]
+    ) -> T:
+        return await self._calls.ask(
+            *("ff_append", handle.execution_id.tag, args, decode),
+            op="append_frame",
+            replay_safe=args[6] != "",
+        )
+
+    async def _append_patches(
+        self,
+        handle: Handle,
+        frames: Sequence[Frame],
+        args: list[Any],
+        patch_kind: str,
+        max_bytes: int,
+    ) -> AppendOutcome:
+        """Merges here, where integers stay exact, and commits against the version it merged on."""
+        known = self._summaries.of(handle)
+        async with known.lock:
+            for _ in range(_MERGE_TRIES):
+                try:
+                    merged = _patched(known.document, frames, patch_kind, max_bytes)
+                except EngineError as error:
+                    await self._refuse(handle, known, args, error)
+                    continue
+                args[5] = _pack({"version": known.version, "document": merged.decode()})
+                outcome = await self._append(handle, args, _patch_outcome)
+                if isinstance(outcome, AppendOutcome):
+                    if not outcome.duplicate and outcome.summary_version is not None:
+                        known.version, known.document = outcome.summary_version, merged
+                    return outcome
+                known.version, known.document = outcome
+        raise ValidationError("invalid_input", "the summary is written by too many at once")
+
+    async def _refuse(
+        self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
+    ) -> None:
+        """Raise why the patches cannot be merged, unless the document was not the latest.
+
+        Whoever may not write at all is told that first.
+        """
+        await self._append(handle, [*args[:5], "", ""], append_outcome)
+        stored = await self.read_summary(handle.execution_id, handle.attempt_index)
+        if stored is None or stored.version == known.version:
+            raise error
+        known.version, known.document = stored.version, stored.document_json
+
+    async def read_summary(
+        self, execution_id: ExecutionId, attempt_index: int
+    ) -> SummaryDocument | None:
+        execution_id = self._calls.checked(execution_id)
+        whole(attempt_index, "attempt_index", 0, U32)
+        key = keys.summary(execution_id.tag, execution_id, attempt_index)
+        context = f"summary of {execution_id}"
+        return summary_of(context, await self._calls.read(f"{context}: record", "HGETALL", key))
+
+    async def read_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        from_: str = "start",
+        to: str = "end",
+        count_limit: int = 100,
+        visibility: Visibility = "all",
+    ) -> StreamFrames:
+        first, last = StreamCursor.parse(from_), StreamCursor.parse(to)
+        check_count(count_limit)
+        reader = self._reader(execution_id, attempt_index, visibility)
+
+        async def read(conn: Connection) -> StreamFrames:
+            found = await reader.collect(conn, first.first(), last.last(), count_limit)
+            return found.shown(first.text, first.first())
+
+        with self._pool.permit(waits=False):
+            return await self._connected(reader, read)
+
+    async def tail_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        after: str = START.text,
+        block_ms: int = 0,
+        count_limit: int = 50,
+        visibility: Visibility = "all",
+    ) -> StreamFrames:
+        cursor = StreamCursor.parse(after)
+        whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
+        check_count(count_limit)
+        position = asked = cursor.after()
+        reader = self._reader(execution_id, attempt_index, visibility)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + block_ms / 1000
+
+        async def wait(conn: Connection) -> StreamFrames:
+            nonlocal position
+            while True:
+                found = await reader.collect(
+                    conn, behind(position), "+", count_limit, follow=block_ms > 0
+                )
+                position = found.examined or position
+                left = deadline - loop.time()
+                ended = found.page.closed_at is not None or self._pool.draining
+                if found.frames or ended or left <= 0:
+                    return found.shown(position, asked)
+                pause = left if found.page.followed else min(left, _UNNOTICED_S)
+                news = reader.await_news(conn, position, pause)
+                await self._pool.await_news(conn, news)
+                if self._pool.draining:
+                    return found.shown(position, asked)
+
+        with self._pool.permit(waits=block_ms > 0):
+            return await self._connected(reader, wait)
+
+    def follow_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        after: str = START.text,
+        visibility: Visibility = "all",
+    ) -> StreamFollower:
+        return StreamFollower(self, execution_id, attempt_index, after, visibility)
+
+    async def shutdown_prepare(self, grace_s: float) -> None:
+        grace_s = seconds(grace_s, "grace_s")
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        if not await self._pool.drain(grace_s):
+            elapsed = round((loop.time() - started) * 1000)
+            raise TimeoutError_(
+                "timeout", "shutdown_prepare", f"elapsed_ms={elapsed}", op="shutdown_prepare"
+            )
+
+    def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
+        whole(index, "attempt_index", 0, U32)
+        one_of(visibility, "visibility", _VISIBILITIES)
+        return _Reader(self._calls, self._calls.checked(execution_id), index, visibility)
+
+    async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Read on a pooled connection, once more after an outage; a read is never ambiguous."""
+        for again in (True, False):
+            try:
+                async with self._pool.connection(reader.tag) as conn:
+                    return await work(conn)
+            except TransportError as error:
+                error.ambiguous = False
+                waitable = error.passing and error.kind != "timeout"
+                if not (again and waitable) or self._pool.closed:
+                    raise
+            # The client's own connection rides the outage out, and learns where the key has moved.
+            await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
+        raise AssertionError("unreachable")
+
+
+class _Summary:
+    """The summary of one attempt as this process last wrote it."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.document = EMPTY
+        self.lock = asyncio.Lock()
+
+
+class Summaries:
+    """Summaries that this process writes, the latest ones. The store decides whether they hold."""
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+        self._known: OrderedDict[str, _Summary] = OrderedDict()
+
+    def of(self, handle: Handle) -> _Summary:
+        """What is known of the attempt's summary; at first that it is empty."""
+        known = self._known.pop(handle.attempt, None) or _Summary()
+        self._known[handle.attempt] = known
+        while len(self._known) > self._size:
+            self._known.popitem(last=False)
+        return known
+
+
+def _patch_outcome(reply: list[Any]) -> AppendOutcome | tuple[int, bytes]:
+    """What was appended, or the version and document that the patches have to be merged on."""
+    if len(reply) > _MOVED_PARTS:
+        return append_outcome(reply)
+    return int(reply[3]), bytes(reply[4])
+
+
+def _patched(document: bytes, frames: Sequence[Frame], patch_kind: str, max_bytes: int) -> bytes:
+    if patch_kind != PATCH_KIND:
+        raise invalid_input("patch_kind", f"unsupported patch_kind {patch_kind!r}")
+    merged = merge(document, *(parse_patch(frame.payload) for frame in frames))
+    if len(merged) > max_bytes:
+        raise ValidationError(
+            "retention_limit_exceeded", f"the summary is limited to {max_bytes} bytes"
+        )
+    return merged
+
+
+class _Reader:
+    """Reads one stream, on a connection that is used for nothing else meanwhile."""
+
+    def __init__(
+        self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: Visibility
+    ) -> None:
+        self._calls = calls
+        self.tag = execution_id.tag
+        self._target = (execution_id, index)
+        self._visibility = "" if visibility == "all" else visibility
+        self.closed = keys.stream_closed(execution_id.tag, execution_id, index)
+        self.stream = keys.stream(execution_id.tag, execution_id, index)
+
+    async def collect(
+        self, conn: Connection, first: str, last: str, count: int, *, follow: bool = False
+    ) -> _Found:
+        """Goes on past filtered frames until enough visible ones, or the end, are reached."""
+        found = _Found(await self._page(conn, first, last, count, follow=follow))
+        while found.page.more and len(found.frames) < count:
+            found.add(
+                await self._page(
+                    conn,
+                    behind(found.examined or first),
+                    last,
+                    count - len(found.frames),
+                    follow=follow,
+                )
+            )
+        return found
+
+    async def _page(
+        self, conn: Connection, first: str, last: str, count: int, *, follow: bool
+    ) -> Page:
+        call = (
+            *("FCALL", "ff_stream_read", 1, self.tag, *self._target),
+            *(first, last, count, self._visibility, "1" if follow else "0"),
+        )
+        try:
+            reply: Any = await conn.call(*call)
+        except TransportError as error:
+            error.op = "read_stream"
+            if error.kind != "script_not_loaded":
+                raise
+            await ensure_library(self._calls.transport)
+            reply = await conn.call(*call)
+        with decoding(reply, "ff_stream_read", "read_stream", self._target[0]):
+            if reply[:2] == [1, b"OK"]:
+                return page_of(reply, self._target[0])
+        raise refused(reply, "read_stream", function="ff_stream_read", execution_id=self._target[0])
+
+    async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
+        """Blocks until a frame is appended, the stream closes, or the time is over."""
+        await conn.call(
+            *("XREAD", "COUNT", 1, "BLOCK", max(1, int(seconds * 1000)), "STREAMS"),
+            *(self.stream, self.closed, position, "0-0"),
+            timeout=seconds + _TAIL_GRACE_S,
+        )
+
+
+class _Found:
+    """What one or more pages of a range held."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.frames = page.frames
+        self.examined = page.examined
+
+    def add(self, page: Page) -> None:
+        self.frames += page.frames
+        self.examined = page.examined or self.examined
+        self.page = page
+
+    def shown(self, position: str, asked: str) -> StreamFrames:
+        return StreamFrames(
+            frames=tuple(self.frames),
+            next_cursor=self.examined or position,
+            closed_at=self.page.closed_at,
+            closed_reason=self.page.closed_reason,
+            truncated=self.page.truncated_after(asked),
+        )

@@ -1,0 +1,324 @@
+"""What waits, for what, and what came."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from flowfabric.core import keys
+from flowfabric.core.conditions import (
+    AllOf,
+    Condition,
+    Count,
+    OperatorOnly,
+    Single,
+    TimeoutOnly,
+    named,
+    parse_condition,
+)
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.contracts.suspension import (
+    OpenWaitpoint,
+    OpenWaitpoints,
+    PastWait,
+    PendingWaitpoint,
+    ResumeSignal,
+)
+from flowfabric.core.errors import NotFoundError, ValidationError
+from flowfabric.core.ids import (
+    ExecutionId,
+    WaitpointToken,
+    is_uuid,
+    new_uuid,
+    validate_text,
+    validate_uuid,
+)
+from flowfabric.core.stored import Stored, corrupt, stored_text
+from flowfabric.core.text import lossless, shown
+from flowfabric.engine.api.arguments import (
+    checked_text,
+    each_text,
+    held,
+    instance,
+    listed,
+    positive_ms,
+    whole,
+)
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
+from flowfabric.engine.valkey.damage import Damage
+
+__all__ = ["ValkeyWaitpoints"]
+
+_CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
+
+MAX_KEY_BYTES = 256
+
+log = logging.getLogger(__name__)
+
+_OPEN = frozenset({"pending", "active"})
+
+_MAX_PAGE = 1000
+
+
+class ValkeyWaitpoints:
+    """`Waitpoints` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+
+    async def create_waitpoint(
+        self, handle: Handle, waitpoint_key: str, expires_in_ms: int
+    ) -> PendingWaitpoint:
+        held(handle)
+        try:
+            validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
+        except ValidationError as error:
+            raise ValidationError("invalid_waitpoint_key", error.detail) from None
+        args = (
+            handle.execution_id,
+            proof(handle),
+            new_uuid(),
+            waitpoint_key,
+            positive_ms(expires_in_ms, "expires_in_ms"),
+        )
+        tag = handle.execution_id.tag
+        reply = await self._calls.fcall("ff_create_waitpoint", tag, args, op="create_waitpoint")
+        with decoding(reply, "ff_create_waitpoint", "create_waitpoint", handle.execution_id):
+            return PendingWaitpoint(text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4])))
+
+    async def close_waitpoint(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        reason: str = "proactive_close",
+        *,
+        handle: Handle | None = None,
+    ) -> bool:
+        execution_id = self._calls.checked(execution_id)
+        args = (
+            execution_id,
+            validate_uuid(waitpoint_id, "waitpoint_id"),
+            validate_text(reason, "reason", required=True),
+            "" if handle is None else proof(held(handle)),
+        )
+        reply = await self._calls.fcall(
+            "ff_close_waitpoint", execution_id.tag, args, op="close_waitpoint"
+        )
+        if reply[2:] not in _CLOSED:
+            raise unreadable(reply, "ff_close_waitpoint", "close_waitpoint", execution_id)
+        if reply[-1] == b"active":
+            log.warning(
+                "an active waitpoint was closed: something else must end the pause now",
+                extra={
+                    "action": "waitpoint_closed",
+                    "execution_id": execution_id,
+                    "waitpoint_id": waitpoint_id,
+                },
+            )
+        return reply[2] == b"closed"
+
+    async def _stored(self, context: str, field: str, key: str) -> Stored | None:
+        """A stored hash, or None when there is none."""
+        raw = await self._calls.read(f"{context}: {field}", "HGETALL", key)
+        return Stored.from_hash(context, raw) if raw else None
+
+    async def list_pending_waitpoints(
+        self, execution_id: ExecutionId, after: str = "", limit: int = 100
+    ) -> OpenWaitpoints:
+        execution_id = self._calls.checked(execution_id)
+        checked_text(after, "after")
+        limit = max(1, min(whole(limit, "limit"), _MAX_PAGE))
+        tag, core = execution_id.tag, keys.core(execution_id.tag, execution_id)
+        if not await self._calls.transport.call("EXISTS", core, key=core):
+            raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
+        name = keys.waitpoints(tag, execution_id)
+        members = await self._calls.read(f"{execution_id}: waitpoints", "SMEMBERS", name)
+        ids = sorted(identity for identity in map(lossless, members) if identity > after)
+        damage = Damage("list_pending_waitpoints")
+        (condition,) = await damage.keep_all([self._condition(execution_id)])
+        found: list[OpenWaitpoint] = []
+        for start in range(0, len(ids), _MAX_PAGE):
+            part = ids[start : start + _MAX_PAGE]
+            entries = await damage.keep_all(
+                self._open(execution_id, one, condition) for one in part
+            )
+            found += (entry for entry in entries if entry is not None)
+            if len(found) > limit:
+                last = found[limit - 1].waitpoint_id
+                return OpenWaitpoints(tuple(found[:limit]), last, tuple(damage.found))
+        return OpenWaitpoints(tuple(found), None, tuple(damage.found))
+
+    async def _condition(self, execution_id: ExecutionId) -> Condition | None:
+        key = keys.suspension(execution_id.tag, execution_id)
+        stored = await self._stored(execution_id, "suspension", key)
+        if stored is None or stored.is_set("closed_at"):
+            return None
+        return stored.parsed("resume_condition_json", parse_condition)
+
+    async def _open(
+        self, execution_id: ExecutionId, identity: str, condition: Condition | None
+    ) -> OpenWaitpoint | None:
+        """The row of an open waitpoint."""
+        context = f"waitpoint {shown(identity)}"
+        if not is_uuid(identity):
+            raise corrupt(execution_id, "waitpoints", "holds a member that is no waitpoint id")
+        stored = await self._stored(context, "record", keys.waitpoint(execution_id.tag, identity))
+        if stored is None:
+            raise corrupt(context, "record", "is missing")
+        if stored.text("state") not in _OPEN:
+            return None
+        token, key = WaitpointToken(stored.text("waitpoint_token")), stored.text("waitpoint_key")
+        active = stored.text("state") == "active"
+        return OpenWaitpoint(
+            waitpoint_id=identity,
+            waitpoint_key=key,
+            state=stored.text("state"),
+            required_signal_names=_names(condition, key) if active and condition else (),
+            created_at=stored.number("created_at"),
+            execution_id=execution_id,
+            token_kid=token.kid,
+            token_fingerprint=token.fingerprint,
+            activated_at=stored.maybe_number("activated_at"),
+            expires_at=stored.maybe_number("expires_at"),
+        )
+
+    async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
+        proof(held(handle))
+        eid, epoch = handle.execution_id, handle.lease_epoch
+        met, ended = await asyncio.gather(
+            self._stored(eid, "met", keys.met(eid.tag, eid)),
+            self._stored(eid, "suspension", keys.suspension(eid.tag, eid)),
+        )
+        ids: list[str] = []
+        if met is not None and met.number("epoch") == epoch:
+            ids = _ids(met, "signals")
+        elif (
+            ended is not None
+            and ended.maybe_number("claimed_epoch") == epoch
+            and ended.text("close_reason", "") == "resumed"
+            and ended.number("attempt_index") == handle.attempt_index
+        ):
+            _ids(ended, "waitpoints")
+            ids = _ids(ended, "all_satisfier_signals")
+        signals = await asyncio.gather(*(self.read_signal(eid, one) for one in ids))
+        # Recorded in the order of acceptance, which is the order of their times too.
+        return [signal for signal in signals if signal is not None]
+
+    async def read_signal(
+        self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
+    ) -> ResumeSignal | None:
+        execution_id = self._calls.checked(execution_id)
+        checked_text(signal_id, "signal_id")
+        if waitpoint_key is not None:
+            checked_text(waitpoint_key, "waitpoint_key")
+        context = f"signal {shown(signal_id)}"
+        body = keys.signal_payload(execution_id, signal_id)
+        stored, payload = await asyncio.gather(
+            self._stored(context, "record", keys.signal(execution_id, signal_id)),
+            self._calls.read(f"{context}: payload", "GET", body),
+        )
+        if stored is None:
+            return None
+        if waitpoint_key is None:
+            target = stored.text("target_waitpoint_id")
+            waitpoint = keys.waitpoint(execution_id.tag, target)
+            place = f"waitpoint {target}", "waitpoint_key"
+            found = await self._calls.read(": ".join(place), "HGET", waitpoint, "waitpoint_key")
+            waitpoint_key = "" if found is None else stored_text(found, *place)
+        return _resume_signal(signal_id, stored, payload, waitpoint_key)
+
+    async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
+        execution_id = self._calls.checked(execution_id)
+        names, cursor = each_text(wanted, "wanted"), "0"
+        found: dict[str, PastWait] = {}
+        while True:
+            rows, cursor = await self._calls.ask(
+                *("ff_read_waits", execution_id.tag, (execution_id, cursor, *names)),
+                lambda reply: ([_past_wait(*row[:4]) for row in reply[2]], text(reply[3])),
+                op="read_waits",
+            )
+            found |= {wait.waitpoint_id: wait for wait in rows}
+            if cursor == "0":
+                return list(found.values())
+
+    async def read_wait_signals(
+        self, execution_id: ExecutionId, wait: PastWait
+    ) -> list[ResumeSignal]:
+        execution_id = self._calls.checked(execution_id)
+        instance(wait, PastWait, "wait")
+        if wait.signals is not None:
+            return listed(wait.signals, "signals")[:]
+        ids = each_text(wait.signal_ids, "signal_ids")
+        read = (self.read_signal(execution_id, each, wait.waitpoint_key) for each in ids)
+        return [signal for signal in await asyncio.gather(*read) if signal is not None]
+
+
+def _resume_signal(
+    signal_id: str, stored: Stored, payload: bytes | None, waitpoint_key: str
+) -> ResumeSignal:
+    return ResumeSignal(
+        signal_id=signal_id,
+        signal_name=stored.text("signal_name"),
+        signal_category=stored.text("signal_category", ""),
+        source_type=stored.text("source_type", ""),
+        source_identity=stored.text("source_identity", ""),
+        correlation_id=stored.text("correlation_id", ""),
+        accepted_at=stored.number("accepted_at"),
+        payload=payload,
+        payload_encoding=stored.text("payload_encoding", ""),
+        waitpoint_key=waitpoint_key,
+    )
+
+
+def _past_wait(
+    identity: bytes, flat: list[bytes], ids: list[bytes], contents: list[Any] | None
+) -> PastWait:
+    stored = Stored.from_hash(f"waitpoint {shown(lossless(identity))}", flat)
+    key, state = stored.text("waitpoint_key"), stored.text("state")
+    signal_ids = tuple(stored_text(each, stored.context, "signals") for each in ids)
+    signals: tuple[ResumeSignal, ...] | None = None
+    if contents is not None:
+        signals = tuple(
+            _resume_signal(each, Stored.from_hash(f"signal {each}", fields), payload, key)
+            for each, (fields, payload) in zip(signal_ids, contents, strict=True)
+            if fields
+        )
+    # One that was never waited on is closed without either.
+    used = stored.is_set("suspension_id") or stored.is_set("satisfied_at")
+    return PastWait(
+        waitpoint_id=stored_text(identity, stored.context, "waitpoint_id"),
+        waitpoint_key=key,
+        waitpoint_token=WaitpointToken(stored.text("waitpoint_token", "")),
+        state=state,
+        attempt_index=stored.number("attempt_index", 0),
+        close_reason=stored.text("close_reason", ""),
+        closed_at=stored.number("closed_at", 0),
+        ended=state == "closed" and used,
+        signal_ids=signal_ids,
+        signals=signals,
+    )
+
+
+def _ids(stored: Stored, name: str) -> list[str]:
+    """The ids of a comma-separated field."""
+    found = [each for each in stored.text(name, "").split(",") if each]
+    if not all(map(is_uuid, found)):
+        raise stored.corrupt(name, "holds something that is no id")
+    return found
+
+
+def _names(condition: Condition, key: str) -> tuple[str, ...]:
+    """The signal names a waitpoint waits for; empty means any."""
+    match condition:
+        case OperatorOnly():
+            return ("__operator_only__",)
+        case TimeoutOnly():
+            return ("__timeout_only__",)
+        case Single():
+            return named(condition.signal_name) if condition.waitpoint_key == key else ()
+        case Count():
+            return named(condition.signal_name) if key in condition.waitpoints else ()
+        case AllOf():
+            found = (name for member in condition.members for name in _names(member, key))
+            return tuple(dict.fromkeys(found))

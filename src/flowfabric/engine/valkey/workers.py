@@ -1,0 +1,168 @@
+"""Which worker processes exist. Advisory: it never decides on a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core import keys
+from flowfabric.core.errors import invalid_input
+from flowfabric.core.ids import (
+    new_uuid,
+    validate_lane,
+    validate_lanes,
+    validate_namespace,
+    validate_worker_id,
+)
+from flowfabric.core.stored import Stored, stored_text
+from flowfabric.core.text import lossless, raw, shown
+from flowfabric.engine.api.arguments import checked_text, flag, positive_ms, whole
+from flowfabric.engine.api.workers import Coverage, WorkerEntry, least_missing
+from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.places import ValkeyPlaces, add_names
+
+__all__ = ["ValkeyWorkers"]
+
+_MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
+    b"marked": "marked",
+    b"not_registered": "not_registered",
+}
+
+_REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
+    b"registered": "registered",
+    b"refreshed": "refreshed",
+}
+
+_LANE_SEPARATOR = "\x1f"
+"""Lane names may contain commas but no control characters."""
+
+_READ_AHEAD = 100
+
+_REASON_BYTES = 256
+
+_PAGE = 1000
+
+
+class ValkeyWorkers:
+    """`Workers` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+        # Tells a repeat of our own registration from another process with the same instance id.
+        self._nonce = ""
+
+    async def register_worker(
+        self,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lanes: Iterable[str],
+        capabilities: Iterable[str] = (),
+        liveness_ttl_ms: int = 60_000,
+        namespace: str = "default",
+        only_if_absent: bool = False,
+    ) -> Literal["registered", "refreshed"]:
+        tag = _tag(namespace)
+        validate_worker_id(worker_id)
+        validate_worker_id(worker_instance_id, "worker_instance_id")
+        positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
+        flag(only_if_absent, "only_if_absent")
+        self._nonce = self._nonce or new_uuid()
+        args = (
+            worker_id,
+            worker_instance_id,
+            _LANE_SEPARATOR.join(sorted(set(validate_lanes(lanes)))),
+            caps.to_csv(caps.normalise(capabilities, "worker")),
+            liveness_ttl_ms,
+            "1" if only_if_absent else "0",
+            self._nonce,
+        )
+        if namespace not in self._places.known_namespaces:
+            await add_names(self._calls.transport, keys.NAMESPACES, [namespace])
+            self._places.known_namespaces.add(namespace)
+        return await self._calls.ask(
+            *("ff_worker_register", tag, args),
+            lambda reply: _REGISTERED[reply[2]],
+            op="register_worker",
+        )
+
+    async def heartbeat_worker(
+        self, worker_instance_id: str, namespace: str = "default"
+    ) -> int | None:
+        tag = _tag(namespace)
+        args = (validate_worker_id(worker_instance_id, "worker_instance_id"),)
+        return await self._calls.ask(
+            "ff_worker_heartbeat", tag, args, _expiry, op="heartbeat_worker"
+        )
+
+    async def mark_worker_dead(
+        self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
+    ) -> Literal["marked", "not_registered"]:
+        tag = _tag(namespace)
+        if len(checked_text(reason, "reason").encode()) > _REASON_BYTES or not reason.isprintable():
+            raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
+        args = (validate_worker_id(worker_instance_id, "worker_instance_id"), reason)
+        return await self._calls.ask(
+            "ff_worker_dead", tag, args, lambda reply: _MARKED[reply[2]], op="mark_worker_dead"
+        )
+
+    async def list_workers(
+        self, namespace: str = "default", after: str = "", limit: int = 1000
+    ) -> list[WorkerEntry]:
+        tag = _tag(namespace)
+        checked_text(after, "after")
+        whole(limit, "limit")
+        index = keys.workers(tag)
+        damage = Damage("list_workers")
+        members = await self._calls.read(f"namespace {namespace}: workers", "SMEMBERS", index)
+        instances = sorted(name for name in map(lossless, members) if name > after)
+        found: list[WorkerEntry] = []
+        for start in range(0, len(instances), _READ_AHEAD):
+            if len(found) >= limit:
+                break
+            part = instances[start : start + _READ_AHEAD]
+            entries = await damage.keep_all(self._worker(namespace, each) for each in part)
+            found += (entry for entry in entries if entry is not None)
+        return found[: max(0, limit)]
+
+    async def _worker(self, namespace: str, instance: str) -> WorkerEntry | None:
+        context = f"worker {shown(instance)}"
+        key = raw(keys.worker_record(_tag(namespace), instance))
+        stored = await self._calls.read(f"{context}: record", "HGETALL", key)
+        return _entry(namespace, instance, Stored.from_hash(context, stored)) if stored else None
+
+    async def coverage(self, namespace: str, lane_id: str, required: Iterable[str]) -> Coverage:
+        validate_lane(lane_id)
+        required = caps.normalise(required)
+        serving: list[WorkerEntry] = []
+        after = ""
+        while True:
+            page = await self.list_workers(namespace, after, _PAGE)
+            serving += (worker for worker in page if lane_id in worker.lanes)
+            if len(page) < _PAGE:
+                return least_missing(required, serving)
+            after = page[-1].worker_instance_id
+
+
+def _tag(namespace: str) -> str:
+    return f"{{{validate_namespace(namespace)}}}"
+
+
+def _expiry(reply: list[Any]) -> int | None:
+    return None if reply[2] == b"not_registered" else int(reply[3])
+
+
+def _entry(namespace: str, instance: str, stored: Stored) -> WorkerEntry:
+    return WorkerEntry(
+        worker_id=stored.text("worker_id"),
+        worker_instance_id=stored_text(raw(instance), stored.context, "worker_instance_id"),
+        namespace=namespace,
+        lanes=tuple(lane for lane in stored.text("lanes_csv", "").split(_LANE_SEPARATOR) if lane),
+        capabilities=stored.parsed("caps_csv", lambda csv: caps.from_csv(csv, "worker")),
+        last_heartbeat_ms=stored.number("last_heartbeat_ms"),
+        liveness_ttl_ms=stored.number("ttl_ms"),
+        registered_at_ms=stored.number("registered_at_ms"),
+    )
