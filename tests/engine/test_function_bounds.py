@@ -16,7 +16,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import parse_policy
-from flowfabric.engine.executions import Completion
+from flowfabric.engine.api.executions import Completion
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, command, copy, times, uuids
 from tests.support.suspension import Waits
@@ -69,7 +69,7 @@ async def burdened(engine: Engine, waitpoints: int) -> Handle:
     """A running execution with many unused waitpoints."""
     handle = await engine.running(tags=TAGS)
     tag, execution_id = handle.execution_id.tag, handle.execution_id
-    point = await engine.backend.create_waitpoint(handle, "k", 60_000)
+    point = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     names = [new_uuid() for _ in range(waitpoints - 1)]
     for key in (keys.waitpoints(tag, execution_id), keys.pending_waitpoints(tag, execution_id)):
         await command(engine, "SADD", key, *names)
@@ -97,7 +97,7 @@ async def test_the_server_refuses_oversized_batches(
     ]
     for function, args in (("ff_create", ["", *creation]), ("ff_complete", [items, *completion])):
         with pytest.raises(EngineError) as caught:
-            await engine.backend.fcall(function, tag, args, op="test")
+            await engine.backend.calls.fcall(function, tag, args, op="test")
         assert (caught.value.code, caught.value.details) == ("batch_too_large", (limit,))
     assert await engine.digest() == before
 
@@ -110,14 +110,14 @@ async def test_large_tags_and_policies_travel_in_parts(engine: Engine) -> None:
 
     async def create() -> None:
         items = [new(engine, tags=TAGS, policy=required[n]) for n in range(64)]
-        outcomes = await engine.backend.create_many(items)
+        outcomes = await engine.backend.executions.create_many(items)
         assert not [each for each in outcomes if isinstance(each, EngineError)]
 
     async def claim() -> None:
         assert len(await engine.claim_all(64, capabilities=[])) == 8
 
     async def create_plain() -> None:
-        await engine.backend.create_many([new(engine, tags=TAGS) for _ in range(16)])
+        await engine.backend.executions.create_many([new(engine, tags=TAGS) for _ in range(16)])
 
     await assert_short(engine, "ff_create", create)
     await assert_short(engine, "ff_claim_many", claim, create_plain)
@@ -130,7 +130,8 @@ async def test_ending_many_executions_with_many_waitpoints_and_tags(engine: Engi
     async def complete() -> None:
         items = [Completion(handle) for handle in handles]
         assert all(
-            not isinstance(each, EngineError) for each in await engine.backend.complete_many(items)
+            not isinstance(each, EngineError)
+            for each in await engine.backend.executions.complete_many(items)
         )
 
     assert max(await times(engine, "ff_complete", complete)) <= LONGEST_US
@@ -144,11 +145,11 @@ async def test_endings_of_a_burdened_execution(engine: Engine) -> None:
     backend = engine.backend
 
     async def fail() -> None:
-        await backend.fail(await burdened(engine, 1000), "no", "x")
+        await backend.executions.fail(await burdened(engine, 1000), "no", "x")
 
     async def cancel() -> None:
         handle = await burdened(engine, 1000)
-        await backend.cancel_execution(handle.execution_id, source="operator_override")
+        await backend.executions.cancel_execution(handle.execution_id, source="operator_override")
 
     await assert_short(engine, "ff_fail", fail)
     await assert_short(engine, "ff_cancel", cancel)
@@ -160,19 +161,19 @@ async def test_claims_by_grant(engine: Engine) -> None:
 
     async def by_grant() -> None:
         execution_id = await loaded(engine)
-        grant = await backend.issue_claim_grant(
+        grant = await backend.claims.issue_claim_grant(
             execution_id, worker_capabilities=CAPABILITIES, **worker
         )
-        await backend.claim_execution(grant, lease_ttl_ms=1000, **worker)
+        await backend.claims.claim_execution(grant, lease_ttl_ms=1000, **worker)
         await engine.advance(2000)
-        await backend.mark_lease_expired_if_due(execution_id.tag, [execution_id])
-        again: Any = await backend.issue_reclaim_grant(
+        await backend.upkeep.mark_lease_expired_if_due(execution_id.tag, [execution_id])
+        again: Any = await backend.claims.issue_reclaim_grant(
             execution_id, worker_capabilities=CAPABILITIES, **worker
         )
-        await backend.reclaim_execution(again.grant, lease_ttl_ms=1000, **worker)
+        await backend.claims.reclaim_execution(again.grant, lease_ttl_ms=1000, **worker)
 
     async def by_operator() -> None:
-        await backend.issue_grant_and_claim(await loaded(engine), lease_duration_ms=1000)
+        await backend.claims.issue_grant_and_claim(await loaded(engine), lease_duration_ms=1000)
 
     await assert_short(engine, "ff_issue_claim_grant", by_grant)
     await assert_short(engine, "ff_claim_execution", by_grant)
@@ -190,9 +191,9 @@ async def test_resuming_from_many_waitpoints(engine: Engine) -> None:
     async def resume() -> None:
         handle = await engine.running(tags=TAGS, input_payload=b"x" * MB)
         await waits.park(condition, handle=handle)
-        await backend.resume_execution(handle.execution_id)
-        grant = await backend.issue_claim_grant(handle.execution_id, **worker)
-        await backend.claim_resumed_execution(grant, lease_ttl_ms=1000, **worker)
+        await backend.suspensions.resume_execution(handle.execution_id)
+        grant = await backend.claims.issue_claim_grant(handle.execution_id, **worker)
+        await backend.claims.claim_resumed_execution(grant, lease_ttl_ms=1000, **worker)
 
     await assert_short(engine, "ff_resume", resume)
     await assert_short(engine, "ff_claim_resumed", resume)
@@ -203,7 +204,7 @@ async def test_tags_of_an_execution_have_a_limit(engine: Engine) -> None:
     tags = TAGS
 
     async def tag() -> None:
-        await engine.backend.set_execution_tags(execution_id, tags)
+        await engine.backend.executions.set_execution_tags(execution_id, tags)
 
     await assert_short(engine, "ff_set_tags", tag)
     for _ in range(3):  # Replacing tags takes no further room.
@@ -215,7 +216,7 @@ async def test_tags_of_an_execution_have_a_limit(engine: Engine) -> None:
         await tag()
     flat = [part for n in range(129) for part in (f"t.{n}", "x")]
     with pytest.raises(EngineError, match=r"tag_limit_exceeded: 128 pairs"):
-        await engine.backend.fcall(
+        await engine.backend.calls.fcall(
             "ff_set_tags", execution_id.tag, (execution_id, *flat), op="test"
         )
 
@@ -233,10 +234,10 @@ async def test_replaying_what_left_much(engine: Engine) -> None:
             await command(engine, "HSET", keys.steps(tag, execution_id), *part)
         (claim,) = await engine.claim_all(1) or [None]
         held = handle if claim is None else claim.handle
-        await engine.backend.complete(held, b"x" * MB)
+        await engine.backend.executions.complete(held, b"x" * MB)
 
     async def replay() -> None:
-        await engine.backend.replay_execution(execution_id)
+        await engine.backend.executions.replay_execution(execution_id)
 
     await assert_short(engine, "ff_replay", replay, end)
 
@@ -247,7 +248,7 @@ async def test_deleting_what_executions_left(engine: Engine) -> None:
     for n in range(20):
         handle = await engine.running()
         execution_id, tag = handle.execution_id, handle.execution_id.tag
-        await engine.backend.complete(handle)
+        await engine.backend.executions.complete(handle)
         ids = [f"{n:08d}{each[8:]}" for each in uuids(2000)]
         await command(engine, "SADD", keys.waitpoints(tag, execution_id), *ids)
         await command(engine, "SET", "filler", "x" * 100)
@@ -257,18 +258,18 @@ async def test_deleting_what_executions_left(engine: Engine) -> None:
     tag = ended[0].tag
 
     async def trim() -> None:
-        verdicts = await engine.backend.trim_retention(tag, LANE, ended)
+        verdicts = await engine.backend.upkeep.trim_retention(tag, LANE, ended)
         assert verdicts == ["purging"] * 20
 
     async def create() -> None:
         item = NewExecution(execution_id=ended[0], execution_kind="job")
         with pytest.raises(EngineError, match="execution_being_deleted"):
-            await engine.backend.create_execution(item)
-        outcome = await engine.backend.create_execution(item)
+            await engine.backend.executions.create_execution(item)
+        outcome = await engine.backend.executions.create_execution(item)
         assert isinstance(outcome, Created)
 
     async def purge() -> None:
-        while await engine.backend.purge(tag):
+        while await engine.backend.upkeep.purge(tag):
             pass
 
     assert max(await times(engine, "ff_trim", trim)) <= LONGEST_US

@@ -30,7 +30,7 @@ async def test_promoting_a_page(engine: Engine) -> None:
         await engine.advance(2000)
 
     async def promote() -> None:
-        verdicts = await engine.backend.promote_delayed(ids[0].tag, LANE, ids)
+        verdicts = await engine.backend.upkeep.promote_delayed(ids[0].tag, LANE, ids)
         assert set(verdicts) == {"promoted"}
 
     await assert_short(engine, "ff_promote_delayed", promote, delay)
@@ -50,7 +50,7 @@ async def test_expiring_suspensions_with_many_waitpoints(engine: Engine) -> None
         await engine.advance(5000)
 
     async def expire() -> None:
-        verdicts = await engine.backend.expire_suspension(ids[0].tag, ids)
+        verdicts = await engine.backend.suspensions.expire_suspension(ids[0].tag, ids)
         assert verdicts == ["auto_resume"] * 50
         await engine.claim_all(256, ttl=10_000_000)
 
@@ -65,12 +65,14 @@ async def test_expiring_a_page_of_waitpoints(engine: Engine) -> None:
     async def create() -> None:
         del points[:]
         for _ in range(100):
-            point = await engine.backend.create_waitpoint(handle, "k", 10)
+            point = await engine.backend.waitpoints.create_waitpoint(handle, "k", 10)
             points.append(point.waitpoint_id)
         await engine.advance(20)
 
     async def expire() -> None:
-        verdicts = await engine.backend.expire_waitpoints(handle.execution_id.tag, points)
+        verdicts = await engine.backend.suspensions.expire_waitpoints(
+            handle.execution_id.tag, points
+        )
         assert set(verdicts) == {"closed"}
 
     await assert_short(engine, "ff_expire_waitpoint", expire, create)
@@ -85,7 +87,7 @@ async def test_scanning_many_full_indexes(engine: Engine) -> None:
     await copy(engine, "filler", (keys.index(tag, name) for name in names))
 
     async def scan() -> None:
-        found = await engine.backend.scan_due({tag: names}, 100)
+        found = await engine.backend.upkeep.scan_due({tag: names}, 100)
         assert [len(page.ids) for page in found.pages] == [100] * 200
 
     await assert_short(engine, "ff_scan_due", scan)
@@ -108,7 +110,7 @@ async def test_surveying_many_lanes_with_all_their_signatures(engine: Engine) ->
 
     async def survey() -> None:
         place = Place(tag)
-        place.take(await engine.backend.survey_indexes(place.parts(lanes)))
+        place.take(await engine.backend.upkeep.survey_indexes(place.parts(lanes)))
         assert len(place.names) == 6 * 64 + 2 * 128
 
     await assert_short(engine, "ff_survey", survey)
@@ -140,7 +142,7 @@ async def test_listing_the_suspended_of_many_lanes(engine: Engine) -> None:
         found: list[str] = []
         cursor: str | None = ""
         while cursor is not None:
-            page = await engine.backend.list_suspended(
+            page = await engine.backend.suspensions.list_suspended(
                 partition=partition, cursor=cursor, limit=1000
             )
             found += [entry.execution_id for entry in page.entries]
@@ -162,7 +164,7 @@ async def test_one_lane_after_another_with_a_full_page(engine: Engine) -> None:
     args = (1001, *after, *lanes)
 
     async def read() -> None:
-        reply = await engine.backend.fcall("ff_list_suspended", tag, args, op="test")
+        reply = await engine.backend.calls.fcall("ff_list_suspended", tag, args, op="test")
         assert (len(reply[2]), reply[3]) == (1001, 2)
 
     await assert_short(engine, "ff_list_suspended", read)
@@ -176,22 +178,22 @@ async def test_registries_of_lanes(engine: Engine) -> None:
     backend = engine.backend
 
     async def register() -> None:
-        backend.known_places.clear()
-        await backend.register_places({tag: lanes})
+        backend.places.known_places.clear()
+        await backend.places.register_places({tag: lanes})
 
     async def look() -> None:
-        assert len(await backend.idle_lanes(tag, lanes[:200])) == 200
+        assert len(await backend.upkeep.idle_lanes(tag, lanes[:200])) == 200
 
     async def ring() -> None:
-        assert await backend.ring_waiting({tag: lanes[200:300]}) == 100
+        assert await backend.claims.ring_waiting({tag: lanes[200:300]}) == 100
 
     async def forget() -> None:
-        places = await backend.places_in_use()
+        places = await backend.places.places_in_use()
         stamps = dict(list(places[tag].items())[:200])
-        assert await backend.forget_places(tag, stamps) == len(stamps)
+        assert await backend.upkeep.forget_places(tag, stamps) == len(stamps)
 
     async def set_lane() -> None:
-        await backend.set_lane_config("lane1", reclaim_grace_ms=5)
+        await backend.lanes.set_lane_config("lane1", reclaim_grace_ms=5)
 
     await assert_short(engine, "ff_register_places", register)
     await assert_short(engine, "ff_idle_lanes", look)
@@ -208,7 +210,7 @@ async def test_the_registry_of_workers(engine: Engine) -> None:
     lanes = [f"lane{n}" for n in range(1000)]
 
     async def register() -> None:
-        await backend.register_worker(
+        await backend.workers.register_worker(
             worker_id="w", worker_instance_id="w-1", lanes=lanes, capabilities=CAPABILITIES
         )
 
@@ -220,7 +222,7 @@ async def test_the_registry_of_workers(engine: Engine) -> None:
     async def sweep() -> None:
         cursor, swept = "0", 0
         while True:
-            cursor, count = await backend.sweep_workers("default", cursor)
+            cursor, count = await backend.upkeep.sweep_workers("default", cursor)
             swept += count
             if cursor == "0":
                 break
@@ -233,18 +235,20 @@ async def test_secrets_after_many_rotations(engine: Engine) -> None:
     backend = engine.backend
 
     async def seed() -> None:
-        await backend.seed_at_boot(SECRET)
+        await backend.secrets.seed_at_boot(SECRET)
 
     await assert_short(engine, "ff_seed_secret", seed)
     for n in range(200):
-        await backend.rotate_waitpoint_hmac_secret(0, f"r{n}", f"{n:064x}"[::-1].replace("0", "1"))
+        await backend.secrets.rotate_waitpoint_hmac_secret(
+            0, f"r{n}", f"{n:064x}"[::-1].replace("0", "1")
+        )
     number = iter(range(1000))
 
     async def rotate() -> None:
-        await backend.rotate_waitpoint_hmac_secret(0, f"s{next(number)}", "ef" * 32)
+        await backend.secrets.rotate_waitpoint_hmac_secret(0, f"s{next(number)}", "ef" * 32)
 
     async def kids() -> None:
-        assert len((await backend.list_waitpoint_hmac_kids(0)).verifying) >= 200
+        assert len((await backend.secrets.list_waitpoint_hmac_kids(0)).verifying) >= 200
 
     await assert_short(engine, "ff_rotate_secret", rotate)
     await assert_short(engine, "ff_list_kids", kids)

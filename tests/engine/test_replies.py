@@ -145,7 +145,10 @@ OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
 # What answers one word per item takes any word.
 SCANNED: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
     "mark": ("ff_mark_expired", lambda b: b.upkeep.mark_lease_expired_if_due("{fp:0}", [])),
-    "suspension": ("ff_expire_suspension", lambda b: b.suspensions.expire_suspension("{fp:0}", ["x"])),
+    "suspension": (
+        "ff_expire_suspension",
+        lambda b: b.suspensions.expire_suspension("{fp:0}", ["x"]),
+    ),
 }
 
 
