@@ -196,6 +196,7 @@ async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> Non
             "",
         ),
         (("shop:app", "--lease-ttl", "8d"), 2, "usage: Invalid value for '--lease-ttl': must", ""),
+        (("shop:app", "--block-limit", "9ms"), 2, "usage: Invalid value for '--block-limit'", ""),
         (("shop:app", "--lanes", ","), 2, "usage: Invalid value for --lanes", ""),
         (("shop:app", "--lanes", "ü"), 2, "usage: Invalid value for --lanes: use printable", ""),
         (("shop:app", "--capabilities", "a b"), 2, "usage: Invalid value for --capabilities", ""),

@@ -43,20 +43,18 @@ class LoopWatch:
         self._warned = False
 
     def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
-        """Leases to give up: all but the blocking task's own once the limit has passed, and
-        before that those whose attempt timed out.
+        """Leases to give up, never the blocking task's own: those whose attempt timed out, at
+        once; all others when the limit has passed.
         """
-        if not self._still_blocked() or self._blocked_s < self._warn_s:
+        if not self._still_blocked():
+            return []
+        now = time.monotonic()
+        over = self._blocked_s >= self._limit_s
+        due = [held for held in leases if not held.leaving and (over or now >= held.times_out_at)]
+        if not due and self._blocked_s < self._warn_s:
             return []
         blocker = self._blocker()
-        now = time.monotonic()
-        stuck = [
-            held
-            for held in leases
-            if not held.leaving
-            and (blocker is None or held is not blocker.held)
-            and (self._blocked_s >= self._limit_s or now >= held.times_out_at)
-        ]
+        stuck = [held for held in due if blocker is None or held is not blocker.held]
         if stuck:
             self._tell(
                 logging.CRITICAL,
@@ -64,6 +62,8 @@ class LoopWatch:
                 f"releasing {len(stuck)} other executions. "
                 "This worker claims nothing until the loop runs again.",
             )
+        elif self._blocked_s < self._warn_s:
+            return []
         elif not self._warned:
             self._tell(
                 logging.WARNING,

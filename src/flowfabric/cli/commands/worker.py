@@ -84,6 +84,15 @@ def worker(
             help="How long a dead worker keeps its tasks.",
         ),
     ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
+    block_limit: Annotated[
+        float | None,
+        typer.Option(
+            parser=seconds_between("1s", "7d"),
+            metavar="DURATION",
+            help="How long one task may block the event loop before the worker releases the "
+            "others. The default is three times the lease.",
+        ),
+    ] = None,
     scanners: Annotated[
         bool,
         typer.Option(
@@ -150,6 +159,7 @@ def worker(
         lanes=served or None,
         capabilities=offered,
         lease_ttl=lease_ttl,
+        block_limit=block_limit,
         scanners=scanners,
         on_unknown_kind=on_unknown.value,
     )
