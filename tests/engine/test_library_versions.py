@@ -179,6 +179,7 @@ class Racing:
     """A server on which another process acts between our look and our load."""
 
     is_cluster = False
+    patience_s = 1.0
 
     def __init__(self, server: Transport, *loads: str) -> None:
         self._server = server

@@ -32,7 +32,7 @@ from flowfabric.valkey.connection import (
 )
 from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
-from flowfabric.valkey.patience import PatientCall
+from flowfabric.valkey.patience import PATIENCE, PatientCall
 from flowfabric.valkey.transport import Ask, Link, check_pong
 
 SLOTS: Final = 16384
@@ -90,6 +90,7 @@ class ClusterClient:
     ) -> None:
         self.address = address
         self.is_cluster = True
+        self.patience_s = PATIENCE * request_timeout
         self._request_timeout = request_timeout
         self._connect_timeout = connect_timeout
         self._name = name

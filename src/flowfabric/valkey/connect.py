@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # A person who started something should not have to guess what it does.
 _SILENCE: Final = 1.0
 _FIRST_PAUSE: Final = 0.2
-_LAST_PAUSE: Final = 5.0
+_LAST_PAUSE: Final = 2.0
 
 
 async def connect(
@@ -73,15 +73,15 @@ def _tell_waiting(peer: str, limit: float) -> None:
 
 
 async def check_server(
-    transport: Transport, *, budget: float = 60.0, replicas: bool = True
+    transport: Transport, *, budget: float | None = None, replicas: bool = True
 ) -> tuple[int, int]:
     """The lowest (major, minor) over all nodes; raises if it is below `MINIMUM_VERSION`.
 
-    A rolling upgrade, a restart or a failover may pass, so those are asked again until `budget`
-    seconds have gone by. Another product, or a refused login, is final at once.
+    Restarts, failovers and rolling upgrades pass, so it asks again for `budget` seconds, or for
+    the transport's patience. Another product or a refused login is final at once.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + budget
+    deadline = loop.time() + (transport.patience_s if budget is None else budget)
     pause = _FIRST_PAUSE
     call_all = transport.call_all_nodes if replicas else transport.call_all_primaries
     while True:

@@ -41,7 +41,7 @@ MIN_CLIENT = 9
 _EVENTS_MAXLEN = 10_000
 # Feed length, cluster, extended: what older versions do not say of themselves.
 _SETTINGS_BEFORE_3 = (_EVENTS_MAXLEN, 0, 0)
-_LOAD_PAUSES = (0.5, 1.0, 2.0, 4.0, 7.0)
+_LOAD_PAUSE = 0.5
 # A load, the look at it, and a second go when another process came in between.
 _LOAD_ROUNDS = 4
 _EXISTS = "Library 'flowfabric' already exists"
@@ -262,20 +262,21 @@ async def ensure_library(
     `found` saves a first look.
     """
     rules = _rules(transport, owned=owned, only_joining=only_joining)
-    for pause in (*_LOAD_PAUSES, None):
+    loop = asyncio.get_running_loop()
+    last = loop.time() + transport.patience_s - _LOAD_PAUSE
+    while True:
         try:
             loaded = await _ensure(transport, rules, found)
         except EngineError as error:
-            if pause is None or not _transient(error):
+            if loop.time() > last or not _transient(error):
                 raise
             log.warning("function library not loaded yet, trying again: %s", error)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(_LOAD_PAUSE)
             found = None
         else:
             if loaded:
                 log.info("function library version %s loaded", LIBRARY_VERSION)
             return loaded
-    raise AssertionError("unreachable")
 
 
 async def _ensure(transport: Transport, rules: _Rules, found: Stored | None) -> bool:

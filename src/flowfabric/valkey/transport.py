@@ -25,7 +25,7 @@ from flowfabric.valkey.connection import (
     dial,
 )
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
-from flowfabric.valkey.patience import FIRST_BACKOFF, LAST_BACKOFF, PatientCall, jittered
+from flowfabric.valkey.patience import FIRST_BACKOFF, LAST_BACKOFF, PATIENCE, PatientCall, jittered
 
 __all__ = [
     "Arg",
@@ -57,6 +57,11 @@ class Transport(Protocol):
     @property
     def is_cluster(self) -> bool:
         """Whether keys are spread over several primaries."""
+        ...
+
+    @property
+    def patience_s(self) -> float:
+        """How long an outage is ridden out."""
         ...
 
     def call(
@@ -355,6 +360,7 @@ class Client:
     ) -> None:
         self.address = address
         self.is_cluster = False
+        self.patience_s = PATIENCE * request_timeout
         self._request_timeout = request_timeout
         self._connect_timeout = connect_timeout
         self._link = Link(

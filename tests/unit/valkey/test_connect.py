@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,8 @@ import pytest
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connect import check_server, connect
+from flowfabric.valkey.library import ensure_library
+from flowfabric.valkey.transport import Transport
 from tests.support.listening import listening
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
@@ -73,6 +75,24 @@ async def test_too_old_is_refused_when_the_budget_is_spent() -> None:
 async def test_an_upgrade_under_way_is_waited_for() -> None:
     old, new = "valkey_version:7.2.5\r\n", "valkey_version:8.0.0\r\n"
     assert await gate(old, "", new, budget=5) == (8, 0)
+
+
+@pytest.mark.parametrize("step", [check_server, ensure_library])
+async def test_each_step_of_a_start_has_the_patience_of_a_call(
+    step: Callable[[Transport], Awaitable[object]],
+) -> None:
+    def loading(command: list[bytes]) -> bytes:
+        if command[0] in (b"INFO", b"FCALL"):
+            return b"-LOADING Valkey is loading the dataset in memory\r\n"
+        return HELLO if command[0] == b"HELLO" else b"+PONG\r\n"
+
+    async with scripted_peer(loading) as port:
+        transport = await connect(parse_url(f"valkey://127.0.0.1:{port}"), request_timeout=0.1)
+        assert transport.patience_s == 0.2
+        with pytest.raises(TransportError) as caught:
+            await asyncio.wait_for(step(transport), 5)
+        await transport.aclose()
+    assert caught.value.kind == "busy_loading"
 
 
 async def test_redis_is_refused_at_once() -> None:
