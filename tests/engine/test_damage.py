@@ -291,6 +291,25 @@ async def check(world: World, story: str, *, whole: bool, found: list[str]) -> N
     )
 
 
+async def test_a_damaged_past_wait_hides_no_other(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await Waits.open(engine)
+    handle, backend = await running(engine), engine.backend
+    made = {
+        key: await backend.waitpoints.create_waitpoint(handle, key, 10**6) for key in ("bad", "k")
+    }
+    name = keys.waitpoint(handle.execution_id.tag, made["bad"].waitpoint_id)
+    await backend.transport.call("HSET", name, "closed_at", "soon")
+    for wanted in ((), ("k",)):
+        found = await backend.waitpoints.read_waits(handle.execution_id, *wanted)
+        assert [wait.waitpoint_key for wait in found] == ["k"]
+    assert "read_waits left out a damaged record" in caplog.text
+    assert "closed_at" in caplog.text
+    with pytest.raises(CorruptionError, match="closed_at"):
+        await backend.waitpoints.read_waits(handle.execution_id, "k", "bad")
+
+
 UNREAD = ("config", "wake", "leader", "leaders")
 """Families that no read of data looks at."""
 

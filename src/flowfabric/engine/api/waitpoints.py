@@ -55,7 +55,8 @@ class Waitpoints(Protocol):
     async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
         """The waitpoints of the present run that nobody waits on now; a replay begins a new run.
 
-        What came to the `wanted` keys is read along, unless it is much.
+        What came to the `wanted` keys is read along, unless it is much. A damaged record under
+        one of these keys raises `corruption`; under any other key it is left out and logged.
         """
         ...
 

@@ -231,14 +231,23 @@ class ValkeyWaitpoints:
     async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
         execution_id = self._calls.checked(execution_id)
         names, cursor = each_text(wanted, "wanted"), "0"
+        damage, asked = Damage("read_waits"), {name.encode() for name in names}
         found: dict[str, PastWait] = {}
+
+        def past(identity: bytes, flat: list[bytes], *signals: Any) -> PastWait | None:
+            def read() -> PastWait:
+                return _past_wait(identity, flat, *signals)
+
+            key = dict(zip(flat[::2], flat[1::2], strict=False)).get(b"waitpoint_key")
+            return read() if key in asked else damage.keep(read)
+
         while True:
             rows, cursor = await self._calls.ask(
                 *("ff_read_waits", execution_id.tag, (execution_id, cursor, *names)),
-                lambda reply: ([_past_wait(*row[:4]) for row in reply[2]], text(reply[3])),
+                lambda reply: ([past(*row[:4]) for row in reply[2]], text(reply[3])),
                 op="read_waits",
             )
-            found |= {wait.waitpoint_id: wait for wait in rows}
+            found |= {wait.waitpoint_id: wait for wait in rows if wait is not None}
             if cursor == "0":
                 return list(found.values())
 
