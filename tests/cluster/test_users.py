@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.core.contracts.leases import Claim, Granted, Revoked
 from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.settings import ScannerSettings
@@ -24,6 +26,8 @@ from tests.docs.markdown import ROOT
 from tests.support.acl import PAGE, documented_users, login
 from tests.support.server import TestServer, free_port
 
+WORKER: Any = {"worker_id": "w", "worker_instance_id": "w-1"}
+SERVES: Any = {"lease_ttl": "2s", "capabilities": ["gpu"], "lanes": ["default"]}
 SOURCE = ROOT / "src" / "flowfabric"
 SECRET = "ff:sec:{fp:0}:waitpoint_hmac"
 # Only the operator may read settings; a worker skips its checks of them.
@@ -135,6 +139,11 @@ class Application:
             await ctx.stream("started")
             await asyncio.sleep(3600)
 
+        @app.task(capabilities=["gpu"])
+        async def render() -> str:
+            return "rendered"
+
+        self.render = render
         self.flaky, self.ask, self.impatient = flaky, ask, impatient
         self.slow, self.stuck = slow, stuck
 
@@ -144,16 +153,38 @@ async def reached(run: ff.Run[Any], state: str) -> None:
         await asyncio.sleep(0.02)
 
 
+async def claim_by_hand(
+    execution_id: ExecutionId, worker: ValkeyBackend, operator: ValkeyBackend
+) -> None:
+    """Grants and waitpoints of a worker; an operator revokes the lease and rotates the secret."""
+    grant = await worker.claims.issue_claim_grant(execution_id, **WORKER)
+    held = (await worker.claims.claim_execution(grant, **WORKER, lease_ttl_ms=60_000)).handle
+    made = await worker.waitpoints.create_waitpoint(held, "unused", 60_000)
+    assert await worker.waitpoints.close_waitpoint(execution_id, made.waitpoint_id, handle=held)
+    made = await worker.waitpoints.create_waitpoint(held, "stale", 60_000)
+    assert await operator.waitpoints.close_waitpoint(execution_id, made.waitpoint_id)
+    assert isinstance(await operator.leases.revoke_lease(execution_id), Revoked)
+    outcome = await worker.claims.issue_reclaim_grant(execution_id, **WORKER)
+    assert isinstance(outcome, Granted)
+    again = await worker.claims.reclaim_execution(outcome.grant, **WORKER, lease_ttl_ms=60_000)
+    assert isinstance(again, Claim)
+    await worker.executions.complete(again.handle)
+    summary = await operator.secrets.rotate_waitpoint_hmac_secret_all("next", "cd" * 32)
+    assert summary.rotated == len(summary.entries)
+
+
 async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
     submit = Application(deployment.url("ff-submit"))
     worker = Application(deployment.url("ff-worker"))
     operator = Application(deployment.url("ff-operator"))
-    async with submit.app, worker.app, operator.app, worker.app.worker(lease_ttl="2s"):
+    async with submit.app, worker.app, operator.app, worker.app.worker(**SERVES):
         retried = await submit.flaky.options(
             delay="50ms", idempotency_key="once", tags={"app.a": "b"}, priority=3
         ).submit()
         output = [bytes(frame.payload) async for frame in retried.stream()]
         assert (len(output), await retried.result(timeout=30)) == (2, "done")
+        rendered = await submit.app.submit(submit.render)
+        assert await rendered.result(timeout=30) == "rendered"
         many = await submit.app.submit_many(submit.flaky, [[], []])
         assert [await run.result(timeout=30) for run in many] == ["done", "done"]
         asked = [await submit.app.submit(submit.ask, name) for name in ("a", "b", "c")]
@@ -184,11 +215,14 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         slow = await submit.app.submit(submit.slow)
         await reached(slow, "expired")
         assert (await retried.info()).total_attempt_count == 2
+        by_hand = (await submit.flaky.options(lane="by-hand").submit()).id
     async with await deployment.backend("ff-worker") as backend:
         supervisor = ScannerSupervisor(backend, ScannerSettings(events_retention_ms=1))
         for name in supervisor.status():
             assert (await supervisor.scan_once(name)).errors == 0
         await backend.listings.list_executions(limit=100)
+        async with await deployment.backend("ff-operator") as operated:
+            await claim_by_hand(by_hand, backend, operated)
     assert await deployment.refusals() <= OPTIONAL
 
 
