@@ -360,6 +360,7 @@ async def test_limits_that_nothing_enforces_are_refused(
     assert isinstance(error, UnavailableError)
     assert (error.code, error.detail) == ("unavailable", detail)
     assert (error.op, error.retryable) == ("create_execution", False)
+    assert error.hint == "This version of FlowFabric does not support it; nothing was changed."
     first, second = await engine.backend.executions.create_many([limited, new(engine)])
     assert isinstance(first, UnavailableError)
     assert isinstance(second, Created)

@@ -322,6 +322,15 @@ class UnavailableError(EngineError):
         """True when a shutdown closed the pool: another process can answer."""
         return self.shutting_down or super().retryable
 
+    @property
+    def hint(self) -> str:
+        """One sentence: what the user can do next."""
+        if self.code != "unavailable":
+            return super().hint
+        if self.shutting_down:
+            return "This process is shutting down; repeat the call in another one."
+        return "This version of FlowFabric does not support it; nothing was changed."
+
 
 class TimeoutError_(EngineError):  # noqa: N801 - the name in the public exception tree
     """A deadline passed; the caller decides whether to repeat."""

@@ -206,6 +206,7 @@ def test_a_pool_closed_by_shutdown_may_be_retried() -> None:
     closed = UnavailableError("unavailable", "read", shutting_down=True)
     assert closed.retryable
     assert closed.error_class is ErrorClass.TERMINAL
+    assert "shutting down" in closed.hint
     assert pickle.loads(pickle.dumps(closed)).retryable
 
 

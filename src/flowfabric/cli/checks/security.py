@@ -62,7 +62,8 @@ def scripting_finding(version: Version) -> Finding:
         patch: cves for patch, cves in _HOLES.get(version[:2], {}).items() if version[2] < patch
     }
     if not fixes:
-        return Finding("scripting", Grade.OK, f"no known security hole in Valkey {shown}")
+        detail = f"this version of FlowFabric knows of no security hole in Valkey {shown}"
+        return Finding("scripting", Grade.OK, detail)
     return Finding(
         "scripting",
         Grade.WARNING,
