@@ -77,6 +77,10 @@ state 409 C budget_exceeded
 state 410 T cursor_expired
 limit 429 R rate_limit_exceeded concurrency_limit_exceeded resource_exhausted
 limit 429 R worker_at_capacity client_rate_limited
+limit 429 R signature_limit_exceeded
+validation 400 T waitpoint_limit_exceeded signal_bytes_exceeded
+validation 400 T batch_too_large tag_limit_exceeded
+contention 409 R execution_being_deleted
 bug 500 B attempt_not_in_created_state invariant_violation
 corruption 500 T corruption
 key_store 503 T hmac_secret_not_initialized invalid_secret
