@@ -135,7 +135,7 @@ async def test_loading(site: Site) -> None:
     await until(lambda: rewritten(site), "the rewrite")
     site.server.kill()
     site.gate.set()
-    site.server._extra = (*SETTINGS, "--key-load-delay", "1500")
+    site.server._extra = (*SETTINGS, "--key-load-delay", "5000")
     starting = asyncio.create_task(asyncio.to_thread(site.server.start))
     await fails_as("busy_loading", site.client)
     await starting
