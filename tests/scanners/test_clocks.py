@@ -16,7 +16,6 @@ CLOCK_DEPENDENT = (
     "tests/scanners/test_lease_expiry.py",
     "tests/scanners/test_supervisor.py",
     "tests/scanners/test_watch.py",
-    "tests/sdk/test_blocked_loop.py",
     "tests/sdk/test_doorbell.py",
     "tests/sdk/test_endings.py",
     "tests/sdk/test_lease_keeper.py",

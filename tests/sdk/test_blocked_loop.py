@@ -142,7 +142,7 @@ async def test_neighbours_of_a_task_that_blocks_the_loop_go_to_another_worker(
 
     (blocker,) = await submit(engine.backend, kind="blocks")
     neighbours = await submit(engine.backend, NEIGHBOURS, kind="waits")
-    settings = {"lease_ttl_ms": 1000, "block_limit_ms": 1500, "max_concurrent_tasks": 6}
+    settings = {"lease_ttl_ms": 3000, "block_limit_ms": 3000, "max_concurrent_tasks": 6}
     handlers: dict[str, Handler] = {"blocks": blocks, "waits": waits, "quick": quick}
     async with serving_in_a_thread(valkey.url, handlers, block.release, **settings) as blocked:
         async with serving(await make_worker(max_concurrent_tasks=6), {"waits": quick}) as healthy:
@@ -188,7 +188,7 @@ async def test_a_neighbour_whose_attempt_timed_out_is_released_at_once(
     (blocker,) = await submit(engine.backend, kind="blocks", policy=timed)
     (overdue,) = await submit(engine.backend, kind="waits", policy=timed)
     (patient,) = await submit(engine.backend, kind="waits")
-    settings = {"lease_ttl_ms": 1000, "block_limit_ms": 60_000, "max_concurrent_tasks": 3}
+    settings = {"lease_ttl_ms": 3000, "block_limit_ms": 60_000, "max_concurrent_tasks": 3}
     handlers: dict[str, Handler] = {"blocks": blocks, "waits": waits}
     with Block("wait") as block:
         async with serving_in_a_thread(valkey.url, handlers, block.release, **settings):
