@@ -12,8 +12,6 @@ import msgspec
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.core.errors import ConfigError, invalid_input
 
-__all__ = ["Arguments"]
-
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 

@@ -10,8 +10,6 @@ from flowfabric.app.json_numbers import refuse_non_finite
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import dec_hook, enc_hook
 
-__all__ = ["JSON", "decode", "decode_call", "encode", "encode_call"]
-
 JSON = "json"
 
 _encode = msgspec.json.Encoder(enc_hook=enc_hook).encode

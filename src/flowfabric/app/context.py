@@ -19,8 +19,6 @@ from flowfabric.sdk.portal import LoopCaller, refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.valkey.forks import generation
 
-__all__ = ["Context", "SyncContext"]
-
 V = TypeVar("V")
 
 

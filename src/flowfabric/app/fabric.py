@@ -34,8 +34,6 @@ from flowfabric.engine.api.batches import BATCH
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
 
-__all__ = ["Fabric"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from flowfabric.valkey.forks import end_child, generation
 
-__all__ = ["HandlerThreads", "Interrupted", "ThreadCall"]
-
 
 class Interrupted(BaseException):
     """Raised inside a `def` handler that must stop; `reason` says why.

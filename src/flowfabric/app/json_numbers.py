@@ -11,8 +11,6 @@ import msgspec
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import enc_hook
 
-__all__ = ["NonFiniteNumber", "refuse_non_finite"]
-
 # In MessagePack a float keeps its bits, and all exponent bits of a non-finite one are set.
 _may_be_non_finite = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 

@@ -14,8 +14,6 @@ from flowfabric.sdk.portal import refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.valkey.forks import generation
 
-__all__ = ["OutputStream", "SyncOutputStream", "write_output"]
-
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64
 """Room for the number of a part, which counts against the size of its frame."""

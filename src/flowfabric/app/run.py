@@ -21,8 +21,6 @@ from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
 from flowfabric.sdk.tail import Tail
 
-__all__ = ["Run", "UnexpectedResult"]
-
 R_co = TypeVar("R_co", covariant=True)
 
 _SHOWN_BYTES = 200

@@ -15,8 +15,6 @@ from flowfabric.core.errors import ConfigError
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded_folder import DataFolder
 
-__all__ = ["SECRET_FILE", "folder_secret", "replace_folder_secret"]
-
 SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
 _BYTES: Final = 32
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch

@@ -16,8 +16,6 @@ from flowfabric.valkey.address import Address, from_env, from_url
 if TYPE_CHECKING:
     from flowfabric.valkey.embedded import EmbeddedServer
 
-__all__ = ["ServerLocation"]
-
 log = logging.getLogger(__name__)
 
 

@@ -16,8 +16,6 @@ from typing import NoReturn
 
 from flowfabric.valkey.forks import forget_on_fork
 
-__all__ = ["Overdue", "end_process", "ends_within", "on_signals"]
-
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

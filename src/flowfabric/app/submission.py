@@ -8,15 +8,6 @@ from typing import Any, TypeVar, cast
 from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError, invalid_input
 
-__all__ = [
-    "Calls",
-    "SubmitManyError",
-    "arguments_of",
-    "at_position",
-    "check_sizes",
-    "created",
-]
-
 T = TypeVar("T")
 
 Calls = Sequence[Sequence[Any] | Mapping[str, Any]]

@@ -18,8 +18,6 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.portal import Portal
 from flowfabric.sdk.sync import SyncClient
 
-__all__ = ["SyncAppWorker", "SyncFabric", "SyncRun"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from flowfabric.app.fabric import Fabric
     from flowfabric.app.run import Run
 
-__all__ = ["SubmitOptions", "Task", "TaskDecorator", "TaskFunction", "TaskOptions"]
-
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")

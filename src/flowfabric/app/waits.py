@@ -33,8 +33,6 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 
-__all__ = ["Signal", "WaitTimeout", "Waits"]
-
 _WAITPOINT_LIFE_MS = 7 * 86_400_000
 _NAMELESS = "condition"
 """The key of a condition that names no waitpoint."""

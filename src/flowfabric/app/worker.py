@@ -23,8 +23,6 @@ from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
-__all__ = ["AppWorker"]
-
 AnyTask = TaskFunction[..., Any, ..., Any]
 _Start = Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]
 

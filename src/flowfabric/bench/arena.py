@@ -19,8 +19,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.embedded import EmbeddedServer
 
-__all__ = ["LANE", "Arena", "arena"]
-
 LANE = "default"
 _END_S = 30.0
 

@@ -16,8 +16,6 @@ import uvloop
 from flowfabric.app.worker import AppWorker
 from flowfabric.bench.tasks import BenchApp, Count
 
-__all__ = ["Event", "Plan"]
-
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the process is to run."""

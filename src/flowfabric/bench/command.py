@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AofChoice", "Scenario", "bench", "register"]
-
 _HELP = """Measure this machine on a private, temporary Valkey.
 
 \b

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-__all__ = ["as_table", "rounded"]
-
 _MEANING: Mapping[str, tuple[str, str]] = {
     "submit_per_s": ("submitted", "/s"),
     "process_per_s": ("claimed, run and completed", "/s"),

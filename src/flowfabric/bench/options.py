@@ -7,8 +7,6 @@ from typing import Literal, Protocol
 
 import msgspec
 
-__all__ = ["Aof", "Figures", "Options", "Progress"]
-
 Aof = Literal["no", "everysec", "always"]
 
 Figures = Mapping[str, float]

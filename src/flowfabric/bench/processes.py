@@ -14,8 +14,6 @@ import msgspec
 from flowfabric.bench.child import Event, Plan
 from flowfabric.core.errors import ConfigError
 
-__all__ = ["WorkerProcess", "worker_process"]
-
 _WAIT_S = 120.0
 _END_S = 20.0
 

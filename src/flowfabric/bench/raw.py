@@ -11,8 +11,6 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.claim_rows import claim_args
 
-__all__ = ["BATCH", "Raw"]
-
 BATCH = 128
 DEPTH = 3
 """Calls in flight: the server never waits for the next one, and no queue builds up."""

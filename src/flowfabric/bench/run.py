@@ -21,8 +21,6 @@ from flowfabric.bench.scenarios import (
 )
 from flowfabric.bench.statistics import median_run
 
-__all__ = ["measure"]
-
 Scenario = Callable[[Options, Progress], Coroutine[Any, Any, Figures]]
 
 # Each with the figure that decides which of several runs is the median one.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from flowfabric.bench.options import Figures
 
-__all__ = ["median_run", "percentile"]
-
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that at least so many percent of all do not exceed.

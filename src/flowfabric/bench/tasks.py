@@ -12,8 +12,6 @@ from flowfabric.app.fabric import Fabric
 from flowfabric.app.tasks import Task
 from flowfabric.bench.arena import LANE
 
-__all__ = ["BenchApp", "Count"]
-
 
 class Count:
     """Counts calls up to a goal and notes when the first and the last one came."""

@@ -13,8 +13,6 @@ import typer
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
 
-__all__ = ["CliError", "Report", "UsageError", "describe", "exit_code", "print_error", "report"]
-
 
 class CliError(FlowFabricError):
     """An error of the command line itself."""

@@ -14,8 +14,6 @@ from flowfabric.app.fabric import Fabric
 from flowfabric.cli.errors import CliError
 from flowfabric.core.errors import FlowFabricError
 
-__all__ = ["load_app"]
-
 
 def load_app(spec: str) -> Fabric:
     """Import the module, also from the current folder, and return its `Fabric`."""

@@ -17,15 +17,6 @@ from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.forks import forget_on_fork
 
-__all__ = [
-    "LEVELS",
-    "BackgroundHandler",
-    "JsonFormatter",
-    "TextFormatter",
-    "flush_logs",
-    "set_up_logs",
-]
-
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 

@@ -19,8 +19,6 @@ from flowfabric.cli.options import Target
 from flowfabric.cli.streams import discard_output, prepare_streams
 from flowfabric.core.errors import FlowFabricError
 
-__all__ = ["COMMANDS", "Command", "app", "load_command", "main"]
-
 COMMANDS = {
     "worker": ("worker", "Run the tasks of an application until SIGTERM or Ctrl-C."),
     "ps": ("executions", "List executions, newest first."),

@@ -15,27 +15,6 @@ from flowfabric.core.durations import to_ms
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import validate_lane, validate_namespace
 
-__all__ = [
-    "ID_HELP",
-    "ByOption",
-    "IdArgument",
-    "JsonOption",
-    "LaneOption",
-    "LimitOption",
-    "NamespaceOption",
-    "PayloadOption",
-    "Target",
-    "UrlOption",
-    "YesOption",
-    "check_option",
-    "confirm",
-    "parse_lane",
-    "parse_names",
-    "parse_seconds",
-    "parse_tags",
-    "seconds_between",
-]
-
 ID_HELP = "The execution id, its UUID, or the first characters of the UUID."
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help=ID_HELP, show_default=False)]
 UrlOption = Annotated[

@@ -21,16 +21,6 @@ from flowfabric.engine.valkey.boot import join
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
 
-__all__ = [
-    "CONNECT_S",
-    "NoDataYet",
-    "data_folder",
-    "find_execution",
-    "has_data",
-    "open_backend",
-    "user_name",
-]
-
 CONNECT_S = 3.0
 """Somebody is waiting for the answer, so commands give up sooner than workers."""
 

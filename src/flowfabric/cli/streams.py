@@ -6,8 +6,6 @@ import os
 import sys
 from typing import Any, Literal
 
-__all__ = ["discard_output", "prepare_streams"]
-
 
 def prepare_streams() -> None:
     """Open the streams that are closed, and let both print any text."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Self
 
-__all__ = ["AsyncClosing", "Closing"]
-
 
 class AsyncClosing(ABC):
     """Leaving the block closes the object, whatever happened inside."""

@@ -10,29 +10,6 @@ import msgspec
 
 from flowfabric.core.errors import ValidationError, invalid_input
 
-__all__ = [
-    "OPERATOR",
-    "AllOf",
-    "Condition",
-    "Count",
-    "CountKind",
-    "OperatorOnly",
-    "Seen",
-    "SignalName",
-    "Single",
-    "TimeoutOnly",
-    "accepts",
-    "all_of_waitpoints",
-    "check_tree",
-    "check_types",
-    "condition_json",
-    "contributors",
-    "named",
-    "parse_condition",
-    "referenced_waitpoint_keys",
-    "satisfied",
-]
-
 MAX_DEPTH = 4
 OPERATOR = "operator"
 """The source type of approvals; a signal that presents a token cannot have it."""

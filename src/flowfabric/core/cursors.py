@@ -8,8 +8,6 @@ import msgspec
 
 from flowfabric.core.errors import ValidationError
 
-__all__ = ["MAX_TAIL_BLOCK_MS", "READ_HARD_CAP", "START", "StreamCursor", "behind", "check_count"]
-
 READ_HARD_CAP = 10_000
 """The most frames one read or tail returns."""
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 
 from flowfabric.core.errors import ConfigError
 
-__all__ = ["flag", "invalid", "whole_number"]
-
 _YES = frozenset({"1", "true", "yes", "on"})
 _NO = frozenset({"0", "false", "no", "off", ""})
 _digits = re.compile(r"[0-9]{1,20}").fullmatch

@@ -12,39 +12,6 @@ from typing import Literal
 
 from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, CatalogueEntry, ErrorClass, explained
 
-__all__ = [
-    "AuthError",
-    "BudgetExceeded",
-    "BugError",
-    "ConfigError",
-    "ConflictError",
-    "ContentionError",
-    "CorruptionError",
-    "EngineError",
-    "ErrorClass",
-    "FlowFabricError",
-    "KeyStoreError",
-    "LeaseLost",
-    "LimitError",
-    "NotFoundError",
-    "PermanentError",
-    "PossiblySucceeded",
-    "ReplyError",
-    "RetryableError",
-    "StateError",
-    "TaskFinishedError",
-    "TimeoutError_",
-    "TransportError",
-    "UnavailableError",
-    "UnknownCodeError",
-    "ValidationError",
-    "Verdict",
-    "WorkerAtCapacity",
-    "engine_error",
-    "invalid_input",
-]
-
-
 Verdict = Literal["succeeded", "failed", "superseded", "unknown"]
 """What became of a call whose reply was lost."""
 

@@ -11,18 +11,6 @@ import msgspec
 
 from flowfabric.core.errors import ValidationError
 
-__all__ = [
-    "BEGINNING",
-    "FeedCursor",
-    "Position",
-    "cursor_text",
-    "decode_cursor",
-    "decode_single",
-    "encode_single",
-    "entry_id",
-    "position_of",
-]
-
 Position = tuple[int, int]
 """Milliseconds and sequence number of a feed entry; reading goes on strictly behind it."""
 

@@ -8,8 +8,6 @@ import msgspec
 
 from flowfabric.core.errors import CorruptionError, ValidationError
 
-__all__ = ["EMPTY", "NULL_SENTINEL", "PATCH_KIND", "check_depth", "merge", "parse_patch"]
-
 PATCH_KIND = "json-merge-patch"
 """The only kind of patch there is."""
 

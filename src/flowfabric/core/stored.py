@@ -11,8 +11,6 @@ import msgspec
 from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.text import lossless
 
-__all__ = ["Stored", "corrupt", "stored_text"]
-
 T = TypeVar("T")
 _UNSET = (None, b"")
 _is_number = re.compile(rb"-?[0-9]{1,19}").fullmatch

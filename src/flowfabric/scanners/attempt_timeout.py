@@ -8,8 +8,6 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
-__all__ = ["AttemptTimeout"]
-
 
 class AttemptTimeout(DueScanner):
     """Expires executions whose current attempt passed its timeout."""

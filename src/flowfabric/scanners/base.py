@@ -14,8 +14,6 @@ from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
 
-__all__ = ["ScanResult", "Scanner", "Scope", "Tally"]
-
 
 class ScanResult(msgspec.Struct, frozen=True):
     """One cycle: subjects handled, failures, and whether the time budget ended it early."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-__all__ = ["ServerClock"]
-
 
 class ServerClock:
     """Carries the last server time forward on the loop's clock. It lags by at most one trip."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner, lane_indexes
 
-__all__ = ["DelayedPromoter"]
-
 
 class DelayedPromoter(DueScanner):
     """Promotes due members of every lane's delayed index."""

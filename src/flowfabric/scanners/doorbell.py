@@ -12,8 +12,6 @@ from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.due import lane_indexes
 from flowfabric.scanners.watch import by_partition, grouped
 
-__all__ = ["Doorbell"]
-
 _LANES_PER_CALL = 100
 _CLAIMABLE = ("eligible", "reclaimable", "sigs")
 

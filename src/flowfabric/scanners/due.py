@@ -17,8 +17,6 @@ from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.tracker import FailureTracker
 from flowfabric.scanners.watch import Key, by_partition, grouped
 
-__all__ = ["DueScanner", "lane_indexes"]
-
 log = logging.getLogger(__name__)
 
 _INDEXES_PER_CALL = 200

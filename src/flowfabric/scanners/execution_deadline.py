@@ -8,8 +8,6 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
-__all__ = ["ExecutionDeadline"]
-
 
 class ExecutionDeadline(DueScanner):
     """Expires executions in any phase whose deadline passed."""

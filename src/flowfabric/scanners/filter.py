@@ -13,8 +13,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["ScannerFilter"]
-
 
 class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Accepts executions of one namespace, or with one tag; empty accepts all without a read.

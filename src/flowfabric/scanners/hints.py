@@ -10,8 +10,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.clock import ServerClock
 
-__all__ = ["DueHints"]
-
 log = logging.getLogger(__name__)
 
 _BATCH = 100

@@ -7,8 +7,6 @@ from flowfabric.engine.valkey.places import ANYWHERE, KEPT
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.watch import grouped
 
-__all__ = ["forget_idle_lanes"]
-
 # Whoever creates an execution has registered its place at most 10 s before.
 _UNUSED_MS = 60_000
 _LANES_PER_CALL = 200

@@ -17,8 +17,6 @@ from flowfabric.engine.valkey.calls import as_stored
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.places import Place, Places, calls
 
-__all__ = ["IndexReconciler"]
-
 log = logging.getLogger(__name__)
 
 _PAGE = 100

@@ -17,8 +17,6 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["Leader", "Leadership", "read_leaders"]
-
 log = logging.getLogger(__name__)
 
 _LISTED_S = 300.0

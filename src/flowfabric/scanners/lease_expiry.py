@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
-__all__ = ["LeaseExpiry"]
-
 
 class LeaseExpiry(DueScanner):
     """Marks leases whose worker no longer renews them; marking rings the lane's doorbell."""

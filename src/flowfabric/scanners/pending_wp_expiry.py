@@ -14,8 +14,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.due import DueScanner
 
-__all__ = ["PendingWpExpiry"]
-
 
 class PendingWpExpiry(DueScanner):
     """Closes pending waitpoints; the members of its index are waitpoints, not executions."""

@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from flowfabric.core import keys
 from flowfabric.engine.api.upkeep import Survey, SurveyPart
 
-__all__ = ["Place", "Places", "calls"]
-
 # What one survey may cover, so that it never holds the server for long.
 _AT_ONCE_EXECUTIONS = 600
 _AT_ONCE_PARTITIONS = 32

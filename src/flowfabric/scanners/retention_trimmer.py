@@ -13,8 +13,6 @@ from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.due import DueScanner, lane_indexes
 from flowfabric.scanners.idle_lanes import forget_idle_lanes
 
-__all__ = ["RetentionTrimmer"]
-
 
 class RetentionTrimmer(DueScanner):
     """Trims lanes' terminal indexes in order of due time, finishes large purges, ages the feeds."""

@@ -18,8 +18,6 @@ from flowfabric.scanners.territory import Territory, TerritoryMap
 from flowfabric.scanners.trouble import UNREACHABLE, Outage
 from flowfabric.scanners.watch import DueWatch
 
-__all__ = ["Runner", "ScannerStatus"]
-
 log = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 0.1

@@ -13,8 +13,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import validate_namespace
 from flowfabric.scanners.filter import ScannerFilter
 
-__all__ = ["INTERVALS_S", "ScannerSettings"]
-
 INTERVALS_S: Mapping[str, float] = {
     "lease_expiry": 1.5,
     "delayed_promoter": 0.75,

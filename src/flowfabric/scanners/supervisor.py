@@ -31,8 +31,6 @@ from flowfabric.scanners.trouble import Outage
 from flowfabric.scanners.watch import DueWatch, Indexes
 from flowfabric.scanners.worker_sweeper import WorkerSweeper
 
-__all__ = ["ScannerSupervisor"]
-
 log = logging.getLogger(__name__)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.due import DueScanner
 
-__all__ = ["SuspensionTimeout"]
-
 
 class SuspensionTimeout(DueScanner):
     """Fails, cancels, expires, resumes or escalates suspensions whose timeout passed."""

@@ -14,8 +14,6 @@ from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.places import ANYWHERE
 
-__all__ = ["Territory", "TerritoryMap", "read_territory"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

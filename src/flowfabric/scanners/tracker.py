@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FailureTracker"]
-
 _STRIKES = 3
 _BACKOFF_CYCLES = 10
 _TIDY_EVERY = 50

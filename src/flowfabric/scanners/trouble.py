@@ -7,8 +7,6 @@ import logging
 
 from flowfabric.core.errors import TransportError
 
-__all__ = ["UNREACHABLE", "Outage"]
-
 log = logging.getLogger(__name__)
 
 UNREACHABLE = frozenset({"transport", "timeout", "busy_loading", "cluster"})

@@ -13,8 +13,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory
 
-__all__ = ["DueWatch", "Indexes", "Key", "by_partition", "grouped"]
-
 Key = tuple[str, str]
 """A partition's tag and the name of an index there."""
 Indexes = Callable[[Iterable[str]], Iterable[str]]

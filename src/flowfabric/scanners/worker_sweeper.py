@@ -6,8 +6,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 
-__all__ = ["WorkerSweeper"]
-
 
 class WorkerSweeper:
     """Removes expired registrations from the index of each namespace."""

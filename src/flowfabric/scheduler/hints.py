@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from flowfabric.core.ids import fnv1a64
 from flowfabric.core.partition import PartitionCounts, solo_partition
 
-__all__ = ["LaneHints", "Lanes"]
-
 _WINDOW = 32
 
 

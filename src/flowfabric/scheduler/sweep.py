@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import LaneHints
 
-__all__ = ["find_work"]
-
 
 async def find_work(backend: ValkeyBackend, lane: LaneHints) -> list[str]:
     """The partitions of the lane's next window that hold claimable work, besides hinted ones.

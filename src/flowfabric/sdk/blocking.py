@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-__all__ = ["Blocking", "Caller", "SyncTwin", "blocking", "iterate"]
-
 C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -44,17 +44,6 @@ from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.closing import ClosedOnce
 
-__all__ = [
-    "Client",
-    "ExecutionCancelled",
-    "ExecutionExpired",
-    "ExecutionFailed",
-    "NotFinished",
-    "Outcome",
-    "RunError",
-]
-
-
 _RETRY_S = 0.2
 _SHOWN_CHARS = 200
 

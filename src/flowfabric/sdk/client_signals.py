@@ -21,8 +21,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.tail import Tail
 
-__all__ = ["ClientSignals", "SignalOptions", "find_waitpoint"]
-
 
 class SignalOptions(TypedDict, total=False):
     """What else may go with a signal and its payload."""

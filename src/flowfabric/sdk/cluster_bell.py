@@ -12,8 +12,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.valkey.transport import Connection
 
-__all__ = ["ClusterBell"]
-
 log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 
-__all__ = ["WorkerConfig", "default_worker_id"]
-
 _MIN_LEASE_TTL_MS = 1_000
 _MAX_BATCH = 256
 _MIN_BLOCK_LIMIT_MS = 1_000

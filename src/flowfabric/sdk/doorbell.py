@@ -15,8 +15,6 @@ from flowfabric.scheduler.sweep import find_work
 from flowfabric.sdk.cluster_bell import ClusterBell
 from flowfabric.valkey.transport import Connection
 
-__all__ = ["Doorbell"]
-
 log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0

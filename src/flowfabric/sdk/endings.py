@@ -20,8 +20,6 @@ from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 
-__all__ = ["Endings", "OnShutdown", "RunSummary"]
-
 log = logging.getLogger(__name__)
 
 OnShutdown = Literal["release", "fail"]

@@ -15,8 +15,6 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.text import truncate_utf8
 
-__all__ = ["HandlerFailure", "failure_category", "failure_reason", "failure_report", "loggable"]
-
 T = TypeVar("T")
 
 _LAST_RESORT = "The handler failed with an exception that cannot be described."

@@ -14,8 +14,6 @@ from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.engine.api.events import LeaseSubscription, Start
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["LeaseFeed"]
-
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05

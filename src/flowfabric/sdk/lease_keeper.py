@@ -18,17 +18,6 @@ from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = [
-    "CANCELLED",
-    "RELEASED",
-    "TERMINAL_CODES",
-    "HeldLease",
-    "LeaseKeeper",
-    "LeaseWatcher",
-    "is_cancelled",
-    "opened",
-]
-
 log = logging.getLogger(__name__)
 
 TERMINAL_CODES = frozenset(

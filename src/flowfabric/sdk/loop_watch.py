@@ -17,8 +17,6 @@ from typing import Any
 from flowfabric.sdk.lease_keeper import HeldLease
 from flowfabric.sdk.task import ClaimedTask
 
-__all__ = ["LoopWatch", "handled"]
-
 log = logging.getLogger(__name__)
 
 handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from flowfabric.valkey.forks import forget_on_fork, generation, leave_behind
 
-__all__ = ["LoopCaller", "Portal", "PortalClosed", "refuse_after_fork"]
-
 T = TypeVar("T")
 
 _JOIN_S = 5.0

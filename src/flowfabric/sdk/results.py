@@ -23,8 +23,6 @@ from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
-__all__ = ["Encoded", "Results"]
-
 log = logging.getLogger(__name__)
 
 Encoded = tuple[bytes, str]

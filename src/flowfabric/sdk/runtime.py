@@ -25,8 +25,6 @@ from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.forks import end_child, generation
 
-__all__ = ["Handler", "RunSummary", "WorkerRuntime"]
-
 log = logging.getLogger(__name__)
 
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]

@@ -16,8 +16,6 @@ from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.lease_keeper import opened
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
 
-__all__ = ["ScannerThread"]
-
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5

@@ -12,8 +12,6 @@ from flowfabric.sdk.portal import Portal
 from flowfabric.sdk.sync_feed import SyncLeaseFeed
 from flowfabric.valkey.address import Address
 
-__all__ = ["SyncClient"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from flowfabric.sdk.blocking import Caller, SyncTwin, iterate
 from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.sdk.portal import PortalClosed
 
-__all__ = ["SyncLeaseFeed"]
-
 
 class SyncLeaseFeed(SyncTwin[LeaseFeed], Closing):
     """`LeaseFeed` without `await`: iterate over it, keep its `cursor`, leave the block to close it.

@@ -13,8 +13,6 @@ from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.stream_follow import StreamFollower
 from flowfabric.engine.api.streams import Streams
 
-__all__ = ["Tail"]
-
 _RETRY_S = 0.2
 
 

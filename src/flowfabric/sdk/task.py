@@ -34,8 +34,6 @@ from flowfabric.sdk.failures import failure_category, failure_reason
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task_waits import TaskWaits
 
-__all__ = ["DROP_PAUSE_S", "ClaimedTask", "verify"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -31,8 +31,6 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.frame_writer import FrameWriter
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["Parked", "TaskWaits"]
-
 T = TypeVar("T")
 
 

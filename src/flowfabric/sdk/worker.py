@@ -39,8 +39,6 @@ from flowfabric.sdk.task import DROP_PAUSE_S, ClaimedTask, warn_dropped
 from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.closing import ClosedOnce
 
-__all__ = ["Connect", "Worker"]
-
 log = logging.getLogger(__name__)
 
 Connect = Callable[[], Awaitable[ValkeyBackend]]

@@ -7,8 +7,6 @@ from abc import abstractmethod
 
 from flowfabric.core.closing import AsyncClosing
 
-__all__ = ["ClosedOnce"]
-
 
 class ClosedOnce(AsyncClosing):
     """Closes once. A cancelled caller only stops waiting; a further call waits for the same end."""

@@ -30,8 +30,6 @@ from flowfabric.valkey.connection import wrong_peer
 from flowfabric.valkey.embedded_failure import start_error
 from flowfabric.valkey.embedded_folder import Aof, DataFolder, explained, folder_error
 
-__all__ = ["EmbeddedServer", "locate_binary"]
-
 _START_LOCK = "start.lock"
 _START_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0

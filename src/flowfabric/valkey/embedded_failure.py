@@ -11,8 +11,6 @@ from flowfabric.core.errors import ConfigError
 from flowfabric.valkey.binary import BINARY_VARIABLE
 from flowfabric.valkey.embedded_folder import AOF_FOLDER, DataFolder
 
-__all__ = ["start_error"]
-
 _MOST_LINES: Final = 8
 # Lines below the level of a warning, and one warning that is about the host.
 _routine = re.compile(r"\d+:[A-Z] .{20,30} [.\-*] |.*# WARNING Memory overcommit").match

@@ -7,8 +7,6 @@ import os
 import weakref
 from typing import NoReturn, Protocol
 
-__all__ = ["end_child", "forget_on_fork", "generation", "leave_behind"]
-
 log = logging.getLogger(__name__)
 
 

@@ -17,19 +17,6 @@ from flowfabric.core.environment import flag, whole_number
 from flowfabric.core.errors import EngineError, TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
-__all__ = [
-    "LIBRARY_VERSION",
-    "MIN_CLIENT",
-    "LibraryConflictError",
-    "LibraryInfo",
-    "Stored",
-    "ensure_library",
-    "include",
-    "library_fits",
-    "read_library",
-    "read_primaries",
-]
-
 log = logging.getLogger(__name__)
 
 LIBRARY_VERSION = 10

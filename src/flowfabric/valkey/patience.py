@@ -17,8 +17,6 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey.connection import Arg
 from flowfabric.valkey.reads import is_read
 
-__all__ = ["FIRST_BACKOFF", "LAST_BACKOFF", "PATIENCE", "PatientCall", "jittered"]
-
 FIRST_BACKOFF: Final = 0.020
 LAST_BACKOFF: Final = 1.0
 PATIENCE: Final = 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["READ_FUNCTIONS", "is_read"]
-
 READ_FUNCTIONS: Final = frozenset(
     {
         "ff_idle_lanes",

@@ -27,19 +27,6 @@ from flowfabric.valkey.connection import (
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.patience import FIRST_BACKOFF, LAST_BACKOFF, PATIENCE, PatientCall, jittered
 
-__all__ = [
-    "Arg",
-    "Ask",
-    "Client",
-    "Connection",
-    "Link",
-    "OnPush",
-    "Reply",
-    "Revive",
-    "Transport",
-    "dial",
-]
-
 log = logging.getLogger(__name__)
 
 

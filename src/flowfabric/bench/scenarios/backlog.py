@@ -12,8 +12,6 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
 
-__all__ = ["run"]
-
 _SMALL = 1_000
 _BLOCK = 50
 _BLOCKS = 60

@@ -10,8 +10,6 @@ from flowfabric.bench.arena import arena
 from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
 
-__all__ = ["run"]
-
 _WARM_UP = 1024
 
 

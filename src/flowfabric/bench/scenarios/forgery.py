@@ -18,8 +18,6 @@ from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 
-__all__ = ["run"]
-
 _TARGETS = 16
 _SENDERS = 64
 _REPORT = 1000

@@ -14,8 +14,6 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.processes import worker_process
 from flowfabric.bench.tasks import BenchApp
 
-__all__ = ["run"]
-
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
 _TURNS = 80

@@ -12,8 +12,6 @@ from flowfabric.bench.processes import worker_process
 from flowfabric.bench.statistics import percentile
 from flowfabric.bench.tasks import BenchApp
 
-__all__ = ["run"]
-
 _WARM_UP = 50
 _PAUSE_S = 0.003
 """Long enough for the worker to fall asleep again."""

@@ -12,8 +12,6 @@ from flowfabric.bench.processes import worker_process
 from flowfabric.bench.scenarios import floor
 from flowfabric.bench.tasks import BenchApp, Count
 
-__all__ = ["run"]
-
 _WARM_UP = 1024
 _CHUNK = 4096
 _CONCURRENCY = 256

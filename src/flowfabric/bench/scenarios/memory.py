@@ -9,8 +9,6 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
 from flowfabric.core import keys
 
-__all__ = ["run"]
-
 _PAYLOAD = b'{"text":"' + b"x" * 189 + b'"}'
 _WARM_UP = 256
 _SETTLED = 5

@@ -10,8 +10,6 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.processes import worker_process
 from flowfabric.bench.tasks import BenchApp
 
-__all__ = ["run"]
-
 _TTL_S = 2.0
 
 

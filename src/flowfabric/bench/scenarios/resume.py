@@ -15,8 +15,6 @@ from flowfabric.bench.tasks import BenchApp
 from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 
-__all__ = ["run"]
-
 _WARM_UP = 50
 _CONCURRENCY = 64
 _SENDERS = 32

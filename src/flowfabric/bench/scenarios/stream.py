@@ -21,8 +21,6 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 
-__all__ = ["run"]
-
 _TOKEN = Frame(payload=b" a token of an LLM", frame_type="delta")
 _WRITERS = 10
 _FRAMES_PER_LAG = 100

@@ -19,8 +19,6 @@ from flowfabric.engine.valkey.boot import configured_counts
 from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.scanners.leader import read_leaders
 
-__all__ = ["check_deployment"]
-
 _SAMPLE = 1000
 _COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
 

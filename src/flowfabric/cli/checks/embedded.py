@@ -14,8 +14,6 @@ from flowfabric.valkey.binary import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.connect import MINIMUM_VERSION
 from flowfabric.valkey.embedded_folder import check_owner, explained
 
-__all__ = ["check_new_folder"]
-
 _PATIENCE_S = 10
 _version = re.compile(r"Valkey server v=(\d+)\.(\d+)").search
 

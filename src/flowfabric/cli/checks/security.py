@@ -11,8 +11,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["check_secret_file", "check_security", "scripting_finding"]
-
 Version = tuple[int, int, int]
 
 _HOLES: dict[tuple[int, int], dict[int, str]] = {

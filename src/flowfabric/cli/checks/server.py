@@ -13,8 +13,6 @@ from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
 from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["check_server_side", "server_seconds"]
-
 _SKEW_MS = 1000
 _VERSION_BUDGET_S = 1.0
 

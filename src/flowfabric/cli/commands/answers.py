@@ -33,8 +33,6 @@ from flowfabric.core.errors import EngineError, FlowFabricError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["approve", "close_waitpoint", "signal"]
-
 _MIN_PREFIX = 4
 _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_not_suspended"})
 _EFFECTS = {

@@ -26,8 +26,6 @@ from flowfabric.engine.valkey.boot import read_counts
 from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.connect import connect
 
-__all__ = ["doctor"]
-
 
 def doctor(
     context: typer.Context,

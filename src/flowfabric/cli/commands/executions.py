@@ -38,8 +38,6 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["cancel", "ps", "replay", "revoke_lease", "show"]
-
 _REFRESH_S = 1.0
 _HINTS = {
     "execution_not_active": "it has finished, so there is nothing to cancel; `flowfabric replay` "

@@ -28,8 +28,6 @@ from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSumm
 from flowfabric.engine.valkey.boot import SECRET_VARIABLE
 from flowfabric.engine.valkey.secrets import check_rotation
 
-__all__ = ["rotate_secret", "secrets"]
-
 _MAX_LISTED = 8
 
 

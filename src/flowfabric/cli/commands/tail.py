@@ -33,8 +33,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["summary", "tail"]
-
 _IDLE_MS = 1000
 """How long without a frame until the state of the execution is read."""
 _PAGE = 500

@@ -22,8 +22,6 @@ from flowfabric.cli.session import NoDataYet, find_execution, open_backend
 from flowfabric.cli.views.screen import print_json
 from flowfabric.cli.views.waits import print_wait, print_waits
 
-__all__ = ["waiting"]
-
 
 def waiting(
     context: typer.Context,

@@ -39,8 +39,6 @@ from flowfabric.core.ids import validate_lane
 from flowfabric.core.text import shown
 from flowfabric.sdk.runtime import RunSummary
 
-__all__ = ["worker"]
-
 log = logging.getLogger(__name__)
 
 _MAX_LISTED_TASKS = 12

@@ -24,8 +24,6 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["Blob", "Detail", "read_detail"]
-
 _PREVIEW = 400
 
 

@@ -12,8 +12,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["ExecutionListing", "Row", "read_newest"]
-
 _PAGE = 1000
 _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""

@@ -14,15 +14,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = [
-    "LastWait",
-    "Wait",
-    "read_last_wait",
-    "read_open_waitpoints",
-    "read_wait",
-    "read_waits",
-]
-
 _PAGE = 1000
 _NEVER = 2**63
 

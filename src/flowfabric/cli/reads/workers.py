@@ -8,8 +8,6 @@ from flowfabric.core import keys
 from flowfabric.engine.api.workers import WorkerEntry
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
-__all__ = ["read_live_workers"]
-
 
 async def read_live_workers(
     backend: ValkeyBackend, now_ms: int, namespace: str | None = None

@@ -16,8 +16,6 @@ from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.policy import NO_POLICY
 
-__all__ = ["print_detail"]
-
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
     "ended_success": "green",

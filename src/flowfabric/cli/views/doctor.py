@@ -9,8 +9,6 @@ from flowfabric.cli.views.screen import Screen
 from flowfabric.cli.views.text import plural
 from flowfabric.engine.valkey.health import Finding, Grade
 
-__all__ = ["print_findings"]
-
 _MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
 
 

@@ -13,8 +13,6 @@ from flowfabric.cli.session import NoDataYet
 from flowfabric.cli.views.screen import Cell, Screen, drop_columns, print_json, state_style
 from flowfabric.cli.views.text import age, clean, plural, short_length
 
-__all__ = ["ChangePrinter", "LiveTable", "print_listing", "print_no_data"]
-
 _OPTIONAL_COLUMNS = ("ATTEMPTS", "AGE", "LANE", "WORKER")
 """Left out in this order when the terminal is too narrow."""
 _LINES_AROUND_TABLE = 4

@@ -14,8 +14,6 @@ from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.ids import enc_hook
 from flowfabric.core.state import PublicState
 
-__all__ = ["Cell", "Screen", "drop_columns", "print_json", "state_style"]
-
 Cell = str | tuple[str, str]
 """Text, or text with a style."""
 

@@ -20,8 +20,6 @@ from flowfabric.cli.views.waits import describe_waitpoints, future_time
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame
 
-__all__ = ["JsonPrinter", "Printer", "TextPrinter", "readable"]
-
 _PLAIN_TYPES = frozenset({"delta", "stdout"})
 _STYLES = {"stderr": "red", "event": "cyan", "blob": "magenta", "progress": "yellow"}
 _OTHER_STYLES = ("blue", "green", "bright_cyan", "bright_magenta", "bright_yellow", "bright_blue")

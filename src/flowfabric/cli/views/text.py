@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["age", "clean", "clock", "duration", "json_line", "plural", "preview", "short_length"]
-
 _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
 _MIN_SHORT = 8
 _HEX_BYTES = 64

@@ -9,18 +9,6 @@ from flowfabric.cli.views.screen import Cell, Screen
 from flowfabric.cli.views.text import age, clock, duration, plural, short_length
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
 
-__all__ = [
-    "OPERATOR_ONLY",
-    "TIMEOUT_ONLY",
-    "accepted_signals",
-    "describe_end",
-    "describe_waitpoints",
-    "future_time",
-    "print_wait",
-    "print_waits",
-    "time_left",
-]
-
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}

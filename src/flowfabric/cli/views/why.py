@@ -13,8 +13,6 @@ from flowfabric.cli.views.waits import (
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.state import OwnershipState, PublicState
 
-__all__ = ["why_not_running"]
-
 _TIMED = {
     "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
     "waiting_for_resume_delay": "the handler asked for a delay; it resumes",

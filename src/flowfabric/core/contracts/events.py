@@ -11,8 +11,6 @@ from flowfabric.core.ids import stored_id
 from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless
 
-__all__ = ["Event", "decode_entry", "decode_history"]
-
 _NAMES = {
     "f": "flow_id",
     "tg": "tags",

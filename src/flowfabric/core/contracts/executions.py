@@ -11,34 +11,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
 
-__all__ = [
-    "AttemptRecord",
-    "Cancelled",
-    "Completed",
-    "CreateOutcome",
-    "Created",
-    "CurrentAttempt",
-    "Delayed",
-    "Duplicate",
-    "ExecutionContext",
-    "ExecutionInfo",
-    "ExecutionPage",
-    "ExecutionSnapshot",
-    "ExecutionSummary",
-    "FailOutcome",
-    "Impossible",
-    "LeaseSummary",
-    "Moved",
-    "NewExecution",
-    "PriorityChanged",
-    "Ready",
-    "Replayed",
-    "RetryScheduled",
-    "TerminalFailed",
-    "WaitChildrenOutcome",
-    "WhyWaiting",
-]
-
 NO_TAGS: Mapping[str, str] = {}
 
 

@@ -9,8 +9,6 @@ import msgspec
 from flowfabric.core.contracts.events import Event
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["EventFilter", "ExpiredLease", "ExpiredLeases", "LeaseEvent", "lease_event"]
-
 _KINDS = {"replayed": "replay_initiated", "completion": "released"}
 _LEASE_TYPES = frozenset({"acquired", "renewed", "released", "expired", "revoked", "reclaimed"})
 _TAKES = frozenset({"acquired", "renewed", "reclaimed"})

@@ -11,28 +11,6 @@ import msgspec
 from flowfabric.core.errors import CorruptionError, FlowFabricError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_uuid
 
-__all__ = [
-    "AlreadySatisfied",
-    "Claim",
-    "ClaimGrant",
-    "ClaimedMany",
-    "Fence",
-    "GrantNotFound",
-    "Granted",
-    "Handle",
-    "HandleKind",
-    "NotReclaimable",
-    "ReclaimCapExceeded",
-    "ReclaimGrant",
-    "ReclaimGrantOutcome",
-    "ReclaimOutcome",
-    "Renewed",
-    "ResumeCause",
-    "ResumeGrant",
-    "RevokeOutcome",
-    "Revoked",
-]
-
 HandleKind = Literal["fresh", "resumed", "suspended", "reclaimed"]
 
 _VERSION_2 = 0x02

@@ -6,18 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = [
-    "KINDS",
-    "AppendOutcome",
-    "BestEffort",
-    "Frame",
-    "FrameMode",
-    "StreamFrames",
-    "StreamedFrame",
-    "SummaryDocument",
-    "Visibility",
-]
-
 FrameMode = Literal["durable", "summary", "best_effort"]
 Visibility = Literal["all", "exclude_best_effort"]
 

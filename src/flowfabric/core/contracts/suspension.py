@@ -10,37 +10,6 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
 
-__all__ = [
-    "Accepted",
-    "AlreadySatisfiedSuspension",
-    "AlreadySeeded",
-    "Duplicate",
-    "FreshWaitpoint",
-    "HmacKid",
-    "HmacKids",
-    "OpenWaitpoint",
-    "OpenWaitpoints",
-    "PastWait",
-    "PendingWaitpoint",
-    "ResumePolicy",
-    "ResumeSignal",
-    "Resumed",
-    "Rotation",
-    "RotationSummary",
-    "SeedOutcome",
-    "SeedResult",
-    "Seeded",
-    "SignalOutcome",
-    "SuspendOutcome",
-    "Suspended",
-    "SuspendedEntry",
-    "SuspendedPage",
-    "SuspensionDetails",
-    "TriggeredResume",
-    "UsePending",
-    "WaitpointDetails",
-]
-
 
 class FreshWaitpoint(msgspec.Struct, frozen=True):
     """A new waitpoint to be made by the suspension; the primary one needs no key of its own."""

@@ -13,30 +13,6 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
-__all__ = [
-    "MAX_EXACT",
-    "checked_bytes",
-    "checked_source",
-    "checked_tag",
-    "checked_text",
-    "clamped",
-    "count",
-    "each_stored",
-    "each_text",
-    "fence_text",
-    "flag",
-    "held",
-    "instance",
-    "listed",
-    "one_of",
-    "partition_number",
-    "positive_ms",
-    "reason_text",
-    "seconds",
-    "timestamp",
-    "whole",
-]
-
 MAX_EXACT = 2**53 - 1
 """The largest whole number the engine computes with exactly."""
 

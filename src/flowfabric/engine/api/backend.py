@@ -22,8 +22,6 @@ from flowfabric.engine.api.upkeep import Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.api.workers import Workers
 
-__all__ = ["Backend"]
-
 
 class Backend(Protocol):
     """Every engine operation, by noun: `backend.leases.renew(handle)`.

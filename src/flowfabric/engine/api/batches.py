@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BATCH", "BATCH_BYTES", "in_parts"]
-
 BATCH = 256
 """The most items one engine call takes; longer batches are sent in pieces."""
 BATCH_BYTES = 4_194_304

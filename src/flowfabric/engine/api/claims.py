@@ -22,8 +22,6 @@ from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
 from flowfabric.engine.api.arguments import checked_text, positive_ms
 from flowfabric.engine.api.executions import Completion
 
-__all__ = ["ClaimRequest", "Claims", "worker_pair"]
-
 log = logging.getLogger(__name__)
 
 

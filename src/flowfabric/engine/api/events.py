@@ -8,9 +8,6 @@ from typing import Protocol, Self
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import CorruptionError
 
-__all__ = ["Events", "LeaseSubscription", "Start"]
-
-
 Start = bytes | str | int
 """`now` (or empty), `start`, a time in milliseconds, or a cursor."""
 

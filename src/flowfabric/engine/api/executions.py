@@ -22,8 +22,6 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["NO_FENCE", "Completion", "Executions", "Holder"]
-
 Holder = Handle | Fence
 
 NO_FENCE = Fence()

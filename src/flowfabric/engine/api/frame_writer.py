@@ -20,8 +20,6 @@ from flowfabric.engine.api.frames import (
     size_of,
 )
 
-__all__ = ["FrameWriter"]
-
 # A later lease has a higher epoch, so its numbers go on where those of the last one ended.
 _NUMBERS_OF_ONE_LEASE = 2**32
 _BACKLOG_FRAMES = 4 * MAX_BATCH_FRAMES

@@ -10,17 +10,6 @@ from flowfabric.core.contracts.streams import BestEffort, Frame, FrameMode
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.engine.api.arguments import checked_bytes, checked_text, instance, one_of, whole
 
-__all__ = [
-    "MAX_BATCH_BYTES",
-    "MAX_BATCH_FRAMES",
-    "MAX_FRAME_BYTES",
-    "U32",
-    "U64",
-    "check_frames",
-    "knobs",
-    "size_of",
-]
-
 MAX_FRAME_BYTES = 65_536
 MAX_BATCH_FRAMES = 256
 MAX_BATCH_BYTES = 1_048_576

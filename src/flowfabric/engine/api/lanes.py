@@ -6,8 +6,6 @@ from typing import Protocol
 
 import msgspec
 
-__all__ = ["LaneSettings", "Lanes"]
-
 
 class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a lane is set to; a lane without stored settings has these defaults."""

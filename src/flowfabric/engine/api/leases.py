@@ -10,8 +10,6 @@ from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutco
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["Leases"]
-
 
 class Leases(Protocol):
     """Renewing, revoking and listing leases."""

@@ -10,8 +10,6 @@ import msgspec
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["Filter", "Listings"]
-
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
     """Every part that is given must match."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Meta"]
-
 
 class Meta(Protocol):
     """The engine itself: is it there, what can it do, what time is it."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["Places"]
-
 
 class Places(Protocol):
     """Which lanes, partitions and namespaces are in use."""

@@ -17,8 +17,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 
-__all__ = ["Reads"]
-
 
 class Reads(Protocol):
     """Reading one execution. Nothing here changes state."""

@@ -12,8 +12,6 @@ from flowfabric.core.contracts.suspension import (
     SeedResult,
 )
 
-__all__ = ["DEFAULT_GRACE_MS", "Secrets"]
-
 DEFAULT_GRACE_MS = 86_400_000
 
 

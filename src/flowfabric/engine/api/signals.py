@@ -7,8 +7,6 @@ from typing import Any, Protocol
 from flowfabric.core.contracts.suspension import SignalOutcome
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 
-__all__ = ["Signals"]
-
 _DAY_MS = 86_400_000
 
 

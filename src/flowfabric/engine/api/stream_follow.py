@@ -13,8 +13,6 @@ from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, StreamCursor
 from flowfabric.core.errors import LimitError, TransportError
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["StreamFollower"]
-
 log = logging.getLogger(__name__)
 
 _PAGE = 500

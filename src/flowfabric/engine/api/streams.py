@@ -21,8 +21,6 @@ from flowfabric.core.merge_patch import PATCH_KIND
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES
 from flowfabric.engine.api.stream_follow import StreamFollower
 
-__all__ = ["SUMMARY_MAX_BYTES", "Streams"]
-
 SUMMARY_MAX_BYTES = 262_144
 
 

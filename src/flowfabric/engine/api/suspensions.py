@@ -17,8 +17,6 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["Binding", "Suspensions"]
-
 Binding = FreshWaitpoint | UsePending
 
 

@@ -9,8 +9,6 @@ import msgspec
 
 from flowfabric.core.state import ExpireReason
 
-__all__ = ["Audit", "DuePage", "DueScan", "Mode", "Survey", "SurveyPart", "Upkeep"]
-
 Mode = Literal["check", "repair"]
 
 

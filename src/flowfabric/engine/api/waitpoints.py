@@ -13,8 +13,6 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.ids import ExecutionId
 
-__all__ = ["Waitpoints"]
-
 
 class Waitpoints(Protocol):
     """What waits, for what, and what came."""

@@ -10,8 +10,6 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.state import LifecyclePhase, OwnershipState, StateVector
 
-__all__ = ["Coverage", "WorkerEntry", "Workers", "least_missing", "waits_for_worker"]
-
 _RECLAIMABLE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 

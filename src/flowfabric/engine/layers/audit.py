@@ -25,8 +25,6 @@ from flowfabric.engine.layers.audit_log import (
     timed_out,
 )
 
-__all__ = ["ReclaimWatch", "audit"]
-
 log = logging.getLogger(__name__)
 
 _RECLAIMS_PER_WARNING = 100

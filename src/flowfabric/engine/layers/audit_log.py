@@ -23,18 +23,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import WaitpointToken
 from flowfabric.engine.api.executions import Completion
 
-__all__ = [
-    "Method",
-    "acting_as",
-    "audited",
-    "batch_ended",
-    "caller",
-    "ended",
-    "operator_call",
-    "subject_of",
-    "timed_out",
-]
-
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")

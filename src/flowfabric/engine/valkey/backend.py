@@ -56,8 +56,6 @@ from flowfabric.valkey.closing import ClosedOnce
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Revive, Transport
 
-__all__ = ["ValkeyBackend", "check_settings", "limits_from_env"]
-
 
 def limits_from_env() -> Limits:
     """Size limits as the environment sets them."""

@@ -21,17 +21,6 @@ from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.library import ensure_library, read_primaries
 from flowfabric.valkey.transport import Transport
 
-__all__ = [
-    "SECRET_VARIABLE",
-    "MintSecret",
-    "configured_counts",
-    "configured_lanes",
-    "configured_secret",
-    "join",
-    "prepare",
-    "read_counts",
-]
-
 log = logging.getLogger(__name__)
 
 SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret

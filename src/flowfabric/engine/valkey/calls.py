@@ -28,17 +28,6 @@ from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.reads import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
-__all__ = [
-    "FunctionCalls",
-    "Limits",
-    "as_stored",
-    "decoding",
-    "proof",
-    "refusal",
-    "refused",
-    "text",
-]
-
 log = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})

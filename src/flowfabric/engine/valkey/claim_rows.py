@@ -17,8 +17,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.calls import text, unreadable
 
-__all__ = ["claim_args", "claim_from_row", "claim_of", "read_claims"]
-
 _NO_TAGS: dict[str, str] = {}
 
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}

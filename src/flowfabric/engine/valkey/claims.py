@@ -41,9 +41,6 @@ from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claim
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 
-__all__ = ["ValkeyClaims"]
-
-
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
 _AUDIT = ("capability_hash", "route_snapshot_json", "admission_summary")

@@ -9,8 +9,6 @@ from flowfabric.core import keys
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["report_collisions"]
-
 log = logging.getLogger(__name__)
 
 _LEVELS = {

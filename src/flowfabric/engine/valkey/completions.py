@@ -15,8 +15,6 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import Connection
 
-__all__ = ["CompletionWatch"]
-
 log = logging.getLogger(__name__)
 
 _BLOCK_S = 5.0

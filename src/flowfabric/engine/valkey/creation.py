@@ -14,8 +14,6 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.arguments import clamped
 from flowfabric.engine.valkey.calls import refused, text, unreadable
 
-__all__ = ["PUBLIC", "creation_options", "creation_outcome", "policy_json"]
-
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
 """Public states as replies spell them."""
 

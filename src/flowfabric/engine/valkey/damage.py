@@ -11,8 +11,6 @@ from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId, stored_id
 from flowfabric.core.text import lossless
 
-__all__ = ["Damage"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

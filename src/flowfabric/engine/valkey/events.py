@@ -21,8 +21,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feed_reader import Entry, FeedReader, Start
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
-__all__ = ["LeaseHistory", "ValkeyEvents"]
-
 _NOTHING = EventFilter()
 
 

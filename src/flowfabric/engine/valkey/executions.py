@@ -63,8 +63,6 @@ from flowfabric.engine.valkey.creation import (
 )
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
-__all__ = ["ValkeyExecutions"]
-
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 
 _PARTS_UNDER_WAY = 3

@@ -32,8 +32,6 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.valkey.library import read_primaries
 from flowfabric.valkey.transport import Connection
 
-__all__ = ["Entry", "FeedReader"]
-
 log = logging.getLogger(__name__)
 
 

@@ -25,14 +25,6 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.api.frames import U32, U64
 from flowfabric.engine.valkey.calls import proof, text
 
-__all__ = [
-    "Page",
-    "append_args",
-    "append_outcome",
-    "page_of",
-    "summary_of",
-]
-
 _MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
 _MODE_NAMES: dict[bytes, FrameMode] = {b"d": "durable", b"s": "summary", b"b": "best_effort"}
 _PAGE_PARTS = (

@@ -12,8 +12,6 @@ import msgspec
 from flowfabric.core.errors import EngineError
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["Finding", "Grade", "health_findings", "log_findings"]
-
 log = logging.getLogger(__name__)
 
 _NEARLY_FULL = 0.9

@@ -16,8 +16,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.page_cursor import given_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, keep_lanes
 
-__all__ = ["ValkeyLanes"]
-
 _LANE_STATES = ("active", "paused", "draining", "disabled")
 
 _STORE_LANE = """#!lua flags=allow-oom

@@ -33,8 +33,6 @@ from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 
-__all__ = ["Due", "ValkeyLeases"]
-
 Due = tuple[int, ExecutionId]
 """When a lease expires, and whose it is: the order of the listing."""
 

@@ -35,8 +35,6 @@ from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_c
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 
-__all__ = ["ValkeyListings"]
-
 _PUBLIC_STATES = tuple(state.value for state in PublicState)
 
 _MAX_PAGE = 1000

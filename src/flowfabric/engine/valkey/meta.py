@@ -7,8 +7,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.health import log_findings
 
-__all__ = ["ValkeyMeta"]
-
 
 class ValkeyMeta:
     """`Meta` on Valkey."""

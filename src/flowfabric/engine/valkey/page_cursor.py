@@ -10,8 +10,6 @@ from typing import Any
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.engine.api.arguments import checked_text
 
-__all__ = ["given_cursor", "opened", "reading_cursor", "sealed"]
-
 
 def given_cursor(value: Any) -> str:
     """The text of a cursor; empty for the first page."""

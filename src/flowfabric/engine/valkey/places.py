@@ -21,8 +21,6 @@ from flowfabric.core.text import lossless
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.valkey.transport import Transport
 
-__all__ = ["ANYWHERE", "KEPT", "MAX_LANES", "ValkeyPlaces", "add_names", "keep_lanes", "lane_limit"]
-
 T = TypeVar("T")
 
 # A plain SADD is refused at the memory limit, and then no worker could start that frees memory.

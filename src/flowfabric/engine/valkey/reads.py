@@ -25,8 +25,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
-__all__ = ["ValkeyReads"]
-
 
 class ValkeyReads:
     """`Reads` on Valkey."""

@@ -25,8 +25,6 @@ from flowfabric.core.state import (
 )
 from flowfabric.core.stored import Stored
 
-__all__ = ["Record"]
-
 _NO_CURRENT_ATTEMPT = frozenset(
     {AttemptState.PENDING_RETRY_ATTEMPT, AttemptState.PENDING_REPLAY_ATTEMPT}
 )

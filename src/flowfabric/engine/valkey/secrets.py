@@ -24,15 +24,6 @@ from flowfabric.core.stored import stored_text
 from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, partition_number
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
-__all__ = [
-    "DEFAULT_GRACE_MS",
-    "FIRST_KID",
-    "Found",
-    "ValkeySecrets",
-    "check_rotation",
-    "check_secret",
-]
-
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})

@@ -21,8 +21,6 @@ from flowfabric.core.ids import (
 from flowfabric.engine.api.arguments import checked_bytes, checked_text, instance, one_of, whole
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
-__all__ = ["ValkeySignals"]
-
 _decode = msgspec.json.Decoder().decode
 
 _MAX_JSON_DEPTH = 100

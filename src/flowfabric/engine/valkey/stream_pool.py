@@ -12,8 +12,6 @@ from flowfabric.core.errors import LimitError, TransportError, UnavailableError
 from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import Connection, Transport
 
-__all__ = ["StreamPool", "ceiling_from_env"]
-
 POOL = "stream_ops"
 _DEFAULT_CEILING = 64
 _SHORTEST_PAUSE_MS = 25

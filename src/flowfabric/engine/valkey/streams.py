@@ -46,8 +46,6 @@ from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Connection
 
-__all__ = ["SUMMARY_MAX_BYTES", "Summaries", "ValkeyStreams"]
-
 _TAIL_GRACE_S = 0.5
 
 # Parts of the reply that tells of another document; every other reply is longer.

@@ -59,8 +59,6 @@ from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_c
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.waitpoints import MAX_KEY_BYTES
 
-__all__ = ["Binding", "ValkeySuspensions"]
-
 _policy_json = msgspec.json.Encoder().encode
 
 _FLAGS = (

@@ -14,8 +14,6 @@ from flowfabric.engine.api.upkeep import Audit, DuePage, DueScan, Mode, Survey, 
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
 from flowfabric.engine.valkey.places import ANYWHERE, ValkeyPlaces
 
-__all__ = ["ValkeyUpkeep"]
-
 _WORKERS_AT_ONCE = 200
 
 _LANES_SEARCHED = 100

@@ -48,8 +48,6 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
 
-__all__ = ["ValkeyWaitpoints"]
-
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
 
 MAX_KEY_BYTES = 256

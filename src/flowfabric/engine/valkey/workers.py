@@ -23,8 +23,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces, add_names
 
-__all__ = ["ValkeyWorkers"]
-
 _MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
     b"marked": "marked",
     b"not_registered": "not_registered",
