@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
-from flowfabric.core import keys
 from flowfabric.core.conditions import TimeoutOnly
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import WaitpointToken
+from flowfabric.engine.valkey import keys
 from tests.app.support import parked, time_out
 from tests.support.engine import Engine
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from flowfabric.cli.checks.security import check_secret_file, scripting_finding
-from flowfabric.core import keys
-from flowfabric.core.keys import LEADER
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.health import Grade
+from flowfabric.engine.valkey.keys import LEADER
+from flowfabric.engine.valkey.library import LIBRARY_VERSION, read_library
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.library import LIBRARY_VERSION, read_library
 from tests.cli.support import Cli, Done
 from tests.scanners.support import running, until
 from tests.support.engine import Engine

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Completed, Created, NewExecution
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import TransportError
@@ -17,6 +16,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, TTL, Engine
 
 ATTEMPT_TIMEOUT = 20_000

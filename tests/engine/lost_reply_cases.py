@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Granted
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.exec_support import POLICY, block, freeze
 from tests.support.engine import LANE, TTL, Engine

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from flowfabric.valkey import library
+from flowfabric.engine.valkey import library
 from tests.engine.mutants import Scenario
 from tests.support.engine import Engine, prepared_backend
 from tests.support.server import TestServer

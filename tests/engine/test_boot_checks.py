@@ -8,15 +8,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.health import Grade, health_findings
-from flowfabric.valkey import library
+from flowfabric.engine.valkey.library import LibraryInfo, read_library
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.library import LibraryInfo, read_library
 from flowfabric.valkey.transport import Client, Transport
 from tests.engine.test_library_versions import made
 from tests.support.server import TestServer

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Claim
@@ -17,6 +16,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, times
 from tests.support.suspension import Waits

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.valkey import library
+from flowfabric.engine.valkey import library
 from tests.engine.mutation import private_engine, private_server
 from tests.support.engine import Engine
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from tests.engine.probes import freeze, mark, placed, refused, running, untouched
 from tests.support.engine import TTL, Engine
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from tests.engine.claim_support import BOTH, GPU, claim_many, create_many, ids
 from tests.engine.probes import (
     OTHER,

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.policy import parse_policy
+from flowfabric.engine.valkey import keys
 from tests.engine.claim_support import BOTH, GPU, claim_many, create_many, ids
 from tests.engine.probes import (
     fields,

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import CorruptionError, KeyStoreError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey import keys
 from tests.engine.probes import paused, running
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.suspension import Waits

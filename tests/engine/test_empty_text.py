@@ -5,7 +5,7 @@ After every test of this folder the whole keyspace is searched for empty fields.
 
 from __future__ import annotations
 
-from flowfabric.core import keys
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import BACKOFF, POLICY, promote, record
 from tests.engine.probes import WORKER, reclaim
 from tests.support.engine import Engine

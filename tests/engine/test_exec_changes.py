@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import PriorityChanged
 from flowfabric.core.contracts.leases import Fence
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     CODES,
     RUNNABLE,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Completed
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import POLICY, indexes, record, refused, unchanged
 from tests.support.engine import LANE, Engine
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
 from flowfabric.core.errors import EngineError, UnavailableError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy, RoutingRequirements, TimeoutPolicy, parse_policy
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import indexes, raw, record, refused, unchanged
 from tests.support.engine import LANE, Engine
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import BACKOFF, Case, block, mark, promote
 from tests.support.engine import LANE, TTL, Engine
 

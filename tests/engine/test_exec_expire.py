@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     POLICY,
     Case,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
 from flowfabric.core.contracts.leases import Fence
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     expire_deadline,
     indexes,

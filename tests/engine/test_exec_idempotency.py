@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import trim
 from tests.support.engine import LANE, Engine
 

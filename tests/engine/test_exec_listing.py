@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey import listings as listing
 from tests.engine.exec_support import Case, refused
 from tests.support.engine import LANE, Engine

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import flowfabric
-from flowfabric.core import keys
 from flowfabric.core.state import CODE_LETTERS, StateVector, index_suffix, violations
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import text
 from tests.support.engine import Engine
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Delayed, Moved, Ready
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     block,
     expire_attempt,

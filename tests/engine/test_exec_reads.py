@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import CurrentAttempt
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import StateVector, violations
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import CODES, Case, refused
 from tests.support.engine import LANE, TTL, Engine
 

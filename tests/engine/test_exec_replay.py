@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Replayed
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     DEADLINE,
     RUNNABLE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import (
     TERMINAL,
     Case,

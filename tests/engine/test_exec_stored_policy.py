@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import RetryScheduled, TerminalFailed
+from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
 
 pytestmark = pytest.mark.corrupts

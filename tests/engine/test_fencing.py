@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.streams import Frame
@@ -18,6 +17,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion, Holder
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.probes import event_types, mark, placed, reclaim, refused, running, untouched
 from tests.support.engine import TTL, Engine

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import flowfabric
-from flowfabric.core import keys
 from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Handle
@@ -17,6 +16,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, command, copy, times, uuids
 from tests.support.suspension import Waits

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
 from tests.support.leaks import find_leaks
 from tests.support.suspension import Waits

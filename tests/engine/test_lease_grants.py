@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import ClaimGrant
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.valkey import keys
 from tests.engine.probes import (
     OTHER,
     WORKER,

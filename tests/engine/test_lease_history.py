@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from tests.engine.mutation import mutated, private_engine, private_server
 from tests.engine.probes import (
     event_types,

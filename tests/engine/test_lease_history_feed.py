@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.feed_cursor import FeedCursor, cursor_text
 from flowfabric.engine.api.events import LeaseSubscription
-from flowfabric.engine.valkey import feed_reader
+from flowfabric.engine.valkey import feed_reader, keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.valkey.address import parse_url

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.feed_cursor import FeedCursor
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.events import LeaseSubscription
-from flowfabric.engine.valkey import feed_reader
+from flowfabric.engine.valkey import feed_reader, keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey import library
 from flowfabric.valkey.address import parse_url
 from tests.engine.exec_support import refused
 from tests.engine.history_support import blocked, following, lived, nothing_more, take

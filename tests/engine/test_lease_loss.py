@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import AlreadySatisfied, Revoked
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import StateVector
+from flowfabric.engine.valkey import keys
 from tests.engine.probes import (
     event_types,
     fields,

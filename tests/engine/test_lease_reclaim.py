@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import (
     Claim,
     GrantNotFound,
@@ -17,6 +16,7 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import StateVector
+from flowfabric.engine.valkey import keys
 from tests.engine.probes import (
     OTHER,
     WORKER,

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.valkey import library
+from flowfabric.engine.valkey import library
+from flowfabric.engine.valkey.library import (
+    LibraryInfo,
+    ensure_library,
+    read_library,
+    read_primaries,
+)
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.library import LibraryInfo, ensure_library, read_library, read_primaries
 from flowfabric.valkey.transport import Ask, Transport
 from tests.cluster.nodes import TestCluster
 from tests.support.server import TestServer

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners.places import Place
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import assert_short, command, copy, uuids

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import Completed
 from flowfabric.core.contracts.leases import Renewed
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
 
 pytestmark = pytest.mark.corrupts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
+from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.suspension import Waits
 

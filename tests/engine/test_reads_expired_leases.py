@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease
 from flowfabric.core.contracts.leases import Handle
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import mark, refused
 from tests.support.engine import TTL, Engine
 

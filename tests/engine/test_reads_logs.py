@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts, solo_partition
@@ -15,6 +14,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.layers.audit import ReclaimWatch
 from flowfabric.engine.layers.audit_log import acting_as, caller
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.collisions import report_collisions
 from tests.engine.exec_support import POLICY, mark
 from tests.engine.probes import reclaim

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, RetryPolicy, parse_policy
+from flowfabric.engine.valkey import keys
 from tests.engine.exec_support import refused
 from tests.support.engine import Engine
 

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import TransportError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import Completed, Impossible, NewExecution
 from flowfabric.core.contracts.streams import Frame
@@ -16,8 +15,8 @@ from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey import library
 from flowfabric.valkey.reads import READ_FUNCTIONS
 from tests.engine.mutation import mutated, private_engine, private_server
 from tests.engine.probes import OTHER, WORKER, grant, lapsed, reclaim_grant, running

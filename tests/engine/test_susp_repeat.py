@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core.conditions import Count, CountKind, Single
 from flowfabric.core.ids import new_uuid
-from flowfabric.core.keys import suspend_dedup
+from flowfabric.engine.valkey.keys import suspend_dedup
 from tests.engine.probes import freeze, refused, untouched
 from tests.support.engine import Engine
 from tests.support.suspension import GO, Waits

@@ -12,7 +12,6 @@ import pytest
 
 from flowfabric.app.secret_file import folder_secret
 from flowfabric.app.server_location import ServerLocation
-from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.suspension import Suspended
@@ -20,6 +19,7 @@ from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import SECRET_VARIABLE, prepare
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.suspension import Accepted, AlreadySatisfiedSuspension, UsePending
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import WaitpointToken, new_uuid
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.boot import configured_secret
 from flowfabric.valkey.address import parse_url

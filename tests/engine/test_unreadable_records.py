@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.state import CODE_LETTERS
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.engine.exec_support import Case, unchanged
 from tests.engine.probes import OTHER, WORKER, a_grant, lapsed, write

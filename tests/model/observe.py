@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.events import decode_entry
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo, ExecutionSnapshot
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import violations
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.model.model import Model
 from tests.model.parts import LEASED, Execution

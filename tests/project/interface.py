@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from flowfabric.valkey.library import LIBRARY_VERSION
+from flowfabric.engine.valkey.library import LIBRARY_VERSION
 from tests.project.checkout import SOURCE
 from tests.project.lua_source import FUNCTIONS, interface_of
 
@@ -36,7 +36,7 @@ class Interface(msgspec.Struct, frozen=True):
             return (
                 f"The interface of {changed} changed. Run `make library` and commit what it writes:"
                 f" it raises LIBRARY_VERSION above {self.version}. If callers of an older version"
-                " no longer work, raise MIN_CLIENT, too (src/flowfabric/valkey/library.py)."
+                " no longer work, raise MIN_CLIENT, too (src/flowfabric/engine/valkey/library.py)."
             )
         if self.version != now.version:
             return f"Run `make library`: {NOTED.name} is of version {self.version}."

@@ -28,7 +28,7 @@ def test_no_key_is_spelled_out_elsewhere() -> None:
         if path.is_relative_to(SOURCE) and path not in NAMES
         for hit in literals(name_of(path), path.read_text())
     ]
-    assert found == [], "build it with core/keys.py or lua/lib/20_keys.lua"
+    assert found == [], "build it with engine/valkey/keys.py or lua/lib/20_keys.lua"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_core_does_no_io() -> None:
         ("app", "import flowfabric as ff", True),
         ("sdk", "from . import config", True),
         ("cli", "import flowfabric as ff", False),
-        ("engine", "from flowfabric.core import keys", False),
+        ("engine", "from flowfabric.engine.valkey import keys", False),
         ("engine", "from flowfabric.engine.calls import Calls", False),
     ],
 )

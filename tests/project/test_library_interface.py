@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flowfabric.valkey.library import LIBRARY_VERSION, MIN_CLIENT
+from flowfabric.engine.valkey.library import LIBRARY_VERSION, MIN_CLIENT
 from tests.project.interface import Interface, current, noted
 from tests.project.lua_source import LUA, interface_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import OwnershipState, PublicState
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from flowfabric.scanners.settings import INTERVALS_S

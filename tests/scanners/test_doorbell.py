@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from flowfabric.core import keys
+from flowfabric.engine.valkey import keys
 from tests.scanners.support import idle, rings
 from tests.support.engine import TTL, Engine
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import break_record, create_delayed, idle

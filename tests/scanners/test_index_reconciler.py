@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import index_reconciler
 from flowfabric.scanners.base import ScanResult, Scope

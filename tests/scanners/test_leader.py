@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.keys import LEADER, LEADERS
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.keys import LEADER, LEADERS
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.leader import Leader, Leadership, read_leaders
 from flowfabric.valkey.address import parse_url

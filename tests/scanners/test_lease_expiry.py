@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.state import OwnershipState
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import DEFAULTS, idle, members, plant, rings, running, until
 from tests.support.engine import TTL, Engine

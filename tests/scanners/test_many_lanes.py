@@ -9,10 +9,10 @@ import pytest
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.core.keys import PLACES, wake
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.lanes import LaneSettings
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.keys import PLACES, wake
 from flowfabric.engine.valkey.places import MAX_LANES
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S

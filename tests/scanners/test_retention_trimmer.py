@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import idle, members, plant

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core import keys
 from flowfabric.core.errors import NotFoundError, TransportError, ValidationError
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.base import ScanResult, Scope

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core import keys
+from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
 from tests.scanners.support import idle
 from tests.support.engine import Engine

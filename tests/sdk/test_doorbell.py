@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from flowfabric.core.keys import wake
+from flowfabric.engine.valkey.keys import wake
 from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import ConfigError, TransportError
-from flowfabric.core.keys import LANES, NAMESPACES, PARTITIONS, PLACES
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.keys import LANES, NAMESPACES, PARTITIONS, PLACES
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker

@@ -18,9 +18,9 @@ import pytest
 import flowfabric as ff
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.keys import LEADER, PARTITIONS, PLACES
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.keys import LEADER, PARTITIONS, PLACES
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.doorbell import Doorbell
 from flowfabric.scanners.due import DueScanner

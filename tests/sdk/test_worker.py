@@ -15,8 +15,8 @@ from flowfabric.core.errors import (
     TransportError,
     WorkerAtCapacity,
 )
-from flowfabric.core.keys import wake
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.keys import wake
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker

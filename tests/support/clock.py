@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowfabric.valkey.library import include
+from flowfabric.engine.valkey.library import include
 
 __all__ = ["include_test_functions"]
 

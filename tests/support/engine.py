@@ -11,13 +11,13 @@ from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Claim, Handle
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.keys import events
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import StateVector
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
+from flowfabric.engine.valkey.keys import events
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"

@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
 from flowfabric.bench.options import Aof
-from flowfabric.core import keys
 from flowfabric.core.partition import PartitionCounts, solo_partition
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.embedded import EmbeddedServer

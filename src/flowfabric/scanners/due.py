@@ -7,11 +7,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import is_execution_id
 from flowfabric.core.text import shown
 from flowfabric.engine.api.upkeep import DuePage, DueScan
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.tracker import FailureTracker

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
 

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.upkeep import Survey
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import as_stored
 from flowfabric.scanners.base import ScanResult, Scope, Tally

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.text import lossless, shown
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import is_uuid
 from flowfabric.core.text import lossless
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import Scope
 from flowfabric.scanners.due import DueScanner

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from flowfabric.core import keys
 from flowfabric.engine.api.upkeep import Survey, SurveyPart
+from flowfabric.engine.valkey import keys
 
 # What one survey may cover, so that it never holds the server for long.
 _AT_ONCE_EXECUTIONS = 600

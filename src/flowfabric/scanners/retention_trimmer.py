@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.base import ScanResult, Scope, Tally
 from flowfabric.scanners.due import DueScanner, lane_indexes

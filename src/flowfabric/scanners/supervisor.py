@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 import logging
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
 from flowfabric.scanners.base import Scanner, ScanResult

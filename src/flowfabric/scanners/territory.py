@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.errors import CorruptionError
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.places import ANYWHERE
 

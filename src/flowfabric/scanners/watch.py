@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.upkeep import DueScan
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory

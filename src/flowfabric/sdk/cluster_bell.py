@@ -6,8 +6,8 @@ import asyncio
 import logging
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import TransportError
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.valkey.transport import Connection

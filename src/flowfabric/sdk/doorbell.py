@@ -7,8 +7,8 @@ import logging
 import time
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import EngineError
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scheduler.hints import Lanes
 from flowfabric.scheduler.sweep import find_work

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-_LIBRARY = "flowfabric.valkey.library"
+_LIBRARY = "flowfabric.engine.valkey.library"
 _FUNCTIONS = Path(__file__).parents[1] / "ff_test.lua"
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connect import check_server, connect
-from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Transport
 from tests.support.listening import listening
 from tests.support.server import TestServer, free_port

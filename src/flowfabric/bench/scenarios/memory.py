@@ -7,7 +7,7 @@ import asyncio
 from flowfabric.bench.arena import Arena, arena
 from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
-from flowfabric.core import keys
+from flowfabric.engine.valkey import keys
 
 _PAYLOAD = b'{"text":"' + b"x" * 189 + b'"}'
 _WARM_UP = 256

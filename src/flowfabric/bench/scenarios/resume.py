@@ -12,8 +12,8 @@ from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.processes import worker_process
 from flowfabric.bench.statistics import percentile
 from flowfabric.bench.tasks import BenchApp
-from flowfabric.core import keys
 from flowfabric.core.ids import ExecutionId, WaitpointToken
+from flowfabric.engine.valkey import keys
 
 _WARM_UP = 50
 _CONCURRENCY = 64

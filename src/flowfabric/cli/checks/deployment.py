@@ -10,10 +10,10 @@ from typing import Any
 from flowfabric.cli.checks.server import server_seconds
 from flowfabric.cli.reads.workers import read_live_workers
 from flowfabric.cli.views.text import plural
-from flowfabric.core import keys
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.api.workers import WorkerEntry
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.boot import configured_counts
 from flowfabric.engine.valkey.health import Finding, Grade

@@ -9,8 +9,8 @@ from flowfabric.cli.checks.security import check_security
 from flowfabric.cli.views.text import duration
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.valkey.health import Finding, Grade, health_findings
+from flowfabric.engine.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.connect import MINIMUM_VERSION, check_server
-from flowfabric.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.valkey.transport import Transport
 
 _SKEW_MS = 1000

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal, SuspendedEntry
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
 _PAGE = 1000

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.engine.api.workers import WorkerEntry
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 
 

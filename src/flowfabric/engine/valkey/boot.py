@@ -8,17 +8,17 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lanes
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.health import log_findings
+from flowfabric.engine.valkey.library import ensure_library, read_primaries
 from flowfabric.engine.valkey.places import keep_lanes
 from flowfabric.engine.valkey.secrets import ValkeySecrets, check_secret
 from flowfabric.valkey.connect import check_server
-from flowfabric.valkey.library import ensure_library, read_primaries
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import (
     CorruptionError,
@@ -24,7 +23,8 @@ from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import checked_tag, fence_text
-from flowfabric.valkey.library import ensure_library
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.valkey.reads import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 

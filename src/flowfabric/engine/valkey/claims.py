@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowfabric.core import capabilities as caps
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimedMany,
@@ -23,7 +22,6 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
-from flowfabric.core.keys import grant as grant_name
 from flowfabric.engine.api.arguments import (
     MAX_EXACT,
     checked_text,
@@ -36,10 +34,12 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.api.batches import BATCH, in_parts
 from flowfabric.engine.api.claims import ClaimRequest, worker_pair
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refusal, text
 from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claims
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.keys import grant as grant_name
 
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
+from flowfabric.engine.valkey import keys
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
-from flowfabric.core import keys
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent, lease_event
@@ -17,6 +16,7 @@ from flowfabric.core.feed_cursor import cursor_text
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.tags import validate_tag_filter
 from flowfabric.engine.api.arguments import checked_text, each_text, instance
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feed_reader import Entry, FeedReader, Start
 from flowfabric.engine.valkey.places import ValkeyPlaces

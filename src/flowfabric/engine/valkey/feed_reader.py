@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.errors import TransportError, engine_error, invalid_input
 from flowfabric.core.feed_cursor import (
     BEGINNING,
@@ -27,9 +26,10 @@ from flowfabric.core.ids import PartitionKey
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.arguments import listed, partition_number
 from flowfabric.engine.api.events import Start
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.library import read_primaries
 from flowfabric.engine.valkey.places import ValkeyPlaces
-from flowfabric.valkey.library import read_primaries
 from flowfabric.valkey.transport import Connection
 
 log = logging.getLogger(__name__)

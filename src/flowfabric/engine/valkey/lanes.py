@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.stored import Stored
 from flowfabric.engine.api.arguments import flag, one_of, reason_text, whole
 from flowfabric.engine.api.lanes import LaneSettings
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.page_cursor import given_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, keep_lanes

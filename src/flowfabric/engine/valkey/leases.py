@@ -7,7 +7,6 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
 from flowfabric.core.contracts.leases import (
     AlreadySatisfied,
@@ -28,6 +27,7 @@ from flowfabric.engine.api.arguments import (
     reason_text,
     whole,
 )
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces

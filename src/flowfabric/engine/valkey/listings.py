@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import (
@@ -29,6 +28,7 @@ from flowfabric.engine.api.arguments import (
     whole,
 )
 from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed

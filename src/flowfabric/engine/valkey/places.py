@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar, cast
 
-from flowfabric.core import keys
 from flowfabric.core.errors import (
     CorruptionError,
     EngineError,
@@ -18,6 +17,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import PartitionKey, stored_lane, validate_lanes, validate_namespace
 from flowfabric.core.text import lossless
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.valkey.transport import Transport
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.events import Event, decode_history
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
@@ -21,6 +20,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.engine.api.arguments import checked_text, each_text
 from flowfabric.engine.api.workers import waits_for_worker
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers

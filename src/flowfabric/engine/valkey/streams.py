@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from flowfabric.core import keys
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import (
     AppendOutcome,
@@ -40,10 +39,11 @@ from flowfabric.engine.api.arguments import (
 )
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
 from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refused
 from flowfabric.engine.valkey.frames import Page, append_args, append_outcome, page_of, summary_of
+from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.engine.valkey.stream_pool import StreamPool
-from flowfabric.valkey.library import ensure_library
 from flowfabric.valkey.transport import Connection
 
 _TAIL_GRACE_S = 0.5

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from flowfabric.core import keys
 from flowfabric.core.ids import PartitionKey, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.api.arguments import each_stored, instance, one_of
 from flowfabric.engine.api.upkeep import Audit, DuePage, DueScan, Mode, Survey, SurveyPart
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
 from flowfabric.engine.valkey.places import ANYWHERE, ValkeyPlaces
 

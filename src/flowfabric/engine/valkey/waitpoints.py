@@ -6,7 +6,6 @@ import asyncio
 import logging
 from typing import Any
 
-from flowfabric.core import keys
 from flowfabric.core.conditions import (
     AllOf,
     Condition,
@@ -45,6 +44,7 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from flowfabric.core import capabilities as caps
-from flowfabric.core import keys
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import (
     new_uuid,
@@ -19,6 +18,7 @@ from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import checked_text, flag, positive_ms, whole
 from flowfabric.engine.api.workers import Coverage, WorkerEntry, least_missing
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces, add_names

@@ -1,5 +1,5 @@
 -- Every key name, built from the partition's hash tag (`{fp:N}`) and ids.
--- core/keys.py builds the same names; a test compares the two.
+-- engine/valkey/keys.py builds the same names; a test compares the two.
 
 K.LANES = 'ff:idx:lanes'
 

@@ -1,0 +1,144 @@
+"""Only engine/valkey reaches the server: every other module goes through its interface."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.project.checkout import SOURCE, modules
+
+WIRE = "flowfabric.valkey"
+DOOR = "flowfabric.engine.valkey"
+"""Its package exports what the rest of the project may import; its modules are private."""
+COMMANDS = {"transport", "fcall", "fcall_ro"}
+
+STILL_BREAKING = {
+    "app/context.py",
+    "app/interrupt.py",
+    "app/output.py",
+    "app/run.py",
+    "app/secret_file.py",
+    "app/server_location.py",
+    "app/stopping.py",
+    "bench/arena.py",
+    "bench/raw.py",
+    "bench/scenarios/lifecycle.py",
+    "bench/scenarios/memory.py",
+    "bench/scenarios/resume.py",
+    "bench/scenarios/stream.py",
+    "cli/checks/deployment.py",
+    "cli/checks/embedded.py",
+    "cli/checks/security.py",
+    "cli/checks/server.py",
+    "cli/commands/answers.py",
+    "cli/commands/doctor.py",
+    "cli/commands/executions.py",
+    "cli/commands/secrets.py",
+    "cli/commands/tail.py",
+    "cli/logs.py",
+    "cli/options.py",
+    "cli/reads/detail.py",
+    "cli/reads/listing.py",
+    "cli/reads/waits.py",
+    "cli/reads/workers.py",
+    "cli/session.py",
+    "cli/views/doctor.py",
+    "scanners/attempt_timeout.py",
+    "scanners/base.py",
+    "scanners/delayed_promoter.py",
+    "scanners/doorbell.py",
+    "scanners/due.py",
+    "scanners/execution_deadline.py",
+    "scanners/filter.py",
+    "scanners/hints.py",
+    "scanners/idle_lanes.py",
+    "scanners/index_reconciler.py",
+    "scanners/leader.py",
+    "scanners/lease_expiry.py",
+    "scanners/pending_wp_expiry.py",
+    "scanners/places.py",
+    "scanners/retention_trimmer.py",
+    "scanners/runner.py",
+    "scanners/supervisor.py",
+    "scanners/suspension_timeout.py",
+    "scanners/territory.py",
+    "scanners/watch.py",
+    "scanners/worker_sweeper.py",
+    "scheduler/sweep.py",
+    "sdk/client.py",
+    "sdk/client_signals.py",
+    "sdk/cluster_bell.py",
+    "sdk/doorbell.py",
+    "sdk/endings.py",
+    "sdk/lease_feed.py",
+    "sdk/lease_keeper.py",
+    "sdk/portal.py",
+    "sdk/runtime.py",
+    "sdk/scanner_thread.py",
+    "sdk/sync.py",
+    "sdk/task.py",
+    "sdk/task_waits.py",
+    "sdk/worker.py",
+}
+"""Modules that still break the rule, by folder; the list must end empty."""
+
+
+def _is_private(name: str) -> bool:
+    parts = name.removeprefix(f"{DOOR}.").split(".")
+    folder = SOURCE / "engine" / "valkey"
+    return (folder / f"{parts[0]}.py").exists() or (folder / parts[0]).is_dir()
+
+
+def violations(source: str) -> Iterator[str]:
+    """What a module outside the engine's Valkey folder must not import or use."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            case ast.Attribute(attr=attr) if attr in COMMANDS:
+                yield f"line {node.lineno}: uses .{attr}"
+                continue
+            case _:
+                continue
+        for name in names:
+            wire = name == WIRE or name.startswith(f"{WIRE}.")
+            if wire or (name.startswith(f"{DOOR}.") and _is_private(name)):
+                yield f"line {node.lineno}: imports {name}"
+
+
+def _is_outside(path: Path) -> bool:
+    below = path.relative_to(SOURCE).parts
+    return below[0] != "valkey" and below[:2] != ("engine", "valkey")
+
+
+def test_nothing_else_imports_the_wire_or_sends_a_command() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix(): broken
+        for path in modules()
+        if _is_outside(path) and (broken := list(violations(path.read_text())))
+    }
+    assert {name: why for name, why in found.items() if name not in STILL_BREAKING} == {}
+    assert STILL_BREAKING - set(found) == set(), "remove from the list: these keep the rule now"
+
+
+@pytest.mark.parametrize(
+    ("source", "caught"),
+    [
+        ("from flowfabric.valkey.transport import Transport", True),
+        ("def f():\n    from flowfabric.valkey import reads", True),
+        ("import flowfabric.valkey", True),
+        ("from flowfabric.engine.valkey import keys", True),
+        ("from flowfabric.engine.valkey.backend import ValkeyBackend", True),
+        ("backend.transport.call('PING')", True),
+        ("backend.calls.fcall('ff_x')", True),
+        ("from flowfabric.engine.valkey import open_backend", False),
+        ("from flowfabric.engine.api.backend import Backend", False),
+    ],
+)
+def test_the_guard_itself(source: str, caught: bool) -> None:
+    assert bool(list(violations(source))) is caught
