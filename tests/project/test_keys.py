@@ -8,7 +8,7 @@ import pytest
 
 from tests.project.checkout import SOURCE, code, name_of
 
-NAMES = {SOURCE / "core" / "keys.py", SOURCE / "lua" / "lib" / "20_keys.lua"}
+NAMES = {SOURCE / "engine" / "valkey" / "keys.py", SOURCE / "lua" / "lib" / "20_keys.lua"}
 LITERAL = re.compile(r"""["']ff:|\[\[ff:""")
 
 
