@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from flowfabric.app.secret_file import folder_secret
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.suspension import Suspended
@@ -21,8 +19,10 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import SECRET_VARIABLE, prepare
+from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
+from flowfabric.valkey.secret_file import folder_secret
 from tests.engine.probes import untouched
 from tests.support.engine import Engine
 from tests.support.server import TestServer

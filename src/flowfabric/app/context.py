@@ -13,11 +13,11 @@ from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts.streams import FrameMode
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.durations import Duration
+from flowfabric.core.forks import generation
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.portal import LoopCaller, refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
-from flowfabric.valkey.forks import generation
 
 V = TypeVar("V")
 

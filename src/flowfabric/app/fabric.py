@@ -9,7 +9,6 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overloa
 
 from flowfabric.app import codec
 from flowfabric.app.run import Run
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.submission import (
     Calls,
     SubmitManyError,
@@ -31,6 +30,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.engine.api.batches import BATCH
+from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from flowfabric.valkey.forks import end_child, generation
+from flowfabric.core.forks import end_child, generation
 
 
 class Interrupted(BaseException):

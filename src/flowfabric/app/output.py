@@ -9,10 +9,10 @@ import msgspec
 
 from flowfabric.app import codec
 from flowfabric.core.contracts.streams import Frame, FrameMode
+from flowfabric.core.forks import generation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.portal import refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
-from flowfabric.valkey.forks import generation
 
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import NoReturn
 
-from flowfabric.valkey.forks import forget_on_fork
+from flowfabric.core.forks import forget_on_fork
 
 log = logging.getLogger(__name__)
 

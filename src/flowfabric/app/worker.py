@@ -13,10 +13,10 @@ from typing import Any, Literal, Self
 from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.interrupt import HandlerThreads
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.stopping import on_signals
 from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
+from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import HandlerFailure
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime

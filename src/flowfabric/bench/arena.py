@@ -16,8 +16,7 @@ from flowfabric.bench.options import Aof
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.embedded import EmbeddedServer
+from flowfabric.engine.valkey.connect import open_backend, start_embedded
 
 LANE = "default"
 _END_S = 30.0
@@ -58,12 +57,12 @@ class Arena:
 async def arena(aof: Aof) -> AsyncGenerator[Arena]:
     """A fresh server, ended afterwards; its data goes with it."""
     with tempfile.TemporaryDirectory(prefix="ff-bench-", ignore_cleanup_errors=True) as folder:
-        server = await asyncio.to_thread(EmbeddedServer.acquire, Path(folder), aof=aof)
+        server = await asyncio.to_thread(start_embedded, Path(folder), aof=aof)
         pid = server.pid
         try:
             with _without_known_warnings():
-                backend = await ValkeyBackend.connect(
-                    parse_url(server.url), prepare_with=PartitionCounts(), name="ff-bench"
+                backend = await open_backend(
+                    server.url, prepare_with=PartitionCounts(), name="ff-bench"
                 )
                 async with backend:
                     yield Arena(server.url, backend)

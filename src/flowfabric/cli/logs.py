@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
-from flowfabric.valkey.forks import forget_on_fork
+from flowfabric.core.forks import forget_on_fork
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")

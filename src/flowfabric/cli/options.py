@@ -64,10 +64,10 @@ class Target(msgspec.Struct, frozen=True):
 
 def _check_url(url: str) -> None:
     # Imported here because few commands are given a url.
-    from flowfabric.valkey.address import parse_url  # noqa: PLC0415
+    from flowfabric.engine.valkey.connect import check_url  # noqa: PLC0415
 
     try:
-        parse_url(url)
+        check_url(url)
     except ConfigError as error:
         problem = error.message.partition(": ")[2]
         raise typer.BadParameter(problem, param_hint="--url") from error

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import getpass
-import os
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.core.catalogue import CATALOGUE
-from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.boot import join
-from flowfabric.valkey.connect import connect
-from flowfabric.valkey.transport import Transport
+from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data
 
 CONNECT_S = 3.0
 """Somebody is waiting for the answer, so commands give up sooner than workers."""
 
-_DATA_FILES = ("appendonlydir", "valkey.sock")
 _MIN_PREFIX = 4
 _UUID_LENGTH = 36
 _MAX_LISTED = 10
@@ -43,30 +37,6 @@ class NoDataYet(CliError):
         )
 
 
-def data_folder() -> Path:
-    """The data folder of the project's embedded Valkey."""
-    return Path(os.environ.get("FF_DATA_DIR") or ".flowfabric").expanduser().absolute()
-
-
-def has_data() -> bool:
-    """Whether an embedded Valkey runs, or ever ran, in the project's folder."""
-    # Needs fcntl, which some platforms lack; external servers work without it.
-    from flowfabric.valkey.embedded_folder import explained  # noqa: PLC0415
-
-    folder = data_folder()
-    with explained(folder):
-        return any(_exists(folder / name) for name in _DATA_FILES)
-
-
-def _exists(path: Path) -> bool:
-    # Unlike Path.exists, raises for a folder that we may not read.
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 @asynccontextmanager
 async def open_backend(url: str | None) -> AsyncGenerator[ValkeyBackend]:
     """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
@@ -74,30 +44,11 @@ async def open_backend(url: str | None) -> AsyncGenerator[ValkeyBackend]:
     if location.embedded and not has_data():
         raise NoDataYet(data_folder())
     try:
-        address = await location.address()
-        transport = await connect(
-            address, connect_timeout=CONNECT_S, name="flowfabric-cli", patient=False
-        )
-        try:
-            backend = ValkeyBackend(transport, await _join(transport, location))
-        except BaseException:
-            await transport.aclose()
-            raise
+        backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
         async with backend:
             yield backend
     finally:
         location.close()
-
-
-async def _join(transport: Transport, location: ServerLocation) -> PartitionCounts:
-    try:
-        return await join(transport, owned=location.embedded)
-    except ConfigError as error:
-        if not location.embedded or error.field != "partition_config":
-            raise
-    # The first start was interrupted. Any program that uses the folder may finish it.
-    await (await location.open(name="flowfabric-cli")).aclose()
-    return await join(transport, owned=True)
 
 
 def user_name() -> str:

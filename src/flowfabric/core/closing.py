@@ -1,13 +1,14 @@
-"""`async with` for whatever has an `aclose`, `with` for whatever has a `close`."""
+"""`async with` for objects with an `aclose`, `with` for objects with a `close`."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from typing import Self
 
 
 class AsyncClosing(ABC):
-    """Leaving the block closes the object, whatever happened inside."""
+    """Leaving the block closes the object."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -18,6 +19,29 @@ class AsyncClosing(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+class ClosedOnce(AsyncClosing):
+    """Closes exactly once, even if the caller is cancelled while waiting."""
+
+    _ending: asyncio.Task[None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether closing has begun."""
+        return self._ending is not None
+
+    async def aclose(self) -> None:
+        """Close it; every call returns when all is closed."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._close())
+        await asyncio.wait([self._ending])
+        if not self._ending.cancelled():
+            self._ending.result()
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Take every step, even if one is cancelled: a loop that ends cancels all tasks."""
 
 
 class Closing(ABC):

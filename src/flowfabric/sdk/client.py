@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 import msgspec
 
+from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts.executions import (
     Cancelled,
     CreateOutcome,
@@ -39,10 +40,9 @@ from flowfabric.engine.api.events import Start
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.completions import CompletionWatch
+from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.sdk.client_signals import ClientSignals
 from flowfabric.sdk.lease_feed import LeaseFeed
-from flowfabric.valkey.address import Address, from_url
-from flowfabric.valkey.closing import ClosedOnce
 
 _RETRY_S = 0.2
 _SHOWN_CHARS = 200
@@ -126,11 +126,10 @@ class Client(ClientSignals, ClosedOnce):
         self._feeds: weakref.WeakSet[LeaseFeed] = weakref.WeakSet()
 
     @classmethod
-    async def connect(cls, place: Address | str, namespace: str = "default") -> Self:
+    async def connect(cls, place: Place, namespace: str = "default") -> Self:
         """A client of the deployment at an address or url."""
-        address = from_url(place) if isinstance(place, str) else place
         namespace = validate_namespace(namespace)
-        return cls(await ValkeyBackend.connect(address), namespace)
+        return cls(await open_backend(place), namespace)
 
     def new_execution(
         self,

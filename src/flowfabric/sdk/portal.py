@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from flowfabric.valkey.forks import forget_on_fork, generation, leave_behind
+from flowfabric.core.forks import forget_on_fork, generation, leave_behind
 
 T = TypeVar("T")
 

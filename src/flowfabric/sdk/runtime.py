@@ -16,6 +16,7 @@ from flowfabric.core.errors import (
     LeaseLost,
     TransportError,
 )
+from flowfabric.core.forks import end_child, generation
 from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
 from flowfabric.sdk.loop_watch import LoopWatch, handled
@@ -23,7 +24,6 @@ from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.task_waits import Parked
 from flowfabric.sdk.worker import Worker
-from flowfabric.valkey.forks import end_child, generation
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from flowfabric.core.errors import TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.lease_keeper import opened
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 from flowfabric.core.closing import Closing
+from flowfabric.engine.valkey.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.portal import Portal
 from flowfabric.sdk.sync_feed import SyncLeaseFeed
-from flowfabric.valkey.address import Address
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class SyncClient(SyncTwin[Client], Closing):
             raise
 
     @classmethod
-    def connect(cls, place: Address | str, namespace: str = "default") -> Self:
+    def connect(cls, place: Place, namespace: str = "default") -> Self:
         """A client of the deployment at an address or url."""
         return cls(lambda: Client.connect(place, namespace))
 

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Self
 
+from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimGrant,
@@ -28,6 +30,7 @@ from flowfabric.core.errors import (
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend, limits_from_env
+from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.engine.valkey.health import log_findings
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.hints import LaneHints, Lanes
@@ -36,19 +39,12 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import DROP_PAUSE_S, ClaimedTask, warn_dropped
-from flowfabric.valkey.address import Address, from_url
-from flowfabric.valkey.closing import ClosedOnce
 
 log = logging.getLogger(__name__)
 
 Connect = Callable[[], Awaitable[ValkeyBackend]]
 """Opens a backend in the running event loop: one for the worker, one for its lease keeper, one for
 its scanners."""
-
-
-def _opener(place: Address | str) -> Connect:
-    address = from_url(place) if isinstance(place, str) else place
-    return lambda: ValkeyBackend.connect(address)
 
 
 class Worker(ClosedOnce):
@@ -94,12 +90,12 @@ class Worker(ClosedOnce):
         self._heartbeat: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, config: WorkerConfig, place: Connect | Address | str) -> Self:
+    async def connect(cls, config: WorkerConfig, place: Connect | Place) -> Self:
         """Open connections, register the process, start the lease keeper and the heartbeat.
 
         `place` is a url, an address, or a function that opens a backend.
         """
-        connect = place if callable(place) else _opener(place)
+        connect = place if callable(place) else partial(open_backend, place)
         # Local mistakes first: a typo must not register an instance that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
         limits_from_env()

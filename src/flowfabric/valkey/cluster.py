@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from flowfabric.core.errors import TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.partition import crc16
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import (
@@ -31,7 +32,6 @@ from flowfabric.valkey.connection import (
     Reply,
 )
 from flowfabric.valkey.faults import RedirectError
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.patience import PATIENCE, PatientCall
 from flowfabric.valkey.transport import Ask, Link, check_pong
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from flowfabric.core.errors import TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.valkey import faults
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import (
@@ -24,7 +25,6 @@ from flowfabric.valkey.connection import (
     Reply,
     dial,
 )
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.patience import FIRST_BACKOFF, LAST_BACKOFF, PATIENCE, PatientCall, jittered
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.connect import open_backend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
-from flowfabric.valkey.address import parse_url
 
 _TOKEN = Frame(payload=b" a token of an LLM", frame_type="delta")
 _WRITERS = 10
@@ -86,7 +86,7 @@ async def _tails(
     at: Arena, tasks: Sequence[ClaimedTask], lags: asyncio.Queue[float]
 ) -> AsyncGenerator[ValkeyBackend]:
     """A client whose tails wait, one for each task; each frame's age goes to `lags`."""
-    backend = await ValkeyBackend.connect(parse_url(at.url), name="ff-bench-tails")
+    backend = await open_backend(at.url, name="ff-bench-tails")
     backend.stream_pool.ceiling = max(len(tasks), backend.stream_pool.ceiling)
     async with Client(backend) as client:
         reading = [asyncio.create_task(_read(client, task, lags)) for task in tasks]

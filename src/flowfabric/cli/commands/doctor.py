@@ -9,22 +9,22 @@ from typing import Annotated
 import typer
 
 from flowfabric import __version__
-from flowfabric.app.secret_file import SECRET_FILE
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.checks.deployment import check_deployment
 from flowfabric.cli.checks.security import check_secret_file
 from flowfabric.cli.checks.server import check_server_side
 from flowfabric.cli.errors import describe
 from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
-from flowfabric.cli.session import CONNECT_S, NoDataYet, data_folder, has_data
+from flowfabric.cli.session import CONNECT_S, NoDataYet
 from flowfabric.cli.views.doctor import print_findings
 from flowfabric.cli.views.screen import print_json
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError
 from flowfabric.core.text import shown
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.boot import read_counts
+from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data
 from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.connect import connect
+from flowfabric.valkey.secret_file import SECRET_FILE
 
 
 def doctor(
@@ -57,15 +57,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _prepare(location: ServerLocation) -> None:
-    name = "flowfabric-doctor"
-    if location.embedded:
-        backend = await location.open(name=name)
-    else:
-        backend = await ValkeyBackend.connect_and_prepare(await location.address(), name=name)
-    await backend.aclose()
-
-
 async def _run_checks(
     location: ServerLocation, namespace: str | None, *, prepare: bool
 ) -> tuple[str, list[Finding]]:
@@ -82,7 +73,7 @@ async def _run_checks(
         )
         try:
             if prepare:
-                await _prepare(location)
+                await (await location.open(name="flowfabric-doctor", prepare=True)).aclose()
                 checks.append(
                     Finding("prepare", Grade.OK, "partition counts and functions are set up")
                 )

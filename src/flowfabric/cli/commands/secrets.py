@@ -10,8 +10,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flowfabric.app.secret_file import replace_folder_secret
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
     JsonOption,
@@ -21,11 +19,12 @@ from flowfabric.cli.options import (
     confirm,
     parse_seconds,
 )
-from flowfabric.cli.session import data_folder, open_backend
+from flowfabric.cli.session import open_backend
 from flowfabric.cli.views.screen import Cell, Screen, print_json
 from flowfabric.cli.views.text import clock, duration, plural
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
 from flowfabric.engine.valkey.boot import SECRET_VARIABLE
+from flowfabric.engine.valkey.connect import ServerLocation, store_secret
 from flowfabric.engine.valkey.secrets import check_rotation
 
 _MAX_LISTED = 8
@@ -133,7 +132,7 @@ def rotate_secret(
         async with open_backend(target.url) as backend:
             done = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
             if not done.failed and ServerLocation(target.url).embedded:
-                replace_folder_secret(data_folder(), secret)
+                store_secret(secret)
             return done
 
     summary = asyncio.run(rotate())

@@ -16,7 +16,6 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.app.fabric import Fabric
-from flowfabric.app.server_location import ServerLocation
 from flowfabric.app.stopping import Overdue, ends_within, on_signals
 from flowfabric.app.worker import AppWorker
 from flowfabric.cli.errors import report
@@ -30,13 +29,13 @@ from flowfabric.cli.options import (
     parse_seconds,
     seconds_between,
 )
-from flowfabric.cli.session import data_folder
 from flowfabric.cli.views.screen import Screen
 from flowfabric.cli.views.text import duration, plural
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.text import shown
+from flowfabric.engine.valkey.connect import ServerLocation, data_folder
 from flowfabric.sdk.runtime import RunSummary
 
 log = logging.getLogger(__name__)

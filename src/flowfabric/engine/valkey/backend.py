@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AsyncExitStack
 
+from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import Claims
@@ -52,7 +53,6 @@ from flowfabric.engine.valkey.upkeep import ValkeyUpkeep
 from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.closing import ClosedOnce
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Revive, Transport
 

@@ -8,11 +8,11 @@ import logging
 from typing import Any
 
 from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import Connection
 
 log = logging.getLogger(__name__)

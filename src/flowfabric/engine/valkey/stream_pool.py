@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from flowfabric.core.environment import whole_number
 from flowfabric.core.errors import LimitError, TransportError, UnavailableError
-from flowfabric.valkey.forks import forget_on_fork, leave_behind
+from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.valkey.transport import Connection, Transport
 
 POOL = "stream_ops"

@@ -8,12 +8,10 @@ import re
 import secrets
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from flowfabric.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from flowfabric.valkey.embedded_folder import DataFolder
+from flowfabric.valkey.embedded_folder import DataFolder, explained
 
 SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
 _BYTES: Final = 32
@@ -25,9 +23,6 @@ def folder_secret(path: Path) -> str:
 
     If several processes generate one at the same time, one wins and all return its secret.
     """
-    # Needs fcntl, which some platforms lack; external servers work without it.
-    from flowfabric.valkey.embedded_folder import DataFolder, explained  # noqa: PLC0415
-
     with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
         with contextlib.suppress(FileNotFoundError):
             return _read(folder)
@@ -42,9 +37,6 @@ def folder_secret(path: Path) -> str:
 
 def replace_folder_secret(path: Path, secret: str) -> None:
     """Store the secret that the deployment was rotated to."""
-    # Needs fcntl, which some platforms lack; external servers work without it.
-    from flowfabric.valkey.embedded_folder import DataFolder, explained  # noqa: PLC0415
-
     with (
         explained(path),
         contextlib.closing(DataFolder.prepare(path)) as folder,

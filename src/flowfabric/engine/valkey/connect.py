@@ -1,0 +1,190 @@
+"""The way to the engine: open a backend on a deployment, or on the project's embedded Valkey.
+
+Only this module and its neighbours open connections; the layers above import it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from flowfabric.core.errors import ConfigError
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
+from flowfabric.engine.valkey.boot import join
+from flowfabric.valkey.address import Address, from_env, from_url, parse_url
+from flowfabric.valkey.connect import connect
+from flowfabric.valkey.transport import Transport
+
+if TYPE_CHECKING:
+    # Needs fcntl, which some platforms lack; external servers work without it.
+    from flowfabric.valkey.embedded import EmbeddedServer
+    from flowfabric.valkey.embedded_folder import Aof
+
+Place: TypeAlias = Address | str
+"""An address or its url."""
+
+_DATA_FILES: Final = ("appendonlydir", "valkey.sock")
+
+log = logging.getLogger(__name__)
+
+
+async def open_backend(
+    place: Place, *, name: str = "flowfabric", prepare_with: PartitionCounts | None = None
+) -> ValkeyBackend:
+    """A backend on the deployment at an address or url; with `prepare_with`, sets it up first."""
+    address = from_url(place) if isinstance(place, str) else place
+    return await ValkeyBackend.connect(address, name=name, prepare_with=prepare_with)
+
+
+def check_url(url: str) -> None:
+    """Raise `ConfigError` unless this is the url of a deployment."""
+    parse_url(url)
+
+
+def start_embedded(data_dir: Path | None = None, *, aof: Aof = "everysec") -> EmbeddedServer:
+    """Start or join the embedded server of a folder; blocks, and the caller releases it."""
+    from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
+
+    return EmbeddedServer.acquire(data_dir, aof=aof)
+
+
+def data_folder() -> Path:
+    """The data folder of the project's embedded Valkey."""
+    return Path(os.environ.get("FF_DATA_DIR") or ".flowfabric").expanduser().absolute()
+
+
+def has_data() -> bool:
+    """Whether an embedded Valkey runs, or ever ran, in the project's folder."""
+    from flowfabric.valkey.embedded_folder import explained  # noqa: PLC0415
+
+    folder = data_folder()
+    with explained(folder):
+        return any(_exists(folder / name) for name in _DATA_FILES)
+
+
+def _exists(path: Path) -> bool:
+    # Unlike Path.exists, raises for a folder that we may not read.
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def store_secret(secret: str) -> None:
+    """Keep the secret that the project's embedded deployment was rotated to."""
+    from flowfabric.valkey.secret_file import replace_folder_secret  # noqa: PLC0415
+
+    replace_folder_secret(data_folder(), secret)
+
+
+class ServerLocation:
+    """Opens backends on one deployment; without a url, the one that the environment names.
+
+    The embedded server starts with the first backend.
+    """
+
+    def __init__(self, url: str | None = None) -> None:
+        self._address = from_url(url) if url else from_env(os.environ)
+        self._server: EmbeddedServer | None = None
+        self._closings = 0
+        self._lock = threading.Lock()
+
+    @property
+    def embedded(self) -> bool:
+        """Whether FlowFabric starts its own server for this deployment."""
+        return self._address is None
+
+    @property
+    def peer(self) -> str:
+        """The deployment's name in messages, without any secret."""
+        return "embedded Valkey" if self._address is None else self._address.peer
+
+    async def address(self) -> Address:
+        """The deployment's address; starts or joins the embedded server when there is no other."""
+        if self._address is not None:
+            return self._address
+        if self._server is None:
+            await asyncio.to_thread(self._acquire, self._closings)
+        server = self._server
+        if server is None:
+            raise ConfigError("embedded", "the server was released")
+        return server.address
+
+    def _acquire(self, closings: int) -> None:
+        """Start or join the embedded server.
+
+        Runs in a thread, which cannot be cancelled: a hold that arrives after `close`, or second,
+        is released.
+        """
+        server = start_embedded()
+        with self._lock:
+            if self._server is None and self._closings == closings:
+                self._server = server
+                return
+        server.release()
+
+    async def open(self, *, name: str = "flowfabric", prepare: bool = False) -> ValkeyBackend:
+        """A backend in the running event loop; the embedded deployment is always prepared."""
+        if self.embedded:
+            # Refuse wrong settings before starting a server.
+            check_settings()
+        address = await self.address()
+        if self.embedded:
+            return await ValkeyBackend.connect_and_prepare(
+                address, name=name, revive=self._revive, mint_secret=self._mint_secret
+            )
+        if prepare:
+            return await ValkeyBackend.connect_and_prepare(address, name=name)
+        return await ValkeyBackend.connect(address, name=name)
+
+    async def open_existing(self, *, name: str, connect_timeout: float) -> ValkeyBackend:
+        """A backend for a command: fails at once if no server answers, and sets nothing up."""
+        transport = await connect(
+            await self.address(), connect_timeout=connect_timeout, name=name, patient=False
+        )
+        try:
+            counts = await self._join(transport, name)
+        except BaseException:
+            await transport.aclose()
+            raise
+        return ValkeyBackend(transport, counts)
+
+    async def _join(self, transport: Transport, name: str) -> PartitionCounts:
+        try:
+            return await join(transport, owned=self.embedded)
+        except ConfigError as error:
+            if not self.embedded or error.field != "partition_config":
+                raise
+        # The first start was interrupted. Any program that uses the folder may finish it.
+        await (await self.open(name=name)).aclose()
+        return await join(transport, owned=True)
+
+    def _mint_secret(self) -> str:
+        """The secret of the data folder: an embedded server needs no configured one."""
+        from flowfabric.valkey.secret_file import folder_secret  # noqa: PLC0415
+
+        if self._server is None:
+            raise ConfigError("embedded", "the server was released")
+        return folder_secret(self._server.data_dir)
+
+    def _revive(self) -> None:
+        """Restart the embedded server if it has crashed."""
+        if self._server is not None:
+            try:
+                self._server.ensure_running()
+            except ConfigError as error:
+                log.warning("embedded Valkey: %s", error, extra={"action": "revive_failed"})
+
+    def close(self) -> None:
+        """Release the embedded server; it ends with its last user."""
+        with self._lock:
+            server, self._server = self._server, None
+            self._closings += 1
+        if server is not None:
+            server.release()
