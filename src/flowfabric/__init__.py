@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flowfabric.sdk.sync import SyncClient
     from flowfabric.sdk.worker import Worker
 
-__version__ = "0.1.0"
+from flowfabric.core.version import __version__
 
 _HOMES = {
     "flowfabric.app.context": ("Context", "SyncContext"),

@@ -128,7 +128,7 @@ async def test_shutdown_ends_waiting_tails_at_once(engine: Engine) -> None:
     handle, backend = await engine.running(), engine.backend
     tails = [await waiting_tail(engine, handle.execution_id) for _ in range(16)]
     started = time.monotonic()
-    await backend.streams.shutdown_prepare(20.0)
+    await backend.meta.shutdown_prepare(20.0)
     pages = await asyncio.gather(*tails)
     assert time.monotonic() - started < 10, "not when their time is over"
     assert all(page.frames == () and page.closed_at is None for page in pages)
@@ -148,14 +148,14 @@ async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
     with backend.stream_pool.permit(waits=False):
         started = time.monotonic()
         with pytest.raises(TimeoutError_) as caught:
-            await backend.streams.shutdown_prepare(0.2)
+            await backend.meta.shutdown_prepare(0.2)
         assert 0.2 <= time.monotonic() - started < 2
         assert (caught.value.code, caught.value.op) == ("timeout", "shutdown_prepare")
         assert caught.value.details[0] == "shutdown_prepare"
         assert caught.value.details[1].startswith("elapsed_ms=")
         with pytest.raises(TimeoutError_):
-            await backend.streams.shutdown_prepare(0)
-    await backend.streams.shutdown_prepare(0)
+            await backend.meta.shutdown_prepare(0)
+    await backend.meta.shutdown_prepare(0)
 
 
 async def test_closing_ends_waiting_tails(engine: Engine, backend: ValkeyBackend) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.capabilities import Absent
 from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
@@ -47,6 +48,10 @@ class Backend(Protocol):
     events: Events
     upkeep: Upkeep
     meta: Meta
+    flows: Absent
+    steps: Absent
+    budgets: Absent
+    quotas: Absent
 
     @property
     def closed(self) -> bool:

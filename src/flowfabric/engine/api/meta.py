@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
+from flowfabric.engine.api.capabilities import Capabilities
+
+
+class NoOp(msgspec.Struct, frozen=True):
+    """The deployment was set up before."""
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """The deployment was set up or upgraded now."""
+
+    description: str
+
 
 class Meta(Protocol):
     """The engine itself: is it there, what can it do, what time is it."""
@@ -12,8 +26,23 @@ class Meta(Protocol):
         """One round trip."""
         ...
 
-    async def prepare(self) -> bool:
-        """Set the deployment up; True if the function library was loaded. Safe to repeat."""
+    async def prepare(self) -> NoOp | Applied:
+        """Set up the deployment, or upgrade it. Safe to repeat."""
+        ...
+
+    async def shutdown_prepare(self, grace_s: float) -> None:
+        """Refuse new stream calls, end waiting tails, and let reads finish within the grace.
+
+        Raises `timeout` when reads are still under way after it.
+        """
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """What this backend is and supports. Asks no server."""
+        ...
+
+    def backend_label(self) -> str:
+        """The backend's family: `valkey`, `postgres` or `sqlite`."""
         ...
 
     async def server_time_ms(self) -> int:

@@ -111,7 +111,3 @@ class Streams(Protocol):
         ...     print(frame.payload)
         """
         ...
-
-    async def shutdown_prepare(self, grace_s: float) -> None:
-        """Refuse new stream calls, end waiting tails, and let reads finish within the grace."""
-        ...

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.capabilities import Absent, refuse_missing, supported
 from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
@@ -74,6 +75,11 @@ def check_settings() -> None:
 class ValkeyBackend(ClosedOnce):
     """The engine on Valkey. One object per event loop; it owns its connections."""
 
+    flows: Absent
+    steps: Absent
+    budgets: Absent
+    quotas: Absent
+
     def __init__(
         self,
         transport: Transport,
@@ -106,7 +112,8 @@ class ValkeyBackend(ClosedOnce):
         self.events: Events = events
         self._subscriptions = events
         self.upkeep: Upkeep = ValkeyUpkeep(calls, places)
-        self.meta: Meta = ValkeyMeta(calls)
+        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, lambda: supported(self))
+        refuse_missing(self)
         audit(self)
 
     @classmethod

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
+
+from flowfabric.core.errors import TimeoutError_
+from flowfabric.core.version import VERSION
+from flowfabric.engine.api.arguments import seconds
+from flowfabric.engine.api.capabilities import Capabilities, Identity, Version
+from flowfabric.engine.api.meta import Applied, NoOp
 from flowfabric.engine.valkey.boot import prepare
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.health import log_findings
+from flowfabric.engine.valkey.library import LIBRARY_VERSION
+from flowfabric.engine.valkey.stream_pool import StreamPool
+
+_IDENTITY = Identity("valkey", Version(*VERSION), "beta")
 
 
 class ValkeyMeta:
     """`Meta` on Valkey."""
 
-    def __init__(self, calls: FunctionCalls) -> None:
+    def __init__(
+        self, calls: FunctionCalls, pool: StreamPool, supported: Callable[[], Mapping[str, bool]]
+    ) -> None:
         self._calls = calls
+        self._pool = pool
+        self._supported = supported
 
     async def ping(self) -> None:
         await self._calls.transport.call("PING", key="")
 
-    async def prepare(self) -> bool:
+    async def prepare(self) -> NoOp | Applied:
         calls = self._calls
         loaded = await prepare(calls.transport, calls.counts)
         await report_collisions(calls.transport, calls.counts)
-        return loaded
+        return Applied(f"function library version {LIBRARY_VERSION}") if loaded else NoOp()
+
+    async def shutdown_prepare(self, grace_s: float) -> None:
+        grace_s = seconds(grace_s, "grace_s")
+        op, loop = "shutdown_prepare", asyncio.get_running_loop()
+        started = loop.time()
+        if not await self._pool.drain(grace_s):
+            elapsed = round((loop.time() - started) * 1000)
+            raise TimeoutError_("timeout", op, f"elapsed_ms={elapsed}", op=op)
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(_IDENTITY, self._supported())
+
+    def backend_label(self) -> str:
+        return _IDENTITY.family
 
     async def server_time_ms(self) -> int:
         return await self._calls.server_time_ms()

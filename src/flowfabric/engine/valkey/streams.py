@@ -22,7 +22,6 @@ from flowfabric.core.contracts.streams import (
 from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
 from flowfabric.core.errors import (
     EngineError,
-    TimeoutError_,
     TransportError,
     ValidationError,
     invalid_input,
@@ -34,7 +33,6 @@ from flowfabric.engine.api.arguments import (
     instance,
     listed,
     one_of,
-    seconds,
     whole,
 )
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
@@ -251,16 +249,6 @@ class ValkeyStreams:
         visibility: Visibility = "all",
     ) -> StreamFollower:
         return StreamFollower(self, execution_id, attempt_index, after, visibility)
-
-    async def shutdown_prepare(self, grace_s: float) -> None:
-        grace_s = seconds(grace_s, "grace_s")
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        if not await self._pool.drain(grace_s):
-            elapsed = round((loop.time() - started) * 1000)
-            raise TimeoutError_(
-                "timeout", "shutdown_prepare", f"elapsed_ms={elapsed}", op="shutdown_prepare"
-            )
 
     def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
         whole(index, "attempt_index", 0, U32)
