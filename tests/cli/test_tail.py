@@ -20,8 +20,8 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.cli.support import COMMAND, Cli
-from tests.engine.exec_support import promote
 from tests.support.engine import Engine
+from tests.support.executions import promote
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 

@@ -20,8 +20,9 @@ CLOCK_DEPENDENT = (
     "tests/sdk/test_endings.py",
     "tests/sdk/test_lease_keeper.py",
     "tests/sdk/test_worker.py",
-    "tests/engine/test_stream_follow.py",
-    "tests/engine/test_stream_pool.py",
+    "tests/conformance/test_stream_follow.py",
+    "tests/valkey/test_stream_follow.py",
+    "tests/valkey/test_stream_pool.py",
 )
 
 

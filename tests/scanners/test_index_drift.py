@@ -8,9 +8,10 @@ import pytest
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
-from tests.engine.exec_support import ATTEMPT_TIMEOUT, CODES, POLICY, Case, everywhere
 from tests.scanners.support import rings
 from tests.support.engine import TTL, Engine
+from tests.support.executions import ATTEMPT_TIMEOUT, CODES, POLICY, Case
+from tests.support.storage import everywhere
 from tests.support.suspension import Waits
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+
+import pytest
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Claim, Handle
+from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import StateVector
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
-from flowfabric.engine.valkey.keys import events
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"
@@ -114,6 +117,15 @@ class Engine:
         self._offset += ms
         await self.backend.calls.fcall("ff_test_clock", "{fp:0}", (self._offset,), op="test")
 
+    async def freeze(self, at: int) -> None:
+        """Stop the engine's clock at this millisecond; `advance` starts it again."""
+        await self.backend.calls.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
+
+    async def block(self, execution_id: ExecutionId) -> None:
+        """Give the execution an open dependency, as a flow would."""
+        key = keys.unresolved(execution_id.tag, execution_id)
+        await self.backend.transport.call("SADD", key, "edge")
+
     async def now(self) -> int:
         return await self.backend.meta.server_time_ms()
 
@@ -123,7 +135,7 @@ class Engine:
     async def events(self, execution_id: ExecutionId) -> list[Event]:
         """Everything the partition's feed says of one execution, in order."""
         entries: Any = await self.backend.transport.call(
-            "XRANGE", events(execution_id.tag), "-", "+"
+            "XRANGE", keys.events(execution_id.tag), "-", "+"
         )
         decoded = [decode_entry(execution_id.partition, entry, flat) for entry, flat in entries]
         return [event for event in decoded if event.execution_id == execution_id]
@@ -158,3 +170,36 @@ async def _content(call: Any, name: bytes, kind: str) -> Any:
             return await call("LRANGE", name, 0, -1)
         case _:
             return await call("XRANGE", name, "-", "+")
+
+
+async def refused(call: Awaitable[Any], code: str) -> EngineError:
+    """The typed error a call was refused with; its code must be this one."""
+    with pytest.raises(EngineError) as caught:
+        await call
+    assert caught.value.code == code, str(caught.value)
+    return caught.value
+
+
+async def unchanged(engine: Engine, call: Callable[[], Awaitable[Any]]) -> Any:
+    """Runs a call that must leave every key as it was; its answer, or the error it raised."""
+    before = await engine.dump()
+    try:
+        answer: Any = await call()
+    except EngineError as error:
+        answer = error
+    assert await engine.dump() == before
+    return answer
+
+
+@asynccontextmanager
+async def untouched(engine: Engine) -> AsyncGenerator[None]:
+    """Whatever happens inside changes no key."""
+    before = await engine.dump()
+    yield
+    after = await engine.dump()
+    changed = {
+        name: (before.get(name), after.get(name))
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    }
+    assert not changed, changed

@@ -1,0 +1,222 @@
+"""Lease history over trimmed feeds, damaged entries and lost connections (12 §11.3)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.feed_cursor import FeedCursor
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.events import LeaseSubscription
+from flowfabric.engine.valkey import feed_reader, keys, library
+from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.valkey.address import parse_url
+from tests.support.engine import Engine, refused
+from tests.support.lease_history import following, lived, nothing_more, take
+from tests.support.proxy import FaultProxy
+from tests.support.server import TestServer
+from tests.support.storage import blocked_clients
+from tests.valkey.mutation import private_engine, private_server
+
+__all__ = ["private_engine", "private_server"]
+
+# --- trimmed feeds --------------------------------------------------------------------------------
+
+
+async def after_two(engine: Engine) -> tuple[bytes, ExecutionId]:
+    """A cursor behind the first two events of a feed that has more."""
+    execution_id = await lived(engine)
+    async with following(engine.backend, "start") as history:
+        events = await take(history, 2)
+    for _ in range(3):
+        await lived(engine)
+    return events[-1].cursor, execution_id
+
+
+async def expired(history: LeaseSubscription) -> EngineError:
+    async with asyncio.timeout(10):
+        return await refused(anext(history), "cursor_expired")
+
+
+async def test_events_that_were_trimmed_unread_are_never_passed_over_in_silence(
+    engine: Engine,
+) -> None:
+    cursor, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
+    async with following(engine.backend, cursor) as history:
+        error = await expired(history)
+    # The detail is where to go on.
+    async with following(engine.backend, error.details[0]) as history:
+        assert len(await take(history, 3)) == 3
+        await nothing_more(history, engine)
+
+
+async def test_a_feed_trimmed_to_nothing(engine: Engine) -> None:
+    cursor, execution_id = await after_two(engine)
+    await engine.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
+    async with following(engine.backend, cursor) as history:
+        error = await expired(history)
+    async with following(engine.backend, error.details[0]) as history:
+        await nothing_more(history, engine)
+
+
+async def test_trimming_what_was_read_is_no_gap(engine: Engine) -> None:
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = (await take(history, 2))[-1].cursor
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
+    later = await lived(engine)
+    async with following(engine.backend, kept) as history:
+        assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def server_ms(backend: ValkeyBackend) -> int:
+    reply: Any = await backend.transport.call("TIME")
+    seconds, micros = map(int, reply)
+    return seconds * 1000 + micros // 1000
+
+
+@pytest.mark.parametrize("missed", [False, True])
+async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
+    engine: Engine, missed: bool
+) -> None:
+    backend = engine.backend
+    (last,) = (await engine.events(await lived(engine)))[-1:]
+    newest = int(last.event_id.partition("/")[2].partition("-")[0])
+    while await server_ms(backend) <= newest + 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    await backend.upkeep.trim_events(keys.events(engine.new_id().tag), newest + 1)
+    later = await lived(engine)
+    # The feed is not named in the cursor: it stands at the cursor's time.
+    cursor = FeedCursor(newest - 1 if missed else newest + 1).encode()
+    async with following(backend, cursor) as history:
+        if missed:
+            await expired(history)
+        else:
+            assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def test_a_slow_reader_that_was_overtaken_is_told(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed_reader, "_PAGE", 2)
+    async with following(engine.backend) as history:
+        for _ in range(4):
+            await lived(engine)
+        await take(history, 1)
+        feed = keys.events(engine.new_id().tag)
+        await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 2, key=feed)
+        await take(history, 1)
+        await expired(history)
+
+
+async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engine) -> None:
+    """Whatever this process would have loaded: another one may have set another length."""
+    engine = private_engine
+    code = library._assemble(cluster=False, events_maxlen=100)
+    await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
+    await lived(engine)
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = (await take(history, 2))[-1].cursor
+    for _ in range(200):
+        await lived(engine)
+    async with following(engine.backend, kept) as history:
+        await expired(history)
+
+
+async def test_start_skips_what_is_gone(engine: Engine) -> None:
+    _, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
+    async with following(engine.backend, "start") as history:
+        assert len(await take(history, 3)) == 3
+
+
+async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await lived(engine)
+    async with following(engine.backend, "start") as history:
+        kept = FeedCursor.decode((await take(history, 2))[-1].cursor)
+    ahead = {partition: (ms + 3_600_000, 0) for partition, (ms, _) in kept.positions.items()}
+    async with following(engine.backend, FeedCursor(kept.base, ahead).encode()) as history:
+        waiting = asyncio.create_task(take(history, 1))
+        while not await blocked_clients(engine.backend):  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        later = await lived(engine)
+        (event,) = await waiting
+    assert event.execution_id == later
+    assert [vars(r)["action"] for r in caplog.records] == ["feed_behind_cursor"]
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_entry_is_one_item_and_the_rest_follows(engine: Engine) -> None:
+    tag = engine.new_id().tag
+    feed = keys.events(tag)
+    call = engine.backend.transport.call
+    await call("XADD", feed, "*", "t", "acquired", "L", "no-number", key=feed)
+    await call("XADD", feed, "*", "t", b"\xff\xfe", key=feed)
+    after = await lived(engine)
+    async with following(engine.backend, "start") as history, asyncio.timeout(10):
+        bad = [await anext(history), await anext(history)]
+        assert [type(each) for each in bad] == [CorruptionError, CorruptionError]
+        assert f"fp:{after.partition}/" in str(bad[0])
+        events = await take(history, 2)
+    assert [event.execution_id for event in events] == [after, after]
+
+
+async def test_a_lost_connection_ends_it_with_the_cursor(
+    engine: Engine, valkey: TestServer
+) -> None:
+    await lived(engine)
+    with FaultProxy(valkey.socket_path) as proxy:
+        other = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=1.0)
+        async with other, following(other, "start") as history:
+            await take(history, 1)
+            await take(history, 1)
+            waiting = asyncio.create_task(take(history, 1))
+            while not await blocked_clients(engine.backend):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            proxy.cut()
+            with pytest.raises(EngineError) as caught:
+                await waiting
+            assert caught.value.code == "stream_disconnected"
+            assert caught.value.retryable
+            with pytest.raises(StopAsyncIteration):
+                await anext(history)
+    later = await lived(engine)
+    async with following(engine.backend, caught.value.details[0]) as history:
+        assert [event.execution_id for event in await take(history, 2)] == [later, later]
+
+
+async def test_giving_up_on_one_event_loses_none(engine: Engine) -> None:
+    async with following(engine.backend) as history:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await anext(history)
+        execution_id = await lived(engine)
+        assert [event.execution_id for event in await take(history, 2)] == [execution_id] * 2
+
+
+async def test_after_closing_there_is_nothing(engine: Engine) -> None:
+    async with following(engine.backend, "start") as history:
+        await lived(engine)
+        await history.aclose()
+        assert [event async for event in history] == []
+
+
+async def test_reading_writes_nothing(engine: Engine) -> None:
+    await lived(engine)
+    before = await engine.dump()
+    async with following(engine.backend, "start") as history:
+        await take(history, 2)
+    assert await engine.dump() == before

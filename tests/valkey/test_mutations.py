@@ -1,0 +1,50 @@
+"""Each guard of the Lua library, removed on purpose, must turn a named test red.
+
+A mutant is one textual change of one file. It is loaded on a private server, and the scenario that
+probes the guard, a test of this folder, must fail there. A replacement that no longer applies fails
+too: then the guard has moved and the mutant must follow it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engine import Engine
+from tests.valkey.mutants import (
+    MUTANTS,
+    Scenario,
+    promotes_nothing_early,
+    promotes_only_what_is_delayed,
+    trims_nothing_early,
+)
+from tests.valkey.mutants_repeats import MUTANTS as REPEATS
+from tests.valkey.mutants_repeats import repeats_a_revocation, repeats_an_override
+from tests.valkey.mutation import crashed, failure_of, private_engine, private_server
+
+__all__ = ["private_engine", "private_server"]
+
+OWN_SCENARIOS: list[Scenario] = [
+    trims_nothing_early,
+    promotes_nothing_early,
+    promotes_only_what_is_delayed,
+    repeats_a_revocation,
+    repeats_an_override,
+]
+
+
+@pytest.mark.parametrize("scenario", OWN_SCENARIOS)
+async def test_the_scenarios_of_this_file_hold(engine: Engine, scenario: Scenario) -> None:
+    await scenario(engine)
+
+
+@pytest.mark.parametrize(
+    ("path", "guard", "replacement", "scenario"),
+    [row[1:] for row in MUTANTS + REPEATS],
+    ids=[row[0] for row in MUTANTS + REPEATS],
+)
+async def test_a_removed_guard_is_noticed(
+    private_engine: Engine, path: str, guard: str, replacement: str, scenario: Scenario
+) -> None:
+    failure = await failure_of(private_engine, path, guard, replacement, scenario)
+    # A mutant that merely crashes shows nothing about the guard.
+    assert not crashed(failure), failure

@@ -1,0 +1,58 @@
+"""Listings and the token read: paging, order, and no token where none belongs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from flowfabric.core.conditions import AllOf, Single
+from tests.support.engine import Engine, refused
+from tests.support.leases import running
+from tests.support.suspension import GO, Waits
+
+
+@pytest.mark.corrupts
+async def test_damaged_waitpoints_are_left_out_with_a_warning(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(AllOf(tuple(Single(key) for key in "abcd")))
+    execution_id = parked.handle.execution_id
+    first, second, third, _ = [
+        f"ff:wp:{execution_id.tag}:{w.waitpoint_id}" for w in parked.details.waitpoints
+    ]
+    call = engine.backend.transport.call
+    await call("HDEL", first, "waitpoint_token")
+    await call("HDEL", second, "created_at")
+    await call("DEL", third)
+    await call("SADD", f"ff:exec:{execution_id.tag}:{execution_id}:waitpoints", "not-an-id")
+    with caplog.at_level(logging.WARNING):
+        page = await waits.backend.waitpoints.list_pending_waitpoints(execution_id)
+    assert [e.waitpoint_key for e in page.entries] == ["d"]
+    assert [r.__dict__["action"] for r in caplog.records] == ["record_unreadable"] * 4
+    assert len(page.damaged) == 4
+    assert "k1:" not in caplog.text
+
+
+async def test_the_token_read_without_a_key_store(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park()
+    execution_id, point = parked.handle.execution_id, parked.details.waitpoint_id
+    await engine.backend.transport.call("DEL", f"ff:sec:{execution_id.tag}:waitpoint_hmac")
+    await refused(
+        waits.backend.signals.read_waitpoint_token(execution_id, point),
+        "hmac_secret_not_initialized",
+    )
+
+
+@pytest.mark.corrupts
+async def test_rows_whose_suspension_is_gone_are_skipped(engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = [await waits.park(GO, handle=await running(engine)) for _ in range(5)]
+    ids = sorted(one.handle.execution_id for one in parked)
+    for lost in ids[1:4]:
+        await engine.backend.transport.call("DEL", f"ff:exec:{lost.tag}:{lost}:suspension:current")
+    page = await waits.backend.suspensions.list_suspended(limit=2)
+    assert [e.execution_id for e in page.entries] == [ids[0], ids[4]]
+    assert page.next_cursor is None
