@@ -16,7 +16,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.transport import dial
+from flowfabric.valkey.connection import dial
 from tests.sdk.support import config, opener, state, submit, until
 from tests.support.engine import Engine
 from tests.support.server import TestServer

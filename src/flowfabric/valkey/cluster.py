@@ -12,28 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Sequence
 from functools import lru_cache, partial
-from typing import Any, Final, TypeAlias
-
-import msgspec
+from typing import Final, NamedTuple, TypeAlias, Unpack
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.partition import crc16
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.connection import (
-    CONNECT_TIMEOUT,
-    MAX_IN_FLIGHT,
-    REQUEST_TIMEOUT,
-    Arg,
-    Connection,
-    OnPush,
-    Reply,
-)
+from flowfabric.valkey.connection import Connection, DialOptions, OnPush, Reply
 from flowfabric.valkey.faults import RedirectError
-from flowfabric.valkey.patience import PATIENCE, PatientCall
-from flowfabric.valkey.transport import Ask, Link, check_pong
+from flowfabric.valkey.link import Link, PatientCall
+from flowfabric.valkey.transport import Transport, check_pong
 
 SLOTS: Final = 16384
 
@@ -47,8 +36,8 @@ _SAME_HOST: Final = frozenset({"", "?"})
 Endpoint: TypeAlias = tuple[str, int]
 
 
-class Node(msgspec.Struct, frozen=True):
-    """One node of the present slot map."""
+class Node(NamedTuple):
+    """One node of the current slot map."""
 
     host: str
     port: int
@@ -56,7 +45,7 @@ class Node(msgspec.Struct, frozen=True):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The node's place in the connection table."""
+        """The node's key in the tables of links."""
         return self.host, self.port
 
 
@@ -76,25 +65,13 @@ def slot_of(key: str | bytes) -> int:
     return crc16(data) % SLOTS
 
 
-class ClusterClient:
-    """A Valkey Cluster behind one multiplexed connection per primary. Belongs to one event loop."""
+class ClusterClient(Transport):
+    """A Valkey Cluster behind one multiplexed connection per primary."""
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        request_timeout: float = REQUEST_TIMEOUT,
-        connect_timeout: float = CONNECT_TIMEOUT,
-        name: str = "flowfabric",
-        max_in_flight: int = MAX_IN_FLIGHT,
-    ) -> None:
-        self.address = address
-        self.is_cluster = True
-        self.patience_s = PATIENCE * request_timeout
-        self._request_timeout = request_timeout
-        self._connect_timeout = connect_timeout
-        self._name = name
-        self._max_in_flight = max_in_flight
+    is_cluster = True
+
+    def __init__(self, address: Address, **options: Unpack[DialOptions]) -> None:
+        super().__init__(address, options)
         self._seeds: list[Endpoint] = list(address.seeds) or [(address.host, address.port)]
         self._nodes: list[Node] = []
         self._routes: list[Link | None] = [None] * SLOTS
@@ -105,39 +82,11 @@ class ClusterClient:
         self._map_error: TransportError | None = None
         self._refreshing: asyncio.Task[None] | None = None
         self._retiring: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self._hurried = False
         forget_on_fork(self)
-
-    def call(
-        self,
-        *args: Arg,
-        key: str | bytes | None = None,
-        timeout: float | None = None,
-        replay_safe: bool = False,
-    ) -> Coroutine[Any, Any, Reply]:
-        """Send one command to the primary of `key`, by default of the first argument."""
-        if key is None and len(args) > 1:
-            first = args[1]
-            key = first if isinstance(first, str | bytes) else str(first)
-        return self._send(args, None if key is None else slot_of(key), timeout, replay_safe)
-
-    def fcall(
-        self,
-        function: str,
-        tag: str,
-        args: Sequence[Arg] = (),
-        *,
-        replay_safe: bool = False,
-        timeout: float | None = None,
-    ) -> Coroutine[Any, Any, Reply]:
-        """`FCALL function 1 tag *args` on the primary of the tag."""
-        return self._send(("FCALL", function, 1, tag, *args), slot_of(tag), timeout, replay_safe)
 
     async def blocking(
         self, tag: str | None = None, *, on_push: OnPush | None = None
     ) -> Connection:
-        """A connection of its own to the primary of `tag`, or to any; the caller closes it."""
         slot = None if tag is None else slot_of(tag)
 
         async def attempt(failed: TransportError | None) -> Connection:
@@ -151,26 +100,11 @@ class ClusterClient:
         call = self._patient(("PING",), self._connect_timeout)
         return await call.run(attempt)
 
-    async def primaries(self) -> dict[str, Ask]:
-        """For every primary, by node name, a way to ask it alone."""
-        return {link.address.peer: partial(_ask, link) for link in await self._all_links()}
-
-    async def call_all_primaries(
-        self, *args: Arg, timeout: float | None = None
-    ) -> dict[str, Reply]:
-        """Send one command to every primary; the replies by node name."""
-        return await self._call_all(args, timeout, replicas=False)
-
-    async def call_all_nodes(self, *args: Arg, timeout: float | None = None) -> dict[str, Reply]:
-        """Send one command to every node, replicas too; the replies by node name."""
-        return await self._call_all(args, timeout, replicas=True)
-
     def nodes(self) -> list[Node]:
         """The nodes of the present map, primaries first."""
         return sorted(self._nodes, key=lambda node: (not node.primary, node.endpoint))
 
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
-        """Return when every slot has a primary that answers PING."""
         if not patient:
             await self.refresh()
         call = self._patient(("PING",), self._connect_timeout if timeout is None else timeout)
@@ -182,16 +116,9 @@ class ClusterClient:
         if self._map_error is not None:
             raise TransportError(self._map_error.kind, self._map_error.message)
 
-    def hurry(self, *, leaving: bool = True) -> None:
-        """From now on no call waits for a server that cannot be reached: its user is leaving."""
-        self._hurried = leaving
-        for link in (*self._links.values(), *self._ask_links.values()):
-            link.hurried = leaving
-
     async def aclose(self) -> None:
-        """Fail what is pending and close every connection. A closed client stays closed."""
         self._closed = True
-        links = [*self._links.values(), *self._ask_links.values()]
+        links = self._links_so_far()
         # Before the first wait, in which the caller may be cancelled.
         for link in links:
             link.close()
@@ -207,49 +134,20 @@ class ClusterClient:
 
     # -- one call -------------------------------------------------------------------------------
 
-    async def _send(
-        self,
-        args: tuple[Arg, ...],
-        slot: int | None,
-        timeout: float | None,
-        replay_safe: bool,  # noqa: FBT001
-    ) -> Reply:
-        limit = self._request_timeout if timeout is None else timeout
-        link = None if slot is None else self._routes[slot]
-        failed: TransportError | None = None
-        if link is None or (conn := link.conn) is None:
-            begun = asyncio.get_running_loop().time()
-        else:
-            begun = conn.loop.time()
-            try:
-                return await conn.send(args, begun + limit)
-            except TransportError as error:
-                failed = error
-        return await self._send_routed(
-            self._patient(args, timeout, begun, replay_safe=replay_safe), slot, link, failed
-        )
+    def _link_of(self, key: str | bytes | None) -> Link | None:
+        return None if key is None else self._routes[slot_of(key)]
 
-    def _patient(
-        self,
-        args: tuple[Arg, ...],
-        timeout: float | None,
-        begun: float | None = None,
-        *,
-        replay_safe: bool = False,
-    ) -> PatientCall:
-        return PatientCall(
-            args,
-            asyncio.get_running_loop().time() if begun is None else begun,
-            timeout,
-            self._request_timeout,
-            replay_safe=replay_safe,
-            leaving=lambda: self._closed or self._hurried,
-        )
+    def _links_so_far(self) -> list[Link]:
+        return [*self._links.values(), *self._ask_links.values()]
 
-    async def _send_routed(
-        self, call: PatientCall, slot: int | None, link: Link | None, failed: TransportError | None
+    async def _send_again(
+        self,
+        call: PatientCall,
+        key: str | bytes | None,
+        link: Link | None,
+        failed: TransportError | None,
     ) -> Reply:
-        """Go again after `failed`, learning from each failure."""
+        slot = None if key is None else slot_of(key)
         redirect = failed if isinstance(failed, RedirectError) else None
 
         async def attempt(failed: TransportError | None) -> Reply:
@@ -297,18 +195,7 @@ class ClusterClient:
         if failed is not None or not self._nodes:
             await self._learn(call.give_up)
 
-    async def _call_all(
-        self, args: tuple[Arg, ...], timeout: float | None, *, replicas: bool
-    ) -> dict[str, Reply]:
-        links = await self._all_links(replicas=replicas)
-        asked = (link.ask(args, timeout) for link in links)
-        replies = await asyncio.gather(*asked, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-        return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
-
-    async def _all_links(self, *, replicas: bool = False) -> list[Link]:
+    async def _find_links(self, *, replicas: bool = False) -> list[Link]:
         # A node that joined a moment ago must not be missed.
         await self._learn(asyncio.get_running_loop().time() + self._request_timeout)
         if not self._nodes:
@@ -349,13 +236,7 @@ class ClusterClient:
     def _link(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> Link:
         link = table.get(endpoint)
         if link is None:
-            link = table[endpoint] = Link(
-                self.address.node(*endpoint),
-                name=self._name,
-                request_timeout=self._request_timeout,
-                connect_timeout=self._connect_timeout,
-                max_in_flight=self._max_in_flight,
-            )
+            link = table[endpoint] = Link(self.address.node(*endpoint), self._options)
         return link
 
     def _no_route(self, slot: int | None) -> TransportError:
@@ -435,10 +316,6 @@ class ClusterClient:
             task = asyncio.get_running_loop().create_task(link.aclose())
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
-
-
-def _ask(link: Link, *args: Arg, timeout: float | None = None) -> Coroutine[Any, Any, Reply]:
-    return link.ask(args, timeout)
 
 
 def _ignore_outcome(future: asyncio.Future[Reply]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from typing import Final, Unpack
 
 from flowfabric.core.errors import EngineError, TransportError, engine_error
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.cluster import ClusterClient
-from flowfabric.valkey.connection import CONNECT_TIMEOUT, REQUEST_TIMEOUT, Reply
-from flowfabric.valkey.transport import Client, Revive, Transport
+from flowfabric.valkey.connection import CONNECT_TIMEOUT, DialOptions, Reply
+from flowfabric.valkey.link import Revive
+from flowfabric.valkey.transport import Client, Transport
 
 MINIMUM_VERSION: Final = (8, 0)
 
@@ -25,32 +26,23 @@ _LAST_PAUSE: Final = 2.0
 async def connect(
     address: Address,
     *,
-    request_timeout: float = REQUEST_TIMEOUT,
-    connect_timeout: float = CONNECT_TIMEOUT,
-    name: str = "flowfabric",
     revive: Revive | None = None,
     patient: bool = True,
+    **options: Unpack[DialOptions],
 ) -> Transport:
     """A transport to one server or a cluster that has answered PING; the caller closes it.
 
-    `revive` may start a single server again that cannot be reached. Who is `patient` goes on
-    trying until `connect_timeout`, and says so in the log; others hear at once of a refusal.
+    `revive` may restart a single server that cannot be reached. A `patient` caller retries until
+    the connect timeout, and the log says so; others get the first refusal.
 
     >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
-    transport: Transport
-    if address.cluster:
-        transport = ClusterClient(
-            address, request_timeout=request_timeout, connect_timeout=connect_timeout, name=name
-        )
-    else:
-        transport = Client(
-            address,
-            request_timeout=request_timeout,
-            connect_timeout=connect_timeout,
-            name=name,
-            revive=revive,
-        )
+    connect_timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
+    transport = (
+        ClusterClient(address, **options)
+        if address.cluster
+        else Client(address, revive=revive, **options)
+    )
     waiting = asyncio.get_running_loop().call_later(
         _SILENCE, _tell_waiting, address.peer, connect_timeout
     )

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, TypedDict, cast
 
 from libvalkey import Reader, ReplyError, pack_command
 
@@ -41,6 +41,15 @@ _WRITE_HIGH_WATER: Final = 1 << 20
 _NOTHING: Final = object()
 # Subscription confirmations are not here: they answer the SUBSCRIBE call that caused them.
 _PUSHES: Final = frozenset({b"message", b"pmessage", b"smessage", b"sunsubscribe", b"invalidate"})
+
+
+class DialOptions(TypedDict, total=False):
+    """What every connection to a deployment shares; the defaults are those of `dial`."""
+
+    name: str
+    connect_timeout: float
+    request_timeout: float
+    max_in_flight: int
 
 
 class Connection(asyncio.Protocol):

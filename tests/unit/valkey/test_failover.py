@@ -9,7 +9,8 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.transport import Client, dial
+from flowfabric.valkey.connection import dial
+from flowfabric.valkey.transport import Client
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.conftest import Keeper

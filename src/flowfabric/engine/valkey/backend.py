@@ -55,7 +55,8 @@ from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.transport import Revive, Transport
+from flowfabric.valkey.link import Revive
+from flowfabric.valkey.transport import Transport
 
 
 def limits_from_env() -> Limits:

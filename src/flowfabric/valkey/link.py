@@ -1,0 +1,290 @@
+"""The connection to one server, dialled again when it is lost, and the calls that outlast that.
+
+A call that meets an outage is repeated for `PATIENCE` request timeouts, 10 s by default: most
+outages (a restart, a server that loads its data, a failover, a slot on the move) end by themselves.
+A refused call never ran, so any call is repeated after a refusal. After a lost reply only reads and
+replay-safe calls are. A call with a `timeout` of its own ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from flowfabric.core.errors import TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
+from flowfabric.valkey import faults
+from flowfabric.valkey.address import Address
+from flowfabric.valkey.connection import (
+    Arg,
+    Connection,
+    DialOptions,
+    OnPush,
+    Reply,
+    dial,
+)
+from flowfabric.valkey.reads import is_read
+
+PATIENCE: Final = 2
+"""For how many request timeouts a call is repeated; twice 5 s is as long as connecting takes."""
+_FIRST_BACKOFF: Final = 0.020
+_LAST_BACKOFF: Final = 1.0
+_LAST_PAUSE: Final = 0.5
+
+Revive = Callable[[], object]
+"""Called, in a thread, when a server cannot be reached: its owner may start it again."""
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+def _jittered(delay: float) -> float:
+    """Half to all of a delay, so that many clients do not come back together."""
+    return delay * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
+
+
+class PatientCall:
+    """One call that met an outage. `begun` is on the loop's clock."""
+
+    __slots__ = ("_leaving", "_safe", "_timeout", "args", "give_up", "reads")
+
+    def __init__(
+        self,
+        args: tuple[Arg, ...],
+        begun: float,
+        timeout: float | None,
+        request_timeout: float,
+        *,
+        replay_safe: bool = False,
+        leaving: Callable[[], bool],
+    ) -> None:
+        self.args = args
+        self.reads = is_read(args)
+        self.give_up = begun + (PATIENCE * request_timeout if timeout is None else timeout)
+        """When the call is sent for the last time."""
+        self._timeout = request_timeout if timeout is None else None
+        self._safe = replay_safe or self.reads
+        self._leaving = leaving
+
+    @property
+    def deadline(self) -> float:
+        """When a call sent now must be answered."""
+        if self._timeout is None:
+            return self.give_up
+        return asyncio.get_running_loop().time() + self._timeout
+
+    async def run(
+        self,
+        attempt: Callable[[TransportError | None], Awaitable[T]],
+        failed: TransportError | None = None,
+    ) -> T:
+        """Repeat `attempt`, which gets the error of the one before, until it returns."""
+        loop = asyncio.get_running_loop()
+        backoff = _FIRST_BACKOFF
+        while True:
+            if failed is not None:
+                pause = _jittered(backoff)
+                late = loop.time() + pause >= self.give_up
+                repeatable = failed.passing and (self._safe or not failed.ambiguous)
+                if late or self._leaving() or not repeatable:
+                    if self.reads:
+                        failed.ambiguous = False
+                    raise failed
+                await asyncio.sleep(pause)
+                backoff = min(backoff * 2, _LAST_PAUSE)
+            try:
+                return await attempt(failed)
+            except TransportError as error:
+                # A later clean failure does not undo that an earlier send may have run.
+                error.ambiguous = error.ambiguous or (failed is not None and failed.ambiguous)
+                failed = error
+
+
+class Link:
+    """One server's connection, dialled again in the background whenever it is lost.
+
+    A server that refuses a write because it is a replica may have been demoted behind its
+    address. It is dialled again, too: the old connection serves until the new one is up, so
+    that nothing waits or becomes ambiguous, and then all others to that server end.
+    """
+
+    def __init__(
+        self, address: Address, options: DialOptions, revive: Revive | None = None
+    ) -> None:
+        self.address = address
+        self.conn: Connection | None = None
+        self.hurried = False
+        """Whether calls fail at once when the server cannot be reached."""
+        self._options = options
+        self._revive = revive
+        self._dialler: asyncio.Task[None] | None = None
+        # Ends with the current attempt: None, or what went wrong.
+        self._attempt: asyncio.Future[TransportError | None] | None = None
+        self._error: TransportError | None = None
+        self._closed = False
+        self._pause = 0.0
+        self._up_at: float | None = None
+        self._wrong_server = False
+        self._logged_outage = False
+        # Owned by callers, ended here only when the address leads to another server.
+        self._dedicated: set[Connection] = set()
+        # Replaced while they still owed replies; they close by themselves.
+        self._replaced: set[Connection] = set()
+        self._closing: list[Connection] = []
+        forget_on_fork(self)
+
+    async def acquire(self, deadline: float, *, patient: bool = True) -> Connection:
+        """The open connection. Impatient: raise after the first failed attempt, not at the end."""
+        loop = asyncio.get_running_loop()
+        while self.conn is None:
+            if self._closed:
+                raise faults.lost(self.address.peer, "the client is closed", sent=False)
+            if self._error is not None and (self.hurried or not patient):
+                raise self._failure(self._error)
+            attempt = self._attempt or self._start()
+            done, _ = await asyncio.wait([attempt], timeout=max(0.0, deadline - loop.time()))
+            error = attempt.result() if done else self._error
+            if not done or (error is not None and not (patient and error.safe_to_repeat)):
+                raise self._failure(error)
+        return self.conn
+
+    async def send(self, call: PatientCall, failed: TransportError | None = None) -> Reply:
+        """Send a call to this server and repeat it while it may be repeated."""
+        return await call.run(lambda _: self.send_once(call), failed)
+
+    async def send_once(self, call: PatientCall) -> Reply:
+        """Send a call as soon as the server can be reached."""
+        conn = await self.acquire(call.give_up)
+        return await conn.send(call.args, call.deadline)
+
+    async def dedicated(self, on_push: OnPush | None) -> Connection:
+        """Another connection to the same server, owned by the caller."""
+        if self._closed:
+            raise faults.lost(self.address.peer, "the client is closed", sent=False)
+        conn = await self._dial(on_push, self._dedicated.discard)
+        if conn.is_open:
+            self._dedicated.add(conn)
+        return conn
+
+    def close(self) -> None:
+        """Stop dialling, fail every waiting call, and begin to close the connections."""
+        self._closed = True
+        if self._dialler is not None:
+            self._dialler.cancel()
+        if self._attempt is not None and not self._attempt.done():
+            self._attempt.set_result(
+                faults.lost(self.address.peer, "the client is closed", sent=False)
+            )
+        self._closing += self._replaced
+        if self.conn is not None:
+            self._closing.append(self.conn)
+        self.conn = None
+        for conn in self._closing:
+            conn.close()
+
+    async def aclose(self) -> None:
+        """`close`, and wait for its end. A cancelled caller only stops waiting."""
+        self.close()
+        if self._dialler is not None:
+            await asyncio.wait([self._dialler])
+        await asyncio.gather(*(conn.aclose() for conn in self._closing))
+
+    def forget(self) -> None:
+        """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
+        leave_behind(self._dialler, self._attempt)
+        # Whoever holds one finds it closed, and dials.
+        shared = [self.conn] if self.conn is not None else []
+        for conn in (*shared, *self._dedicated, *self._replaced, *self._closing):
+            leave_behind(conn.disown())
+        self.conn = self._dialler = self._attempt = self._error = None
+        self._dedicated, self._replaced, self._closing = set(), set(), []
+
+    def _failure(self, error: TransportError | None) -> TransportError:
+        if error is None:
+            return faults.from_connect(TimeoutError(), self.address.peer, tls=self.address.tls)
+        return TransportError(error.kind, error.message)
+
+    def _start(self) -> asyncio.Future[TransportError | None]:
+        loop = asyncio.get_running_loop()
+        self._attempt = loop.create_future()
+        self._dialler = loop.create_task(self._dial_until_up())
+        return self._attempt
+
+    def _lost(self, conn: Connection) -> None:
+        self._replaced.discard(conn)
+        if self.conn is conn:
+            self.conn = None
+            self._redial(conn)
+
+    def _demoted(self, conn: Connection) -> None:
+        if conn in self._dedicated:
+            conn.retire()
+        elif conn is not self.conn:
+            return
+        self._wrong_server = True
+        self._redial(conn)
+
+    def _redial(self, conn: Connection) -> None:
+        if self._attempt is not None or self._closed or conn.loop.is_closed():
+            return
+        # A peer that drops every new connection must not be dialled in a tight loop.
+        if self._up_at is None or conn.loop.time() - self._up_at > _LAST_BACKOFF:
+            self._pause = 0.0
+        self._start()
+
+    async def _dial(
+        self, on_push: OnPush | None, on_lost: Callable[[Connection], None]
+    ) -> Connection:
+        return await dial(
+            self.address,
+            on_push=on_push,
+            on_lost=on_lost,
+            on_demoted=self._demoted,
+            **self._options,
+        )
+
+    async def _dial_until_up(self) -> None:
+        while True:
+            await asyncio.sleep(_jittered(self._pause))
+            self._pause = min(max(self._pause * 2, _FIRST_BACKOFF), _LAST_BACKOFF)
+            attempt = self._attempt
+            assert attempt is not None
+            try:
+                conn = await self._dial(None, self._lost)
+                self._error = None if conn.is_open else conn.ended()
+                if conn.is_open:
+                    self._take(conn)
+            except TransportError as error:
+                self._error = error
+                await self._try_to_revive()
+            if self._error is None or not self._error.safe_to_repeat:
+                error, self._error, self._attempt = self._error, None, None
+                attempt.set_result(error)
+                return
+            self._attempt = asyncio.get_running_loop().create_future()
+            attempt.set_result(self._error)
+
+    async def _try_to_revive(self) -> None:
+        if self._revive is None:
+            return
+        try:
+            await asyncio.to_thread(self._revive)
+        except Exception as error:  # noqa: BLE001 - dialling continues, whatever it is
+            if not self._logged_outage:
+                log.warning("server not revived: %s", error, extra={"action": "revive_failed"})
+            self._logged_outage = True
+
+    def _take(self, conn: Connection) -> None:
+        old, self.conn, self._logged_outage = self.conn, conn, False
+        self._up_at = conn.loop.time()
+        if old is not None:
+            self._replaced.add(old)
+            old.retire()
+        if self._wrong_server:
+            self._wrong_server = False
+            # The address may lead elsewhere now: whoever blocks there must dial again.
+            for each in list(self._dedicated):
+                each.abort("the server was a replica; its address is dialled again")
