@@ -17,8 +17,6 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.completions import CompletionWatch
-from flowfabric.scheduler.hints import Lanes
-from flowfabric.sdk.cluster_bell import ClusterBell
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from flowfabric.valkey.transport import Connection
@@ -89,9 +87,8 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
 
 async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestCluster) -> None:
     hearing, acting = pair
-    lanes = Lanes([LANE], hearing.counts, "w-1")
-    home = lanes[LANE].home
-    bell = ClusterBell(hearing, lanes)
+    home = ExecutionId.solo(LANE, hearing.counts).tag
+    bell = hearing.wakeups.listen([LANE])
     while await bell.wait(0.05):
         pass
     async with moved(cluster, home):
@@ -110,8 +107,7 @@ async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestClust
 async def test_a_failed_dial_is_made_up_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three primaries does not answer at first: its rings are heard afterwards."""
     hearing, acting = pair
-    lanes = Lanes([LANE], hearing.counts, "w-1")
-    bell = ClusterBell(hearing, lanes)
+    bell = hearing.wakeups.listen([LANE])
     dial, dialled = hearing.transport.blocking, 0
 
     async def second_fails(*args: Any, **options: Any) -> Connection:

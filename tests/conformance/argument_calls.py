@@ -271,7 +271,7 @@ async def _limited(engine: Engine) -> Given:
 READ = about()
 
 CALLS: Mapping[str, Call] = {
-    "any_work": fixed(lane_id=LANE, tags=["{fp:0}"]),
+    "find_work": fixed(lane_id=LANE, tags=["{fp:0}"]),
     "append_frame": held(frame=Frame(payload=b"{}"), best_effort=BestEffort(), mode="best_effort"),
     "append_frames": held(frames=[Frame(payload=b"{}")], mode="summary"),
     "cancel": held(),

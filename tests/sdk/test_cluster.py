@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -47,9 +48,8 @@ async def test_idle_worker_wakes_at_once_wherever_work_appears(
         await Worker.connect(settings, opener(cluster.url)) as worker,
         serving(worker, {"job": work}) as runtime,
     ):
-        bell = runtime._doorbell._cluster
-        assert bell is not None
-        await until(lambda: not bell._moved and len(bell._conns) == 3, "three subscriptions")
+        bell: Any = runtime._claiming._doorbell
+        await until(lambda: bell.connected and len(bell._conns) == 3, "three subscriptions")
         for partition in (None, 0, 100, 200, 255):
             (execution_id,) = await submit(client.backend, partition=partition, input_payload=b"x")
             assert await client.result(execution_id, timeout=30) == b"x"

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from flowfabric.engine.valkey.keys import wake
-from flowfabric.sdk.doorbell import Doorbell
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
@@ -44,7 +43,7 @@ async def test_idle_worker_costs_at_most_five_commands_a_second(
 ) -> None:
     """Doorbell, sweep, heartbeat and scanners together, while the bell stays silent twice."""
     worker = await make_worker(scanners=True)
-    lane = worker.lanes["default"]
+    lane = worker.claims.lanes["default"]
     async with serving(worker, {"job": nothing}) as runtime:
         await until(sleeping(engine, 1), "an idle worker")
         # The first looks find out what there is to scan.
@@ -81,9 +80,9 @@ async def test_wakes_at_once(engine: Engine, make_worker: MakeWorker) -> None:
 
 
 async def test_one_ring_wakes_one_worker(engine: Engine, make_worker: MakeWorker) -> None:
-    workers = [await make_worker(claim_poll_interval_ms=30_000) for _ in range(5)]
-    doors = [Doorbell(w.backend, w.lanes, 30.0) for w in workers]
-    waits = [asyncio.create_task(door.wait()) for door in doors]
+    workers = [await make_worker() for _ in range(5)]
+    bells = [worker.backend.wakeups.listen(["default"]) for worker in workers]
+    waits = [asyncio.create_task(bell.wait(30.0)) for bell in bells]
     await until(sleeping(engine, 5), "five idle workers")
     (execution_id,) = await submit(engine.backend)
     done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -93,8 +92,8 @@ async def test_one_ring_wakes_one_worker(engine: Engine, make_worker: MakeWorker
     for wait in pending:
         wait.cancel()
     await asyncio.wait(pending)
-    for door in doors:
-        await door.aclose()
+    for bell in bells:
+        await bell.aclose()
 
 
 async def test_ring_is_passed_on_to_the_worker_that_can_answer_it(
@@ -161,7 +160,7 @@ async def test_full_worker_leaves_rings_to_others(engine: Engine, make_worker: M
     async with serving(busy, {"job": handler}):
         await until(sleeping(engine, 1), "an idle worker")
         # Its only permit goes, but its wait for a ring goes on.
-        taken = busy.reserve(1)
+        taken = busy.claims.reserve(1)
         await submit(engine.backend)
         await until(lambda: rung(engine), "the ring passed back")
         free = await make_worker(claim_poll_interval_ms=30_000)
@@ -169,40 +168,37 @@ async def test_full_worker_leaves_rings_to_others(engine: Engine, make_worker: M
             await until(lambda: len(started) == 1, "the other worker")
             release.set()
         assert started == [free.config.worker_instance_id]
-        busy.unreserve(taken)
+        busy.claims.unreserve(taken)
 
 
-async def test_rings_are_in_the_order_of_the_servers_clock(
-    engine: Engine, make_worker: MakeWorker
-) -> None:
-    """The clocks differ by an hour: a ring that is passed back still stands behind the others."""
-    worker = await make_worker()
-    door = Doorbell(worker.backend, worker.lanes, 30.0)
+async def test_rings_are_in_the_order_of_the_servers_clock(engine: Engine) -> None:
+    """The clocks differ by an hour: a ring that is passed back still comes after the others."""
+    bell = engine.backend.wakeups.listen(["default"])
     for partition in (3, 4):
         await engine.advance(3_600_000)
         await submit(engine.backend, partition=partition)
-    ((_, heard),) = await door.wait()
+    ((_, heard),) = await bell.wait(30.0)
     assert heard == "{fp:3}"
     await engine.advance(1000)
     before = await engine.now()
-    assert await door.ring_back("default", heard)
+    assert await bell.peek() == [("default", "{fp:4}")]
+    assert await engine.backend.wakeups.ring_waiting({heard: ["default"]}) == 1
     scored: Any = await engine.backend.transport.call(
         "ZRANGE", wake("default"), 0, -1, "WITHSCORES"
     )
     assert [ring for ring, _ in scored] == [b"4", b"3"]
     assert before <= scored[-1][1] <= await engine.now()
-    await door.aclose()
+    await bell.aclose()
 
 
-async def test_nothing_rings_where_no_work_is_left(engine: Engine, make_worker: MakeWorker) -> None:
-    worker = await make_worker()
-    door = Doorbell(worker.backend, worker.lanes, 30.0)
+async def test_nothing_rings_where_no_work_is_left(engine: Engine) -> None:
+    bell = engine.backend.wakeups.listen(["default"])
     (execution_id,) = await submit(engine.backend)
-    ((lane_id, tag),) = await door.wait()
+    ((lane_id, tag),) = await bell.wait(30.0)
     await engine.backend.executions.cancel_execution(execution_id)
-    assert not await door.ring_back(lane_id, tag)
+    assert await engine.backend.wakeups.ring_waiting({tag: [lane_id]}) == 0
     assert not await rung(engine)
-    await door.aclose()
+    await bell.aclose()
 
 
 async def rung(engine: Engine) -> bool:
@@ -219,7 +215,7 @@ async def test_busy_worker_does_not_overlook_other_partitions(
 
     async def handler(task: ClaimedTask) -> None:
         seen.add(task.execution_id)
-        if not stop and task.execution_id.tag == worker.lanes["default"].home:
+        if not stop and task.execution_id.tag == worker.claims.lanes["default"].home:
             await submit(engine.backend, 2)
 
     await submit(engine.backend, 20)

@@ -62,7 +62,7 @@ async def test_live_worker_and_submitter_survive_the_loss(
         await until(lambda: runtime.summary.completed == 1, "the first")
         await lose(engine)
         await client.submit("job", lane="mail", delay_ms=100)
-        home = worker.lanes["mail"].home
+        home = worker.claims.lanes["mail"].home
         await until(are_registered(engine, "mail", home), "the registration")
         await until(lambda: runtime.summary.completed == 2, "the delayed one")
         # Whoever claims registers lanes and partitions; the worker's heartbeat the namespace, too.
@@ -76,7 +76,7 @@ async def test_worker_registers_its_places_when_it_connects(
     await submit(engine.backend, lane="mail", delay_ms=1)
     await lose(engine)
     worker = await make_worker(scanners=True, lanes=["mail"])
-    assert await registered(engine) == ({"mail"}, {worker.lanes["mail"].home})
+    assert await registered(engine) == ({"mail"}, {worker.claims.lanes["mail"].home})
     async with serving(worker, {"job": nothing}) as runtime:
         await until(lambda: runtime.summary.completed == 1, "the delayed one")
 
@@ -85,7 +85,7 @@ async def test_claim_registers_where_it_found_work(engine: Engine, make_worker: 
     await submit(engine.backend, partition=9)
     worker = await make_worker()
     await lose(engine)
-    (task,), _ = await worker.claim_at("default", "{fp:9}", 1)
+    (task,), _ = await worker.claims.claim_at("default", "{fp:9}", 1)
     await until(are_registered(engine, "default", "{fp:9}"), "the registration")
     await task.complete()
 

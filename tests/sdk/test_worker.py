@@ -229,9 +229,9 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     await submit(engine.backend, 5)
     worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=3)
     transport: Any = worker.backend.transport
-    home = worker.lanes["default"].home
+    home = worker.claims.lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
-    tasks, more = await worker.claim_at("default", home, 2)
+    tasks, more = await worker.claims.claim_at("default", home, 2)
     assert (len(tasks), more, {t.lease_epoch for t in tasks}) == (2, True, {1})
     for task in tasks:
         await task.complete()
@@ -239,14 +239,14 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
     proxy.pause()
     transport._request_timeout = 0.2
     with pytest.raises(TransportError) as caught:
-        await worker.claim_at("default", home, 3)
+        await worker.claims.claim_at("default", home, 3)
     transport._request_timeout = 5.0
     assert caught.value.ambiguous
     assert worker.free == 3
     proxy.resume()
-    taken = worker.reserve(2)
-    again, more = await worker.claim_at("default", home, 3)
-    worker.unreserve(taken)
+    taken = worker.claims.reserve(2)
+    again, more = await worker.claims.claim_at("default", home, 3)
+    worker.claims.unreserve(taken)
     # Only one permit was left, so the other two leases were given back.
     assert (len(again), more, {t.lease_epoch for t in again}) == (1, False, {1})
     await again[0].complete()
@@ -292,9 +292,9 @@ async def test_what_another_worker_must_take_is_not_asked_for_again_and_again(
     assert task is not None
     await engine.backend.leases.revoke_lease(execution_id)
     worker = await make_worker()
-    worker.lanes["default"].add(execution_id.tag)
-    assert await worker.claim_at("default", execution_id.tag, 1) == ([], False)
-    assert not worker.lanes.hinted()
+    worker.claims.lanes["default"].add(execution_id.tag)
+    assert await worker.claim() is None
+    assert not worker.claims.lanes.hinted()
     await task.discard()
 
 

@@ -401,7 +401,7 @@ CASES: dict[str, Case] = {
     "ring_waiting": Case(
         "ff_ring_waiting",
         waiting,
-        lambda backend, eid: backend.claims.ring_waiting({eid.tag: [LANE]}),
+        lambda backend, eid: backend.wakeups.ring_waiting({eid.tag: [LANE]}),
     ),
     "reconcile": Case(
         "ff_reconcile",

@@ -77,7 +77,7 @@ async def test_a_handler_and_those_who_watch_it_notice_nothing(full: Engine) -> 
     await backend.executions.progress(handle, 50, "half")
     page = await backend.streams.read_stream(handle.execution_id, 0)
     assert [frame.payload for frame in page.frames] == [b"said before"]
-    assert await backend.claims.ring_waiting({handle.execution_id.tag: ["default"]}) == 1
+    assert await backend.wakeups.ring_waiting({handle.execution_id.tag: ["default"]}) == 1
     await backend.lanes.set_lane_state("default", "paused", "out of memory")
 
 

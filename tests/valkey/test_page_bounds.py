@@ -185,7 +185,7 @@ async def test_registries_of_lanes(engine: Engine) -> None:
         assert len(await backend.upkeep.idle_lanes(tag, lanes[:200])) == 200
 
     async def ring() -> None:
-        assert await backend.claims.ring_waiting({tag: lanes[200:300]}) == 100
+        assert await backend.wakeups.ring_waiting({tag: lanes[200:300]}) == 100
 
     async def forget() -> None:
         places = await backend.places.places_in_use()

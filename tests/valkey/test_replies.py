@@ -139,7 +139,7 @@ OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
     "due": ("ff_scan_due", lambda b: b.upkeep.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
     "time": ("ff_scan_due", lambda b: b.meta.server_time_ms()),
     "purge": ("ff_purge", lambda b: b.upkeep.purge("{fp:0}")),
-    "ring": ("ff_ring_waiting", lambda b: b.claims.ring_waiting({"{fp:0}": ["default"]})),
+    "ring": ("ff_ring_waiting", lambda b: b.wakeups.ring_waiting({"{fp:0}": ["default"]})),
 }
 # What answers one word per item takes any word.
 SCANNED: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {

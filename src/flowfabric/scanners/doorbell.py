@@ -50,6 +50,6 @@ class Doorbell:
         names = [keys.index(*key) for key in indexes]
         found: Any = await backend.transport.call("EXISTS", *names, key=names[0])
         if found:
-            await backend.claims.ring_waiting(lanes)
+            await backend.wakeups.ring_waiting(lanes)
         elif scope.watch is not None:
             scope.watch.absent(indexes)

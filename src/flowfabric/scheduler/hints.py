@@ -8,42 +8,44 @@ from collections.abc import Iterable, Iterator
 from flowfabric.core.ids import fnv1a64
 from flowfabric.core.partition import PartitionCounts, solo_partition
 
-_WINDOW = 32
+WINDOW = 32
+"""How many partitions a sweep covers."""
+
+
+def window(start: int, counts: PartitionCounts) -> list[str]:
+    """The tags of the partitions from `start` on, each once."""
+    return [f"{{fp:{(start + i) % counts.flow}}}" for i in range(min(WINDOW, counts.flow))]
 
 
 class LaneHints:
-    """One lane's believed-non-empty partitions, oldest belief first, and a slow sweep of the rest.
+    """The partitions of one lane that may hold work, oldest hint first.
 
-    Hints may be lost, so the sweep visits every partition in turn; each lane keeps its own
+    Hints may be lost, so a slow sweep visits all partitions in turn. Each lane has its own
     position, seeded by the worker, so that a fleet spreads out.
     """
 
     def __init__(self, lane_id: str, counts: PartitionCounts, seed: int) -> None:
         self.lane_id = lane_id
         self.home = f"{{fp:{solo_partition(lane_id, counts)}}}"
-        self._count = counts.flow
-        self._cursor = seed % counts.flow
+        self._counts = counts
+        self._cursor = seed
         self._hinted: dict[str, None] = {}
         self.swept_at: float | None = None
         """When, on the monotonic clock, the last sweep began; None before the first."""
 
     def add(self, tag: str) -> None:
-        """Work was seen or announced there."""
+        """Hint at a partition where work was seen or announced."""
         self._hinted.setdefault(tag)
 
-    def drop(self, tag: str) -> None:
-        """Nothing was left there."""
+    def visited(self, tag: str, *, more: bool) -> None:
+        """Drop a visited partition, or move it behind the others if work remains there."""
         self._hinted.pop(tag, None)
+        if more:
+            self._hinted[tag] = None
 
     def oldest(self) -> str | None:
-        """The partition to visit next, if any is believed to hold work."""
+        """The partition to visit next, if any."""
         return next(iter(self._hinted), None)
-
-    def rotate(self, tag: str) -> None:
-        """Visited, but work remains: the others go first."""
-        if tag in self._hinted:
-            del self._hinted[tag]
-            self._hinted[tag] = None
 
     def __contains__(self, tag: str) -> bool:
         return tag in self._hinted
@@ -55,12 +57,10 @@ class LaneHints:
         return iter(self._hinted)
 
     def sweep(self) -> list[str]:
-        """The lane's own partition, then the next window of all others."""
+        """The lane's own partition, then the next window of the others."""
         self.swept_at = time.monotonic()
-        size = min(_WINDOW, self._count)
-        window = [f"{{fp:{(self._cursor + i) % self._count}}}" for i in range(size)]
-        self._cursor = (self._cursor + size) % self._count
-        return [self.home, *(tag for tag in window if tag != self.home)]
+        start, self._cursor = self._cursor, self._cursor + WINDOW
+        return [self.home, *(tag for tag in window(start, self._counts) if tag != self.home)]
 
 
 class Lanes:
@@ -82,7 +82,7 @@ class Lanes:
         return any(len(lane) for lane in self._order)
 
     def in_turn(self) -> list[LaneHints]:
-        """Every lane, beginning with another one each time."""
+        """Every lane, starting with a different one each time."""
         self._order.append(self._order.pop(0))
         return list(self._order)
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import time
 from collections.abc import Callable
 from typing import cast
 
-from flowfabric.core.contracts.leases import ClaimedMany
 from flowfabric.core.errors import (
     EngineError,
     FlowFabricError,
     TransportError,
     ValidationError,
 )
-from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.endings import Endings
 from flowfabric.sdk.failures import HandlerFailure
@@ -29,31 +25,20 @@ Encoded = tuple[bytes, str]
 """Result bytes and their encoding label."""
 Finished = tuple[ClaimedTask, Completion]
 
-_MAX_STICKY = 16
-_FIRST_PAUSE_S = 0.1
-_LAST_PAUSE_S = 1.0
-
 
 class Results:
     """Completes tasks in batches and starts what the same trip claims."""
 
     def __init__(
-        self,
-        worker: Worker,
-        endings: Endings,
-        *,
-        start: Callable[[ClaimedTask], None],
-        stopping: asyncio.Event,
+        self, worker: Worker, endings: Endings, start: Callable[[ClaimedTask], None]
     ) -> None:
-        self._worker = worker
+        self._claims = worker.claims
         self._batch = worker.config.batch
         self._endings = endings
         self._start = start
-        self._stopping = stopping
         self._done: dict[tuple[str, str], list[Finished]] = {}
         self._flush_planned = False
         self._calls: set[asyncio.Task[None]] = set()
-        self._sticky = 0
 
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
         """Complete this task with the others of this loop tick.
@@ -106,16 +91,13 @@ class Results:
             raise
 
     async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
-        """Complete, and take as many of the same lane and partition, in one trip."""
-        sticky = not self._stopping.is_set() and self._may_stick(lane_id, tag)
-        # The permits of what is being completed are as good as free.
-        room = len(finished) if sticky else 0
-        request_id, since = new_uuid(), time.monotonic()
+        items = [completion for _, completion in finished]
         try:
-            outcomes, claimed = await self._call(lane_id, tag, finished, room, request_id)
+            # The same request is good while any of the leases may last.
+            outcomes, successors = await self._claims.complete(
+                lane_id, tag, items, lambda: any(task.may_hold_lease for task, _ in finished)
+            )
         except TransportError as error:
-            if room and error.ambiguous:
-                self._worker.unanswered(lane_id, tag, request_id, since)
             for task, _ in finished:
                 self._endings.abandon(task, error)
             return
@@ -132,59 +114,11 @@ class Results:
                 refused.append((task, outcome))
             else:
                 self._endings.abandon(task, outcome)
-        if room:
-            await self._go_on(lane_id, tag, claimed, since)
+        if successors is not None:
+            for task in self._claims.adopt_successors(successors):
+                self._start(task)
         for task, problem in refused:
             await self._endings.refuse(task, problem)
-
-    async def _call(
-        self, lane_id: str, tag: str, finished: list[Finished], room: int, request_id: str
-    ) -> tuple[list[EngineError | None], ClaimedMany]:
-        """Repeats the very same request while any of the leases may last."""
-        items = [completion for _, completion in finished]
-        want = self._worker.want(lane_id)
-        pause = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._worker.backend.claims.complete_and_claim(
-                    tag, items, want, room, request_id=request_id
-                )
-            except TransportError as error:
-                if not error.retryable or not any(task.may_hold_lease for task, _ in finished):
-                    raise
-                log.warning(
-                    "results not delivered, trying again: %s",
-                    error,
-                    extra={"action": "complete_delayed"},
-                )
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
-
-    async def _go_on(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> None:
-        worker = self._worker
-        lane = worker.lanes[lane_id]
-        claims = claimed.claims
-        # As in `claim_at`: nothing, though something remains, is all there is for this worker.
-        if not (claims and claimed.remaining):
-            lane.drop(tag)
-        room = 0 if self._stopping.is_set() else worker.reserve(len(claims))
-        for claim in claims[:room]:
-            self._start(worker.adopt(claim, since))
-        if len(claims) > room:
-            await worker.give_back(claim.handle for claim in claims[room:])
-
-    def _may_stick(self, lane_id: str, tag: str) -> bool:
-        """Stay on a partition for a while only, and not while others wait longer."""
-        lanes = self._worker.lanes
-        if tag not in lanes[lane_id]:
-            return False
-        if all(len(lane) <= (lane.lane_id == lane_id) for lane in lanes):
-            return True
-        self._sticky += 1
-        if self._sticky < _MAX_STICKY:
-            return lanes[lane_id].oldest() == tag
-        self._sticky = 0
-        return False
 
     async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
         """The batch as a whole was refused: let each task try for itself."""

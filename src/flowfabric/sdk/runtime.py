@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from flowfabric.core.errors import (
-    AuthError,
-    EngineError,
-    LeaseLost,
-    TransportError,
-)
+from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, generation
-from flowfabric.sdk.doorbell import Doorbell
+from flowfabric.scheduler.loop import ClaimLoop
 from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
 from flowfabric.sdk.loop_watch import LoopWatch, handled
 from flowfabric.sdk.results import Encoded, Results
@@ -30,11 +24,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]
 """Handles one task; what it returns becomes the result."""
 
-_FIRST_PAUSE_S = 0.05
-_LAST_PAUSE_S = 5.0
 _WIND_UP_S = 2.0
 """How long a cancelled handler may take to stop before its lease is given back regardless."""
-_DOWN = frozenset({"transport", "busy_loading", "cluster"})
 
 
 class WorkerRuntime:
@@ -54,21 +45,23 @@ class WorkerRuntime:
         self._cancels_handlers = False
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
-        self._wake = asyncio.Event()
-        self._rings_wanted = asyncio.Event()
-        self._listening = False
         self._stopping = asyncio.Event()
         self._scanners = worker.new_scanners()
         self._endings = Endings(
             worker.backend, self._scanners, on_unknown_kind=on_unknown_kind, leaving=self._leaving
         )
         self.summary = self._endings.summary
-        self._results = Results(worker, self._endings, start=self._start, stopping=self._stopping)
-        self._poll_s = worker.config.claim_poll_interval_ms / 1000
+        self._results = Results(worker, self._endings, self._start)
+        config = worker.config
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
-        looks_s = self._poll_s * (2 if worker.config.scanners else 1)
-        self._doorbell = Doorbell(worker.backend, worker.lanes, looks_s)
-        worker.on_release = self._wake.set
+        looks = 2 if config.scanners else 1
+        self._claiming = ClaimLoop(
+            worker.backend,
+            worker.claims,
+            self._start,
+            batch=config.batch,
+            listen_s=worker.claims.poll_s * looks,
+        )
 
     def on(self, kind: str, handler: Handler) -> None:
         """Register the handler of an execution kind; a second one replaces the first."""
@@ -82,7 +75,7 @@ class WorkerRuntime:
     def stop(self) -> None:
         """End the run: no new claims, running handlers may finish."""
         self._stopping.set()
-        self._wake.set()
+        self._claiming.stop()
 
     # --- the loop -----------------------------------------------------------------------
 
@@ -97,15 +90,14 @@ class WorkerRuntime:
         current = asyncio.current_task()
         self._runner = current, 0 if current is None else current.cancelling()
         # The worker may have served before.
-        self.worker.backend.transport.hurry(leaving=False)
+        self.worker.backend.meta.hurry(leaving=False)
         keeper = self.worker.keeper
         keeper.loop_watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
-        parts = [
-            asyncio.create_task(part())
-            for part in (self._scan, self._listen, self._look, self._serve)
-        ]
+        scanning, claiming = (
+            asyncio.create_task(part()) for part in (self._scan, self._claiming.run)
+        )
         try:
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait((scanning, claiming), return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
         except asyncio.CancelledError:
@@ -116,14 +108,13 @@ class WorkerRuntime:
             if not self._running and not self._results.pending:
                 self._hurry()
             # A claim under way brings leases that must be given an end.
-            await asyncio.wait(parts[-1:], timeout=_WIND_UP_S)
+            await asyncio.wait((claiming,), timeout=_WIND_UP_S)
             await self._drain(grace_s)
             keeper.loop_watch = None
             self._hurry()
-            for part in parts:
+            for part in (scanning, claiming):
                 part.cancel()
-            await asyncio.wait(parts)
-            await self._doorbell.aclose()
+            await asyncio.wait((scanning, claiming))
             if self._scanners is not None:
                 await asyncio.to_thread(self._scanners.stop)
         return self.summary
@@ -133,84 +124,6 @@ class WorkerRuntime:
         if self._scanners is not None:
             await asyncio.to_thread(self._scanners.start)
         await self._stopping.wait()
-
-    async def _serve(self) -> None:
-        for lane in self.worker.lanes:
-            lane.add(lane.home)
-        pause = _FIRST_PAUSE_S
-        while not self._stopping.is_set():
-            if not self.worker.free or not self.worker.lanes.hinted():
-                self._wake.clear()
-                if self.worker.free:
-                    self._rings_wanted.set()
-                await self._wake.wait()
-                continue
-            try:
-                await self._claim_round()
-                pause = _FIRST_PAUSE_S
-            except EngineError as error:
-                if _hopeless(error):
-                    raise
-                log.warning(
-                    "claim failed, trying again: %s", error, extra={"action": "claim_failed"}
-                )
-                await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
-                pause = min(pause * 2, _LAST_PAUSE_S)
-
-    async def _pause(self, error: EngineError, seconds: float) -> None:
-        """Wait, but no longer than until the server is back or the run ends."""
-        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait())]
-        if isinstance(error, TransportError) and error.kind in _DOWN:
-            waits.append(asyncio.ensure_future(self._until_up(seconds)))
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-
-    async def _until_up(self, seconds: float) -> None:
-        await asyncio.sleep(_FIRST_PAUSE_S)
-        try:
-            await self.worker.backend.transport.wait_ready(seconds)
-        except EngineError:
-            await asyncio.sleep(seconds)
-
-    async def _claim_round(self) -> None:
-        lane = self.worker.lanes.next()
-        tag = None if lane is None else lane.oldest()
-        if lane is None or tag is None:
-            return
-        tasks, more = await self.worker.claim_at(lane.lane_id, tag, self.worker.config.batch)
-        if more:
-            lane.rotate(tag)
-        for task in tasks:
-            self._start(task)
-        if not tasks and not more:
-            await self._doorbell.pass_on(lane.lane_id, tag)
-
-    async def _listen(self) -> None:
-        """Turns doorbell rings into hints while there is room for more work."""
-        while True:
-            await self._rings_wanted.wait()
-            self._rings_wanted.clear()
-            self._listening = True
-            for lane_id, tag in await self._doorbell.wait():
-                if self.worker.free and not self._stopping.is_set():
-                    self.worker.lanes[lane_id].add(tag)
-                else:
-                    await self._doorbell.ring_back(lane_id, tag)
-            self._listening = False
-            self._wake.set()
-
-    async def _look(self) -> None:
-        """A busy worker hears no doorbell: without this, its partition would hide all others."""
-        ended = 0
-        while True:
-            await asyncio.sleep(self._poll_s)
-            moved, ended = ended, self.summary.completed + self.summary.failed
-            if self._listening or moved == ended:
-                continue
-            for lane_id, tag in await self._doorbell.glance():
-                self.worker.lanes[lane_id].add(tag)
-            self._wake.set()
 
     # --- running one task ---------------------------------------------------------------
 
@@ -309,7 +222,7 @@ class WorkerRuntime:
 
     def _hurry(self) -> None:
         """Nobody's work depends on the server any more: leaving does not wait for its return."""
-        self.worker.backend.transport.hurry()
+        self.worker.backend.meta.hurry()
 
     async def _drain(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
@@ -344,10 +257,3 @@ def _runs(task: asyncio.Task[None] | None) -> bool:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:
         return False
-
-
-def _hopeless(error: EngineError) -> bool:
-    """Whether trying again cannot help: the login or the configuration is wrong."""
-    return isinstance(error, AuthError) or (
-        isinstance(error, TransportError) and error.kind == "auth"
-    )

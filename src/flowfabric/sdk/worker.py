@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts.leases import (
     Claim,
     ClaimGrant,
-    Handle,
     ReclaimGrant,
     ReclaimOutcome,
     ResumeGrant,
@@ -24,17 +22,14 @@ from flowfabric.core.errors import (
     ConfigError,
     ContentionError,
     EngineError,
-    TransportError,
-    WorkerAtCapacity,
 )
-from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid
+from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend, limits_from_env
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.engine.valkey.health import log_findings
 from flowfabric.scanners.settings import ScannerSettings
-from flowfabric.scheduler.hints import LaneHints, Lanes
-from flowfabric.scheduler.sweep import find_work
+from flowfabric.scheduler.claims import WorkerClaims
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
@@ -45,6 +40,12 @@ log = logging.getLogger(__name__)
 Connect = Callable[[], Awaitable[ValkeyBackend]]
 """Opens a backend in the running event loop: one for the worker, one for its lease keeper, one for
 its scanners."""
+
+
+class _LeaseTerms(TypedDict):
+    worker_id: str
+    worker_instance_id: str
+    lease_ttl_ms: int
 
 
 class Worker(ClosedOnce):
@@ -69,24 +70,26 @@ class Worker(ClosedOnce):
         self.keeper = keeper
         self.new_scanners = new_scanners
         """Makes the scanners of one run, not yet started; None when this process has none."""
-        self.free = config.permits
         self.complete_on_exit = config.complete_on_exit
-        self.lanes = Lanes(config.lanes, backend.counts, config.worker_instance_id)
-        self.on_release: Callable[[], None] | None = None
+        self.claims = WorkerClaims(
+            backend,
+            {
+                lane: ClaimRequest.of(
+                    lane,
+                    config.worker_id,
+                    config.worker_instance_id,
+                    capabilities=config.capabilities_csv,
+                    lease_ttl_ms=config.lease_ttl_ms,
+                )
+                for lane in config.lanes
+            },
+            self._adopt,
+            permits=config.permits,
+            poll_s=config.claim_poll_interval_ms / 1000,
+        )
+        """Permits, hints and claims of this process."""
         self._held: set[HeldLease] = set()
-        self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
         self._loop = asyncio.get_running_loop()
-        self._background: set[asyncio.Task[None]] = set()
-        self._wants = {
-            lane: ClaimRequest.of(
-                lane,
-                config.worker_id,
-                config.worker_instance_id,
-                capabilities=config.capabilities_csv,
-                lease_ttl_ms=config.lease_ttl_ms,
-            )
-            for lane in config.lanes
-        }
         self._heartbeat: asyncio.Task[None] | None = None
 
     @classmethod
@@ -153,7 +156,7 @@ class Worker(ClosedOnce):
     def _places(self) -> dict[str, list[str]]:
         """Where this worker looks for work by default."""
         places: dict[str, list[str]] = {}
-        for lane in self.lanes:
+        for lane in self.claims.lanes:
             places.setdefault(lane.home, []).append(lane.lane_id)
         return places
 
@@ -173,37 +176,23 @@ class Worker(ClosedOnce):
             except (EngineError, ConfigError) as error:
                 log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
-    def want(self, lane_id: str) -> ClaimRequest:
-        """The claim request of one lane."""
-        return self._wants[lane_id]
+    @property
+    def free(self) -> int:
+        """How many more tasks may run now."""
+        return self.claims.free
 
-    # --- permits ------------------------------------------------------------------------
-
-    def reserve(self, wanted: int) -> int:
-        """Take up to so many permits, before any storage call."""
-        taken = min(wanted, self.free)
-        self.free -= taken
-        return taken
-
-    def unreserve(self, count: int) -> None:
-        """Return permits that no task took."""
-        self.free += count
-
-    def adopt(self, claim: Claim, since: float) -> ClaimedTask:
-        """A task on a permit that is already reserved; `since` is when the claim was asked for."""
+    def _adopt(self, claim: Claim, since: float) -> ClaimedTask:
         task = ClaimedTask(self, claim, since)
         self._held.add(task.held)
         return task
 
     def release(self, held: HeldLease) -> None:
-        """A task ended: its permit is free again."""
+        """Return the permit of a task that ended."""
         self._held.discard(held)
-        self.free += 1
-        if self.on_release is not None:
-            self.on_release()
+        self.claims.release()
 
     def forgotten(self, held: HeldLease) -> None:
-        """A task was garbage collected, in whatever thread: free its permit, return its lease."""
+        """Return the permit and the lease of a task that was garbage collected; from any thread."""
         self.keeper.release(held)
         # The loop is closed when the whole worker was left behind.
         with contextlib.suppress(RuntimeError):
@@ -213,116 +202,17 @@ class Worker(ClosedOnce):
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self.closed:
-            self._in_background(self._give_back_dropped(held))
+            self.claims.in_background(self._give_back_dropped(held))
 
     async def _give_back_dropped(self, held: HeldLease) -> None:
         await asyncio.sleep(DROP_PAUSE_S)
-        await self.give_back([held.handle])
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def give_back(self, handles: Iterable[Handle]) -> None:
-        """Return leases that no task will use; best effort, they lapse otherwise."""
-        outcomes = await asyncio.gather(
-            *(self.backend.executions.delay(handle, 1) for handle in handles),
-            return_exceptions=True,
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                log.debug("lease not given back: %s", outcome)
+        await self.claims.cycle.give_back([held.handle])
 
     # --- claiming -------------------------------------------------------------------------
 
-    async def claim_at(self, lane_id: str, tag: str, max_n: int) -> tuple[list[ClaimedTask], bool]:
-        """Claim from one lane and partition; the tasks, and whether to ask again at once."""
-        reserved = self.reserve(max_n)
-        if not reserved:
-            return [], False
-        request_id, since, repeats = self._request(lane_id, tag)
-        tasks: list[ClaimedTask] = []
-        try:
-            claimed = await self.backend.claims.claim_many(
-                self.want(lane_id), tag, reserved, request_id=request_id
-            )
-            tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
-        except (TransportError, asyncio.CancelledError) as error:
-            if not isinstance(error, TransportError) or error.ambiguous:
-                self.unanswered(lane_id, tag, request_id, since)
-            raise
-        finally:
-            self.unreserve(reserved - len(tasks))
-        if len(claimed.claims) > reserved:
-            # The answer to an earlier request, when there was more room.
-            await self.give_back(claim.handle for claim in claimed.claims[reserved:])
-        if tasks:
-            self._found(lane_id, tag)
-        lane = self.lanes[lane_id]
-        # Who got nothing although there is something was shown all that it may take: a ring or
-        # the next sweep tells when that has changed. A repeat only gave what it gave before.
-        more = claimed.remaining > 0 and (repeats or bool(claimed.claims))
-        if more:
-            lane.add(tag)
-        else:
-            lane.drop(tag)
-        return tasks, more
-
-    def _found(self, lane_id: str, tag: str) -> None:
-        """There is work: our scanners look here from now on, others once it is registered."""
-        lanes = self.backend.places.known_places.get(tag)
-        if lanes is None or lane_id not in lanes:
-            self._in_background(self._register_place(lane_id, tag))
-
-    async def _register_place(self, lane_id: str, tag: str) -> None:
-        try:
-            await self.backend.places.register_places({tag: [lane_id]})
-        except EngineError as error:
-            # The next claim there repeats it.
-            log.debug("place not registered: %s", error)
-
-    def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
-        """The id of the claim to make: that of a lost one, whose leases would else lie idle."""
-        now = time.monotonic()
-        lost = self._unanswered.pop((lane_id, tag), None)
-        if lost is not None and now - lost[1] < self.config.lease_ttl_ms / 1000:
-            return *lost, True
-        return new_uuid(), now, False
-
-    def unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
-        """A claim's reply was lost: the next claim there repeats it and gets its leases."""
-        self._unanswered[lane_id, tag] = request_id, since
-        self.lanes[lane_id].add(tag)
-
     async def claim_many(self, max_n: int | None = None) -> list[ClaimedTask]:
         """Claim up to `max_n` tasks of the configured lanes; empty without work or permits."""
-        wanted = self.free if max_n is None else min(max_n, self.free)
-        tasks: list[ClaimedTask] = []
-        try:
-            for lane in self.lanes.in_turn():
-                if len(tasks) < wanted:
-                    tasks += await self._claim_in(lane, wanted - len(tasks))
-        except EngineError:
-            # What was claimed before the fault is not lost with it.
-            if not tasks:
-                raise
-        return tasks
-
-    async def _claim_in(self, lane: LaneHints, wanted: int) -> list[ClaimedTask]:
-        poll_s = self.config.claim_poll_interval_ms / 1000
-        swept_at = lane.swept_at
-        if not len(lane) or swept_at is None or time.monotonic() - swept_at >= poll_s:
-            for tag in await find_work(self.backend, lane):
-                lane.add(tag)
-        tasks: list[ClaimedTask] = []
-        for tag in list(lane):
-            if len(tasks) < wanted:
-                found, more = await self.claim_at(lane.lane_id, tag, wanted - len(tasks))
-                tasks += found
-                if more:
-                    lane.rotate(tag)
-        return tasks
+        return await self.claims.claim_many(self.free if max_n is None else max_n)
 
     async def claim(self) -> ClaimedTask | None:
         """Claim one task, or None when there is no work or no permit."""
@@ -334,74 +224,42 @@ class Worker(ClosedOnce):
         return await self.claim()
 
     async def claim_from_grant(self, lane_id: str, grant: ClaimGrant) -> ClaimedTask:
-        """Turn a scheduler's grant into a task; a paused attempt is resumed by itself."""
+        """Turn a scheduler's grant into a task; a paused attempt resumes."""
+        claims, terms = self.backend.claims, self._terms()
 
         async def consume() -> Claim:
-            config = self.config
-            identity = {
-                "worker_id": config.worker_id,
-                "worker_instance_id": config.worker_instance_id,
-            }
             try:
-                return await self.backend.claims.claim_execution(
-                    grant, **identity, lease_ttl_ms=config.lease_ttl_ms, lane_id=lane_id
-                )
+                return await claims.claim_execution(grant, lane_id=lane_id, **terms)
             except ContentionError as error:
                 if error.code != "use_claim_resumed_execution":
                     raise
-                return await self.backend.claims.claim_resumed_execution(
-                    grant, **identity, lease_ttl_ms=config.lease_ttl_ms, lane_id=lane_id
-                )
+                return await claims.claim_resumed_execution(grant, lane_id=lane_id, **terms)
 
-        return await self._with_permit(consume)
+        return await self.claims.claim_with(consume)
 
     async def claim_from_resume_grant(self, grant: ResumeGrant) -> ClaimedTask:
-        """Turn a resume grant into a task: the same attempt goes on here."""
-        config = self.config
-        return await self._with_permit(
-            lambda: self.backend.claims.claim_from_resume_grant(
-                grant,
-                worker_id=config.worker_id,
-                worker_instance_id=config.worker_instance_id,
-                lease_ttl_ms=config.lease_ttl_ms,
-            )
+        """Turn a resume grant into a task: the same attempt resumes here."""
+        return await self.claims.claim_with(
+            lambda: self.backend.claims.claim_from_resume_grant(grant, **self._terms())
         )
 
     async def claim_from_reclaim_grant(
         self, grant: ReclaimGrant, *, max_reclaim_count: int | None = None
     ) -> ClaimedTask | ReclaimOutcome:
         """Take over an execution whose lease was lost."""
-        if not self.reserve(1):
-            raise WorkerAtCapacity
-        since = time.monotonic()
-        try:
-            outcome = await self.backend.claims.reclaim_execution(
-                grant,
-                worker_id=self.config.worker_id,
-                worker_instance_id=self.config.worker_instance_id,
-                lease_ttl_ms=self.config.lease_ttl_ms,
-                max_reclaim_count=max_reclaim_count,
+        return await self.claims.claim_with(
+            lambda: self.backend.claims.reclaim_execution(
+                grant, max_reclaim_count=max_reclaim_count, **self._terms()
             )
-        except BaseException:
-            self.unreserve(1)
-            raise
-        if isinstance(outcome, Claim):
-            self._found(outcome.handle.lane_id, outcome.handle.execution_id.tag)
-            return self.adopt(outcome, since)
-        self.unreserve(1)
-        return outcome
+        )
 
-    async def _with_permit(self, consume: Callable[[], Awaitable[Claim]]) -> ClaimedTask:
-        if not self.reserve(1):
-            raise WorkerAtCapacity
-        since = time.monotonic()
-        try:
-            claim = await consume()
-        except BaseException:
-            self.unreserve(1)
-            raise
-        self._found(claim.handle.lane_id, claim.handle.execution_id.tag)
-        return self.adopt(claim, since)
+    def _terms(self) -> _LeaseTerms:
+        config = self.config
+        return {
+            "worker_id": config.worker_id,
+            "worker_instance_id": config.worker_instance_id,
+            "lease_ttl_ms": config.lease_ttl_ms,
+        }
 
     # --- signals ----------------------------------------------------------------------------
 
@@ -439,7 +297,7 @@ class Worker(ClosedOnce):
         tasks = [task for held in list(self._held) if (task := held.watcher()) is not None]
         await asyncio.gather(
             *(task.discard(pause_s=0) for task in tasks if isinstance(task, ClaimedTask)),
-            *self._background,
+            *self.claims.background,
         )
 
     async def _deregister(self) -> None:

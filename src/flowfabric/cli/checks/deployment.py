@@ -145,11 +145,11 @@ async def _workers(backend: ValkeyBackend, lanes: list[str], workers: list[Worke
 
 async def _holds_work(backend: ValkeyBackend, lane: str) -> bool:
     tags = await backend.places.used_partitions()
-    # In a cluster this is expensive to find out, and `any_work` always says yes.
+    # In a cluster this is expensive to find out, and `find_work` names every partition.
     return (
         bool(tags)
         and not backend.transport.is_cluster
-        and await backend.claims.any_work(lane, tags)
+        and await backend.wakeups.find_work(lane, tags) != []
     )
 
 

@@ -21,6 +21,7 @@ from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.upkeep import Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers
 
 
@@ -38,6 +39,7 @@ class Backend(Protocol):
     claims: Claims
     leases: Leases
     lanes: Lanes
+    wakeups: Wakeups
     places: Places
     workers: Workers
     suspensions: Suspensions

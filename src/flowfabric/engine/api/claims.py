@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -95,22 +95,11 @@ class Claims(Protocol):
         ...
 
     async def scan_eligible_executions(
-        self, lane_id: str, tag: str, limit: int
+        self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
     ) -> list[ExecutionId]:
-        """Up to `limit` waiting executions in claim order, whatever they require. Reads only."""
-        ...
+        """Up to `limit` waiting executions in claim order. Reads only.
 
-    async def any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
-        """Whether any of these partitions holds claimable work of the lane: one cheap command.
-
-        A cluster cannot ask many slots at once, so there the answer is always to go and see.
-        """
-        ...
-
-    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
-        """Ring the doorbells of each partition's lanes that hold claimable work.
-
-        In a cluster a call covers one partition. Name at most a few hundred lanes.
+        With capabilities, only those that a worker with them may take.
         """
         ...
 

@@ -24,6 +24,7 @@ from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.upkeep import Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
@@ -52,6 +53,7 @@ from flowfabric.engine.valkey.streams import ValkeyStreams
 from flowfabric.engine.valkey.suspensions import ValkeySuspensions
 from flowfabric.engine.valkey.upkeep import ValkeyUpkeep
 from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
+from flowfabric.engine.valkey.wakeups import ValkeyWakeups
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connect import connect
@@ -103,6 +105,7 @@ class ValkeyBackend(ClosedOnce):
         self.reads: Reads = ValkeyReads(calls, workers)
         self.listings: Listings = ValkeyListings(calls, places)
         self.claims: Claims = ValkeyClaims(calls, executions)
+        self.wakeups: Wakeups = ValkeyWakeups(calls, places)
         self.leases: Leases = ValkeyLeases(calls, places)
         self.lanes: Lanes = ValkeyLanes(calls, places)
         self.suspensions: Suspensions = ValkeySuspensions(calls, places)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowfabric.core import capabilities as caps
@@ -116,16 +116,17 @@ class ValkeyClaims:
         return reply
 
     async def scan_eligible_executions(
-        self, lane_id: str, tag: str, limit: int
+        self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
     ) -> list[ExecutionId]:
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
         if whole(limit, "limit") < 1:
             return []
         limit = min(limit, MAX_EXACT)
-        names = [
-            keys.eligible(tag, lane, each)
-            for each in ("", *await self._calls.signatures(tag, lane))
-        ]
+        signatures = ["", *await self._calls.signatures(tag, lane)]
+        if worker_capabilities is not None:
+            offered = {"", *caps.normalise(worker_capabilities, "worker")}
+            signatures = [csv for csv in signatures if offered.issuperset(csv.split(","))]
+        names = [keys.eligible(tag, lane, each) for each in signatures]
         pages = await asyncio.gather(
             *(
                 self._calls.read(f"{name}: index", "ZRANGE", name, 0, limit - 1, "WITHSCORES")
@@ -134,29 +135,6 @@ class ValkeyClaims:
         )
         found = sorted((score, member) for page in pages for member, score in page)
         return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
-
-    async def any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
-        validate_lane(lane_id)
-        tags = [self._calls.checked_tag(tag, "tags") for tag in listed(tags, "tags")]
-        if self._calls.transport.is_cluster or not tags:
-            return bool(tags)
-        names = [
-            name
-            for tag in tags
-            for name in (
-                keys.eligible(tag, lane_id),
-                keys.lane(tag, lane_id, "sigs"),
-                keys.lane(tag, lane_id, "reclaimable"),
-            )
-        ]
-        count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
-        return count > 0
-
-    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
-        places = [part for tag, names in lanes.items() for part in (tag, len(names), *names)]
-        return await self._calls.ask(
-            "ff_ring_waiting", next(iter(lanes)), places, _count, op="ring_waiting"
-        )
 
     async def issue_claim_grant(
         self,
@@ -428,10 +406,6 @@ def _not_reclaimable(
     if error.code == "max_retries_exhausted":
         return ReclaimCapExceeded(execution_id, int(error.details[0]))
     return None
-
-
-def _count(reply: list[Any]) -> int:
-    return int(reply[2])
 
 
 def _request(request_id: str | None) -> str:

@@ -1,0 +1,50 @@
+"""Doorbells: how an idle worker learns that there is work, and how to ring for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+WorkPlace = tuple[str, str]
+"""A lane and the tag of a partition that may hold work of it."""
+
+
+class Doorbell(Protocol):
+    """Hears the rings of some lanes. Rings may be lost, so listeners also sweep now and then."""
+
+    heard_by_all: bool
+    """Whether every listener hears a ring. Otherwise one does, and rings again for others."""
+
+    async def wait(self, timeout_s: float) -> list[WorkPlace]:
+        """What rang; empty when nothing did in time."""
+        ...
+
+    async def peek(self) -> list[WorkPlace]:
+        """What rings now, left ringing for other listeners."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop listening."""
+        ...
+
+
+class Wakeups(Protocol):
+    """Doorbells: waiting for work, looking for it, and ringing."""
+
+    def listen(self, lanes: Iterable[str]) -> Doorbell:
+        """A doorbell for these lanes; it connects at the first wait."""
+        ...
+
+    async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
+        """Those of the partitions that may hold claimable work of the lane.
+
+        One command when none does. In a cluster, which cannot ask many slots at once, all of them.
+        """
+        ...
+
+    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
+        """Ring the doorbells of each partition's lanes that hold claimable work.
+
+        In a cluster a call covers one partition. Name at most a few hundred lanes.
+        """
+        ...

@@ -1,0 +1,199 @@
+"""Doorbells: a blocking pop on a single server, sharded channels in a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flowfabric.core.errors import TransportError
+from flowfabric.core.ids import validate_lane
+from flowfabric.engine.api.arguments import listed
+from flowfabric.engine.api.wakeups import Doorbell, WorkPlace
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.valkey.transport import Connection, Transport
+
+_GRACE_S = 2.0
+_PEEKED = 16
+
+
+class ValkeyWakeups:
+    """`Wakeups` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+
+    def listen(self, lanes: Iterable[str]) -> Doorbell:
+        if self._calls.transport.is_cluster:
+            return _ClusterDoorbell(self._calls, self._places, lanes)
+        return _ServerDoorbell(self._calls.transport, lanes)
+
+    async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
+        validate_lane(lane_id)
+        tags = [self._calls.checked_tag(tag, "tags") for tag in listed(tags, "tags")]
+        if self._calls.transport.is_cluster or not await self._any_work(lane_id, tags):
+            return tags if self._calls.transport.is_cluster else []
+        # Most often it is the first: the lane's own partition.
+        found = await asyncio.gather(
+            self._narrow(lane_id, tags[:1]), self._narrow(lane_id, tags[1:])
+        )
+        return [tag for part in found for tag in part]
+
+    async def _narrow(self, lane_id: str, tags: Sequence[str]) -> Sequence[str]:
+        if not await self._any_work(lane_id, tags):
+            return ()
+        if len(tags) == 1:
+            return tags
+        middle = len(tags) // 2
+        first, second = await asyncio.gather(
+            self._narrow(lane_id, tags[:middle]), self._narrow(lane_id, tags[middle:])
+        )
+        return (*first, *second)
+
+    async def _any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
+        if not tags:
+            return False
+        names = [
+            name
+            for tag in tags
+            for name in (
+                keys.eligible(tag, lane_id),
+                keys.lane(tag, lane_id, "sigs"),
+                keys.lane(tag, lane_id, "reclaimable"),
+            )
+        ]
+        count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
+        return count > 0
+
+    async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
+        places = [part for tag, names in lanes.items() for part in (tag, len(names), *names)]
+        tag = next(iter(lanes))
+        return await self._calls.ask(
+            "ff_ring_waiting", tag, places, lambda reply: int(reply[2]), op="ring_waiting"
+        )
+
+
+class _ServerDoorbell:
+    """Pops rings from a sorted set per lane: each ring wakes one listener of the deployment."""
+
+    heard_by_all = False
+
+    def __init__(self, transport: Transport, lanes: Iterable[str]) -> None:
+        self._transport = transport
+        self._keys = {keys.wake(lane_id): lane_id for lane_id in lanes}
+        self._conn: Connection | None = None
+
+    async def wait(self, timeout_s: float) -> list[WorkPlace]:
+        conn = self._conn
+        if conn is None or not conn.is_open:
+            conn = self._conn = await self._transport.blocking()
+        reply: Any = await conn.submit(("BZPOPMIN", *self._keys, timeout_s), timeout_s + _GRACE_S)
+        return [] if reply is None else [_place(self._keys[reply[0].decode()], reply[1])]
+
+    async def peek(self) -> list[WorkPlace]:
+        found: list[WorkPlace] = []
+        for key, lane_id in self._keys.items():
+            rings: Any = await self._transport.call("ZRANGE", key, 0, _PEEKED - 1, key=key)
+            found += [_place(lane_id, ring) for ring in rings]
+        return found
+
+    async def aclose(self) -> None:
+        if self._conn is not None:
+            await self._conn.aclose()
+            self._conn = None
+
+
+def _place(lane_id: str, ring: bytes) -> WorkPlace:
+    return lane_id, f"{{fp:{ring.decode()}}}"
+
+
+class _ClusterDoorbell:
+    """Subscribes to the channels of all partitions, with one connection per primary.
+
+    A blocking pop, which wakes only one listener, cannot span slots.
+    """
+
+    heard_by_all = True
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, lanes: Iterable[str]) -> None:
+        self._calls = calls
+        self._places = places
+        self._lanes = set(lanes)
+        self._conns: list[Connection] = []
+        self._rings: dict[WorkPlace, None] = {}
+        self._rung = asyncio.Event()
+        self._moved = True
+
+    @property
+    def connected(self) -> bool:
+        """Whether it hears every partition."""
+        return not self._moved and all(conn.is_open for conn in self._conns)
+
+    async def wait(self, timeout_s: float) -> list[WorkPlace]:
+        if not self.connected:
+            await self._subscribe()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._rung.wait()
+        except TimeoutError:
+            pass
+        self._rung.clear()
+        rings, self._rings = self._rings, {}
+        return list(rings)
+
+    async def peek(self) -> list[WorkPlace]:
+        return []
+
+    async def _subscribe(self) -> None:
+        await self.aclose()
+        transport = self._calls.transport
+        left = [f"{{fp:{partition}}}" for partition in range(self._calls.counts.flow)]
+        refused = ""
+        while left:
+            conn = await transport.blocking(left[0], on_push=self._hear)
+            self._conns.append(conn)
+            outcomes = await asyncio.gather(
+                *(conn.submit(("SSUBSCRIBE", keys.wake_channel(tag))) for tag in left),
+                return_exceptions=True,
+            )
+            # Another primary refuses the partitions that it does not hold.
+            rest = [
+                tag
+                for tag, outcome in zip(left, outcomes, strict=True)
+                if isinstance(outcome, BaseException)
+            ]
+            if len(rest) == len(left):
+                if refused == left[0]:
+                    raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
+                # The slot has moved: a call that is redirected learns where to.
+                refused = left[0]
+                await transport.call("EXISTS", refused, key=refused)
+            left = rest
+        self._moved = False
+        # Earlier rings were missed.
+        for tag in await self._places.used_partitions():
+            for lane_id in self._lanes:
+                self._ring(lane_id, tag)
+
+    def _hear(self, push: list[Any]) -> None:
+        if push[0] == b"sunsubscribe":
+            # The slot went to another primary.
+            self._moved = True
+            self._rung.set()
+        elif push[0] == b"smessage":
+            self._ring(push[2].decode(), keys.wake_tag(push[1].decode()))
+
+    def _ring(self, lane_id: str, tag: str) -> None:
+        if lane_id in self._lanes:
+            self._rings[lane_id, tag] = None
+            self._rung.set()
+
+    async def aclose(self) -> None:
+        self._moved = True
+        conns, self._conns = self._conns, []
+        for conn in conns:
+            conn.close()
+        await asyncio.gather(*(conn.aclose() for conn in conns))

@@ -1,0 +1,251 @@
+"""Leases for the handlers of this process: within its permits, repeated when a reply is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from flowfabric.core.contracts.leases import Claim
+from flowfabric.core.errors import EngineError, TransportError, WorkerAtCapacity
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.executions import Completion
+from flowfabric.scheduler.cycle import ClaimCycle
+from flowfabric.scheduler.hints import LaneHints, Lanes
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+_MAX_STICKY = 16
+_FIRST_PAUSE_S = 0.1
+_LAST_PAUSE_S = 1.0
+
+
+class Successors(msgspec.Struct, frozen=True):
+    """What a completing call claimed in the same trip."""
+
+    lane_id: str
+    tag: str
+    claims: Sequence[Claim] = ()
+    remaining: int = 0
+    since: float = 0.0
+
+
+class WorkerClaims(Generic[T]):
+    """Claims of one worker process. `adopt` makes a task of a claim and of when it was asked for.
+
+    A permit is reserved before any storage call and stays with the task until `release`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        requests: Mapping[str, ClaimRequest],
+        adopt: Callable[[Claim, float], T],
+        *,
+        permits: int,
+        poll_s: float,
+    ) -> None:
+        self.cycle = ClaimCycle(backend)
+        self.free = permits
+        self.released = 0
+        """How many permits came back so far."""
+        self.stopping = False
+        """Claim nothing more, and start nothing of what a completing call claims."""
+        self.poll_s = poll_s
+        instance = next(iter(requests.values())).worker_instance_id
+        self.lanes = Lanes(requests, backend.counts, instance)
+        self.on_release: Callable[[], None] | None = None
+        self._backend = backend
+        self._requests = requests
+        self._adopt = adopt
+        self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
+        self._sticky = 0
+        self.background: set[asyncio.Task[None]] = set()
+
+    # --- permits ------------------------------------------------------------------------
+
+    def reserve(self, wanted: int) -> int:
+        """Take up to `wanted` permits; how many were free."""
+        taken = min(wanted, self.free)
+        self.free -= taken
+        return taken
+
+    def unreserve(self, count: int) -> None:
+        """Return permits that no task took."""
+        self.free += count
+
+    def release(self) -> None:
+        """Return the permit of a task that ended."""
+        self.free += 1
+        self.released += 1
+        if self.on_release is not None:
+            self.on_release()
+
+    # --- claiming -----------------------------------------------------------------------
+
+    async def claim_many(self, wanted: int) -> list[T]:
+        """Claim up to `wanted` executions of all lanes; empty without work or permits."""
+        wanted = min(wanted, self.free)
+        tasks: list[T] = []
+        try:
+            for lane in self.lanes.in_turn():
+                if len(tasks) < wanted:
+                    await self._sweep_when_due(lane)
+                    rest = wanted - len(tasks)
+                    tasks += await self.cycle.visit(lane, list(lane), rest, self.claim_at)
+        except EngineError:
+            # What was claimed before the fault is not lost with it.
+            if not tasks:
+                raise
+        return tasks
+
+    async def _sweep_when_due(self, lane: LaneHints) -> None:
+        swept_at = lane.swept_at
+        if not len(lane) or swept_at is None or time.monotonic() - swept_at >= self.poll_s:
+            for tag in await self.cycle.sweep(lane):
+                lane.add(tag)
+
+    async def claim_at(self, lane_id: str, tag: str, max_n: int) -> tuple[list[T], bool]:
+        """Claim from one lane and partition; the tasks, and whether to ask again at once."""
+        reserved = self.reserve(max_n)
+        if not reserved:
+            return [], True
+        request_id, since, repeats = self._request(lane_id, tag)
+        tasks: list[T] = []
+        try:
+            claimed = await self._backend.claims.claim_many(
+                self._requests[lane_id], tag, reserved, request_id=request_id
+            )
+            tasks = [self._adopt(claim, since) for claim in claimed.claims[:reserved]]
+        except (TransportError, asyncio.CancelledError) as error:
+            if not isinstance(error, TransportError) or error.ambiguous:
+                self._note_unanswered(lane_id, tag, request_id, since)
+            raise
+        finally:
+            self.unreserve(reserved - len(tasks))
+        if len(claimed.claims) > reserved:
+            # The answer to an earlier request, when more permits were free.
+            await self.cycle.give_back(claim.handle for claim in claimed.claims[reserved:])
+        if tasks:
+            self._register_place(lane_id, tag)
+        # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
+        # A repeat only returned what it returned before.
+        return tasks, claimed.remaining > 0 and (repeats or bool(claimed.claims))
+
+    async def claim_with(self, consume: Callable[[], Awaitable[Claim | R]]) -> T | R:
+        """Turn a grant into a task; an outcome that is no claim is returned as it is."""
+        if not self.reserve(1):
+            raise WorkerAtCapacity
+        since, claimed = time.monotonic(), False
+        try:
+            outcome = await consume()
+            if not isinstance(outcome, Claim):
+                return outcome
+            claimed = True
+        finally:
+            self.unreserve(not claimed)
+        self._register_place(outcome.handle.lane_id, outcome.handle.execution_id.tag)
+        return self._adopt(outcome, since)
+
+    def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
+        """The id of the claim to make, when it was first made, and whether it is a repeat.
+
+        A claim whose reply was lost is repeated, or its leases would lie idle.
+        """
+        now = time.monotonic()
+        lost = self._unanswered.pop((lane_id, tag), None)
+        if lost is not None and now - lost[1] < self._requests[lane_id].lease_ttl_ms / 1000:
+            return *lost, True
+        return new_uuid(), now, False
+
+    def _note_unanswered(self, lane_id: str, tag: str, request_id: str, since: float) -> None:
+        self._unanswered[lane_id, tag] = request_id, since
+        self.lanes[lane_id].add(tag)
+
+    def _register_place(self, lane_id: str, tag: str) -> None:
+        """Have the scanners look where work was found."""
+        lanes = self._backend.places.known_places.get(tag)
+        if lanes is None or lane_id not in lanes:
+            self.in_background(self._backend.places.register_places({tag: [lane_id]}))
+
+    def in_background(self, work: Awaitable[None]) -> None:
+        """Run what no caller waits for; a failure is logged at debug level."""
+
+        async def run() -> None:
+            try:
+                await work
+            except EngineError as error:
+                log.debug("background call failed: %s", error)
+
+        task = asyncio.get_running_loop().create_task(run())
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    # --- completing and claiming in one trip --------------------------------------------
+
+    async def complete(
+        self, lane_id: str, tag: str, items: Sequence[Completion], may_repeat: Callable[[], bool]
+    ) -> tuple[list[EngineError | None], Successors | None]:
+        """Complete executions and claim as many of the same lane and partition.
+
+        Repeats the same request after an outage as long as `may_repeat`. Pass the successors to
+        `adopt_successors` when the completed tasks have released their permits.
+        """
+        request, request_id, since = self._requests[lane_id], new_uuid(), time.monotonic()
+        # Completing these tasks frees their permits, so claim that many.
+        room = len(items) if self._may_stick(lane_id, tag) else 0
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                outcomes, claimed = await self._backend.claims.complete_and_claim(
+                    tag, items, request, room, request_id=request_id
+                )
+            except TransportError as error:
+                if not error.retryable or not may_repeat():
+                    if room and error.ambiguous:
+                        self._note_unanswered(lane_id, tag, request_id, since)
+                    raise
+                log.warning(
+                    "results not stored, trying again: %s",
+                    error,
+                    extra={"action": "complete_delayed"},
+                )
+            else:
+                if not room:
+                    return outcomes, None
+                return outcomes, Successors(lane_id, tag, claimed.claims, claimed.remaining, since)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+    def adopt_successors(self, found: Successors) -> list[T]:
+        """The tasks to start now; leases without a permit are given back."""
+        claims = found.claims
+        # As in `claim_at`: what remains is not claimable by this worker.
+        if not (claims and found.remaining):
+            self.lanes[found.lane_id].visited(found.tag, more=False)
+        room = 0 if self.stopping else self.reserve(len(claims))
+        if len(claims) > room:
+            self.in_background(self.cycle.give_back([claim.handle for claim in claims[room:]]))
+        return [self._adopt(claim, found.since) for claim in claims[:room]]
+
+    def _may_stick(self, lane_id: str, tag: str) -> bool:
+        """Stay on a partition for a while only, and not while others wait longer."""
+        if self.stopping or tag not in self.lanes[lane_id]:
+            return False
+        if all(len(lane) <= (lane.lane_id == lane_id) for lane in self.lanes):
+            return True
+        self._sticky += 1
+        if self._sticky < _MAX_STICKY:
+            return self.lanes[lane_id].oldest() == tag
+        self._sticky = 0
+        return False

@@ -1,0 +1,149 @@
+"""Grants for workers that claim through a server (`claim_for_worker`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
+
+import msgspec
+
+from flowfabric.core import capabilities as caps
+from flowfabric.core.contracts.leases import ClaimGrant
+from flowfabric.core.errors import ContentionError, EngineError, NotFoundError, StateError
+from flowfabric.core.ids import ExecutionId, fnv1a64, validate_lane, validate_worker_id
+from flowfabric.engine.api.arguments import whole
+from flowfabric.engine.api.backend import Backend
+from flowfabric.scheduler.cycle import ClaimCycle
+from flowfabric.scheduler.hints import WINDOW, LaneHints, window
+
+log = logging.getLogger(__name__)
+
+_CANDIDATES = 16
+_ROTATION_S = 0.25
+_MAX_GRANT_TTL_MS = 60_000
+
+
+class NoWork(msgspec.Struct, frozen=True):
+    """Nothing that the worker may take waits in the partitions that were visited."""
+
+    kind: ClassVar[Literal["no_work"]] = "no_work"
+
+
+class WorkerGrants:
+    """Reserves work for workers that claim through a server.
+
+    Keep one per process: it remembers where work was left, and which partitions come next.
+
+    >>> grants = WorkerGrants(backend)
+    >>> grant = await grants.claim_for_worker("default", "pool", "pool-1")
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._cycle = ClaimCycle(backend)
+        self._hinted: dict[str, LaneHints] = {}
+        self._cursor = 0
+        self._moved_at = time.monotonic()
+
+    async def claim_for_worker(
+        self,
+        lane_id: str,
+        worker_id: str,
+        worker_instance_id: str,
+        *,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5_000,
+    ) -> ClaimGrant | NoWork:
+        """Reserve one waiting execution of a lane for a worker.
+
+        Visits the lane's own partition, then those where work was left, then a window of the
+        others. A partition that cannot be searched is skipped; its error is raised when no other
+        has work.
+        """
+        counts = self._backend.counts
+        lane = self._hinted.get(lane_id) or LaneHints(validate_lane(lane_id), counts, 0)
+        validate_worker_id(worker_id)
+        start = self._start(validate_worker_id(worker_instance_id, "worker_instance_id"))
+        whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS)
+        search = _Search(
+            self._backend,
+            self._cycle,
+            worker_id,
+            worker_instance_id,
+            caps.normalise(worker_capabilities, "worker"),
+            grant_ttl_ms,
+        )
+        tags = list(dict.fromkeys((lane.home, *lane, *window(start, counts))))
+        tags = await self._backend.wakeups.find_work(lane_id, tags)
+        found = await self._cycle.visit(lane, tags, 1, search.take)
+        if len(lane):
+            self._hinted[lane_id] = lane
+        else:
+            self._hinted.pop(lane_id, None)
+        if not found and search.failure is not None:
+            raise search.failure
+        return found[0] if found else NoWork()
+
+    def _start(self, instance: str) -> int:
+        """Where the window of a worker begins: workers are spread out, and all windows move on."""
+        now = time.monotonic()
+        if now - self._moved_at >= _ROTATION_S:
+            self._moved_at = now
+            self._cursor += WINDOW
+        return fnv1a64(instance.encode()) + self._cursor
+
+
+class _Search:
+    """Grants for one worker from the partitions of a lane."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        cycle: ClaimCycle,
+        worker_id: str,
+        worker_instance_id: str,
+        capabilities: Sequence[str],
+        ttl_ms: int,
+    ) -> None:
+        self._claims = backend.claims
+        self._cycle = cycle
+        self._worker = worker_id, worker_instance_id
+        self._capabilities = capabilities
+        self._ttl_ms = ttl_ms
+        self.failure: EngineError | None = None
+
+    async def take(self, lane_id: str, tag: str, wanted: int) -> tuple[list[ClaimGrant], bool]:
+        grants: list[ClaimGrant] = []
+        try:
+            found = await self._claims.scan_eligible_executions(
+                lane_id, tag, _CANDIDATES, self._capabilities
+            )
+            for execution_id in await self._cycle.admit(found):
+                if len(grants) == wanted:
+                    return grants, True
+                grants += await self._grant(lane_id, execution_id)
+        except EngineError as error:
+            log.warning(
+                "partition %s not searched: %s", tag, error, extra={"action": "claim_failed"}
+            )
+            self.failure = self.failure or error
+        return grants, False
+
+    async def _grant(self, lane_id: str, execution_id: ExecutionId) -> list[ClaimGrant]:
+        worker_id, worker_instance_id = self._worker
+        try:
+            grant = await self._claims.issue_claim_grant(
+                execution_id,
+                worker_id=worker_id,
+                worker_instance_id=worker_instance_id,
+                worker_capabilities=self._capabilities,
+                grant_ttl_ms=self._ttl_ms,
+                lane_id=lane_id,
+            )
+        except (ContentionError, StateError, NotFoundError) as error:
+            # Granted, claimed, cancelled or held back since it was read.
+            log.debug("%s not granted: %s", execution_id, error)
+            return []
+        return [grant]

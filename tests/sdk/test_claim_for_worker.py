@@ -1,0 +1,114 @@
+"""A server reserves work for a worker through the same cycle that workers claim with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowfabric.core.contracts.leases import ClaimGrant
+from flowfabric.core.errors import CorruptionError, ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.scheduler.grants import NoWork, WorkerGrants
+from tests.sdk.conftest import MakeWorker
+from tests.sdk.support import submit
+from tests.support.engine import Engine
+
+GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
+
+
+async def granted(grants: WorkerGrants, instance: str = "w-1", **options: Any) -> ExecutionId:
+    grant = await grants.claim_for_worker("default", "w", instance, **options)
+    assert isinstance(grant, ClaimGrant)
+    return grant.execution_id
+
+
+async def test_a_worker_runs_what_was_reserved_for_it(
+    engine: Engine, make_worker: MakeWorker
+) -> None:
+    (execution_id,) = await submit(engine.backend)
+    before = await engine.now()
+    grant = await WorkerGrants(engine.backend).claim_for_worker(
+        "default", "w", "w-1", grant_ttl_ms=7_000
+    )
+    assert isinstance(grant, ClaimGrant)
+    assert before + 7_000 <= grant.expires_at_ms <= await engine.now() + 7_000
+    worker = await make_worker(worker_id="w", worker_instance_id="w-1")
+    task = await worker.claim_from_grant("default", grant)
+    assert task.execution_id == execution_id
+    await task.complete()
+
+
+async def test_nothing_is_reserved_twice(engine: Engine) -> None:
+    """In claim order; a reserved execution does not hide those after it."""
+    ids = await submit(engine.backend, 3)
+    grants = WorkerGrants(engine.backend)
+    assert [await granted(grants) for _ in ids] == sorted(ids)
+    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+
+
+async def test_only_what_the_worker_can_do_is_reserved(engine: Engine) -> None:
+    """Without a write: twenty executions that it cannot run do not hide the one that it can."""
+    gpu = await submit(engine.backend, 20, policy=GPU)
+    (plain,) = await submit(engine.backend)
+    grants = WorkerGrants(engine.backend)
+    assert await granted(grants) == plain
+    before = await engine.dump()
+    assert await grants.claim_for_worker("default", "w", "w-1") == NoWork()
+    assert await engine.dump() == before
+    assert await granted(grants, worker_capabilities=["gpu", "ssd"]) == min(gpu)
+
+
+async def test_every_partition_is_reached(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Home first, then a window that moves on while workers ask."""
+    grants = WorkerGrants(engine.backend)
+    (far,) = await submit(engine.backend, partition=211)
+    (home,) = await submit(engine.backend)
+    assert await granted(grants) == home
+    monkeypatch.setattr("flowfabric.scheduler.grants._ROTATION_S", 0.0)
+    found = [await grants.claim_for_worker("default", "w", "w-1") for _ in range(256 // 32)]
+    assert [one.execution_id for one in found if isinstance(one, ClaimGrant)] == [far]
+
+
+async def test_where_work_was_left_comes_before_the_window(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = await submit(engine.backend, 2, partition=211)
+    grants = WorkerGrants(engine.backend)
+    monkeypatch.setattr("flowfabric.scheduler.grants._ROTATION_S", 0.0)
+    found: list[ExecutionId] = []
+    while not found:
+        one = await grants.claim_for_worker("default", "w", "w-1")
+        found += [one.execution_id] if isinstance(one, ClaimGrant) else []
+    monkeypatch.setattr("flowfabric.scheduler.grants._ROTATION_S", 60.0)
+    assert [*found, await granted(grants, "another-instance")] == sorted(ids)
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_partition_hides_no_other(engine: Engine) -> None:
+    grants = WorkerGrants(engine.backend)
+    (damaged,) = await submit(engine.backend)
+    (good,) = await submit(engine.backend, partition=grants._start("w-1") % 256)
+    index = f"ff:idx:{damaged.tag}:lane:default:eligible"
+    await engine.backend.transport.call("SET", index, "no index")
+    assert await granted(grants) == good
+    with pytest.raises(CorruptionError):
+        await grants.claim_for_worker("default", "w", "w-1")
+
+
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"lane_id": ""}, "invalid_input"),
+        ({"worker_id": "a b"}, "invalid_input"),
+        ({"worker_instance_id": ""}, "invalid_input"),
+        ({"grant_ttl_ms": 0}, "invalid_input"),
+        ({"grant_ttl_ms": 60_001}, "invalid_input"),
+        ({"worker_capabilities": ["a,b"]}, "invalid_capabilities"),
+    ],
+)
+async def test_bad_requests_are_refused(engine: Engine, changed: dict[str, Any], code: str) -> None:
+    asked: dict[str, Any] = {"lane_id": "default", "worker_id": "w", "worker_instance_id": "w-1"}
+    with pytest.raises(ValidationError) as caught:
+        await WorkerGrants(engine.backend).claim_for_worker(**asked | changed)
+    assert caught.value.code == code
