@@ -65,7 +65,6 @@ STILL_BREAKING = {
     "sdk/endings.py",
     "sdk/lease_feed.py",
     "sdk/lease_keeper.py",
-    "sdk/runtime.py",
     "sdk/scanner_thread.py",
     "sdk/task.py",
     "sdk/task_waits.py",
