@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.support.clock import include_test_functions
+from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
 from tests.support.server import TestServer
@@ -26,6 +28,15 @@ def valkey() -> Iterator[TestServer]:
     server = TestServer("--maxmemory-policy", "noeviction", "--appendonly", "yes")
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[TestCluster]:
+    """A three-node cluster on loopback."""
+    cluster = TestCluster()
+    asyncio.run(cluster.form())
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import flowfabric as ff
-from tests.app.support import SECRET
 from tests.support.engine import Engine
 from tests.support.server import TestServer
+from tests.support.waiting import SECRET
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 import flowfabric as ff
 from flowfabric.app import codec
 from flowfabric.core.errors import ValidationError
-from tests.app.support import parked
 from tests.support.engine import Engine
 from tests.support.server import TestServer
+from tests.support.waiting import parked
 
 
 @pytest.fixture

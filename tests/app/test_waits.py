@@ -13,8 +13,8 @@ from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import WaitpointToken
 from flowfabric.engine.valkey import keys
-from tests.app.support import parked, time_out
 from tests.support.engine import Engine
+from tests.support.waiting import parked, time_out
 
 
 @pytest.fixture

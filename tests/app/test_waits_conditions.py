@@ -20,8 +20,8 @@ from flowfabric.core.conditions import (
     contributors,
     satisfied,
 )
-from tests.app.support import parked
 from tests.support.engine import Engine
+from tests.support.waiting import parked
 
 KEYS = ("a", "b")
 NAMES = ("yes", "no")

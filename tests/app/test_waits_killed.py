@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
-from tests.app.support import parked
 from tests.app.waiting_program import application
 from tests.support.engine import Engine
 from tests.support.server import TestServer
+from tests.support.waiting import parked
 
 
 class Process:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
-from tests.app.support import parked, time_out
-from tests.sdk.support import info, until
 from tests.support.engine import Engine
+from tests.support.sdk import info, until
+from tests.support.waiting import parked, time_out
 
 
 @pytest.fixture

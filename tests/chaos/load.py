@@ -17,7 +17,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
-from tests.sdk.support import submit, until
+from tests.support.sdk import submit, until
 
 LANES = ("default", "mail", "video")
 SPREAD = 8

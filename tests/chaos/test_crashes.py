@@ -14,7 +14,7 @@ import pytest
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.chaos.load import Books, Fleet, audit, fill, finished, prepared
-from tests.sdk.support import seeded, until
+from tests.support.sdk import seeded, until
 from tests.support.server import TestServer
 
 

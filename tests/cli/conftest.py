@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric.sdk.client import Client
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 

@@ -18,7 +18,7 @@ from flowfabric.core.conditions import (
 )
 from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.state import PublicState
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 from tests.support.suspension import Waits
 

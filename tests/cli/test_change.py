@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.core.state import PublicState
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 
 

@@ -17,9 +17,9 @@ from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.leader import read_leaders
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from tests.cli.support import Cli, Done
-from tests.scanners.support import running, until
+from tests.support.command import Cli, Done
 from tests.support.engine import Engine
+from tests.support.scanning import running, until
 from tests.support.server import TestServer, free_port
 from tests.support.suspension import SECRET
 

@@ -13,7 +13,7 @@ import pytest
 
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.run import Run
-from tests.cli.support import Cli
+from tests.support.command import Cli
 
 
 @pytest.fixture

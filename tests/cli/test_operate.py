@@ -10,7 +10,7 @@ import pytest
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import OwnershipState, PublicState
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 from tests.support.suspension import SECRET, Waits
 

@@ -14,7 +14,7 @@ import pytest
 from flowfabric.cli.views.screen import Cell, drop_columns
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from tests.cli.support import COMMAND, Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.engine import Engine
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.engine import Engine
 
 RETRY = {"retry_policy": {"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 3_600_000}}}

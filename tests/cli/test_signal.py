@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.suspension import Suspended
-from tests.cli.support import COMMAND, Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.engine import Engine
 from tests.support.suspension import Waits
 

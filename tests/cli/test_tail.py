@@ -19,7 +19,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
-from tests.cli.support import COMMAND, Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.engine import Engine
 from tests.support.executions import promote
 from tests.support.server import TestServer

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.cli.support import COMMAND, Cli, Done
+from tests.support.command import COMMAND, Cli, Done
 
 _PR_CAPBSET_DROP = 24
 _DAC_OVERRIDE, _DAC_READ_SEARCH = 1, 2

@@ -16,7 +16,7 @@ import pytest
 
 from flowfabric import __version__
 from flowfabric.cli.main import COMMANDS, load_command
-from tests.cli.support import COMMAND, Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.listening import listening
 from tests.support.server import free_port
 

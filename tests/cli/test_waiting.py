@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.conditions import AllOf, OperatorOnly, Single, TimeoutOnly
 from flowfabric.core.contracts.suspension import SuspensionDetails
-from tests.cli.support import Cli, Done
+from tests.support.command import Cli, Done
 from tests.support.engine import Engine
 from tests.support.suspension import Waits
 

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.sdk.client import Client
-from tests.cli.support import Cli, busy_worker
+from tests.support.command import Cli, busy_worker
 from tests.support.server import TestServer, free_port
 
 APP = """

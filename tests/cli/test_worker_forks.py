@@ -6,7 +6,7 @@ import asyncio
 import signal
 
 import flowfabric as ff
-from tests.cli.support import Cli
+from tests.support.command import Cli
 from tests.support.server import TestServer
 
 APP = """

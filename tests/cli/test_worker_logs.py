@@ -8,7 +8,7 @@ import re
 import signal
 
 import flowfabric as ff
-from tests.cli.support import COMMAND, Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.server import TestServer
 
 APP = """

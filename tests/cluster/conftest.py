@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import ClusterClient
-from tests.cluster.nodes import TestCluster
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
+from tests.support.cluster import TestCluster
 
 
 @pytest.fixture

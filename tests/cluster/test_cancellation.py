@@ -14,7 +14,7 @@ from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import ClusterClient, slot_of
 from flowfabric.valkey.connection import Connection
 from flowfabric.valkey.transport import Client
-from tests.cluster.nodes import TestCluster, until
+from tests.support.cluster import TestCluster, until
 
 NAME = "cancelled"
 

@@ -19,7 +19,7 @@ from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.valkey.address import parse_url
-from tests.cluster.nodes import TestCluster
+from tests.support.cluster import TestCluster
 
 LANES = [f"lane-{number}" for number in range(12)]
 

@@ -20,7 +20,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
-from tests.cluster.nodes import TestCluster
+from tests.support.cluster import TestCluster
 
 LANE = "moving"
 

@@ -20,7 +20,7 @@ from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from flowfabric.valkey.transport import Connection
-from tests.cluster.nodes import TestCluster, until
+from tests.support.cluster import TestCluster, until
 
 LANE = "moving"
 Pair = tuple[ValkeyBackend, ValkeyBackend]

@@ -6,8 +6,8 @@ import asyncio
 
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import ClusterClient, slot_of
-from tests.cluster.nodes import TestCluster, until
 from tests.cluster.test_routing import failure
+from tests.support.cluster import TestCluster, until
 
 
 def tag_on(cluster: TestCluster, node: int) -> str:

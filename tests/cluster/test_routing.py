@@ -11,7 +11,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import ClusterClient, slot_of
 from flowfabric.valkey.connect import check_server, connect
-from tests.cluster.nodes import TestCluster, until
+from tests.support.cluster import TestCluster, until
 from tests.support.server import free_port
 
 LIBRARY = """#!lua name=probe

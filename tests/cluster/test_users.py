@@ -21,9 +21,9 @@ from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connection import Reply, dial
-from tests.cluster.nodes import TestCluster
 from tests.docs.markdown import ROOT
 from tests.support.acl import PAGE, documented_users, login
+from tests.support.cluster import TestCluster
 from tests.support.server import TestServer, free_port
 
 WORKER: Any = {"worker_id": "w", "worker_instance_id": "w-1"}

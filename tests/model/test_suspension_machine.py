@@ -6,18 +6,15 @@ Run one seed again with `--hypothesis-seed=N`; run long with `FF_MODEL_EXAMPLES=
 from __future__ import annotations
 
 import os
-import secrets
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
-    run_state_machine_as_test,
 )
 
 from flowfabric.core.conditions import (
@@ -45,6 +42,7 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from tests.model.harness import T0, Harness
+from tests.model.running import live
 from tests.model.suspension_model import TTL, Pause, Run, Waitpoint
 from tests.support.server import TestServer
 
@@ -455,22 +453,4 @@ class Pauses(RuleBasedStateMachine):
 def test_suspensions_live_like_the_model(
     valkey: TestServer, request: pytest.FixtureRequest
 ) -> None:
-    chosen = request.config.getoption("--hypothesis-seed")
-    number = int(chosen) if chosen else secrets.randbits(32)
-    print(f"run this again with --hypothesis-seed={number}")  # noqa: T201
-    harness = Harness(valkey.url)
-    try:
-        run_state_machine_as_test(
-            seed(number)(type("BoundPauses", (Pauses,), {"harness": harness})),
-            settings=settings(
-                max_examples=EXAMPLES,
-                stateful_step_count=STEPS,
-                deadline=None,
-                database=None,
-                derandomize=False,
-                phases=[Phase.generate],
-                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-            ),
-        )
-    finally:
-        harness.close()
+    live(Pauses, valkey.url, request, examples=EXAMPLES, steps=STEPS)

@@ -14,8 +14,8 @@ from flowfabric.engine.valkey.calls import Limits
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.transport import Client
-from tests.scanners.support import QUICK, idle, running, until
 from tests.support.engine import TTL, Engine
+from tests.support.scanning import QUICK, idle, running, until
 from tests.support.server import TestServer, free_port
 
 

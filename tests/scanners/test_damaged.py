@@ -13,9 +13,9 @@ from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
 from flowfabric.scanners.settings import INTERVALS_S
-from tests.scanners.support import DEFAULTS, create_delayed, idle, rings, running, until
 from tests.support.engine import TTL, Engine
 from tests.support.executions import Case
+from tests.support.scanning import DEFAULTS, create_delayed, idle, rings, running, until
 
 INDEXES = {
     "lease_expiry": "lease_expiry",

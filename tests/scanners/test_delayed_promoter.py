@@ -6,7 +6,8 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import (
+from tests.support.engine import Engine
+from tests.support.scanning import (
     DEFAULTS,
     create_delayed,
     idle,
@@ -16,7 +17,6 @@ from tests.scanners.support import (
     running,
     until,
 )
-from tests.support.engine import Engine
 
 
 async def test_due_becomes_eligible_and_rings(engine: Engine) -> None:

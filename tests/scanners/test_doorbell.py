@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from flowfabric.engine.valkey import keys
-from tests.scanners.support import idle, rings
 from tests.support.engine import TTL, Engine
+from tests.support.scanning import idle, rings
 
 
 async def test_a_lost_ring_is_rung_again(engine: Engine) -> None:

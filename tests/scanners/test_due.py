@@ -8,8 +8,8 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import break_record, create_delayed, idle, members, plant
 from tests.support.engine import Engine
+from tests.support.scanning import break_record, create_delayed, idle, members, plant
 
 DELAYED = "lane:default:delayed"
 

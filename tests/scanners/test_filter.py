@@ -6,8 +6,8 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import break_record, create_delayed, idle
 from tests.support.engine import Engine
+from tests.support.scanning import break_record, create_delayed, idle
 
 ACME = ScannerFilter(namespace="acme")
 CELL = ScannerFilter(instance_tag=("cell", "eu"))

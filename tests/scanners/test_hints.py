@@ -8,8 +8,8 @@ import pytest
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.scanners import DueHints
-from tests.scanners.support import create_delayed, until
 from tests.support.engine import LANE, Engine
+from tests.support.scanning import create_delayed, until
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
-from tests.scanners.support import rings
 from tests.support.engine import TTL, Engine
 from tests.support.executions import ATTEMPT_TIMEOUT, CODES, POLICY, Case
+from tests.support.scanning import rings
 from tests.support.storage import everywhere
 from tests.support.suspension import Waits
 

@@ -15,9 +15,9 @@ from flowfabric.scanners.base import ScanResult, Scope
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.territory import read_territory
 from flowfabric.valkey.address import parse_url
-from tests.scanners.support import break_record, idle, members, plant, rings
 from tests.support.engine import TTL, Engine
 from tests.support.executions import CODES, Case
+from tests.support.scanning import break_record, idle, members, plant, rings
 from tests.support.server import TestServer
 
 TIMED = {"timeout_policy": {"attempt_timeout_ms": 60_000}}

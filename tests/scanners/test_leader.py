@@ -12,8 +12,8 @@ from flowfabric.engine.valkey.keys import LEADER, LEADERS
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
 from flowfabric.scanners.leader import Leader, Leadership, read_leaders
 from flowfabric.valkey.address import parse_url
-from tests.scanners.support import DEFAULTS, QUICK, create_delayed, running, until
 from tests.support.engine import Engine
+from tests.support.scanning import DEFAULTS, QUICK, create_delayed, running, until
 from tests.support.server import TestServer
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import pytest
 from flowfabric.core.state import OwnershipState
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import DEFAULTS, idle, members, plant, rings, running, until
 from tests.support.engine import TTL, Engine
+from tests.support.scanning import DEFAULTS, idle, members, plant, rings, running, until
 
 
 async def test_a_lost_workers_execution_comes_back_by_itself(engine: Engine) -> None:

@@ -17,8 +17,8 @@ from flowfabric.engine.valkey.places import MAX_LANES
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
-from tests.scanners.support import idle
 from tests.support.engine import Engine
+from tests.support.scanning import idle
 from tests.support.server import TestServer
 
 MANY = [f"lane-{number:05}" for number in range(MAX_LANES - 1)]

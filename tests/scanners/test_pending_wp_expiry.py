@@ -7,9 +7,9 @@ from flowfabric.core.contracts.suspension import UsePending
 from flowfabric.core.ids import new_uuid
 from flowfabric.scanners import ScannerFilter
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import idle, members, plant, running, until
 from tests.support.engine import Engine
 from tests.support.leases import running as held
+from tests.support.scanning import idle, members, plant, running, until
 from tests.support.suspension import Waits
 
 NAME = "pending_wp_expiry"

@@ -8,8 +8,8 @@ from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import idle, members, plant
 from tests.support.engine import Engine
+from tests.support.scanning import idle, members, plant
 
 DAY = 86_400_000
 

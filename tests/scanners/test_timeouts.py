@@ -4,8 +4,8 @@ import pytest
 
 from flowfabric.core.state import PublicState
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import idle, members, plant
 from tests.support.engine import Engine
+from tests.support.scanning import idle, members, plant
 
 TIMED = {"timeout_policy": {"attempt_timeout_ms": 1000}}
 RETRIED = {

@@ -13,8 +13,8 @@ from flowfabric.scanners.lease_expiry import LeaseExpiry
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
-from tests.scanners.support import DEFAULTS, create_delayed, running, until
 from tests.support.engine import Engine
+from tests.support.scanning import DEFAULTS, create_delayed, running, until
 
 HASTE = 5
 # Everything as by default, only faster, so that few seconds show many cycles.

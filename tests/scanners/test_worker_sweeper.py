@@ -6,8 +6,8 @@ import pytest
 
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners.base import ScanResult
-from tests.scanners.support import idle
 from tests.support.engine import Engine
+from tests.support.scanning import idle
 
 NAMESPACE = "{default}"
 

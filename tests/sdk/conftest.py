@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flowfabric.sdk.worker import Worker
-from tests.sdk.support import config, opener
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import config, opener
 from tests.support.server import TestServer
 
 MakeWorker = Callable[..., Awaitable[Worker]]

@@ -13,8 +13,8 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.app.interrupt import HandlerThreads, Interrupted
-from tests.sdk.support import info, until
 from tests.support.engine import Engine
+from tests.support.sdk import info, until
 from tests.support.server import TestServer
 
 

@@ -15,9 +15,9 @@ from flowfabric.sdk.runtime import RunSummary
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import info, serving, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import info, serving, submit, until
 
 RETRY_SOON = {"retry_policy": {"max_retries": 1, "backoff": {"type": "fixed", "delay_ms": 1}}}
 RETURNS = "a handler returns bytes, None, or (bytes, encoding label), not"

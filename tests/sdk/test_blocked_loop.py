@@ -19,8 +19,8 @@ from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, info, opener, serving, state, submit, until
 from tests.support.engine import Engine
+from tests.support.sdk import config, info, opener, serving, state, submit, until
 from tests.support.server import TestServer
 
 NEIGHBOURS = 5

@@ -23,9 +23,9 @@ from flowfabric.sdk.client import (
     NotFinished,
 )
 from flowfabric.valkey.address import parse_url
-from tests.sdk.support import submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import submit, until
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 

@@ -16,9 +16,9 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, opener, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import config, opener, state, submit, until
 from tests.support.server import TestServer
 
 

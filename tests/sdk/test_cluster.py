@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,16 +14,8 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
-from tests.cluster.nodes import TestCluster
-from tests.sdk.support import config, opener, serving, submit, until
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
+from tests.support.cluster import TestCluster
+from tests.support.sdk import config, opener, serving, submit, until
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from flowfabric.engine.valkey.keys import wake
 from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import serving, submit, until
 from tests.support.engine import Engine
+from tests.support.sdk import serving, submit, until
 
 
 async def commands(engine: Engine) -> int:

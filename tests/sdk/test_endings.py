@@ -12,8 +12,8 @@ import pytest
 from flowfabric.sdk.runtime import RunSummary
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import info, serving, state, submit, until
 from tests.support.engine import Engine
+from tests.support.sdk import info, serving, state, submit, until
 
 
 async def cancels_itself(task: ClaimedTask) -> None:

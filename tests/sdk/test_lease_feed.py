@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.lease_feed import LeaseFeed
 from flowfabric.sdk.sync import SyncClient
 from flowfabric.valkey.address import parse_url
-from tests.cluster.nodes import TestCluster
-from tests.sdk.support import until
+from tests.support.cluster import TestCluster
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import until
 from tests.support.server import TestServer
 
 
@@ -168,14 +168,6 @@ async def test_ordinary_code_is_told_again_what_is_wrong(
 
 
 # --- a cluster ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import info, opener, serving, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import info, opener, serving, state, submit, until
 from tests.support.server import TestServer
 
 

@@ -15,8 +15,8 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, info, opener, serving, state, submit, until
 from tests.support.engine import Engine
+from tests.support.sdk import config, info, opener, serving, state, submit, until
 from tests.support.server import TestServer
 
 

@@ -21,8 +21,8 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import dial
-from tests.sdk.support import config, opener, submit, until
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import config, opener, submit, until
 from tests.support.server import TestServer, free_port
 
 SETTINGS = (

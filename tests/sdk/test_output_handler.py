@@ -12,12 +12,10 @@ import flowfabric as ff
 from flowfabric.core.contracts.streams import Frame, FrameMode, StreamedFrame
 from flowfabric.core.errors import EngineError, LeaseLost
 from flowfabric.core.ids import ExecutionId
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import claimed, state, until
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 
@@ -39,13 +37,6 @@ async def frames(
 
 async def payloads(engine: Engine, execution_id: ExecutionId, attempt: int = 0) -> list[bytes]:
     return [frame.payload for frame in await frames(engine, execution_id, attempt)]
-
-
-async def claimed(worker: Worker, engine: Engine) -> ClaimedTask:
-    await submit(engine.backend)
-    task = await worker.claim()
-    assert task is not None
-    return task
 
 
 @pytest.mark.parametrize("end", ["return", "raise", "wait", "thread"])

@@ -14,9 +14,9 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.sync import SyncClient
 from flowfabric.sdk.tail import Tail
-from tests.sdk.support import until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import until
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 

@@ -17,8 +17,8 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import dial
-from tests.sdk.support import config, opener, state, submit, until
 from tests.support.engine import Engine
+from tests.support.sdk import config, opener, state, submit, until
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 

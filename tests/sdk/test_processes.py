@@ -17,9 +17,9 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.core.contracts.streams import Frame
-from tests.sdk import programs
-from tests.sdk.support import info, state, until
+from tests.support import programs
 from tests.support.engine import Engine
+from tests.support.sdk import info, state, until
 from tests.support.server import TestServer
 
 
@@ -29,7 +29,7 @@ class Program:
     def __init__(self, url: str, folder: Path, *options: str) -> None:
         self._notes = folder / "notes"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sdk.programs", url, str(folder), *options]
+            [sys.executable, "-m", "tests.support.programs", url, str(folder), *options]
         )
 
     @property

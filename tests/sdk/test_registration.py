@@ -13,11 +13,11 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
-from tests.scanners.support import idle
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, serving, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.scanning import idle
+from tests.support.sdk import config, serving, submit, until
 from tests.support.server import TestServer
 
 

@@ -14,9 +14,9 @@ from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import info, serving, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import info, serving, state, submit, until
 from tests.support.server import TestServer
 
 RETRY_SOON = {"retry_policy": {"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 50}}}

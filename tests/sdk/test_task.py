@@ -26,22 +26,10 @@ from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.task import ClaimedTask, verify
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import info, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import RETRY, claimed, info, state, until
 from tests.support.server import TestServer
-
-RETRY = {
-    "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 60_000}},
-}
-
-
-async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
-    await submit(engine.backend, **fields)
-    task = await worker.claim()
-    assert task is not None
-    return task
-
 
 # --- operations ---------------------------------------------------------------------------
 

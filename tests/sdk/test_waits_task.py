@@ -23,12 +23,10 @@ from flowfabric.core.errors import (
     TaskFinishedError,
     ValidationError,
 )
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import claimed, until
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 
@@ -38,13 +36,6 @@ GO = Single("k", "go")
 @pytest.fixture(autouse=True)
 async def _secret(engine: Engine) -> None:
     await engine.backend.secrets.seed_at_boot(SECRET)
-
-
-async def claimed(worker: Worker, engine: Engine) -> ClaimedTask:
-    await submit(engine.backend)
-    task = await worker.claim()
-    assert task is not None
-    return task
 
 
 async def test_a_suspended_task_is_over_for_its_worker(

@@ -21,9 +21,9 @@ from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import config, opener, seeded, serving, state, submit, until
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
+from tests.support.sdk import config, opener, seeded, serving, state, submit, until
 from tests.support.server import TestServer
 
 # --- settings -----------------------------------------------------------------------------

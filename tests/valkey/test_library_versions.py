@@ -19,7 +19,7 @@ from flowfabric.engine.valkey.library import (
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Ask, Transport
-from tests.cluster.nodes import TestCluster
+from tests.support.cluster import TestCluster
 from tests.support.server import TestServer
 
 OURS, SERVES_FROM = 5, 3

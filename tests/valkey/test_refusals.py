@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,7 +14,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
-from tests.cluster.nodes import TestCluster
+from tests.support.cluster import TestCluster
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.server import TestServer
 
@@ -59,14 +58,6 @@ async def test_a_ring_that_is_refused_fails_nothing(engine: Engine, valkey: Test
         await client.backend.executions.delay(handle, 1)
         await client.backend.executions.complete((await client.claim()).handle, b"r")
         assert await client.backend.reads.get_execution_result(execution_id) == b"r"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
 
 
 async def test_a_submitter_without_channels_on_a_cluster(cluster: TestCluster) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,17 +13,9 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
-from tests.cluster.nodes import TestCluster, until
+from tests.support.cluster import TestCluster, until
 from tests.support.engine import Engine
 from tests.support.streams import append, frames
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -14,22 +13,14 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
-from tests.cluster.nodes import TestCluster
-from tests.scanners.support import idle, until
+from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, refused
 from tests.support.leases import running
+from tests.support.scanning import idle, until
 from tests.support.suspension import SECRET, Waits
 
 LANES = [f"lane-{number}" for number in range(9)]
 COUNTS = PartitionCounts(flow=64, budget=1, quota=1)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[TestCluster]:
-    cluster = TestCluster()
-    asyncio.run(cluster.form())
-    yield cluster
-    cluster.stop()
 
 
 @pytest.fixture

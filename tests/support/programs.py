@@ -1,4 +1,4 @@
-"""Worker processes for tests: `python -m tests.sdk.programs <what> <url> <folder>`."""
+"""Worker processes for tests: `python -m tests.support.programs <what> <url> <folder>`."""
 
 from __future__ import annotations
 

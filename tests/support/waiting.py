@@ -7,8 +7,8 @@ from typing import Any
 import flowfabric as ff
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.ids import ExecutionId
-from tests.sdk.support import until
 from tests.support.engine import Engine
+from tests.support.sdk import until
 
 SECRET = "ab" * 32
 

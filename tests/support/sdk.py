@@ -16,8 +16,10 @@ from flowfabric.core.policy import parse_policy
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.runtime import Handler, WorkerRuntime
+from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Connect, Worker
 from flowfabric.valkey.address import parse_url
+from tests.support.engine import Engine
 
 
 def opener(*urls: str, request_timeout: float = 5.0) -> Connect:
@@ -109,3 +111,15 @@ def seeded(name: str) -> random.Random:
     seed = int(os.environ.get("FF_TEST_SEED") or random.SystemRandom().randrange(2**32))
     print(f"{name}: FF_TEST_SEED={seed}")  # noqa: T201
     return random.Random(seed)
+
+
+RETRY = {
+    "retry_policy": {"max_retries": 3, "backoff": {"type": "fixed", "delay_ms": 60_000}},
+}
+
+
+async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
+    await submit(engine.backend, **fields)
+    task = await worker.claim()
+    assert task is not None
+    return task
