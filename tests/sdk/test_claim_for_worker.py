@@ -11,8 +11,8 @@ from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.scheduler.grants import NoWork, WorkerGrants
 from tests.sdk.conftest import MakeWorker
-from tests.sdk.support import submit
 from tests.support.engine import Engine
+from tests.support.sdk import submit
 
 GPU = {"routing_requirements": {"required_capabilities": ["gpu"]}}
 
