@@ -54,7 +54,7 @@ async def create(backend: ValkeyBackend, lane: str) -> ExecutionId:
 async def test_a_whole_life_on_every_node(backend: ValkeyBackend) -> None:
     for lane in LANES:
         execution_id = await create(backend, lane)
-        want = ClaimRequest.of(lane, "w", "w-1")
+        want = ClaimRequest(lane, "w", "w-1")
         (claim,) = (await backend.claims.claim_many(want, execution_id.tag, 5)).claims
         await backend.leases.renew(claim.handle)
         await backend.executions.progress(claim.handle, 10, "on")

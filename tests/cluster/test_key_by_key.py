@@ -44,7 +44,7 @@ async def submit(backend: ValkeyBackend) -> ExecutionId:
 async def claim(backend: ValkeyBackend) -> Handle:
     await submit(backend)
     tag = ExecutionId.solo(LANE, backend.counts).tag
-    (claimed,) = (await backend.claims.claim_many(ClaimRequest.of(LANE, "w", "w-1"), tag, 1)).claims
+    (claimed,) = (await backend.claims.claim_many(ClaimRequest(LANE, "w", "w-1"), tag, 1)).claims
     return claimed.handle
 
 
@@ -155,7 +155,7 @@ async def test_a_key_that_is_gone_under_a_function_is_no_damage(
             backend.executions.complete(handle, b"done"),
             backend.executions.complete_many([Completion(handle, b"done")]),
             backend.upkeep.mark_lease_expired_if_due(tag, [handle.execution_id]),
-            backend.claims.claim_many(ClaimRequest.of(LANE, "w", "w-2"), tag, 1),
+            backend.claims.claim_many(ClaimRequest(LANE, "w", "w-2"), tag, 1),
         ):
             with pytest.raises(TransportError) as caught:
                 await call

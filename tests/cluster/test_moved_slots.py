@@ -75,9 +75,7 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
     await until(is_blocked)
     async with moved(cluster, tag):
         await until(is_blocked)
-        (claim,) = (
-            await acting.claims.claim_many(ClaimRequest.of(LANE, "w", "w-1"), tag, 1)
-        ).claims
+        (claim,) = (await acting.claims.claim_many(ClaimRequest(LANE, "w", "w-1"), tag, 1)).claims
         await acting.executions.complete(claim.handle, b"done")
         began = time.monotonic()
         await waiter

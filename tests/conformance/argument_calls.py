@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
@@ -23,7 +23,7 @@ from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
 from tests.support.suspension import SECRET
 
-__all__ = ["CALLS", "SCANNERS", "methods", "operation"]
+__all__ = ["CALLS", "SCANNERS", "methods", "operation", "parameters"]
 
 Given = dict[str, Any]
 Call = Callable[[Engine], Awaitable[Given]]
@@ -55,6 +55,17 @@ def methods() -> list[str]:
         for name, method in inspect.getmembers(concern, inspect.iscoroutinefunction)
         if not name.startswith("_") and set(inspect.signature(method).parameters) - {"self"}
     ]
+
+
+def parameters(method: Any) -> list[str]:
+    """The names that a method takes, those of typed keyword arguments included."""
+    names: list[str] = []
+    for one in inspect.signature(method).parameters.values():
+        if one.kind is not one.VAR_KEYWORD:
+            names.append(one.name)
+        elif get_origin(typed := get_type_hints(method)[one.name]) is Unpack:
+            names += get_type_hints(get_args(typed)[0])
+    return names
 
 
 def operation(backend: Backend, name: str) -> Any:
@@ -177,13 +188,13 @@ async def lost(engine: Engine) -> Given:
 
 
 async def many(engine: Engine) -> Given:
-    return {"want": engine.want(), "tag": (await engine.create()).tag, "max_n": 1}
+    return {"request": engine.want(), "tag": (await engine.create()).tag, "max_n": 1}
 
 
 async def fused(engine: Engine) -> Given:
     handle = await running(engine)
     items = [Completion(handle, b"r", "json")]
-    return {"tag": handle.execution_id.tag, "items": items, "want": engine.want(), "max_n": 1}
+    return {"tag": handle.execution_id.tag, "items": items, "request": engine.want(), "max_n": 1}
 
 
 async def a_worker(engine: Engine) -> Given:

@@ -297,7 +297,7 @@ async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:
         first += given.pop(starred[0])
     for one in parameters:
         if one.kind is one.VAR_KEYWORD:
-            given |= given.pop(one.name)
+            given |= given.pop(one.name, {})
     answer = await method(*first, **given)
     if hasattr(answer, "aclose"):
         await answer.aclose()

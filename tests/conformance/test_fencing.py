@@ -36,7 +36,7 @@ async def _only(outcomes: Awaitable[Sequence[object]]) -> object:
 
 
 async def _completed_and_claimed(backend: Backend, handle: Handle) -> Sequence[object]:
-    elsewhere = ClaimRequest.of("elsewhere", "w", "w-1")
+    elsewhere = ClaimRequest("elsewhere", "w", "w-1")
     items = [Completion(handle, b"zombie")]
     outcomes, claimed = await backend.claims.complete_and_claim(
         handle.execution_id.tag, items, elsewhere, 1

@@ -11,7 +11,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.layers.audit_log import acting_as, caller
+from flowfabric.engine.layers.audit import acting_as, caller
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import POLICY, mark
 from tests.support.suspension import Waits

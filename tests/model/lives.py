@@ -81,7 +81,7 @@ def delayed(held: Execution) -> bool:
 
 
 def wanted(worker: int, capable: int) -> ClaimRequest:
-    return ClaimRequest.of(
+    return ClaimRequest(
         "default", f"w{worker}", f"w{worker}-1", capabilities="gpu" if capable else ""
     )
 

@@ -93,7 +93,7 @@ class Engine:
         ttl: int = TTL,
     ) -> ClaimRequest:
         csv = caps.to_csv(caps.normalise(list(capabilities), "worker"))
-        return ClaimRequest.of(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
+        return ClaimRequest(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
 
     async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:
         """Claim from the lane's own partition."""

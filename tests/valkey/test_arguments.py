@@ -6,7 +6,6 @@ is passed as one, gets values of types that it does not take.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, cast
@@ -16,7 +15,7 @@ import pytest
 
 from flowfabric.core.errors import FlowFabricError, ValidationError
 from flowfabric.core.partition import PartitionCounts
-from tests.conformance.argument_calls import CALLS, operation
+from tests.conformance.argument_calls import CALLS, operation, parameters
 from tests.conformance.test_arguments import SURROGATE, call
 from tests.support.engine import Engine, prepared_backend
 from tests.support.leaks import find_leaks
@@ -130,9 +129,7 @@ async def test_wrong_types(small: Engine, name: str) -> None:
     await sweep.begin()
     await call(small, name, sweep.given)
     await sweep.begin()
-    for parameter in inspect.signature(operation(small.backend, name)).parameters.values():
-        if parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        for field in ("", *fields_of(sweep.given.get(parameter.name))):
+    for parameter in parameters(operation(small.backend, name)):
+        for field in ("", *fields_of(sweep.given.get(parameter))):
             for wrong in WRONG:
-                await sweep.spoil(parameter.name, field, wrong)
+                await sweep.spoil(parameter, field, wrong)

@@ -8,7 +8,7 @@ import pytest
 
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.layers.audit import ReclaimWatch
+from flowfabric.engine.layers.audit import warn_of_reclaims
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.collisions import report_collisions
 from tests.conformance.test_reads_logs import Records, said
@@ -60,7 +60,7 @@ async def test_a_damaged_count_of_reclaims_costs_a_warning_not_the_claim(
     key = keys.core(handle.execution_id.tag, handle.execution_id)
     for damaged in ("many", "1.5", b"\xff"):
         await engine.backend.transport.call("HSET", key, "lease_reclaim_count", damaged, key=key)
-        await ReclaimWatch(engine.backend).warn(handle)
+        await warn_of_reclaims(engine.backend.reads, handle)
     assert said(caplog, "reclaimed_often") == []
 
 

@@ -195,7 +195,7 @@ async def test_an_embedded_deployment_signs_from_its_first_boot(
             await backend.executions.create_execution(
                 NewExecution(execution_id=execution_id, execution_kind="job", lane_id="default")
             )
-            want = ClaimRequest.of("default", "w", "w-1", capabilities="", lease_ttl_ms=30_000)
+            want = ClaimRequest("default", "w", "w-1", capabilities="", lease_ttl_ms=30_000)
             claimed = await backend.claims.claim_many(want, execution_id.tag, 10)
             (claim,) = [c for c in claimed.claims if c.execution_id == execution_id]
             parked = await backend.suspensions.suspend(claim.handle, condition=Single("k"))

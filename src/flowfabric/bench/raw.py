@@ -25,7 +25,7 @@ class Raw:
     def __init__(self, arena: Arena, advance: Callable[[int], None]) -> None:
         self._arena = arena
         self._advance = advance
-        self._want = ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}")
+        self._want = ClaimRequest(LANE, "bench", f"bench-{new_uuid()}")
 
     def creations(self, n: int, payload: bytes = b"") -> list[Call]:
         """The calls that create `n` executions."""

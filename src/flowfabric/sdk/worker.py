@@ -74,7 +74,7 @@ class Worker(ClosedOnce):
         self.claims = WorkerClaims(
             backend,
             {
-                lane: ClaimRequest.of(
+                lane: ClaimRequest(
                     lane,
                     config.worker_id,
                     config.worker_instance_id,

@@ -56,7 +56,7 @@ class _Backlog:
         self._at = at
         self._block = block
         self._raw = Raw(at, lambda _: None)
-        self._want = ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}")
+        self._want = ClaimRequest(LANE, "bench", f"bench-{new_uuid()}")
         self._times: list[float] = []
 
     async def claim_block(self) -> None:

@@ -118,7 +118,7 @@ async def _target(at: Arena) -> _Target:
     )
     await backend.executions.create_execution(new)
     claimed = await backend.claims.claim_many(
-        ClaimRequest.of(LANE, "bench", f"bench-{new_uuid()}"), at.tag, 1
+        ClaimRequest(LANE, "bench", f"bench-{new_uuid()}"), at.tag, 1
     )
     handle = claimed.claims[0].handle
     outcome = await backend.suspensions.suspend(handle, condition=Single("go"))

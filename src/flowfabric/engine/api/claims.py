@@ -1,10 +1,9 @@
-"""Taking work: from a lane, by a grant, or from a worker that lost its lease."""
+"""Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import msgspec
 
@@ -19,63 +18,50 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
-from flowfabric.engine.api.arguments import checked_text, positive_ms
+from flowfabric.engine.api.arguments import checked_text, instance, positive_ms
+from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.executions import Completion
 
-log = logging.getLogger(__name__)
 
-
-class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for work, of which lane, and how much of it."""
+class ClaimRequest(msgspec.Struct, frozen=True):
+    """Which worker process claims from which lane. Build it once and use it for every claim."""
 
     lane_id: str
-    worker: str
-    """`<worker_id> <worker_instance_id>`, see `ClaimRequest.of`."""
+    worker_id: str
+    worker_instance_id: str
     capabilities: str = ""
     """Sorted CSV of the tokens the worker offers."""
     lease_ttl_ms: int = 30_000
 
     def __post_init__(self) -> None:
-        # Here, once: a request is used for every claim of a worker.
         validate_lane(self.lane_id)
-        worker_pair(*checked_text(self.worker, "worker").partition(" ")[::2])
+        worker_pair(self.worker_id, self.worker_instance_id)
         checked_text(self.capabilities, "capabilities")
         positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
 
-    @classmethod
-    def of(
-        cls,
-        lane_id: str,
-        worker_id: str,
-        worker_instance_id: str,
-        *,
-        capabilities: str = "",
-        lease_ttl_ms: int = 30_000,
-    ) -> ClaimRequest:
-        """A request of a worker process; build it once and use it for every claim."""
-        return cls(
-            lane_id=lane_id,
-            worker=worker_pair(worker_id, worker_instance_id),
-            capabilities=capabilities,
-            lease_ttl_ms=lease_ttl_ms,
-        )
 
-    @property
-    def worker_instance_id(self) -> str:
-        """The process that will hold the leases."""
-        return self.worker.partition(" ")[2]
+class GrantOptions(TypedDict, total=False):
+    """Who may claim with a grant, for how long, and what is recorded about the decision."""
+
+    worker_id: Required[str]
+    worker_instance_id: Required[str]
+    worker_capabilities: Iterable[str]
+    grant_ttl_ms: int
+    lane_id: str
+    capability_hash: str
+    route_snapshot_json: str
+    admission_summary: str
 
 
-class Claims(Protocol):
-    """Taking work: from a lane, by a grant, or from a worker that lost its lease."""
+class Claims(Concern, Protocol):
+    """Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
     async def claim_many(
-        self, want: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
+        self, request: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
     ) -> ClaimedMany:
-        """Take up to `max_n` executions of one lane and partition in one step.
+        """Claim up to `max_n` executions of one lane and partition in one step.
 
-        The engine picks fresh, resumed or reclaimed per candidate. Repeating a request id gives
-        the first answer again.
+        They may be new, resumed or reclaimed. Repeating a request id returns the first answer.
         """
         ...
 
@@ -83,14 +69,14 @@ class Claims(Protocol):
         self,
         tag: str,
         items: Sequence[Completion],
-        want: ClaimRequest,
+        request: ClaimRequest,
         max_n: int,
         *,
         request_id: str | None = None,
     ) -> tuple[list[EngineError | None], ClaimedMany]:
-        """Complete executions of one partition and take the next ones there, in one trip.
+        """Complete executions of one partition and claim the next ones there in one round trip.
 
-        The completions commit first and never depend on the claim. None stands for success.
+        The completions commit first and never depend on the claim. None means success.
         """
         ...
 
@@ -104,33 +90,13 @@ class Claims(Protocol):
         ...
 
     async def issue_claim_grant(
-        self,
-        execution_id: ExecutionId,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        worker_capabilities: Iterable[str] = (),
-        grant_ttl_ms: int = 5000,
-        lane_id: str = "",
-        capability_hash: str = "",
-        route_snapshot_json: str = "",
-        admission_summary: str = "",
+        self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ClaimGrant:
         """Reserve one eligible execution for one worker; it stays in its index until claimed."""
         ...
 
     async def issue_reclaim_grant(
-        self,
-        execution_id: ExecutionId,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        worker_capabilities: Iterable[str] = (),
-        grant_ttl_ms: int = 5000,
-        lane_id: str = "",
-        capability_hash: str = "",
-        route_snapshot_json: str = "",
-        admission_summary: str = "",
+        self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ReclaimGrantOutcome:
         """Reserve an execution whose lease expired or was revoked."""
         ...
@@ -146,7 +112,7 @@ class Claims(Protocol):
         lease_id: str | None = None,
         attempt_id: str | None = None,
     ) -> Claim:
-        """Turn a claim grant into a lease and a new attempt; a repeat gives the same claim."""
+        """Turn a claim grant into a lease and a new attempt; a repeat returns the same claim."""
         ...
 
     async def claim_resumed_execution(
@@ -166,7 +132,13 @@ class Claims(Protocol):
         self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
     ) -> Claim:
         """`claim_resumed_execution` on the grant's own lane."""
-        ...
+        return await self.claim_resumed_execution(
+            instance(grant, ResumeGrant, "grant"),
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            lease_ttl_ms=lease_ttl_ms,
+            lane_id=grant.lane_id,
+        )
 
     async def issue_grant_and_claim(
         self,
@@ -180,7 +152,7 @@ class Claims(Protocol):
     ) -> Claim:
         """An operator takes one named execution: no capability, budget or quota check.
 
-        Repeating a request id gives the first answer again.
+        Repeating a request id returns the first answer.
         """
         ...
 

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import CorruptionError
+from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
 """`now` (or empty), `start`, a time in milliseconds, or a cursor."""
@@ -33,7 +34,7 @@ class LeaseSubscription(Protocol):
         ...
 
 
-class Events(Protocol):
+class Events(Concern, Protocol):
     """Following the event feeds."""
 
     async def subscribe_lease_history(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,12 +19,24 @@ from flowfabric.core.contracts.executions import (
     WaitChildrenOutcome,
 )
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.ids import (
+    ExecutionId,
+    validate_creator_identity,
+    validate_execution_kind,
+    validate_idempotency_key,
+    validate_lane,
+    validate_namespace,
+)
+from flowfabric.core.policy import ExecutionPolicy, parse_policy
+from flowfabric.core.tags import validate_creation_tags, validate_tag_key
+from flowfabric.engine.api.arguments import checked_bytes, checked_text, held, timestamp, whole
+from flowfabric.engine.api.concern import Concern
 
 Holder = Handle | Fence
-
 NO_FENCE = Fence()
+_POLICY_CACHE = 256
+_policies: dict[int, tuple[ExecutionPolicy, str]] = {}
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -35,7 +47,69 @@ class Completion(msgspec.Struct, frozen=True):
     result_encoding: str = ""
 
 
-class Executions(Protocol):
+def check_size(payload: Any, field: str, limit: int) -> None:
+    """Refuse a payload that is larger than the deployment allows."""
+    size = len(checked_bytes(payload, field))
+    if size > limit:
+        raise ValidationError(
+            "payload_too_large", f"{field} is {size} bytes long; the limit is {limit}"
+        )
+
+
+def check_new(item: NewExecution, max_payload_bytes: int) -> None:
+    """Refuse an execution that cannot be created as described."""
+    validate_execution_kind(item.execution_kind)
+    validate_lane(item.lane_id)
+    validate_namespace(item.namespace)
+    check_size(item.input_payload, "input_payload", max_payload_bytes)
+    if item.payload_encoding != "":
+        checked_text(item.payload_encoding, "payload_encoding")
+    if item.priority is not None:
+        whole(item.priority, "priority")
+    if item.partition_id is not None and item.partition_id != item.execution_id.partition:
+        raise invalid_input("partition_id", "differs from the partition inside execution_id")
+    if item.idempotency_key:
+        validate_idempotency_key(item.idempotency_key)
+    if item.creator_identity:
+        validate_creator_identity(item.creator_identity)
+    if item.tags:
+        validate_creation_tags(item.tags)
+    if item.delay_until is not None:
+        timestamp(item.delay_until, "delay_until")
+    if item.delay_ms is not None:
+        timestamp(item.delay_ms, "delay_ms")
+    if item.execution_deadline_at is not None:
+        timestamp(item.execution_deadline_at, "execution_deadline_at")
+    if item.policy is not None:
+        policy_json(item.policy)
+
+
+def policy_json(policy: ExecutionPolicy) -> str:
+    """A policy as it is stored. Every submission of a task shares one object: encode it once."""
+    known = _policies.get(id(policy))
+    if known is not None and known[0] is policy:
+        return known[1]
+    if not isinstance(policy, ExecutionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid_input(
+            "policy", f"must be an ExecutionPolicy, got {type(policy).__name__}", undecodable=True
+        )
+    if len(_policies) >= _POLICY_CACHE:
+        _policies.clear()
+    encoded = (parse_policy(policy) or policy).to_json().decode()
+    _policies[id(policy)] = (policy, encoded)
+    return encoded
+
+
+def check_retry_policy(given: Any) -> None:
+    """Refuse a retry policy that no execution could be created with."""
+    try:
+        value: Any = msgspec.json.decode(checked_text(given, "retry_policy_json"))
+    except (msgspec.DecodeError, UnicodeError):
+        raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
+    parse_policy({"retry_policy": value})
+
+
+class Executions(Concern, Protocol):
     """Creating, ending, pausing and changing executions."""
 
     async def create_execution(self, new: NewExecution) -> CreateOutcome:
@@ -43,7 +117,7 @@ class Executions(Protocol):
         ...
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
-        """Create many; answers stand in input order and one item's error affects no other."""
+        """Create many. Outcomes are in input order; one item's error affects no other."""
         ...
 
     async def complete_execution(
@@ -61,11 +135,15 @@ class Executions(Protocol):
     async def complete(
         self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
     ) -> Completed:
-        """`complete_execution` with everything taken from the handle."""
-        ...
+        """`complete_execution` for the holder of the lease."""
+        return await self.complete_execution(
+            *(held(handle).execution_id, handle),
+            result_payload=result_payload,
+            result_encoding=result_encoding,
+        )
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
-        """Complete many; answers stand in input order and one item's error affects no other."""
+        """Complete many. Outcomes are in input order; one item's error affects no other."""
         ...
 
     async def fail_execution(
@@ -82,8 +160,10 @@ class Executions(Protocol):
         ...
 
     async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
-        """`fail_execution` with everything taken from the handle."""
-        ...
+        """`fail_execution` for the holder of the lease."""
+        return await self.fail_execution(
+            *(held(handle).execution_id, handle), failure_reason=reason, failure_category=category
+        )
 
     async def cancel_execution(
         self,
@@ -97,8 +177,9 @@ class Executions(Protocol):
         ...
 
     async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
-        """The lease holder cancels its own execution."""
-        ...
+        """`cancel_execution` for the holder of the lease."""
+        execution_id = held(handle).execution_id
+        return await self.cancel_execution(execution_id, reason, source="worker", fence=handle)
 
     async def delay_execution(
         self,
@@ -108,25 +189,27 @@ class Executions(Protocol):
         delay_until: int,
         source: str = "lease_holder",
     ) -> Delayed:
-        """Give the lease back until a time; at or before now, the attempt may resume at once."""
+        """Release the lease until a time. If that time has passed, the attempt may resume now."""
         ...
 
     async def delay(self, handle: Handle, delay_until: int) -> Delayed:
-        """`delay_execution` with everything taken from the handle."""
-        ...
+        """`delay_execution` for the holder of the lease."""
+        execution_id = held(handle).execution_id
+        return await self.delay_execution(execution_id, handle, delay_until=delay_until)
 
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
     ) -> WaitChildrenOutcome:
-        """Park until the open dependencies are resolved; `Ready` when there are none.
+        """Wait until the open dependencies are resolved.
 
-        `Impossible` names those that can never be resolved; like `Ready` it keeps the lease.
+        `Ready` means that there are none, `Impossible` names those that can never be resolved.
+        Both keep the lease.
         """
         ...
 
     async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
-        """`move_to_waiting_children` with everything taken from the handle."""
-        ...
+        """`move_to_waiting_children` for the holder of the lease."""
+        return await self.move_to_waiting_children(held(handle).execution_id, handle)
 
     async def update_progress(
         self,
@@ -136,14 +219,16 @@ class Executions(Protocol):
         progress_pct: int | None = None,
         progress_message: str | None = None,
     ) -> None:
-        """Note how far the attempt is; only what is given is written, the last write wins."""
+        """Store the progress of an attempt: only what is given; the last write wins."""
         ...
 
     async def progress(
         self, handle: Handle, pct: int | None = None, message: str | None = None
     ) -> None:
-        """`update_progress` with everything taken from the handle."""
-        ...
+        """`update_progress` for the holder of the lease."""
+        await self.update_progress(
+            held(handle).execution_id, handle, progress_pct=pct, progress_message=message
+        )
 
     async def change_priority(
         self, execution_id: ExecutionId, new_priority: int
@@ -160,7 +245,7 @@ class Executions(Protocol):
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
     ) -> Replayed:
-        """Run a terminal execution again under the same id."""
+        """Rerun a finished execution under the same id."""
         ...
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
@@ -169,4 +254,4 @@ class Executions(Protocol):
 
     async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
         """`set_execution_tags` with one pair."""
-        ...
+        return await self.set_execution_tags(execution_id, {validate_tag_key(key): value})

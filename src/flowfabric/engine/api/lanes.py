@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from flowfabric.engine.api.concern import Concern
+
 
 class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a lane is set to; a lane without stored settings has these defaults."""
@@ -18,7 +20,7 @@ class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
     emit_renewals: bool = False
 
 
-class Lanes(Protocol):
+class Lanes(Concern, Protocol):
     """Lanes and their settings."""
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:

@@ -9,9 +9,10 @@ from flowfabric.core.contracts.lease_events import ExpiredLeases
 from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutcome
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.concern import Concern
 
 
-class Leases(Protocol):
+class Leases(Concern, Protocol):
     """Renewing, revoking and listing leases."""
 
     async def renew_lease(

@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.concern import Concern
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Listings(Protocol):
+class Listings(Concern, Protocol):
     """Listing executions, page by page."""
 
     async def list_executions(

@@ -7,6 +7,7 @@ from typing import Protocol
 import msgspec
 
 from flowfabric.engine.api.capabilities import Capabilities
+from flowfabric.engine.api.concern import Concern
 
 
 class NoOp(msgspec.Struct, frozen=True):
@@ -19,7 +20,7 @@ class Applied(msgspec.Struct, frozen=True):
     description: str
 
 
-class Meta(Protocol):
+class Meta(Concern, Protocol):
     """The engine itself: is it there, what can it do, what time is it."""
 
     async def ping(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from flowfabric.engine.api.concern import Concern
 
-class Places(Protocol):
+
+class Places(Concern, Protocol):
     """Which lanes, partitions and namespaces are in use."""
 
     known_places: dict[str, set[str]]

@@ -16,9 +16,10 @@ from flowfabric.core.contracts.executions import (
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
+from flowfabric.engine.api.concern import Concern
 
 
-class Reads(Protocol):
+class Reads(Concern, Protocol):
     """Reading one execution. Nothing here changes state."""
 
     async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:

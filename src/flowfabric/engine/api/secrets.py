@@ -11,11 +11,12 @@ from flowfabric.core.contracts.suspension import (
     SeedOutcome,
     SeedResult,
 )
+from flowfabric.engine.api.concern import Concern
 
 DEFAULT_GRACE_MS = 86_400_000
 
 
-class Secrets(Protocol):
+class Secrets(Concern, Protocol):
     """The secrets that sign waitpoint tokens."""
 
     async def seed_at_boot(self, secret_hex: str | None) -> SeedOutcome:

@@ -6,11 +6,12 @@ from typing import Any, Protocol
 
 from flowfabric.core.contracts.suspension import SignalOutcome
 from flowfabric.core.ids import ExecutionId, WaitpointToken
+from flowfabric.engine.api.concern import Concern
 
 _DAY_MS = 86_400_000
 
 
-class Signals(Protocol):
+class Signals(Concern, Protocol):
     """Delivering signals: with a waitpoint's token, or vouched for by the engine itself."""
 
     async def deliver_signal(

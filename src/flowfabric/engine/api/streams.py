@@ -18,13 +18,14 @@ from flowfabric.core.contracts.streams import (
 from flowfabric.core.cursors import START
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import PATCH_KIND
+from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES
 from flowfabric.engine.api.stream_follow import StreamFollower
 
 SUMMARY_MAX_BYTES = 262_144
 
 
-class Streams(Protocol):
+class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
 
     async def append_frame(

@@ -16,11 +16,12 @@ from flowfabric.core.contracts.suspension import (
     UsePending,
 )
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.concern import Concern
 
 Binding = FreshWaitpoint | UsePending
 
 
-class Suspensions(Protocol):
+class Suspensions(Concern, Protocol):
     """Pausing attempts until a condition is met."""
 
     async def suspend(

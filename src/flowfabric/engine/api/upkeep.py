@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.api.concern import Concern
 
 Mode = Literal["check", "repair"]
 
@@ -60,7 +61,7 @@ class Survey(msgspec.Struct, frozen=True):
     """The indexes that exist, after `ff:idx:T:`."""
 
 
-class Upkeep(Protocol):
+class Upkeep(Concern, Protocol):
     """What scanners call: due timers, lapsed leases, retention, index repair."""
 
     async def scan_due(

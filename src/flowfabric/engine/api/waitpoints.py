@@ -12,9 +12,10 @@ from flowfabric.core.contracts.suspension import (
     ResumeSignal,
 )
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.concern import Concern
 
 
-class Waitpoints(Protocol):
+class Waitpoints(Concern, Protocol):
     """What waits, for what, and what came."""
 
     async def create_waitpoint(

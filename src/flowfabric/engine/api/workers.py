@@ -9,6 +9,7 @@ import msgspec
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.state import LifecyclePhase, OwnershipState, StateVector
+from flowfabric.engine.api.concern import Concern
 
 _RECLAIMABLE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
@@ -54,7 +55,7 @@ def least_missing(required: Iterable[str], workers: Iterable[WorkerEntry]) -> Co
     return Coverage(count, fewest)
 
 
-class Workers(Protocol):
+class Workers(Concern, Protocol):
     """Which worker processes exist. Advisory: it never decides on a lease."""
 
     async def register_worker(

@@ -1,209 +1,297 @@
-"""Log records around the engine's operations: operator calls, ends, and often reclaimed work."""
+"""Log records of operator calls, of every end of an execution, and of work reclaimed too often.
+
+Payloads, results and secrets never get into a record. The event feed keeps the durable trail.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import getpass
+import inspect
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+import socket
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
-from flowfabric.core.contracts.executions import Completed
-from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle
+from flowfabric.core.contracts.executions import Cancelled, Completed, TerminalFailed
+from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle, ReclaimCapExceeded
+from flowfabric.core.contracts.suspension import RotationSummary
 from flowfabric.core.errors import EngineError
-from flowfabric.core.state import ExpireReason
+from flowfabric.core.ids import WaitpointToken
 from flowfabric.engine.api.arguments import each_stored
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.claims import ClaimRequest, Claims
-from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.layers.audit_log import (
-    Method,
-    audited,
-    batch_ended,
-    operator_call,
-    subject_of,
-    timed_out,
-)
+from flowfabric.engine.api.reads import Reads
 
 log = logging.getLogger(__name__)
 
+Method = Callable[..., Any]
+Layer = Callable[[Method], Method]
+_OPERATOR_CALLS = {
+    "executions": ("change_priority", "replay_execution"),
+    "claims": ("issue_grant_and_claim", "issue_reclaim_grant"),
+    "suspensions": ("resume_execution",),
+    "lanes": ("set_lane_state", "set_lane_config"),
+    "leases": ("revoke_lease",),
+    "waitpoints": ("close_waitpoint",),
+    "signals": ("deliver_approval_signal", "read_waitpoint_token"),
+    "secrets": (
+        *("rotate_waitpoint_hmac_secret", "rotate_waitpoint_hmac_secret_all"),
+        "seed_waitpoint_hmac_secret",
+    ),
+}
+_ENDINGS = (
+    *("complete_execution", "fail_execution", "cancel_execution", "delay_execution"),
+    "move_to_waiting_children",
+)
+_OVERRIDE = "operator_override"
+_OUTCOMES: dict[type, str] = {
+    Completed: "success",
+    TerminalFailed: "failed",
+    Cancelled: "cancelled",
+    ReclaimCapExceeded: "failed",
+}
+_TIMED_OUT = {
+    "expired": "expired",
+    "failed": "failed",
+    "fail": "failed",
+    "cancel": "cancelled",
+    "expire": "expired",
+}
+"""What timers answer when they end an execution, and its outcome."""
+_FIELDS = (
+    *("source", "lane_id", "reason", "revoked_by", "requested_by", "new_priority", "state"),
+    *("failure_category", "signal_name", "waitpoint_id", "decided_by", "trigger_type"),
+    *("worker_id", "worker_instance_id", "priority_weight_ms", "reclaim_grace_ms"),
+    *("partition", "kid", "new_kid", "grace_ms"),
+)
+"""Arguments that are logged; all others stay out of the record."""
 _RECLAIMS_PER_WARNING = 100
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
+_caller: ContextVar[str] = ContextVar("flowfabric_caller", default="")
 
 
-def _wrapped(concern: T, **methods: Callable[..., Any]) -> T:
-    """A copy of the concern with some of its operations replaced."""
-    layered = copy.copy(concern)
-    for name, method in methods.items():
-        setattr(layered, name, method)
-    return layered
+@contextmanager
+def acting_as(identity: str) -> Generator[None]:
+    """Log the calls in this block as made by someone, for example a server's authenticated user.
+
+    >>> with acting_as("ada@example.com"):
+    ...     await backend.executions.cancel_execution(execution_id)  # doctest: +SKIP
+    """
+    before = _caller.set(identity)
+    try:
+        yield
+    finally:
+        _caller.reset(before)
+
+
+def caller() -> str:
+    """Who acts: as named by `acting_as`, otherwise the account of this process."""
+    return _caller.get() or _account()
+
+
+@functools.cache
+def _account() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container may run under a user id without an account.
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 def audit(backend: Backend) -> None:
-    """Add log records to a backend's operations. The hot ones pay one check of the level."""
-    executions, claims, upkeep = backend.executions, backend.claims, backend.upkeep
-    watch = ReclaimWatch(backend)
-    backend.executions = _wrapped(
-        executions,
-        complete_execution=audited(executions.complete_execution),
-        fail_execution=audited(executions.fail_execution),
-        cancel_execution=audited(executions.cancel_execution),
-        delay_execution=audited(executions.delay_execution),
-        move_to_waiting_children=audited(executions.move_to_waiting_children),
-        change_priority=operator_call(executions.change_priority),
-        replay_execution=operator_call(executions.replay_execution),
-        complete_many=_batch_logged(executions.complete_many),
-    )
-    backend.claims = _wrapped(
-        claims,
-        claim_many=watch.claims(claims.claim_many),
-        complete_and_claim=watch.completions(claims),
-        reclaim_execution=audited(watch.reclaim(claims.reclaim_execution)),
-        issue_grant_and_claim=operator_call(claims.issue_grant_and_claim),
-        issue_reclaim_grant=operator_call(claims.issue_reclaim_grant),
-    )
-    backend.upkeep = _wrapped(upkeep, expire_execution=_expiry_logged(upkeep.expire_execution))
-    backend.suspensions = _wrapped(
-        backend.suspensions,
-        resume_execution=operator_call(backend.suspensions.resume_execution),
-        expire_suspension=_timeout_logged(backend.suspensions.expire_suspension),
-    )
-    backend.lanes = _wrapped(
-        backend.lanes,
-        set_lane_state=operator_call(backend.lanes.set_lane_state),
-        set_lane_config=operator_call(backend.lanes.set_lane_config),
-    )
-    backend.leases = _wrapped(
-        backend.leases, revoke_lease=operator_call(backend.leases.revoke_lease)
-    )
-    backend.waitpoints = _wrapped(
-        backend.waitpoints,
-        close_waitpoint=operator_call(
-            backend.waitpoints.close_waitpoint, by=lambda given: given.get("handle") is None
-        ),
-    )
-    backend.signals = _wrapped(
-        backend.signals,
-        deliver_approval_signal=operator_call(backend.signals.deliver_approval_signal),
-        read_waitpoint_token=operator_call(backend.signals.read_waitpoint_token),
-    )
-    secrets = backend.secrets
-    backend.secrets = _wrapped(
-        secrets,
-        rotate_waitpoint_hmac_secret=operator_call(secrets.rotate_waitpoint_hmac_secret),
-        rotate_waitpoint_hmac_secret_all=operator_call(secrets.rotate_waitpoint_hmac_secret_all),
-        seed_waitpoint_hmac_secret=operator_call(secrets.seed_waitpoint_hmac_secret),
-    )
+    """Add log records to a backend's operations. The hot ones only check the log level."""
+    layers: dict[str, dict[str, Layer]] = {
+        noun: {name: functools.partial(_logged, operator=_not_holder) for name in names}
+        for noun, names in _OPERATOR_CALLS.items()
+    }
+    watch = functools.partial(_reclaims_watched, reads=backend.reads)
+    layers["executions"] |= dict.fromkeys(_ENDINGS, _logged) | {"complete_many": _batch_logged}
+    layers["claims"] |= {
+        "claim_many": watch,
+        "complete_and_claim": lambda method: watch(_batch_logged(method)),
+        "reclaim_execution": lambda method: _logged(watch(method)),
+    }
+    layers["suspensions"]["expire_suspension"] = _timer_logged
+    layers["upkeep"] = {"expire_execution": _timer_logged}
+    for noun, wraps in layers.items():
+        concern = copy.copy(getattr(backend, noun))
+        for name, wrap in wraps.items():
+            setattr(concern, name, wrap(getattr(concern, name)))
+        setattr(backend, noun, concern)
 
 
-def _batch_logged(
-    complete_many: Callable[
-        [Sequence[Completion]], Coroutine[Any, Any, list[Completed | EngineError]]
-    ],
-) -> Callable[[Sequence[Completion]], Coroutine[Any, Any, list[Completed | EngineError]]]:
-    @functools.wraps(complete_many)
-    async def call(items: Sequence[Completion]) -> list[Completed | EngineError]:
-        outcomes = await complete_many(items)
-        batch_ended("complete_many", items, outcomes)
-        return outcomes
+def _not_holder(given: Mapping[str, Any]) -> bool:
+    return given.get("handle") is None
+
+
+def _overrides(given: Mapping[str, Any]) -> bool:
+    return given.get("source") == _OVERRIDE
+
+
+def _binder(method: Method) -> Callable[..., dict[str, Any]]:
+    """A function that gives the arguments of a call by name, defaults included."""
+    signature = inspect.signature(method)
+
+    def bind(*args: Any, **options: Any) -> dict[str, Any]:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        given = bound.arguments
+        return given | given.pop("options", {})
+
+    return bind
+
+
+def _logged(method: Method, operator: Callable[[Mapping[str, Any]], bool] = _overrides) -> Method:
+    """Log the calls that an operator makes, refused ones too, and every end of an execution."""
+    op, bind = method.__name__, _binder(method)
+
+    @functools.wraps(method)
+    async def call(*args: Any, **options: Any) -> Any:
+        if not log.isEnabledFor(logging.INFO):
+            return await method(*args, **options)
+        given = bind(*args, **options)
+        by_operator = operator(given)
+        try:
+            outcome: object = await method(*args, **options)
+        except EngineError as error:
+            if by_operator:
+                _log_operator(op, given, error.code)
+            raise
+        end = _OUTCOMES.get(type(outcome), "")
+        if by_operator:
+            details = {"outcome": end} if end else {}
+            _log_operator(op, given, "ok", **details, **_details(outcome))
+        elif end:
+            _log_end(op, end, **_subject(given), source=given.get("source", ""))
+        return outcome
 
     return call
 
 
-def _expiry_logged(
-    expire: Callable[[str, ExpireReason, Iterable[str]], Coroutine[Any, Any, list[str]]],
-) -> Callable[[str, ExpireReason, Iterable[str]], Coroutine[Any, Any, list[str]]]:
-    @functools.wraps(expire)
-    async def call(tag: str, reason: ExpireReason, ids: Iterable[str]) -> list[str]:
-        ids = each_stored(ids, "ids")
-        answers = await expire(tag, reason, ids)
-        timed_out(reason.value, ids, answers)
+def _batch_logged(method: Method) -> Method:
+    op, bind = method.__name__, _binder(method)
+
+    @functools.wraps(method)
+    async def call(*args: Any, **options: Any) -> Any:
+        outcome = await method(*args, **options)
+        if log.isEnabledFor(logging.INFO):
+            items = bind(*args, **options)["items"]
+            answers = outcome if op == "complete_many" else outcome[0]
+            for item, answer in zip(items, answers, strict=True):
+                if not isinstance(answer, EngineError):
+                    lease = _lease(item.handle)
+                    _log_end("complete_many", "success", **lease, source="lease_holder")
+        return outcome
+
+    return call
+
+
+def _timer_logged(method: Method) -> Method:
+    bind = _binder(method)
+
+    @functools.wraps(method)
+    async def call(*args: Any, **options: Any) -> list[str]:
+        given = bind(*args, **options)
+        given["ids"] = each_stored(given["ids"], "ids")
+        answers = await method(**given)
+        if log.isEnabledFor(logging.INFO):
+            op = given["reason"].value if "reason" in given else "suspension_timeout"
+            for execution_id, answer in zip(given["ids"], answers, strict=True):
+                if answer in _TIMED_OUT:
+                    _log_end(op, _TIMED_OUT[answer], execution_id=execution_id)
         return answers
 
     return call
 
 
-def _timeout_logged(
-    expire: Callable[[str, Sequence[str]], Coroutine[Any, Any, list[str]]],
-) -> Callable[[str, Sequence[str]], Coroutine[Any, Any, list[str]]]:
-    @functools.wraps(expire)
-    async def call(tag: str, ids: Sequence[str]) -> list[str]:
-        answers = await expire(tag, ids)
-        timed_out("suspension_timeout", ids, answers)
-        return answers
+def _reclaims_watched(method: Method, reads: Reads) -> Method:
+    """Warn of executions that lose their worker again and again: they probably kill it."""
 
-    return call
-
-
-class ReclaimWatch:
-    """Warns of executions that lose their worker again and again: likely what kills it."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._reads = backend.reads
-
-    def claims(self, claim_many: Method[P, ClaimedMany]) -> Method[P, ClaimedMany]:
-        @functools.wraps(claim_many)
-        async def call(*args: P.args, **kwargs: P.kwargs) -> ClaimedMany:
-            claimed = await claim_many(*args, **kwargs)
-            await self._look(claimed.claims)
-            return claimed
-
-        return call
-
-    def completions(self, claims: Claims) -> Callable[..., Any]:
-        complete_and_claim = claims.complete_and_claim
-
-        @functools.wraps(complete_and_claim)
-        async def call(
-            tag: str,
-            items: Sequence[Completion],
-            want: ClaimRequest,
-            max_n: int,
-            *,
-            request_id: str | None = None,
-        ) -> tuple[list[EngineError | None], ClaimedMany]:
-            outcomes, claimed = await complete_and_claim(
-                tag, items, want, max_n, request_id=request_id
-            )
-            batch_ended("complete_many", items, outcomes)
-            await self._look(claimed.claims)
-            return outcomes, claimed
-
-        return call
-
-    def reclaim(self, reclaim_execution: Method[P, R]) -> Method[P, R]:
-        @functools.wraps(reclaim_execution)
-        async def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            outcome = await reclaim_execution(*args, **kwargs)
-            if isinstance(outcome, Claim):
-                await self._look([outcome])
-            return outcome
-
-        return call
-
-    async def _look(self, claims: Sequence[Claim]) -> None:
-        # Every reclaim makes an attempt, so early attempts cannot be a round number.
+    @functools.wraps(method)
+    async def call(*args: Any, **options: Any) -> Any:
+        outcome = await method(*args, **options)
+        claims: Sequence[Claim] = ()
+        match outcome:
+            case ClaimedMany(claims=claims) | (_, ClaimedMany(claims=claims)):
+                pass
+            case Claim():
+                claims = (outcome,)
+            case _:
+                pass
+        # Every reclaim adds an attempt, so early attempts cannot have reached the number.
         for claim in claims:
             handle = claim.handle
             if handle.kind == "reclaimed" and handle.attempt_index >= _RECLAIMS_PER_WARNING:
-                await self.warn(handle)
+                await warn_of_reclaims(reads, handle)
+        return outcome
 
-    async def warn(self, handle: Handle) -> None:
-        """Warn if the number of reclaims is a round one; the claim stands in any case."""
-        field = "lease_reclaim_count"
-        try:
-            fields = await self._reads.read_exec_core_fields(handle.execution_id, [field])
-            count = int(fields[field] or 0)
-        except (EngineError, ValueError) as error:
-            log.debug("reclaim count of %s not read: %s", handle.execution_id, error)
-            return
-        if count and count % _RECLAIMS_PER_WARNING == 0:
-            log.warning(
-                "%s was reclaimed %d times",
-                handle.execution_id,
-                count,
-                extra={"action": "reclaimed_often", "reclaim_count": count, **subject_of(handle)},
-            )
+    return call
+
+
+async def warn_of_reclaims(reads: Reads, handle: Handle) -> None:
+    """Warn at every hundredth reclaim; a failing check does not affect the claim."""
+    field = "lease_reclaim_count"
+    try:
+        fields = await reads.read_exec_core_fields(handle.execution_id, [field])
+        count = int(fields[field] or 0)
+    except (EngineError, ValueError) as error:
+        log.debug("cannot read the reclaim count of %s: %s", handle.execution_id, error)
+        return
+    if count and count % _RECLAIMS_PER_WARNING == 0:
+        log.warning(
+            "%s was reclaimed %d times",
+            handle.execution_id,
+            count,
+            extra={"action": "reclaimed_often", "reclaim_count": count, **_lease(handle)},
+        )
+
+
+def _details(outcome: object) -> dict[str, Any]:
+    """What an outcome adds to the record; never a token or a secret."""
+    if isinstance(outcome, WaitpointToken):
+        return {"token_kid": outcome.kid, "token_fingerprint": outcome.fingerprint}
+    if isinstance(outcome, RotationSummary):
+        return {
+            "action": "waitpoint_hmac_rotation_complete",
+            "total_partitions": len(outcome.entries),
+            "rotated": outcome.rotated,
+            "failed_count": len(outcome.failed),
+        }
+    return {}
+
+
+def _log_operator(op: str, given: Mapping[str, Any], code: str, **details: Any) -> None:
+    fields = {name: given[name] for name in _FIELDS if given.get(name) not in (None, "")}
+    who = caller()
+    extra = {"action": "operator_call", "op": op, "code": code, "caller": who}
+    log.info("%s by %s: %s", op, who, code, extra={**extra, **_subject(given), **fields, **details})
+
+
+def _log_end(op: str, outcome: str, *, source: str = "", **subject: Any) -> None:
+    extra = {"action": "execution_ended", "op": op, "outcome": outcome, **subject}
+    if source:
+        extra["source"] = source
+    log.info("execution ended: %s", outcome, extra=extra)
+
+
+def _subject(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The execution, and if known the attempt and lease, that a call is about."""
+    holder = given.get("fence") or given.get("handle")
+    if isinstance(holder, Handle):
+        return _lease(holder)
+    named = given.get("execution_id") or getattr(given.get("grant"), "execution_id", None)
+    return {} if named is None else {"execution_id": str(named)}
+
+
+def _lease(handle: Handle) -> dict[str, Any]:
+    return {
+        "execution_id": str(handle.execution_id),
+        "attempt_id": handle.attempt_id,
+        "attempt_index": handle.attempt_index,
+        "lease_epoch": handle.lease_epoch,
+        "lane": handle.lane_id,
+        "worker_instance_id": handle.worker_instance_id,
+    }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -142,6 +143,17 @@ def proof(holder: Handle | Fence) -> str:
     if not wire.isascii():
         raise invalid_input("handle", "is not one that a claim gave out")
     return wire
+
+
+async def at_once(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
+    """What the calls return, in order; at most `limit` of them are under way."""
+    gate = asyncio.Semaphore(limit)
+
+    async def passing(call: Awaitable[T]) -> T:
+        async with gate:
+            return await call
+
+    return await asyncio.gather(*map(passing, calls))
 
 
 class FunctionCalls:

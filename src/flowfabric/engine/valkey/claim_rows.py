@@ -6,33 +6,17 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.core.contracts.leases import (
-    Claim,
-    Handle,
-    HandleKind,
-    ResumeCause,
-)
+from flowfabric.core.contracts.leases import Claim, Handle, HandleKind, ResumeCause
 from flowfabric.core.errors import ReplyError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.calls import text, unreadable
 
 _NO_TAGS: dict[str, str] = {}
-
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-
 _NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
 
 log = logging.getLogger(__name__)
-
-
-def claim_from_row(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
-    """One claim of many from its positional form; another shape is a `ReplyError`."""
-    try:
-        return claim_of(row, lane, ttl, instance)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        subject = row[0] if isinstance(row, list) and row else ""  # pyright: ignore[reportUnknownVariableType]
-        raise unreadable(row, "ff_claim_many", "claim_many", text(subject)) from None  # pyright: ignore[reportUnknownArgumentType]
 
 
 def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
@@ -79,7 +63,7 @@ def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any,
     """The claim arguments; lease and attempt ids are derived from the request id."""
     return (
         request.lane_id,
-        request.worker,
+        f"{request.worker_id} {request.worker_instance_id}",
         request.capabilities,
         request.lease_ttl_ms,
         max_n,
@@ -90,25 +74,21 @@ def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any,
 
 
 def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
-    """The claims of a reply.
-
-    One that cannot be read is left to its lease, and the others are not lost with it.
-    """
+    """The claims of a reply. One that cannot be read expires; it must not take the others along."""
     lane, ttl, instance = request.lane_id, request.lease_ttl_ms, request.worker_instance_id
-    try:
-        return [claim_from_row(row, lane, ttl, instance) for row in rows]
-    except ReplyError as error:
-        problem = error
     claims: list[Claim] = []
+    problem: ReplyError | None = None
     for row in rows:
         try:
-            claims.append(claim_from_row(row, lane, ttl, instance))
-        except ReplyError as error:
-            log.error(  # noqa: TRY400 - the error says it all
-                "a claim cannot be read, its lease will lapse: %s",
-                error,
-                extra={"action": "claim_unreadable", "execution_id": error.execution_id},
+            claims.append(claim_of(row, lane, ttl, instance))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            subject = text(row[0]) if isinstance(row, list) and row else ""  # pyright: ignore[reportUnknownArgumentType]
+            problem = unreadable(row, "ff_claim_many", "claim_many", subject)  # pyright: ignore[reportUnknownArgumentType]
+            log.error(  # noqa: TRY400 - the message is complete
+                "a claim cannot be read; its lease will expire: %s",
+                problem,
+                extra={"action": "claim_unreadable", "execution_id": subject},
             )
-    if not claims:
+    if problem is not None and not claims:
         raise problem
     return claims

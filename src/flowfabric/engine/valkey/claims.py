@@ -1,10 +1,10 @@
-"""Taking work: from a lane, by a grant, or from a worker that lost its lease."""
+"""Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import (
@@ -18,7 +18,6 @@ from flowfabric.core.contracts.leases import (
     ReclaimGrant,
     ReclaimGrantOutcome,
     ReclaimOutcome,
-    ResumeGrant,
 )
 from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
@@ -31,22 +30,19 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
-from flowfabric.engine.api.batches import BATCH, in_parts
-from flowfabric.engine.api.claims import ClaimRequest, worker_pair
+from flowfabric.engine.api.batches import BATCH
+from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refusal, text
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text
 from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claims
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.executions import ValkeyExecutions
-from flowfabric.engine.valkey.keys import grant as grant_name
 
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
-_AUDIT = ("capability_hash", "route_snapshot_json", "admission_summary")
 
-
-class ValkeyClaims:
+class ValkeyClaims(Claims):
     """`Claims` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, executions: ValkeyExecutions) -> None:
@@ -54,66 +50,35 @@ class ValkeyClaims:
         self._executions = executions
 
     async def claim_many(
-        self, want: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
+        self, request: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
     ) -> ClaimedMany:
-        args = _claim_args(want, max_n, request_id)
+        args = _claim_args(request, max_n, request_id)
         tag = self._calls.checked_tag(tag)
         if not args:
             return ClaimedMany([], 0)
         reply = await self._calls.fcall("ff_claim_many", tag, args, op="claim_many")
         with decoding(reply, "ff_claim_many", "claim_many"):
-            return ClaimedMany(read_claims(want, reply[2]), int(reply[3]))
+            return ClaimedMany(read_claims(request, reply[2]), int(reply[3]))
 
     async def complete_and_claim(
         self,
         tag: str,
         items: Sequence[Completion],
-        want: ClaimRequest,
+        request: ClaimRequest,
         max_n: int,
         *,
         request_id: str | None = None,
     ) -> tuple[list[EngineError | None], ClaimedMany]:
         items = listed(items, "items")
-        wanted = _claim_args(want, max_n, request_id)
+        claim = _claim_args(request, max_n, request_id)
         tag = self._calls.checked_tag(tag)
         outcomes: list[EngineError | None] = [None] * len(items)
-        sent: list[int] = []
-        flat: list[Any] = []
-        for position, item in enumerate(items):
-            try:
-                flat += self._executions.item_args(item)
-            except ValidationError as error:
-                outcomes[position] = error
-            else:
-                sent.append(position)
-        *earlier, last = in_parts(sent, [len(result) for result in flat[4::5]])
-        for part in earlier:
-            await self._complete_part(
-                tag, [len(part), *flat[: len(part) * 5]], items, part, outcomes
-            )
-            del flat[: len(part) * 5]
-        args = [len(last), *flat, *wanted]
-        reply = await self._complete_part(tag, args, items, last, outcomes)
-        if not wanted:
+        batch = self._executions.completions(items, outcomes, tag).get(tag, ([], []))
+        reply = await self._executions.complete_in(tag, items, *batch, outcomes, claim)
+        if not claim:
             return outcomes, ClaimedMany([], 0)
         with decoding(reply, "ff_complete", "complete_many"):
-            return outcomes, ClaimedMany(read_claims(want, reply[3]), int(reply[4]))
-
-    async def _complete_part(
-        self,
-        tag: str,
-        args: list[Any],
-        items: Sequence[Completion],
-        part: list[int],
-        outcomes: list[EngineError | None],
-    ) -> Any:
-        reply = await self._calls.fcall("ff_complete", tag, args, op="complete_many")
-        with decoding(reply, "ff_complete", "complete_many"):
-            for position, answer in zip(part, reply[2], strict=True):
-                outcomes[position] = refusal(
-                    answer, "complete", items[position].handle.execution_id
-                )
-        return reply
+            return outcomes, ClaimedMany(read_claims(request, reply[3]), int(reply[4]))
 
     async def scan_eligible_executions(
         self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
@@ -137,81 +102,21 @@ class ValkeyClaims:
         return Damage("scan_eligible_executions").ids(member for _, member in found)[:limit]
 
     async def issue_claim_grant(
-        self,
-        execution_id: ExecutionId,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        worker_capabilities: Iterable[str] = (),
-        grant_ttl_ms: int = 5000,
-        lane_id: str = "",
-        capability_hash: str = "",
-        route_snapshot_json: str = "",
-        admission_summary: str = "",
+        self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ClaimGrant:
-        tag, expires, key, _ = await self._grant(
-            "ff_issue_claim_grant",
-            "issue_claim_grant",
-            execution_id,
-            lane_id,
-            (worker_id, worker_instance_id),
-            worker_capabilities,
-            grant_ttl_ms,
-            (capability_hash, route_snapshot_json, admission_summary),
-        )
+        key, expires, _ = await self._grant("issue_claim_grant", execution_id, **options)
         return ClaimGrant(
-            execution_id=execution_id, partition_key=tag, grant_key=key, expires_at_ms=expires
+            execution_id=execution_id,
+            partition_key=execution_id.tag,
+            grant_key=key,
+            expires_at_ms=expires,
         )
-
-    async def _grant(
-        self,
-        function: str,
-        op: str,
-        execution_id: ExecutionId,
-        lane_id: str,
-        worker: tuple[str, str],
-        worker_capabilities: Iterable[str],
-        ttl: int,
-        audit: tuple[str, str, str],
-    ) -> tuple[str, int, str, str]:
-        ttl = positive_ms(ttl, "grant_ttl_ms")
-        execution_id = self._calls.checked(execution_id)
-        if checked_text(lane_id, "lane_id"):
-            validate_lane(lane_id)
-        csv, problem = _offered(worker_capabilities)
-        token = new_uuid()
-        texts = [checked_text(*pair) for pair in zip(audit, _AUDIT, strict=True)]
-        args = (execution_id, lane_id, worker_pair(*worker), csv, ttl, token, *texts, problem)
-        tag = execution_id.tag
-        reply = await self._calls.fcall(function, tag, args, op=op)
-        key = f"{grant_name(tag, execution_id)}#{token}"
-        with decoding(reply, function, op, execution_id):
-            return tag, int(reply[2]), key, text(reply[3])
 
     async def issue_reclaim_grant(
-        self,
-        execution_id: ExecutionId,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        worker_capabilities: Iterable[str] = (),
-        grant_ttl_ms: int = 5000,
-        lane_id: str = "",
-        capability_hash: str = "",
-        route_snapshot_json: str = "",
-        admission_summary: str = "",
+        self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ReclaimGrantOutcome:
         try:
-            tag, expires, key, lane = await self._grant(
-                "ff_issue_reclaim_grant",
-                "issue_reclaim_grant",
-                execution_id,
-                lane_id,
-                (worker_id, worker_instance_id),
-                worker_capabilities,
-                grant_ttl_ms,
-                (capability_hash, route_snapshot_json, admission_summary),
-            )
+            key, expires, lane = await self._grant("issue_reclaim_grant", execution_id, **options)
         except EngineError as error:
             outcome = _not_reclaimable(execution_id, error)
             if outcome is None:
@@ -220,11 +125,46 @@ class ValkeyClaims:
         return Granted(
             ReclaimGrant(
                 execution_id=execution_id,
-                partition_key=tag,
+                partition_key=execution_id.tag,
                 grant_key=key,
                 expires_at_ms=expires,
                 lane_id=lane,
             )
+        )
+
+    async def _grant(
+        self,
+        op: str,
+        execution_id: ExecutionId,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        worker_capabilities: Iterable[str] = (),
+        grant_ttl_ms: int = 5000,
+        lane_id: str = "",
+        capability_hash: str = "",
+        route_snapshot_json: str = "",
+        admission_summary: str = "",
+    ) -> tuple[str, int, str]:
+        """The key of the grant, when it expires, and the lane of the execution."""
+        ttl = positive_ms(grant_ttl_ms, "grant_ttl_ms")
+        execution_id = self._calls.checked(execution_id)
+        if checked_text(lane_id, "lane_id"):
+            validate_lane(lane_id)
+        csv, problem = _offered(worker_capabilities)
+        token = new_uuid()
+        args = (
+            *(execution_id, lane_id, worker_pair(worker_id, worker_instance_id), csv, ttl, token),
+            checked_text(capability_hash, "capability_hash"),
+            checked_text(route_snapshot_json, "route_snapshot_json"),
+            checked_text(admission_summary, "admission_summary"),
+            problem,
+        )
+        key = f"{keys.grant(execution_id.tag, execution_id)}#{token}"
+        return await self._calls.ask(
+            *(f"ff_{op}", execution_id.tag, args),
+            lambda reply: (key, int(reply[2]), text(reply[3])),
+            op=op,
         )
 
     async def claim_execution(
@@ -238,14 +178,9 @@ class ValkeyClaims:
         lease_id: str | None = None,
         attempt_id: str | None = None,
     ) -> Claim:
-        return await self._claim(
-            "ff_claim_execution",
-            grant,
-            lane_id,
-            (worker_id, worker_instance_id),
-            lease_ttl_ms,
-            (_uuid(lease_id, "lease_id"), _uuid(attempt_id, "attempt_id")),
-        )
+        ids = (_uuid(lease_id, "lease_id"), _uuid(attempt_id, "attempt_id"))
+        worker = (worker_id, worker_instance_id)
+        return await self._claim("claim_execution", grant, lane_id, worker, lease_ttl_ms, ids)
 
     async def claim_resumed_execution(
         self,
@@ -257,30 +192,13 @@ class ValkeyClaims:
         lane_id: str = "",
         lease_id: str | None = None,
     ) -> Claim:
-        return await self._claim(
-            "ff_claim_resumed",
-            grant,
-            lane_id,
-            (worker_id, worker_instance_id),
-            lease_ttl_ms,
-            (_uuid(lease_id, "lease_id"),),
-        )
-
-    async def claim_from_resume_grant(
-        self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
-    ) -> Claim:
-        instance(grant, ResumeGrant, "grant")
-        return await self.claim_resumed_execution(
-            grant,
-            worker_id=worker_id,
-            worker_instance_id=worker_instance_id,
-            lease_ttl_ms=lease_ttl_ms,
-            lane_id=grant.lane_id,
-        )
+        ids = (_uuid(lease_id, "lease_id"),)
+        worker = (worker_id, worker_instance_id)
+        return await self._claim("claim_resumed", grant, lane_id, worker, lease_ttl_ms, ids)
 
     async def _claim(
         self,
-        function: str,
+        op: str,
         grant: ClaimGrant,
         lane_id: str,
         worker: tuple[str, str],
@@ -291,10 +209,11 @@ class ValkeyClaims:
         ttl = positive_ms(ttl, "lease_ttl_ms")
         lane = checked_text(lane_id, "lane_id")
         args = (execution_id, lane, worker_pair(*worker), _token(grant), ttl, *ids)
-        op = function.removeprefix("ff_")
-        reply = await self._calls.fcall(function, execution_id.tag, args, op=op)
-        with decoding(reply, function, op, execution_id):
-            return claim_of(reply[2], text(reply[3]), ttl, worker[1])
+        return await self._calls.ask(
+            *(f"ff_{op}", execution_id.tag, args),
+            lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker[1]),
+            op=op,
+        )
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
         instance(grant, ClaimGrant, "grant")
@@ -325,10 +244,11 @@ class ValkeyClaims:
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
         lane = checked_text(lane_id, "lane_id")
         args = (execution_id, lane, worker, ttl, lease_id, attempt_id)
-        function, op = "ff_grant_and_claim", "issue_grant_and_claim"
-        reply = await self._calls.fcall(function, execution_id.tag, args, op=op)
-        with decoding(reply, function, op, execution_id):
-            return claim_of(reply[2], text(reply[3]), ttl, worker_instance_id)
+        return await self._calls.ask(
+            *("ff_grant_and_claim", execution_id.tag, args),
+            lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
+            op="issue_grant_and_claim",
+        )
 
     async def reclaim_execution(
         self,
@@ -355,8 +275,10 @@ class ValkeyClaims:
             count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
-            reply = await self._calls.fcall(
-                "ff_reclaim", execution_id.tag, args, op="reclaim_execution"
+            return await self._calls.ask(
+                *("ff_reclaim", execution_id.tag, args),
+                lambda reply: claim_of(reply[2], grant.lane_id, ttl, worker_instance_id),
+                op="reclaim_execution",
             )
         except EngineError as error:
             if error.code in _LOST_GRANT:
@@ -365,16 +287,14 @@ class ValkeyClaims:
             if outcome is None:
                 raise
             return outcome
-        with decoding(reply, "ff_reclaim", "reclaim_execution", execution_id):
-            return claim_of(reply[2], grant.lane_id, ttl, worker_instance_id)
 
 
-def _claim_args(want: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
-    """What to claim, or nothing when nothing is wanted."""
-    instance(want, ClaimRequest, "want")
+def _claim_args(request: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
+    """The arguments of a claim, or nothing when nothing is to be claimed."""
+    instance(request, ClaimRequest, "request")
     most = min(whole(max_n, "max_n"), BATCH)
-    request = _request(request_id)
-    return claim_args(want, most, request) if most > 0 else ()
+    identity = _uuid(request_id, "request_id")
+    return claim_args(request, most, identity) if most > 0 else ()
 
 
 def _token(grant: ClaimGrant) -> str:
@@ -384,7 +304,7 @@ def _token(grant: ClaimGrant) -> str:
 def _offered(tokens: Any) -> tuple[str, str]:
     """The worker's tokens as CSV, and what is wrong with them.
 
-    The engine reports that problem, because it has other checks to make before.
+    The function reports the problem, because other checks come first.
     """
     try:
         return caps.to_csv(caps.normalise(tokens, "worker")), ""
@@ -406,7 +326,3 @@ def _not_reclaimable(
     if error.code == "max_retries_exhausted":
         return ReclaimCapExceeded(execution_id, int(error.details[0]))
     return None
-
-
-def _request(request_id: str | None) -> str:
-    return new_uuid() if request_id is None else validate_uuid(request_id, "request_id")

@@ -16,6 +16,7 @@ from flowfabric.core.feed_cursor import cursor_text
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.tags import validate_tag_filter
 from flowfabric.engine.api.arguments import checked_text, each_text, instance
+from flowfabric.engine.api.events import Events
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feed_reader import Entry, FeedReader, Start
@@ -24,7 +25,7 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 _NOTHING = EventFilter()
 
 
-class ValkeyEvents:
+class ValkeyEvents(Events):
     """`Events` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +10,10 @@ import msgspec
 from flowfabric.core.contracts.executions import (
     Cancelled,
     Completed,
+    Created,
     CreateOutcome,
     Delayed,
+    Duplicate,
     FailOutcome,
     Impossible,
     Moved,
@@ -27,22 +27,14 @@ from flowfabric.core.contracts.executions import (
 )
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import (
-    ExecutionId,
-    new_uuid,
-    validate_creator_identity,
-    validate_execution_kind,
-    validate_idempotency_key,
-    validate_lane,
-    validate_namespace,
-)
-from flowfabric.core.policy import parse_policy
-from flowfabric.core.tags import validate_creation_tags, validate_tag_key, validate_tags
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_tags
 from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.api.arguments import (
-    checked_bytes,
     checked_source,
     checked_text,
+    clamped,
     count,
     flag,
     held,
@@ -53,22 +45,39 @@ from flowfabric.engine.api.arguments import (
     whole,
 )
 from flowfabric.engine.api.batches import in_parts
-from flowfabric.engine.api.executions import NO_FENCE, Completion, Holder
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refusal, text, unreadable
-from flowfabric.engine.valkey.creation import (
-    PUBLIC,
-    creation_options,
-    creation_outcome,
+from flowfabric.engine.api.executions import (
+    NO_FENCE,
+    Completion,
+    Executions,
+    Holder,
+    check_new,
+    check_retry_policy,
+    check_size,
     policy_json,
+)
+from flowfabric.engine.valkey.calls import (
+    FunctionCalls,
+    at_once,
+    decoding,
+    proof,
+    refusal,
+    refused,
+    text,
+    unreadable,
 )
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
+PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
+"""Public states as replies spell them."""
+
+Outcomes = list[EngineError | None]
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
+_PARTS_AT_ONCE = 3
+_ITEM_ARGS = 5
+_pack = msgspec.msgpack.Encoder().encode
 
-_PARTS_UNDER_WAY = 3
 
-
-class ValkeyExecutions:
+class ValkeyExecutions(Executions):
     """`Executions` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
@@ -86,9 +95,13 @@ class ValkeyExecutions:
         items = listed(items, "items")
         outcomes: list[CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
+        limit = self._calls.limits.max_payload_bytes
         for position, item in enumerate(items):
             try:
-                tag = self._check_new(item).tag
+                if type(item) is not NewExecution:
+                    instance(item, NewExecution, "items")
+                tag = self._calls.checked(item.execution_id).tag
+                check_new(item, limit)
             except EngineError as error:
                 outcomes[position] = error
             else:
@@ -104,99 +117,33 @@ class ValkeyExecutions:
                     if items[i].lane_id not in self._places.known_places[tag]:
                         outcomes[i] = lane_limit(items[i].lane_id)
                 accepted = [i for i in positions if outcomes[i] is None]
-            await self._create_parts(tag, items, accepted, outcomes)
+            if accepted:
+                await self._create_in(tag, items, accepted, outcomes)
         return outcomes  # pyright: ignore[reportReturnType]
 
-    async def _create_parts(
+    async def _create_in(
         self, tag: str, items: Sequence[NewExecution], positions: list[int], outcomes: list[Any]
     ) -> None:
-        """A few parts are under way at once: the next is packed while the server works."""
-        if not positions:
-            return
-        options = {i: creation_options(items[i]) for i in positions}
+        """Create executions of one partition; the next part is packed while the server works."""
+        options = {i: _options(items[i]) for i in positions}
+
+        async def create(part: list[int]) -> None:
+            args: list[Any] = [b""]
+            for i in part:
+                item = items[i]
+                args += (item.execution_id, item.execution_kind, item.input_payload)
+                args += (item.payload_encoding, options[i])
+            reply = await self._calls.fcall("ff_create", tag, args, op="create_execution")
+            with decoding(reply, "ff_create", "create_execution"):
+                for i, answer in zip(part, reply[2], strict=True):
+                    outcomes[i] = _creation_outcome(items[i].execution_id, answer)
+
         sizes = [len(items[i].input_payload) + len(options[i]) for i in positions]
         parts = in_parts(positions, sizes)
         if len(parts) == 1:
-            await self._create_part(tag, items, positions, options, outcomes)
-            return
-        under_way: deque[asyncio.Task[None]] = deque()
-        try:
-            for part in parts:
-                create = self._create_part(tag, items, part, options, outcomes)
-                under_way.append(asyncio.create_task(create))
-                if len(under_way) > _PARTS_UNDER_WAY:
-                    await under_way[0]
-                    under_way.popleft()
-            while under_way:
-                await under_way[0]
-                under_way.popleft()
-        finally:
-            for task in under_way:
-                task.cancel()
-            if under_way:
-                await asyncio.wait(under_way)
-
-    async def _create_part(
-        self,
-        tag: str,
-        items: Sequence[NewExecution],
-        positions: list[int],
-        options: Mapping[int, bytes],
-        outcomes: list[Any],
-    ) -> None:
-        args: list[Any] = [b""]
-        for position in positions:
-            item = items[position]
-            args += (
-                item.execution_id,
-                item.execution_kind,
-                item.input_payload,
-                item.payload_encoding,
-                options[position],
-            )
-        reply = await self._calls.fcall("ff_create", tag, args, op="create_execution")
-        with decoding(reply, "ff_create", "create_execution"):
-            for position, answer in zip(positions, reply[2], strict=True):
-                outcomes[position] = creation_outcome(items[position].execution_id, answer)
-
-    def _check_new(self, item: NewExecution) -> ExecutionId:
-        """The id of an execution that can be created as it is described."""
-        if type(item) is not NewExecution:
-            instance(item, NewExecution, "items")
-        execution_id = self._calls.checked(item.execution_id)
-        validate_execution_kind(item.execution_kind)
-        validate_lane(item.lane_id)
-        validate_namespace(item.namespace)
-        self._check_size(item.input_payload, "input_payload")
-        if item.payload_encoding != "":
-            checked_text(item.payload_encoding, "payload_encoding")
-        if item.priority is not None:
-            whole(item.priority, "priority")
-        if item.partition_id is not None and item.partition_id != execution_id.partition:
-            raise invalid_input("partition_id", "differs from the partition inside execution_id")
-        if item.idempotency_key:
-            validate_idempotency_key(item.idempotency_key)
-        if item.creator_identity:
-            validate_creator_identity(item.creator_identity)
-        if item.tags:
-            validate_creation_tags(item.tags)
-        if item.delay_until is not None:
-            timestamp(item.delay_until, "delay_until")
-        if item.delay_ms is not None:
-            timestamp(item.delay_ms, "delay_ms")
-        if item.execution_deadline_at is not None:
-            timestamp(item.execution_deadline_at, "execution_deadline_at")
-        if item.policy is not None:
-            policy_json(item.policy)
-        return execution_id
-
-    def _check_size(self, payload: Any, field: str) -> None:
-        size = len(checked_bytes(payload, field))
-        if size > self._calls.limits.max_payload_bytes:
-            raise ValidationError(
-                "payload_too_large",
-                f"{field} has {size} bytes, the limit is {self._calls.limits.max_payload_bytes}",
-            )
+            await create(positions)
+        else:
+            await at_once(_PARTS_AT_ONCE, map(create, parts))
 
     async def complete_execution(
         self,
@@ -219,63 +166,73 @@ class ValkeyExecutions:
             raise error
         return Completed(execution_id)
 
-    async def complete(
-        self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
-    ) -> Completed:
-        held(handle)
-        return await self.complete_execution(
-            handle.execution_id,
-            handle,
-            result_payload=result_payload,
-            result_encoding=result_encoding,
-        )
-
     def _completion_args(
         self, execution_id: str, fence: Holder, result: bytes | None, encoding: str
     ) -> tuple[Any, ...]:
         if result is None:
             return (execution_id, proof(fence), "lease_holder", "0", b"")
-        self._check_size(result, "result_payload")
+        check_size(result, "result_payload", self._calls.limits.max_payload_bytes)
         label = f"1{checked_text(encoding, 'result_encoding')}" if encoding != "" else "1"
         return (execution_id, proof(fence), "lease_holder", label, result)
 
-    def item_args(self, item: Completion) -> tuple[Any, ...]:
-        """What one item of a batch is sent as; the first part is its execution."""
-        if type(item) is not Completion:
-            instance(item, Completion, "items")
-        handle = item.handle
-        # What a claim gave out need not be looked at part by part.
-        if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
-            held(handle)
-        return self._completion_args(
-            handle.execution_id, handle, item.result_payload, item.result_encoding
-        )
-
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
         items = listed(items, "items")
-        outcomes: list[Completed | EngineError | None] = [None] * len(items)
+        outcomes: Outcomes = [None] * len(items)
+        for tag, batch in self.completions(items, outcomes).items():
+            await self.complete_in(tag, items, *batch, outcomes)
+        return [
+            error or Completed(item.handle.execution_id)
+            for item, error in zip(items, outcomes, strict=True)
+        ]
+
+    def completions(
+        self, items: Sequence[Completion], outcomes: Outcomes, tag: str = ""
+    ) -> dict[str, tuple[list[int], list[Any]]]:
+        """By partition, or all for `tag`, the valid items' positions and arguments."""
         batches: dict[str, tuple[list[int], list[Any]]] = {}
         for position, item in enumerate(items):
             try:
-                args = self.item_args(item)
+                if type(item) is not Completion:
+                    instance(item, Completion, "items")
+                handle = item.handle
+                # A handle that a claim made needs no look at its parts.
+                if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
+                    held(handle)
+                execution_id = handle.execution_id
+                args = self._completion_args(
+                    execution_id, handle, item.result_payload, item.result_encoding
+                )
             except ValidationError as error:
                 outcomes[position] = error
                 continue
-            positions, flat = batches.setdefault(args[0].tag, ([], []))
+            positions, flat = batches.setdefault(tag or execution_id.tag, ([], []))
             positions.append(position)
             flat += args
-        for tag, (positions, flat) in batches.items():
-            start = 0
-            for part in in_parts(positions, [len(result) for result in flat[4::5]]):
-                args = [len(part), *flat[start * 5 : (start + len(part)) * 5]]
-                start += len(part)
-                reply = await self._calls.fcall("ff_complete", tag, args, op="complete_many")
-                with decoding(reply, "ff_complete", "complete_many"):
-                    for position, answer in zip(part, reply[2], strict=True):
-                        done = items[position].handle.execution_id
-                        error = refusal(answer, "complete", done)
-                        outcomes[position] = error or Completed(done)
-        return outcomes  # pyright: ignore[reportReturnType]
+        return batches
+
+    async def complete_in(
+        self,
+        tag: str,
+        items: Sequence[Completion],
+        positions: list[int],
+        flat: list[Any],
+        outcomes: Outcomes,
+        claim: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Complete in one partition, and claim with the last call; returns its reply."""
+        reply: list[Any] = []
+        start = 0
+        parts = in_parts(positions, [len(result) for result in flat[4::_ITEM_ARGS]])
+        for part in parts:
+            end = start + len(part) * _ITEM_ARGS
+            args = [len(part), *flat[start:end], *(claim if part is parts[-1] else ())]
+            start = end
+            reply = await self._calls.fcall("ff_complete", tag, args, op="complete_many")
+            with decoding(reply, "ff_complete", "complete_many"):
+                for position, answer in zip(part, reply[2], strict=True):
+                    execution_id = items[position].handle.execution_id
+                    outcomes[position] = refusal(answer, "complete", execution_id)
+        return reply
 
     async def fail_execution(
         self,
@@ -291,7 +248,7 @@ class ValkeyExecutions:
         if checked_text(retry_policy_json, "retry_policy_json") and source != "operator_override":
             retry_policy_json = ""
         elif retry_policy_json:
-            _check_retry_policy(retry_policy_json)
+            check_retry_policy(retry_policy_json)
         args = (
             execution_id,
             proof(fence),
@@ -300,19 +257,7 @@ class ValkeyExecutions:
             reason_text(failure_category, "failure_category"),
             retry_policy_json,
         )
-        reply = await self._calls.fcall("ff_fail", execution_id.tag, args, op="fail")
-        with decoding(reply, "ff_fail", "fail", execution_id):
-            if reply[2] == b"retry_scheduled":
-                return RetryScheduled(int(reply[3]), int(reply[4]))
-            if reply[2] == b"terminal_failed":
-                return TerminalFailed()
-        raise unreadable(reply, "ff_fail", "fail", execution_id)
-
-    async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
-        held(handle)
-        return await self.fail_execution(
-            handle.execution_id, handle, failure_reason=reason, failure_category=category
-        )
+        return await self._calls.ask("ff_fail", execution_id.tag, args, _fail_outcome, op="fail")
 
     async def cancel_execution(
         self,
@@ -331,12 +276,6 @@ class ValkeyExecutions:
             raise unreadable(reply, "ff_cancel", "cancel", execution_id)
         return Cancelled(execution_id)
 
-    async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
-        held(handle)
-        return await self.cancel_execution(
-            handle.execution_id, reason, source="worker", fence=handle
-        )
-
     async def delay_execution(
         self,
         execution_id: ExecutionId,
@@ -348,35 +287,32 @@ class ValkeyExecutions:
         execution_id = self._calls.checked(execution_id)
         until = timestamp(delay_until, "delay_until", low=1)
         args = (execution_id, proof(fence), checked_source(source), until)
-        reply = await self._calls.fcall("ff_delay", execution_id.tag, args, op="delay")
-        with decoding(reply, "ff_delay", "delay", execution_id):
-            return Delayed(execution_id, PUBLIC[reply[2]])
-
-    async def delay(self, handle: Handle, delay_until: int) -> Delayed:
-        held(handle)
-        return await self.delay_execution(handle.execution_id, handle, delay_until=delay_until)
+        return await self._calls.ask(
+            *("ff_delay", execution_id.tag, args),
+            lambda reply: Delayed(execution_id, PUBLIC[reply[2]]),
+            op="delay",
+        )
 
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
     ) -> WaitChildrenOutcome:
         execution_id = self._calls.checked(execution_id)
-        args = (execution_id, proof(fence), checked_source(source))
-        reply = await self._calls.fcall(
-            "ff_wait_children", execution_id.tag, args, op="wait_children"
-        )
-        if reply[2:3] == [b"moved"]:
-            return Moved(execution_id)
-        if reply[2:3] == [b"ready"]:
-            return Ready()
-        with decoding(reply, "ff_wait_children", "wait_children", execution_id):
-            word, upstreams = reply[2:4]
-            if word == b"impossible":
-                return Impossible(tuple(ExecutionId.trusted(text(each)) for each in upstreams))
-        raise unreadable(reply, "ff_wait_children", "wait_children", execution_id)
 
-    async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
-        held(handle)
-        return await self.move_to_waiting_children(handle.execution_id, handle)
+        def outcome(reply: list[Any]) -> WaitChildrenOutcome:
+            match reply[2:]:
+                case [b"moved", *_]:
+                    return Moved(execution_id)
+                case [b"ready", *_]:
+                    return Ready()
+                case [b"impossible", upstreams, *_]:
+                    return Impossible(tuple(ExecutionId.trusted(text(each)) for each in upstreams))
+                case _:
+                    raise ValueError(reply)
+
+        args = (execution_id, proof(fence), checked_source(source))
+        return await self._calls.ask(
+            "ff_wait_children", execution_id.tag, args, outcome, op="wait_children"
+        )
 
     async def update_progress(
         self,
@@ -400,25 +336,16 @@ class ValkeyExecutions:
         )
         await self._calls.fcall("ff_progress", execution_id.tag, args, op="progress")
 
-    async def progress(
-        self, handle: Handle, pct: int | None = None, message: str | None = None
-    ) -> None:
-        held(handle)
-        await self.update_progress(
-            handle.execution_id, handle, progress_pct=pct, progress_message=message
-        )
-
     async def change_priority(
         self, execution_id: ExecutionId, new_priority: int
     ) -> PriorityChanged:
         priority = whole(new_priority, "new_priority")
         execution_id = self._calls.checked(execution_id)
-        args = (execution_id, priority, new_uuid())
-        reply = await self._calls.fcall(
-            "ff_change_priority", execution_id.tag, args, op="change_priority"
+        return await self._calls.ask(
+            *("ff_change_priority", execution_id.tag, (execution_id, priority, new_uuid())),
+            lambda reply: PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
+            op="change_priority",
         )
-        with decoding(reply, "ff_change_priority", "change_priority", execution_id):
-            return PriorityChanged(execution_id, int(reply[2]), int(reply[3]))
 
     async def replay_execution(
         self,
@@ -438,27 +365,66 @@ class ValkeyExecutions:
             "1" if flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
         )
-        reply = await self._calls.fcall("ff_replay", execution_id.tag, args, op="replay_execution")
-        with decoding(reply, "ff_replay", "replay_execution", execution_id):
-            return Replayed(PUBLIC[reply[2]])
+        return await self._calls.ask(
+            *("ff_replay", execution_id.tag, args),
+            lambda reply: Replayed(PUBLIC[reply[2]]),
+            op="replay_execution",
+        )
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
         execution_id = self._calls.checked(execution_id)
         validate_tags(tags)
         flat = (part for pair in tags.items() for part in pair)
-        reply = await self._calls.fcall(
-            "ff_set_tags", execution_id.tag, (execution_id, *flat), op="set_execution_tags"
+        return await self._calls.ask(
+            *("ff_set_tags", execution_id.tag, (execution_id, *flat)),
+            lambda reply: int(reply[2]),
+            op="set_execution_tags",
         )
-        with decoding(reply, "ff_set_tags", "set_execution_tags", execution_id):
-            return int(reply[2])
-
-    async def set_execution_tag(self, execution_id: ExecutionId, key: str, value: str) -> int:
-        return await self.set_execution_tags(execution_id, {validate_tag_key(key): value})
 
 
-def _check_retry_policy(given: Any) -> None:
-    try:
-        value: Any = msgspec.json.decode(checked_text(given, "retry_policy_json"))
-    except (msgspec.DecodeError, UnicodeError):
-        raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
-    parse_policy({"retry_policy": value})
+def _options(item: NewExecution) -> bytes:
+    """What differs from the defaults; nothing else is sent."""
+    options: dict[str, Any] = {}
+    if item.namespace != "default":
+        options["ns"] = item.namespace
+    if item.lane_id != "default":
+        options["lane"] = item.lane_id
+    if item.priority is not None:
+        options["prio"] = max(0, min(9000, item.priority))
+    if item.policy is not None:
+        options["policy"] = policy_json(item.policy)
+    if item.idempotency_key:
+        options["idem"] = item.idempotency_key
+    if item.tags:
+        options["tags"] = [part for pair in item.tags.items() for part in pair]
+    if item.delay_until is not None:
+        options["delay"] = clamped(item.delay_until)
+    if item.delay_ms is not None:
+        options["delay_in"] = clamped(item.delay_ms)
+    if item.execution_deadline_at is not None:
+        options["deadline"] = clamped(item.execution_deadline_at)
+    if item.creator_identity:
+        options["creator"] = item.creator_identity
+    return _pack(options) if options else b""
+
+
+def _creation_outcome(execution_id: ExecutionId, answer: Any) -> CreateOutcome | EngineError:
+    if isinstance(answer, bytes) and answer in PUBLIC:
+        return Created(execution_id, PUBLIC[answer])
+    match answer:
+        case [1, b"DUPLICATE", known, *_]:
+            return Duplicate(ExecutionId.trusted(text(known)))
+        case [*parts]:
+            return refused(
+                parts, "create_execution", function="ff_create", execution_id=execution_id
+            )
+        case _:
+            return unreadable(answer, "ff_create", "create_execution", execution_id)
+
+
+def _fail_outcome(reply: list[Any]) -> FailOutcome:
+    if reply[2] == b"retry_scheduled":
+        return RetryScheduled(int(reply[3]), int(reply[4]))
+    if reply[2] == b"terminal_failed":
+        return TerminalFailed()
+    raise ValueError(reply)

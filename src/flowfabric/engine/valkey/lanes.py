@@ -10,7 +10,7 @@ from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.stored import Stored
 from flowfabric.engine.api.arguments import flag, one_of, reason_text, whole
-from flowfabric.engine.api.lanes import LaneSettings
+from flowfabric.engine.api.lanes import Lanes, LaneSettings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.page_cursor import given_cursor
@@ -33,7 +33,7 @@ return before
 _FAN_OUT = 16
 
 
-class ValkeyLanes:
+class ValkeyLanes(Lanes):
     """`Lanes` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

@@ -27,6 +27,7 @@ from flowfabric.engine.api.arguments import (
     reason_text,
     whole,
 )
+from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
@@ -43,7 +44,7 @@ _MAX_PAGE = 10_000
 _RENEW_BATCH = 256
 
 
-class ValkeyLeases:
+class ValkeyLeases(Leases):
     """`Leases` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

@@ -27,7 +27,7 @@ from flowfabric.engine.api.arguments import (
     partition_number,
     whole,
 )
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.listings import Filter, Listings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
@@ -62,7 +62,7 @@ _CHUNK = 200
 _MAX_EXAMINED = 10_000
 
 
-class ValkeyListings:
+class ValkeyListings(Listings):
     """`Listings` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

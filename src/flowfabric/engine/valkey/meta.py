@@ -9,7 +9,7 @@ from flowfabric.core.errors import TimeoutError_
 from flowfabric.core.version import VERSION
 from flowfabric.engine.api.arguments import seconds
 from flowfabric.engine.api.capabilities import Capabilities, Identity, Version
-from flowfabric.engine.api.meta import Applied, NoOp
+from flowfabric.engine.api.meta import Applied, Meta, NoOp
 from flowfabric.engine.valkey.boot import prepare
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.collisions import report_collisions
@@ -20,7 +20,7 @@ from flowfabric.engine.valkey.stream_pool import StreamPool
 _IDENTITY = Identity("valkey", Version(*VERSION), "beta")
 
 
-class ValkeyMeta:
+class ValkeyMeta(Meta):
     """`Meta` on Valkey."""
 
     def __init__(

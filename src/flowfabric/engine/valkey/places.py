@@ -17,6 +17,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import PartitionKey, stored_lane, validate_lanes, validate_namespace
 from flowfabric.core.text import lossless
+from flowfabric.engine.api.places import Places
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.valkey.transport import Transport
@@ -45,7 +46,7 @@ MAX_LANES = 10_000
 """How many lanes a deployment may have at a time."""
 
 
-class ValkeyPlaces:
+class ValkeyPlaces(Places):
     """Registers places before their first use, and again as long as they are used.
 
     A failover to a replica that lags forgets registrations, and nobody is told: only repeating

@@ -19,6 +19,7 @@ from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import PublicState
 from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.engine.api.arguments import checked_text, each_text
+from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.workers import waits_for_worker
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
@@ -26,7 +27,7 @@ from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
 
-class ValkeyReads:
+class ValkeyReads(Reads):
     """`Reads` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, workers: ValkeyWorkers) -> None:

@@ -22,6 +22,7 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.stored import stored_text
 from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, partition_number
+from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
@@ -46,7 +47,7 @@ DEFAULT_GRACE_MS = 86_400_000
 log = logging.getLogger(__name__)
 
 
-class ValkeySecrets:
+class ValkeySecrets(Secrets):
     """`Secrets` on Valkey."""
 
     def __init__(self, calls: FunctionCalls) -> None:

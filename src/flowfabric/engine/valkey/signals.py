@@ -19,6 +19,7 @@ from flowfabric.core.ids import (
     validate_uuid,
 )
 from flowfabric.engine.api.arguments import checked_bytes, checked_text, instance, one_of, whole
+from flowfabric.engine.api.signals import Signals
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
 _decode = msgspec.json.Decoder().decode
@@ -38,7 +39,7 @@ _DAY_MS = 86_400_000
 _MAX_FIELD_BYTES = 512
 
 
-class ValkeySignals:
+class ValkeySignals(Signals):
     """`Signals` on Valkey."""
 
     def __init__(self, calls: FunctionCalls) -> None:

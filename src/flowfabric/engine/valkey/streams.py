@@ -37,6 +37,7 @@ from flowfabric.engine.api.arguments import (
 )
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
 from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refused
 from flowfabric.engine.valkey.frames import Page, append_args, append_outcome, page_of, summary_of
@@ -63,7 +64,7 @@ _MERGE_TRIES = 8
 SUMMARY_MAX_BYTES = 262_144
 
 
-class ValkeyStreams:
+class ValkeyStreams(Streams):
     """`Streams` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:

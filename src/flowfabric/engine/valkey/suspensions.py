@@ -53,6 +53,7 @@ from flowfabric.engine.api.arguments import (
     partition_number,
     whole,
 )
+from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed
@@ -104,7 +105,7 @@ _EXPIRED_AT_ONCE = 20  # Each may close that many waitpoints.
 _MAX_PAGE = 1000
 
 
-class ValkeySuspensions:
+class ValkeySuspensions(Suspensions):
     """`Suspensions` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

@@ -9,7 +9,7 @@ from flowfabric.core.ids import PartitionKey, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.api.arguments import each_stored, instance, one_of
-from flowfabric.engine.api.upkeep import Audit, DuePage, DueScan, Mode, Survey, SurveyPart
+from flowfabric.engine.api.upkeep import Audit, DuePage, DueScan, Mode, Survey, SurveyPart, Upkeep
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
 from flowfabric.engine.valkey.places import ANYWHERE, ValkeyPlaces
@@ -19,7 +19,7 @@ _WORKERS_AT_ONCE = 200
 _LANES_SEARCHED = 100
 
 
-class ValkeyUpkeep:
+class ValkeyUpkeep(Upkeep):
     """`Upkeep` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:

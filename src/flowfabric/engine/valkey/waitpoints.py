@@ -44,6 +44,7 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
+from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
@@ -59,7 +60,7 @@ _OPEN = frozenset({"pending", "active"})
 _MAX_PAGE = 1000
 
 
-class ValkeyWaitpoints:
+class ValkeyWaitpoints(Waitpoints):
     """`Waitpoints` on Valkey."""
 
     def __init__(self, calls: FunctionCalls) -> None:

@@ -17,7 +17,7 @@ from flowfabric.core.ids import (
 from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import checked_text, flag, positive_ms, whole
-from flowfabric.engine.api.workers import Coverage, WorkerEntry, least_missing
+from flowfabric.engine.api.workers import Coverage, WorkerEntry, Workers, least_missing
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
@@ -43,7 +43,7 @@ _REASON_BYTES = 256
 _PAGE = 1000
 
 
-class ValkeyWorkers:
+class ValkeyWorkers(Workers):
     """`Workers` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
