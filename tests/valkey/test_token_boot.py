@@ -22,7 +22,7 @@ from flowfabric.engine.valkey.boot import SECRET_VARIABLE, prepare
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.secret_file import folder_secret
+from flowfabric.valkey.embedded_folder import folder_secret
 from tests.support.engine import Engine, untouched
 from tests.support.server import TestServer
 

@@ -1,4 +1,4 @@
-"""Where a Valkey deployment is: one address type, its URL forms and its environment variables."""
+"""The address of a Valkey deployment, from a URL or the environment."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __repr__(self) -> str:
-        told = {name: getattr(self, name) for name in self.__struct_fields__}
+        fields = msgspec.structs.asdict(self)
         if self.password is not None:
-            told["password"] = "***"  # noqa: S105
-        return f"Address({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+            fields["password"] = "***"  # noqa: S105
+        return f"Address({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 
 def parse_url(text: str, *, name: str = "FF_URL") -> Address:
-    """Read one of the URL forms; a bad one is a `ConfigError` that names the variable `name`.
+    """Parse a URL; a bad one raises a `ConfigError` that names the variable `name`.
 
-    No part of a bad url is repeated: unescaped characters may have put the password anywhere.
+    The error repeats no part of it: the password may be anywhere if a character is not escaped.
     """
     try:
         return _parse(text.strip())
@@ -76,20 +76,19 @@ def parse_url(text: str, *, name: str = "FF_URL") -> Address:
 
 
 def from_url(text: str, environ: Mapping[str, str] = os.environ, *, name: str = "url") -> Address:
-    """A url, with what it leaves open (login, database, certificates) from the environment."""
+    """A URL's address; login, database and certificates default to the environment's."""
     address = parse_url(text, name=name)
     if flag(environ, "FF_TLS") and not (address.tls or address.socket_path):
         raise invalid(
             "FF_TLS",
-            f"it asks for TLS, but {name} names a connection without it: write valkeys:// "
-            f"instead of valkey://, or unset FF_TLS",
+            f"{name} does not use TLS; write valkeys:// instead of valkey://, or unset FF_TLS",
         )
     return _with_extras(address, environ)
 
 
 def from_env(environ: Mapping[str, str]) -> Address | None:
-    """The address the environment asks for; None means: use the embedded server."""
-    # Each is read even where it is not used: a mistyped one must not wait for its day.
+    """The address that the environment sets; None means the embedded server."""
+    # Check each variable even if it is not used, so that a typo is found at once.
     port = whole_number(environ, "FF_PORT", DEFAULT_PORT, 1, 65535)
     whole_number(environ, "FF_DB", 0, 0, _MAX_DB)
     tls, cluster = flag(environ, "FF_TLS"), flag(environ, "FF_CLUSTER")
@@ -109,7 +108,7 @@ def from_env(environ: Mapping[str, str]) -> Address | None:
 
 
 def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
-    """Add what the URL left open; what the URL says wins."""
+    """Complete an address from the environment; what the URL sets takes precedence."""
     db = address.db or whole_number(environ, "FF_DB", 0, 0, _MAX_DB)
     if address.cluster and db:
         raise invalid("FF_DB", "a cluster has only database 0")
@@ -132,7 +131,7 @@ def _parse(text: str) -> Address:
     try:
         parts = urlsplit(text)
     except ValueError:
-        raise ValueError(f"it cannot be read as a url; {_ESCAPE}") from None
+        raise ValueError(f"it is not a URL; {_ESCAPE}") from None
     if parts.fragment:
         raise ValueError("a '#' is not allowed; write it as %23 inside a password")
     if parts.scheme == "unix":
@@ -140,7 +139,7 @@ def _parse(text: str) -> Address:
     if parts.scheme not in {"valkey", "valkeys", "valkey+cluster", "valkeys+cluster"}:
         raise ValueError(_unknown_form(text, parts.scheme))
     if parts.query:
-        raise ValueError(f"options after '?' are only known for unix://path?db=N; {_ESCAPE}")
+        raise ValueError(f"only unix://path?db=N takes options after '?'; {_ESCAPE}")
     userinfo, _, hosts = parts.netloc.rpartition("@")
     seeds = [_host_port(item) for item in hosts.split(",")]
     cluster = parts.scheme.endswith("+cluster")
@@ -166,8 +165,8 @@ def _parse(text: str) -> Address:
 def _unknown_form(text: str, scheme: str) -> str:
     _, marks, _ = text.partition("://")
     if scheme in {"redis", "rediss"} and marks:
-        return f"{scheme}:// is not known; write {scheme.replace('redis', 'valkey')}:// instead"
-    # A bare host, perhaps with a port. Whatever could hold a password is not repeated.
+        return f"{scheme}:// is not supported; write {scheme.replace('redis', 'valkey')}://"
+    # Repeat only a bare host with or without a port: anything else may hold a password.
     if _is_host(text):
         return f"write valkey://{text} (or another of {FORMS})"
     return f"unknown form; use {FORMS}"
@@ -179,13 +178,13 @@ def _parse_unix(parts: SplitResult) -> Address:
     if not raw_path:
         raise ValueError("unix:// needs a socket path")
     if "@" in raw_path:
-        raise ValueError(f"the socket path holds an '@': write it as %40; {_ESCAPE}")
+        raise ValueError(f"write the '@' of the socket path as %40; {_ESCAPE}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     db = _database(options.pop("db", ""))
     if options:
         raise ValueError(f"the only option of unix:// is db; {_ESCAPE}")
     username, password = _credentials(userinfo)
-    # As Python spells paths: bytes that are not UTF-8 are kept.
+    # Like Python's paths, keep bytes that are not UTF-8.
     path = unquote(raw_path, errors="surrogateescape")
     return Address(socket_path=path, username=username, password=password, db=db)
 
@@ -200,7 +199,7 @@ def _credentials(userinfo: str) -> tuple[str | None, str | None]:
 
 
 def _host_port(text: str) -> tuple[str, int]:
-    # urlsplit understands one host; this gives IPv6 brackets and port checks for each of several.
+    # urlsplit takes one host; this checks the brackets and the port of each of several.
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port

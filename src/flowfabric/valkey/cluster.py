@@ -1,11 +1,11 @@
-"""The cluster face of the transport: a slot map, one connection a primary, redirects followed.
+"""The transport to a cluster: a slot map, one connection per primary, redirects followed.
 
 A call goes to the primary that serves its hash tag. When the map is wrong or a node is gone, the
 map is read again before the call is repeated.
 
-A slot that is moved key by key answers ASK for a key that the old primary does not have (any
-more). A plain command follows it. A function does not: it would run on the new primary and miss
-what has not arrived yet, or write what the move then overwrites. It waits until the slot is whole.
+While a slot moves key by key, the old primary answers ASK for a key that it no longer has. A plain
+command follows it. A function does not: it would run on the new primary and miss what has not
+arrived yet, or write what the move then overwrites. It waits until the move is complete.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flowfabric.valkey.transport import Transport, check_pong
 
 SLOTS: Final = 16384
 
-# How long one node may take to show its slot map before the next one is asked.
+# How long to wait for one node's slot map before asking the next node.
 _MAP_TIMEOUT: Final = 1.0
 # Redirects followed without a pause; more means that two nodes disagree.
 _FREE_REDIRECTS: Final = 5
-# A node that does not know its own name leaves it to the client: the host that was asked.
+# What a node that does not know its own name reports instead: use the host that was asked.
 _SAME_HOST: Final = frozenset({"", "?"})
 
 Endpoint: TypeAlias = tuple[str, int]
@@ -96,30 +96,26 @@ class ClusterClient(Transport):
                 raise self._no_route(slot)
             return await link.dedicated(on_push)
 
-        # Dialling has no effect that could be repeated.
+        # Dialling can be repeated as safely as a read.
         call = self._patient(("PING",), self._connect_timeout)
         return await call.run(attempt)
 
     def nodes(self) -> list[Node]:
-        """The nodes of the present map, primaries first."""
+        """The nodes of the current map, primaries first."""
         return sorted(self._nodes, key=lambda node: (not node.primary, node.endpoint))
 
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         if not patient:
-            await self.refresh()
+            await asyncio.wait([self._start_refresh()])
+            if self._map_error is not None:
+                raise TransportError(self._map_error.kind, self._map_error.message)
         call = self._patient(("PING",), self._connect_timeout if timeout is None else timeout)
         await call.run(partial(self._ping, call))
-
-    async def refresh(self) -> None:
-        """Read the slot map again; raises if no node shows one."""
-        await asyncio.wait([self._start_refresh()])
-        if self._map_error is not None:
-            raise TransportError(self._map_error.kind, self._map_error.message)
 
     async def aclose(self) -> None:
         self._closed = True
         links = self._links_so_far()
-        # Before the first wait, in which the caller may be cancelled.
+        # Before the first await, where the caller may be cancelled.
         for link in links:
             link.close()
         if self._refreshing is not None:
@@ -161,7 +157,9 @@ class ClusterClient(Transport):
         try:
             return await call.run(attempt, None if redirect else failed)
         except TransportError as error:
-            self._suspect(error)
+            # A lost node may have been replaced: have the map ready for the next call.
+            if error.kind in {"transport", "timeout"} and not self._closed:
+                self._start_refresh()
             raise
 
     async def _hop(
@@ -171,7 +169,7 @@ class ClusterClient(Transport):
         link: Link | None,
         redirect: RedirectError | None,
     ) -> Reply:
-        """Send to this node, or to the one that a redirect names, and follow where that leads."""
+        """Send to this node, or to the one that a redirect names, and follow redirects."""
         for _ in range(_FREE_REDIRECTS):
             if redirect is not None:
                 if redirect.asking and call.args[0] == "FCALL":
@@ -182,7 +180,7 @@ class ClusterClient(Transport):
                 raise self._no_route(slot)
             conn = await link.acquire(call.give_up, patient=False)
             if redirect is not None and redirect.asking:
-                # Its failure shows again in the reply of the call itself.
+                # If it fails, so does the call itself.
                 conn.send(("ASKING",), call.deadline).add_done_callback(_ignore_outcome)
             try:
                 return await conn.send(call.args, call.deadline)
@@ -244,18 +242,13 @@ class ClusterClient(Transport):
         why = f" ({self._map_error.message})" if self._map_error is not None else ""
         return TransportError("cluster", where + why)
 
-    def _suspect(self, failed: TransportError) -> None:
-        """A silent or lost node may have been replaced: have the map ready for the next call."""
-        if failed.kind in {"transport", "timeout"} and not self._closed:
-            self._start_refresh()
-
     def _start_refresh(self) -> asyncio.Task[None]:
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = asyncio.get_running_loop().create_task(self._read_map())
         return self._refreshing
 
     async def _learn(self, deadline: float) -> None:
-        """Read the map once, if it can be had by the deadline; a refused login is raised."""
+        """Read the map, waiting until the deadline at most; raises a refused login."""
         if self._closed:
             raise TransportError("transport", "the client is closed; the call was not sent")
         loop = asyncio.get_running_loop()
@@ -279,14 +272,12 @@ class ClusterClient(Transport):
             return
 
     def _map_sources(self) -> list[Endpoint]:
-        """Nodes to ask, the ones with an open connection first, then any, then the seeds."""
+        """Nodes to ask: those with an open connection, the others, then the seeds."""
         known = [node.endpoint for node in self._nodes]
         random.shuffle(known)
-        known.sort(key=lambda endpoint: endpoint not in self._links or not self._is_up(endpoint))
+        up = {endpoint for endpoint, link in self._links.items() if link.conn is not None}
+        known.sort(key=lambda endpoint: endpoint not in up)
         return list(dict.fromkeys([*known, *self._seeds]))
-
-    def _is_up(self, endpoint: Endpoint) -> bool:
-        return self._links[endpoint].conn is not None
 
     def _apply(self, ranges: list[list[Reply]], asked_host: str) -> None:
         routes: list[Link | None] = [None] * SLOTS
@@ -305,9 +296,9 @@ class ClusterClient(Transport):
                 self._retire(table, endpoint)
 
     def _retire(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> None:
-        """A node that left is no longer dialled. It may still owe replies: a later map closes it.
+        """Close the link to a node that left, unless it still owes replies: a later map closes it.
 
-        One that a slot moves to may have none yet; the next call under ASK dials it again.
+        A node that a slot moves to may not be in the map yet; the next ASK dials it again.
         """
         link = table[endpoint]
         if link.conn is None or not link.conn.in_flight:

@@ -1,4 +1,4 @@
-"""Connect to whatever an address names, and check that it is a Valkey new enough to run on."""
+"""Connect to a deployment and check that its Valkey is new enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MINIMUM_VERSION: Final = (8, 0)
 
 log = logging.getLogger(__name__)
 
-# A person who started something should not have to guess what it does.
+# After this long, the log says what the process is waiting for.
 _SILENCE: Final = 1.0
 _FIRST_PAUSE: Final = 0.2
 _LAST_PAUSE: Final = 2.0
@@ -44,7 +44,7 @@ async def connect(
         else Client(address, revive=revive, **options)
     )
     waiting = asyncio.get_running_loop().call_later(
-        _SILENCE, _tell_waiting, address.peer, connect_timeout
+        _SILENCE, _log_waiting, address.peer, connect_timeout
     )
     if not patient:
         waiting.cancel()
@@ -58,7 +58,7 @@ async def connect(
     return transport
 
 
-def _tell_waiting(peer: str, limit: float) -> None:
+def _log_waiting(peer: str, limit: float) -> None:
     log.warning(
         "waiting for Valkey at %s, for up to %g s", peer, limit, extra={"action": "connect_waiting"}
     )
@@ -69,8 +69,8 @@ async def check_server(
 ) -> tuple[int, int]:
     """The lowest (major, minor) over all nodes; raises if it is below `MINIMUM_VERSION`.
 
-    Restarts, failovers and rolling upgrades pass, so it asks again for `budget` seconds, or for
-    the transport's patience. Another product or a refused login is final at once.
+    Asks again for `budget` seconds (default: the transport's patience), because restarts,
+    failovers and rolling upgrades end by themselves. Another product or a refused login is final.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + (transport.patience_s if budget is None else budget)
@@ -90,7 +90,7 @@ async def check_server(
 
 
 class _NotValkeyError(Exception):
-    """The server is another product; waiting does not help."""
+    """The server is another product; asking again cannot help."""
 
 
 def _lowest(bodies: dict[str, Reply]) -> tuple[int, int]:

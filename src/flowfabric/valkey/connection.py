@@ -32,10 +32,10 @@ MAX_IN_FLIGHT: Final = 4096
 # A reply this late after its deadline means the peer is gone, though its socket looks alive.
 STALL_GRACE: Final = 5.0
 
-# At most this much longer may a call wait when its deadline passed while the loop was held.
+# The longest extension of a deadline that passed while user code held the loop.
 _HELD_GRACE: Final = 0.05
 _CLOSE_GRACE: Final = 1.0
-# So many calls of one tick leave before its end: the server works while the rest is prepared.
+# This many calls leave before the end of their tick: the server works while the rest is prepared.
 _EARLY: Final = 16
 _WRITE_HIGH_WATER: Final = 1 << 20
 _NOTHING: Final = object()
@@ -44,7 +44,7 @@ _PUSHES: Final = frozenset({b"message", b"pmessage", b"smessage", b"sunsubscribe
 
 
 class DialOptions(TypedDict, total=False):
-    """What every connection to a deployment shares; the defaults are those of `dial`."""
+    """What all connections to a deployment share; `dial` has the defaults."""
 
     name: str
     connect_timeout: float
@@ -53,10 +53,10 @@ class DialOptions(TypedDict, total=False):
 
 
 class Connection(asyncio.Protocol):
-    """One multiplexed connection. Made by `dial`; never reconnects.
+    """One multiplexed connection. `dial` makes it; it never reconnects.
 
-    With `on_push`, published messages go to that callback. The parser does not tell a push from
-    an array, so such a connection should carry only subscription commands, one channel each.
+    With `on_push`, published messages go to that callback. The parser cannot distinguish a push
+    from an array, so such a connection should carry only subscription commands, one channel each.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class Connection(asyncio.Protocol):
         self._on_demoted = on_demoted
         self._transport: asyncio.Transport | None = None
         self._gone = self.loop.create_future()
-        self._why, self._kind = "not connected", "transport"
+        self.why = "not connected"
+        """What ended the connection, in words."""
+        self._kind = "transport"
         # A slot is (future, deadline). Unsent slots pair with packed commands one to one.
         self._sent: deque[tuple[asyncio.Future[Reply], float]] = deque()
         self._unsent: deque[tuple[asyncio.Future[Reply], float]] = deque()
@@ -96,12 +98,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be sent."""
         return self._transport is not None
 
     @property
     def in_flight(self) -> int:
-        """Calls sent whose reply has not come, abandoned ones included."""
+        """Calls without a reply so far, abandoned ones included."""
         return len(self._sent)
 
     async def call(self, *args: Arg, timeout: float | None = None) -> Reply:
@@ -138,7 +139,7 @@ class Connection(asyncio.Protocol):
             await asyncio.wait([self._gone], timeout=2 * _CLOSE_GRACE)
 
     def close(self) -> None:
-        """Begin what `aclose` waits for; it goes on by itself."""
+        """Start closing; `aclose` also waits for the end."""
         self._end("the client closed the connection", abort=False)
 
     def retire(self) -> None:
@@ -151,37 +152,30 @@ class Connection(asyncio.Protocol):
         self._end(why, abort=True)
 
     def disown(self) -> object:
-        """In a forked child: the socket is the parent's, and must neither be used nor closed.
+        """In a forked child: stop using the parent's socket without closing it.
 
-        Returns what has to be kept alive, so that no destructor closes it either.
+        Keep what this returns alive, so that no destructor closes it either.
         """
         transport, self._transport = self._transport, None
-        self._why = "it belongs to the parent of this process"
+        self.why = "it belongs to the parent of this process"
         self._disowned = True
         return self, transport
 
-    @property
-    def why(self) -> str:
-        """What ended the connection, in words."""
-        return self._why
-
     def ended(self) -> TransportError:
-        """Why no call can be sent."""
-        return faults.lost(self.peer, self._why, sent=False, kind=self._kind)
+        """The error of a call on a connection that has ended."""
+        return faults.lost(self.peer, self.why, sent=False, kind=self._kind)
 
     # -- called by the event loop ---------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport; the handshake is `dial`'s."""
         self._transport = cast("asyncio.Transport", transport)
-        # Without a buffer a write goes to the socket at once, also in loops that else wait for the
-        # end of the tick. TLS needs one: asyncio's never drains below a limit of nothing.
+        # Without a buffer, a write goes to the socket at once; some loops would otherwise wait for
+        # the end of the tick. TLS needs a buffer: asyncio's never drains below a limit of 0.
         plain = transport.get_extra_info("sslcontext") is None
         self._transport.set_write_buffer_limits(high=0 if plain else _WRITE_HIGH_WATER)
-        self._why = "the connection was lost"
+        self.why = "the connection was lost"
 
     def data_received(self, data: bytes) -> None:
-        """Hand each complete reply to the oldest slot."""
         gets, sent, on_push = self._gets, self._sent, self._on_push
         try:
             self._feed(data)
@@ -193,7 +187,7 @@ class Connection(asyncio.Protocol):
                 future, _ = sent.popleft()
                 if isinstance(reply, ReplyError):
                     self._refuse(future, faults.from_reply(str(reply)))
-                # An abandoned call keeps its slot, so that its reply is dropped here.
+                # An abandoned call keeps its slot, so its reply is dropped here.
                 elif not future.done():
                     future.set_result(reply)
         except Exception as error:  # noqa: BLE001
@@ -210,20 +204,17 @@ class Connection(asyncio.Protocol):
             self._on_demoted(self)
 
     def pause_writing(self) -> None:
-        """The socket is full: keep new calls here."""
         self._paused = True
 
     def resume_writing(self) -> None:
-        """The socket drained: send what waited."""
         self._paused = False
         if self._stuck:
             self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail everything that waits."""
         if exc is not None:
-            self._why = f"the connection was lost ({exc})"
-        self._end(self._why, abort=True)
+            self.why = f"the connection was lost ({exc})"
+        self._end(self.why, abort=True)
         if self._alarm is not None:
             self._alarm.cancel()
         if not self._gone.done():
@@ -246,7 +237,7 @@ class Connection(asyncio.Protocol):
                 packed.clear()
                 transport.write(data)
             return
-        # `_flush_due` stays set: a reply or a drained socket calls again, not every new call.
+        # `_flush_due` stays set: the next reply or the drained socket flushes, not every new call.
         self._stuck = True
         if self._paused:
             return
@@ -257,7 +248,7 @@ class Connection(asyncio.Protocol):
                 self._sent.append(slot)
                 chosen.append(command)
         if not packed:
-            # All the rest may have been abandoned: with nothing in flight no reply would call.
+            # If all the rest was abandoned and nothing is in flight, no reply would flush again.
             self._flush_due = self._stuck = False
         if chosen:
             transport.write(b"".join(chosen))
@@ -272,18 +263,15 @@ class Connection(asyncio.Protocol):
 
     def _ring(self) -> None:
         # If user code held the loop past the deadline, the reply may be waiting in the socket, or
-        # the request may not have left. That time is not the server's fault: give some of it back.
+        # the request may not have been sent. Extend the deadline by some of that time.
         held = self.loop.time() - self._alarm_at
         self._alarm = self.loop.call_later(min(max(held, 0.001), _HELD_GRACE), self._sweep)
 
     def _sweep(self) -> None:
         self._alarm, self._alarm_at = None, inf
-        if self._transport is not None:
-            self._expire(self.loop.time())
-            if self._retiring:
-                self._leave_if_idle()
-
-    def _expire(self, now: float) -> None:
+        now = self.loop.time()
+        if self._transport is None:
+            return
         if self._sent and self._sent[0][1] + STALL_GRACE <= now:
             self.abort(f"no reply for {STALL_GRACE:g} s after a deadline")
             return
@@ -299,9 +287,11 @@ class Connection(asyncio.Protocol):
         self._drop_abandoned_unsent()
         if soonest < self._alarm_at:
             self._set_alarm(soonest)
+        if self._retiring:
+            self._leave_if_idle()
 
     def _drop_abandoned_unsent(self) -> None:
-        """A call reported as not sent must never leave later."""
+        """A call reported as not sent must not be sent later."""
         kept = [
             (slot, command)
             for slot, command in zip(self._unsent, self._packed, strict=True)
@@ -317,7 +307,7 @@ class Connection(asyncio.Protocol):
             self._end("the connection was replaced", abort=False)
 
     def _fail_stream(self, error: Exception) -> None:
-        """Replies can no longer be matched to calls: nothing after this byte can be trusted."""
+        """Replies can no longer be matched to calls."""
         what = "a reply that no call asked for" if isinstance(error, IndexError) else str(error)
         self._end(f"the reply stream is broken: {what}", abort=True, kind="protocol")
 
@@ -325,8 +315,8 @@ class Connection(asyncio.Protocol):
         transport, self._transport = self._transport, None
         if transport is None:
             return
-        self._why, self._kind = why, kind
-        # First of all, so that no one is handed this connection again.
+        self.why, self._kind = why, kind
+        # First, so that nobody gets this connection again.
         if self._on_lost is not None:
             self._on_lost(self)
         if self._alarm is not None:
@@ -341,7 +331,7 @@ class Connection(asyncio.Protocol):
             transport.abort()
         else:
             transport.close()
-            # A peer that takes no bytes must not keep the socket.
+            # A peer that reads nothing must not keep the socket open.
             self._alarm = self.loop.call_later(_CLOSE_GRACE, transport.abort)
 
 
@@ -363,7 +353,7 @@ async def dial(
     on_lost: Callable[[Connection], None] | None = None,
     on_demoted: Callable[[Connection], None] | None = None,
 ) -> Connection:
-    """Open one connection and do the handshake: RESP3, login, client name, database.
+    """Open one connection: RESP3, login, client name, database.
 
     `on_demoted` is called when the server refuses a call because it is a replica.
     """
@@ -381,14 +371,10 @@ async def dial(
             await _greet(conn, address, name, connect_timeout)
     except BaseException as error:
         conn.abort("the handshake failed")
-        if isinstance(error, TransportError):
-            if error.ambiguous:
-                unknown = address.tls and address.tls_cert is None
-                raise faults.no_handshake(
-                    address.peer, error.kind, conn.why, unknown=unknown
-                ) from None
-            raise
-        if isinstance(error, Exception):
+        if isinstance(error, TransportError) and error.ambiguous:
+            unknown = address.tls and address.tls_cert is None
+            raise faults.no_handshake(address.peer, error.kind, conn.why, unknown=unknown) from None
+        if isinstance(error, Exception) and not isinstance(error, TransportError):
             raise faults.from_connect(error, address.peer, tls=address.tls) from error
         raise
     return conn
@@ -412,7 +398,7 @@ async def _open_socket(conn: Connection, address: Address) -> None:
 
 
 def wrong_peer(sock: socket.socket, path: str, owner: int) -> str | None:
-    """What is wrong if a process of another user listens on a unix socket."""
+    """The problem if a process of another user listens on a unix socket."""
     # macOS has no SO_PEERCRED; there the permissions of the folder are the only check.
     if not hasattr(socket, "SO_PEERCRED"):
         return None

@@ -1,7 +1,7 @@
 """The embedded Valkey: one server per project folder, shared by the project's processes.
 
-Nobody starts or stops it by hand. The first process starts it, others join it, and it ends when the
-last of them is gone, even if that one was killed. `embedded_guard` describes the locks behind this.
+The first process starts it, others join it, and it stops when the last of them has ended, even if
+that one was killed. `embedded_guard` describes the locks behind this.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import msgspec
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
 from flowfabric.valkey.address import Address, parse_url
-from flowfabric.valkey.binary import locate_binary
+from flowfabric.valkey.binary import locate_binary, start_error
 from flowfabric.valkey.connection import wrong_peer
-from flowfabric.valkey.embedded_failure import start_error
 from flowfabric.valkey.embedded_folder import Aof, DataFolder, explained, folder_error
 
 _START_LOCK = "start.lock"
@@ -51,10 +50,11 @@ class EmbeddedServer:
         self._lock = threading.Lock()
         self._aof: Aof = aof
         self._binary = binary
-        self._owner = False
-        self._url = "unix://" + quote(folder.socket, errors="surrogateescape")
+        self.owner = False
+        """Whether this hold started the server."""
+        self.url = "unix://" + quote(folder.socket, errors="surrogateescape")
+        """The server's address for this process; fixed for the life of the hold."""
         self.data_dir = folder.path
-        """The folder, as an absolute path."""
 
     @classmethod
     def acquire(
@@ -74,31 +74,21 @@ class EmbeddedServer:
                 fcntl.flock(folder.fd, fcntl.LOCK_SH)
             server.ensure_running()
         except BaseException:
-            # Unlocked, not only closed: another thread may have forked a copy of it meanwhile.
+            # Unlock it explicitly: another thread may have forked a copy of the descriptor.
             fcntl.flock(folder.fd, fcntl.LOCK_UN)
             folder.close()
             raise
         return server
 
     @property
-    def url(self) -> str:
-        """The server's address for this process, `unix:///…`; fixed for the life of the hold."""
-        return self._url
-
-    @property
     def address(self) -> Address:
         """The address to connect to; a server of another user at this path is refused."""
-        return msgspec.structs.replace(parse_url(self._url), socket_owner=os.geteuid())
+        return msgspec.structs.replace(parse_url(self.url), socket_owner=os.geteuid())
 
     @property
     def pid(self) -> int | None:
         """The server's pid; None while it is down, or after `release`."""
         return None if self._folder is None else self._folder.pid
-
-    @property
-    def owner(self) -> bool:
-        """Whether this hold started the server."""
-        return self._owner
 
     def ensure_running(self) -> bool:
         """Restart the server on its data if it has died; True if that was necessary."""
@@ -110,15 +100,15 @@ class EmbeddedServer:
                     return False
                 folder.check_current()
                 self._start(folder)
-        self._owner = True
+        self.owner = True
         return True
 
     def release(self) -> None:
-        """Give up this hold. The server ends soon after the last one is released."""
+        """Give up this hold. The server stops soon after the last one is released."""
         with self._lock:
             folder, self._folder = self._folder, None
         if folder is not None:
-            # Not unlocked: that would take the hold away from a forked process too.
+            # Do not unlock it: a forked process keeps its hold.
             folder.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +152,7 @@ def _locked(lock: int) -> Generator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
-        # Closing alone would leave it locked if another thread has forked in the meantime.
+        # Closing alone would leave it locked if another thread has forked meanwhile.
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
@@ -177,7 +167,7 @@ def _is_serving(folder: DataFolder) -> bool:
 
 
 def _is_guarded(folder: DataFolder) -> bool:
-    # A server without its guard is ending, even if it still answers.
+    # A server without its guard is stopping, even if it still answers.
     lock = folder.open(guard.GUARD_LOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -213,36 +203,23 @@ def _probe(folder: DataFolder) -> Literal["ready", "loading", "down"]:
 
 
 def _spawn_guard(folder: DataFolder, binary: str, config: bytes, log: int, report: int) -> None:
-    # Isolated and without site: a quarter of the start-up time, and no code of the user's.
+    # -I -S: starts in a quarter of the time and runs no code of the user's.
     command = [sys.executable, "-I", "-S", guard.__file__, binary, str(folder.fd), str(report)]
-    try:
-        # This waits for the detaching parent; the guard itself is not our child.
-        subprocess.run(
-            command,
-            input=config,
-            stdout=log,
-            stderr=log,
-            pass_fds=(folder.fd, report),
-            check=False,
-        )
-    except OSError as error:
-        raise ConfigError(
-            "embedded",
-            f"cannot run {sys.executable or 'Python'} ({error.strerror}) to guard the server; "
-            "set FF_URL to use a Valkey that you start yourself",
-            "server",
-        ) from error
+    # This waits for the parent that detaches the guard.
+    subprocess.run(
+        command, input=config, stdout=log, stderr=log, pass_fds=(folder.fd, report), check=False
+    )
 
 
 def _await_ready(folder: DataFolder, report: int) -> str | None:
-    """Wait until the server answers; otherwise return why it does not."""
+    """Wait until the server answers; returns why it does not."""
     poller = select.poll()
     poller.register(report, select.POLLIN)
     deadline = time.monotonic() + _START_SECONDS
     reported = b""
     while time.monotonic() < deadline:
         up = reported.startswith(b"up\n")
-        # Only what answers after `up` is the new server, not a dying predecessor.
+        # Before `up`, a stopping predecessor may answer.
         if poller.poll(2 if up else 1000):
             chunk = os.read(report, 256)
             reported += chunk

@@ -1,7 +1,7 @@
 """The embedded server's data folder: who may use it, and the files in it.
 
-Every file is opened relative to the checked folder and never through a symbolic link, so nobody who
-can rename the folder or plant a link gets this process to read or write something else.
+Every file is opened relative to the checked folder and never through a symbolic link. Renaming the
+folder or planting a link cannot make this process read or write another file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
+import secrets
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ Aof: TypeAlias = Literal["no", "everysec", "always"]
 FOLDER_VARIABLE: Final = "FF_DATA_DIR"
 AOF_FOLDER: Final = "appendonlydir"
 _DEFAULT_FOLDER: Final = ".flowfabric"
+SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
+_SECRET_BYTES: Final = 32
+_is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch
 _LOG: Final = "valkey.log"
 _LOG_LIMIT: Final = 1 << 20
 # A socket's path may have 107 bytes on Linux and 103 on macOS.
@@ -30,7 +35,6 @@ _SOCKET_PATH_LIMIT: Final = 100
 
 
 def folder_error(message: str) -> ConfigError:
-    """A problem with the data folder."""
     return ConfigError("embedded", message, "data_dir")
 
 
@@ -64,7 +68,7 @@ def explained(folder: Path) -> Generator[None]:
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
-    """Refuse a folder of another user, and one that others can write to. Root is no exception."""
+    """Refuse a folder that belongs to another user or that others can write to, even for root."""
     _check_user(path, status)
     if status.st_mode & 0o022:
         raise folder_error(
@@ -119,7 +123,7 @@ class DataFolder:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self.fd)
 
     def copy(self) -> DataFolder:
-        """The same folder and its lock, for as long as the copy is open."""
+        """The same folder and its lock, while the copy is open."""
         return DataFolder(self.path, os.dup(self.fd))
 
     def close(self) -> None:
@@ -158,7 +162,7 @@ class DataFolder:
         raise folder_error(f"{self.path} was deleted or replaced; restart this process to use it")
 
     def check_contents(self) -> None:
-        """Refuse files of other users, left from a time when they could write here."""
+        """Refuse files of other users, who could write here once."""
         for name in (".", AOF_FOLDER):
             with contextlib.suppress(FileNotFoundError):
                 opened = self.open(name, os.O_RDONLY | os.O_DIRECTORY)
@@ -195,7 +199,7 @@ class DataFolder:
         return "".join(f"{name} {value}\n" for name, value in settings.items()).encode()
 
     def open_log(self) -> int:
-        """Open the log at its end; set a long one aside first."""
+        """Open the log at its end; a long one is renamed first."""
         log = self.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if os.fstat(log).st_size > _LOG_LIMIT:
             os.close(log)
@@ -217,3 +221,58 @@ def _created(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def folder_secret(path: Path) -> str:
+    """The folder's waitpoint secret; a new one, readable by this user alone, if there is none.
+
+    If several processes create one at the same time, all return the same.
+    """
+    with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
+        with contextlib.suppress(FileNotFoundError):
+            return _read_secret(folder)
+        # Never replace an existing secret: tokens signed with it are in use.
+        with (
+            contextlib.suppress(FileExistsError),
+            _draft(folder, secrets.token_hex(_SECRET_BYTES)) as draft,
+        ):
+            os.link(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+        return _read_secret(folder)
+
+
+def replace_folder_secret(path: Path, secret: str) -> None:
+    """Store the secret that the deployment was rotated to."""
+    with (
+        explained(path),
+        contextlib.closing(DataFolder.prepare(path)) as folder,
+        _draft(folder, secret) as draft,
+    ):
+        os.rename(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+
+
+@contextlib.contextmanager
+def _draft(folder: DataFolder, secret: str) -> Generator[str]:
+    """A private file with the secret, under a temporary name."""
+    draft = f".{SECRET_FILE}.{secrets.token_hex(8)}"
+    try:
+        with os.fdopen(folder.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY), "w") as file:
+            file.write(secret + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        yield draft
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(draft, dir_fd=folder.fd)
+
+
+def _read_secret(folder: DataFolder) -> str:
+    with os.fdopen(
+        folder.open(SECRET_FILE, os.O_RDONLY), errors="replace", encoding="ascii"
+    ) as file:
+        found = file.read().strip()
+    if not _is_secret(found):
+        raise ConfigError(
+            "embedded",
+            f"{folder.path / SECRET_FILE} holds no secret; restore it, or delete it",
+        )
+    return found

@@ -1,16 +1,15 @@
-"""The process that starts the embedded server and ends it with its last user.
+"""The process that starts the embedded server and stops it after its last user.
 
-It runs as a script, detached from the process that started it, and uses the standard library alone:
-importing the package would make it slow to start and heavy to keep. Locks carry the whole protocol.
-The kernel drops a lock when its holder dies, so `kill -9` needs no special case.
+It runs as a script, detached from the process that started it. It imports only the standard
+library, so that it starts quickly and stays small. Processes coordinate through locks, which the
+kernel drops when their holder dies, so `kill -9` needs no special case.
 
-    the folder   locked, shared, by every process that uses the server. The guard waits for the
-                 exclusive lock: it gets it when the last user is gone, and keeps it while it shuts
-                 the server down, so that a new user waits for that to finish.
-    guard.lock   held by the guard. One guard at a time; while it is free, a server that still
-                 answers is about to end.
-    server.lock  a POSIX lock, which the server takes before it begins. The kernel tells its
-                 holder's pid: no file names the process to signal, so none can name a wrong one.
+    the folder   Every process that uses the server holds a shared lock. The guard waits for the
+                 exclusive lock: it gets it after the last user, and keeps it while it stops the
+                 server, so that a new user waits until that is done.
+    guard.lock   The guard holds it. While it is free, a server that still answers is stopping.
+    server.lock  A POSIX lock that the server's process takes before it starts. The kernel reports
+                 its holder's pid, so no file can name the wrong process to signal.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ SOCKET = "valkey.sock"
 STOP_SECONDS = 10.0
 PREDECESSOR_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1
-# The packaged server lives on many short strings; with room for them in the thread's own cache
-# it needs 4 to 5 % fewer instructions per call. A value set by the user wins.
+# The server allocates many short strings; a larger thread cache saves 4 to 5 % of its instructions
+# per call. A value set by the user takes precedence.
 _TUNABLES = "glibc.malloc.tcache_count=1000"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -59,7 +58,7 @@ def signal_server(lock: int, number: signal.Signals) -> None:
             os.kill(pid, number)
             return
         process = os.pidfd_open(pid)
-        # It still holds the lock, so the handle is not that of a later process with its pid.
+        # If it still holds the lock, the handle is not that of a later process with its pid.
         if server_pid(lock) == pid:
             signal.pidfd_send_signal(process, number)
         os.close(process)
@@ -79,7 +78,7 @@ def _is_free(guard_lock: int, server_lock: int) -> bool:
 
 
 def take_over(server_lock: int) -> None:
-    """Become the folder's guard. A predecessor gets time to finish, then its server is ended."""
+    """Become the folder's guard. A predecessor gets time to finish, then its server is killed."""
     guard_lock = open_lock(GUARD_LOCK)  # until this process ends
     seconds = PREDECESSOR_SECONDS
     for number in (signal.SIGTERM, signal.SIGKILL, None):
@@ -91,7 +90,7 @@ def take_over(server_lock: int) -> None:
         if number is not None:
             signal_server(server_lock, number)
         seconds = STOP_SECONDS
-    raise SystemExit("the previous server of this folder, or its guard, does not end")
+    raise SystemExit("the previous server of this folder, or its guard, did not stop")
 
 
 def _remove(path: str) -> None:
@@ -108,7 +107,7 @@ def _remove_leftovers() -> None:
 
 
 def _end_with_guard() -> None:
-    """Linux: let the kernel end the server when the guard is killed (`killall -9 python`)."""
+    """Linux: have the kernel stop the server when the guard is killed (`killall -9 python`)."""
     if sys.platform != "linux":
         return
     import ctypes  # noqa: PLC0415
@@ -142,15 +141,15 @@ def spawn_server(binary: str, server_lock: int) -> None:
 
 
 class Watch:
-    """Ends the server when the last user is gone, or notices that it ended by itself."""
+    """Stops the server after its last user, or notices that it exited by itself."""
 
     def __init__(self, server_lock: int) -> None:
         self._server_lock = server_lock
         self._ended = threading.Event()
 
     def run(self) -> int:
-        """Block until the server is gone; its exit code, negative for a signal."""
-        # A thread, because neither wait can be given up safely when the other one ends.
+        """Block until the server has exited; its exit code, negative for a signal."""
+        # In a thread, because neither wait can be interrupted safely when the other one ends.
         threading.Thread(target=self._end_when_unused, daemon=True).start()
         _, status = os.wait()
         self._ended.set()
@@ -167,20 +166,20 @@ def _detach() -> None:
     os.setsid()
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The guard lives as long as the server; to end both, end the server.
+    # The guard lives as long as the server; stopping the server stops both.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _tell(report: int, message: str) -> None:
-    # The starter stops listening when the server answers, or may have been killed.
+    # The starting process stops reading when the server answers, and may have been killed.
     with contextlib.suppress(BrokenPipeError):
         os.write(report, message.encode())
 
 
 def main(binary: str, folder: int, report: int) -> None:
     """Guard the folder's server; report when it is up and how it ended."""
-    # The descriptor shares the starter's lock on the folder, so it must not stay open here.
+    # The descriptor shares the starting process's lock on the folder: do not keep it open.
     os.fchdir(folder)
     os.close(folder)
     if os.fork():

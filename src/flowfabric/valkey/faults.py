@@ -1,4 +1,4 @@
-"""Error replies of the server and socket failures, as typed errors that say what to do next."""
+"""Error replies and socket failures as typed errors that say what to do next."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from flowfabric.core.errors import TransportError
 _WORDS: Final[dict[str, tuple[str, str]]] = {
     "NOAUTH": (
         "auth",
-        "it wants a password: set FF_PASSWORD, and FF_USERNAME, or write valkey://user:password@…",
+        "set FF_PASSWORD, and FF_USERNAME for an ACL user, or write valkey://user:password@…",
     ),
-    "WRONGPASS": ("auth", "the user name or password is wrong, or the ACL user is off"),
+    "WRONGPASS": ("auth", "the user name or password is wrong, or the ACL user is disabled"),
     "NOPERM": ("auth", "grant it to the ACL user of this connection"),
     "LOADING": ("busy_loading", ""),
     "OOM": ("out_of_memory", ""),
     "READONLY": ("read_only", ""),
     "MASTERDOWN": ("cluster", "the replica lost its primary"),
-    "UNBLOCKED": ("read_only", "the wait ended because the server became a replica"),
-    "BUSY": ("busy_script", "FUNCTION KILL ends a function that has not written"),
+    "UNBLOCKED": ("read_only", "the server became a replica"),
+    "BUSY": ("busy_script", "FUNCTION KILL stops a function that has not written yet"),
     "CLUSTERDOWN": ("cluster", "not every slot is served; see CLUSTER INFO"),
     "TRYAGAIN": ("cluster", "the slot is being moved"),
     "CROSSSLOT": ("protocol", "the keys of one call must share one hash tag"),
-    "NOPROTO": ("protocol", "RESP3 is needed: use Valkey 8.0 or newer"),
+    "NOPROTO": ("protocol", "use Valkey 8.0 or newer"),
     "MISCONF": ("cannot_persist", ""),
     "NOREPLICAS": ("no_replicas", ""),
 }
-_NO_TLS: Final = "is this its port for TLS? for one without, write valkey:// or FF_TLS=0"
+_NO_TLS: Final = "check that this is its TLS port; without TLS, write valkey:// or FF_TLS=0"
 _SINGLE: Final = "this is a single server: write valkey:// without +cluster, or FF_CLUSTER=0"
 _MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
-# Refusals that lose their first word when a function meets them.
+# Refusals without their first word: inside a function, the server leaves it out.
 _IN_FUNCTION: Final = {
     "ACL failure in script": "NOPERM",
     "access a non local key": "TRYAGAIN",
@@ -41,7 +41,7 @@ _IN_FUNCTION: Final = {
 
 
 class RedirectError(TransportError):
-    """A cluster node names another one: for good (`MOVED`), or for this call only (`ASK`)."""
+    """A cluster node names another one: for all calls (`MOVED`) or for this one (`ASK`)."""
 
     def __init__(self, text: str) -> None:
         super().__init__("cluster", f"{text} (use valkey+cluster:// or FF_CLUSTER=1)")
@@ -51,7 +51,7 @@ class RedirectError(TransportError):
         self.endpoint = endpoint
         self.asking = word == "ASK"
         self.slot = int(slot)
-        # An empty host means: the one that answered.
+        # An empty host means the node that answered.
         self.host = host.strip("[]")
         self.port = int(port)
 
@@ -61,7 +61,7 @@ def from_reply(text: str) -> TransportError:
     if text.startswith(("MOVED ", "ASK ")):
         return RedirectError(text)
     if text.startswith("NOAUTH HELLO"):
-        # What the server says to a greeting is written for authors of clients.
+        # The server's own text is written for authors of clients.
         text = "NOAUTH Authentication required."
     lowered = text.lower()
     if any(mark in lowered for mark in _MISSING_FUNCTION):
@@ -80,7 +80,7 @@ def from_reply(text: str) -> TransportError:
 
 
 def is_from_replica(error: TransportError) -> bool:
-    """Whether a replica answered: the address may lead to the primary by now."""
+    """Whether a replica answered; dialled again, the address may lead to the primary."""
     return error.kind == "read_only" or error.message.startswith("MASTERDOWN")
 
 
@@ -90,7 +90,7 @@ def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> Trans
         problem = getattr(error, "verify_message", "") or str(error)
         reason = f"the certificate of {peer} is not trusted: {problem}"
         return TransportError("auth", f"{reason} (set FF_TLS_CA to the right CA file)")
-    # How a port without TLS takes the greeting of TLS: it hangs up, or waits for the rest.
+    # A port without TLS hangs up on a TLS handshake, or waits for more of it.
     no_tls = tls and isinstance(error, (ssl.SSLError, TimeoutError, ConnectionResetError))
     advice = f" ({_NO_TLS})" if no_tls else ""
     if isinstance(error, TimeoutError):
@@ -98,27 +98,27 @@ def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> Trans
         return TransportError("transport", reason + advice)
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if isinstance(error, ConnectionError) and error.errno:
-        # The event loop puts the address there instead of the system's words.
+        # The event loop replaces the system's message with the address.
         reason = os.strerror(error.errno)
     return TransportError("transport", f"no connection to {peer}: {reason}{advice}")
 
 
 def no_handshake(peer: str, kind: str, reason: str, *, unknown: bool = False) -> TransportError:
-    """The peer did not greet as a server does: no call was made, so nothing is ambiguous."""
+    """The typed error for a failed handshake: no call was sent, so nothing is ambiguous."""
     if unknown:
         # TLS 1.3 refuses a client without a certificate only after the handshake.
-        reason += " (if it asks for client certificates, set FF_TLS_CERT and FF_TLS_KEY)"
+        reason += " (if it requires client certificates, set FF_TLS_CERT and FF_TLS_KEY)"
     return TransportError(kind, f"no connection to {peer}: {reason}")
 
 
 def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> TransportError:
-    """The connection ended under a call; a call that was sent may have run."""
+    """The typed error for a lost connection; a call that was sent may have run."""
     fate = "" if sent else "; the call was not sent"
     return TransportError(kind, f"{peer}: {reason}{fate}", ambiguous=sent)
 
 
 def timed_out(peer: str, *, sent: bool) -> TransportError:
-    """The deadline of a call passed; a call that was sent may still run."""
+    """The typed error for a call past its deadline; one that was sent may still run."""
     fate = "no reply before the deadline"
     if not sent:
         fate = "the deadline passed before the call could be sent"

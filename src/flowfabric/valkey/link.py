@@ -106,9 +106,9 @@ class PatientCall:
 class Link:
     """One server's connection, dialled again in the background whenever it is lost.
 
-    A server that refuses a write because it is a replica may have been demoted behind its
-    address. It is dialled again, too: the old connection serves until the new one is up, so
-    that nothing waits or becomes ambiguous, and then all others to that server end.
+    A server that refuses a write because it is a replica may have been demoted, so its address is
+    dialled again too. The old connection serves until the new one is up, so that no call waits or
+    becomes ambiguous; then all others to that server end.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class Link:
         self._up_at: float | None = None
         self._wrong_server = False
         self._logged_outage = False
-        # Owned by callers, ended here only when the address leads to another server.
+        # Owned by callers; ended here only when the address leads to another server.
         self._dedicated: set[Connection] = set()
-        # Replaced while they still owed replies; they close by themselves.
+        # Replaced while replies were due; they close after the last one.
         self._replaced: set[Connection] = set()
         self._closing: list[Connection] = []
         forget_on_fork(self)
 
     async def acquire(self, deadline: float, *, patient: bool = True) -> Connection:
-        """The open connection. Impatient: raise after the first failed attempt, not at the end."""
+        """The open connection. Unless `patient`, raises after the first failed attempt."""
         loop = asyncio.get_running_loop()
         while self.conn is None:
             if self._closed:
@@ -170,7 +170,7 @@ class Link:
         return conn
 
     def close(self) -> None:
-        """Stop dialling, fail every waiting call, and begin to close the connections."""
+        """Stop dialling, fail every waiting call, and start closing the connections."""
         self._closed = True
         if self._dialler is not None:
             self._dialler.cancel()
@@ -186,16 +186,16 @@ class Link:
             conn.close()
 
     async def aclose(self) -> None:
-        """`close`, and wait for its end. A cancelled caller only stops waiting."""
+        """Close and wait until closed. A cancelled caller only stops waiting."""
         self.close()
         if self._dialler is not None:
             await asyncio.wait([self._dialler])
         await asyncio.gather(*(conn.aclose() for conn in self._closing))
 
     def forget(self) -> None:
-        """In a forked child: leave the parent's sockets and loop alone, and start afresh."""
+        """In a forked child: leave the parent's sockets and loop alone and start afresh."""
         leave_behind(self._dialler, self._attempt)
-        # Whoever holds one finds it closed, and dials.
+        # Their owners find them closed and dial again.
         shared = [self.conn] if self.conn is not None else []
         for conn in (*shared, *self._dedicated, *self._replaced, *self._closing):
             leave_behind(conn.disown())
@@ -285,6 +285,6 @@ class Link:
             old.retire()
         if self._wrong_server:
             self._wrong_server = False
-            # The address may lead elsewhere now: whoever blocks there must dial again.
+            # The address may lead elsewhere now, so blocked readers must dial again.
             for each in list(self._dedicated):
                 each.abort("the server was a replica; its address is dialled again")

@@ -1,4 +1,4 @@
-"""Which calls only read. A read has no effect that a lost reply could leave in doubt."""
+"""Which calls only read: they can be repeated after a lost reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READ_FUNCTIONS: Final = frozenset(
         "ff_waitpoint_token",
     }
 )
-"""Every function with the flag `no-writes`, and two reads that leave a note of themselves."""
+"""Every function with the flag `no-writes`, and two reads that only record that they ran."""
 
 _COMMANDS: Final = frozenset(
     {

@@ -78,8 +78,8 @@ def test_bad_urls_name_the_variable(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "advice"),
     [
-        ("redis://db:6380", "redis:// is not known; write valkey:// instead"),
-        ("rediss://u:hunter2@db", "rediss:// is not known; write valkeys:// instead"),
+        ("redis://db:6380", "redis:// is not supported; write valkey://"),
+        ("rediss://u:hunter2@db", "rediss:// is not supported; write valkeys://"),
         ("127.0.0.1:6379", "write valkey://127.0.0.1:6379 "),
         ("localhost", "write valkey://localhost "),
         ("[::1]:6379", "write valkey://[::1]:6379 "),

@@ -70,14 +70,14 @@ def test_a_greeting_without_a_password_is_answered_for_people() -> None:
     raw = "NOAUTH HELLO must be called with the client already authenticated, otherwise the …"
     error = from_reply(raw)
     assert error.kind == "auth"
-    assert error.message.startswith("NOAUTH Authentication required. (it wants a password: set FF_")
+    assert error.message.startswith("NOAUTH Authentication required. (set FF_PASSWORD")
 
 
 def test_connection_failures() -> None:
     assert from_connect(ConnectionRefusedError(111, "Connection refused"), "h:1").safe_to_repeat
     assert "did not answer" in from_connect(TimeoutError(), "h:1").message
     for error in (TimeoutError(), ssl.SSLError(1, "wrong version"), ConnectionResetError(104, "x")):
-        assert "its port for TLS?" in from_connect(error, "h:1", tls=True).message
+        assert "its TLS port" in from_connect(error, "h:1", tls=True).message
         assert "TLS?" not in from_connect(error, "h:1").message
     assert "TLS" not in from_connect(ConnectionRefusedError(111, "x"), "h:1", tls=True).message
     untrusted = from_connect(ssl.SSLCertVerificationError(1, "bad"), "h:1")

@@ -16,7 +16,7 @@ from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import dial
 from flowfabric.valkey.embedded import EmbeddedServer
-from flowfabric.valkey.secret_file import folder_secret
+from flowfabric.valkey.embedded_folder import folder_secret
 from tests.unit.valkey_embedded.support import User, command, is_locked, wait_settled
 
 Start = Callable[..., User]

@@ -24,7 +24,7 @@ from flowfabric.engine.valkey.boot import read_counts
 from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data
 from flowfabric.engine.valkey.health import Finding, Grade
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.secret_file import SECRET_FILE
+from flowfabric.valkey.embedded_folder import SECRET_FILE
 
 
 def doctor(

@@ -78,7 +78,7 @@ def _exists(path: Path) -> bool:
 
 def store_secret(secret: str) -> None:
     """Keep the secret that the project's embedded deployment was rotated to."""
-    from flowfabric.valkey.secret_file import replace_folder_secret  # noqa: PLC0415
+    from flowfabric.valkey.embedded_folder import replace_folder_secret  # noqa: PLC0415
 
     replace_folder_secret(data_folder(), secret)
 
@@ -167,7 +167,7 @@ class ServerLocation:
 
     def _mint_secret(self) -> str:
         """The secret of the data folder: an embedded server needs no configured one."""
-        from flowfabric.valkey.secret_file import folder_secret  # noqa: PLC0415
+        from flowfabric.valkey.embedded_folder import folder_secret  # noqa: PLC0415
 
         if self._server is None:
             raise ConfigError("embedded", "the server was released")
