@@ -297,7 +297,6 @@ CALLS: Mapping[str, Call] = {
     "complete_and_claim": fused,
     "complete_execution": fenced(result_payload=b"r"),
     "complete_many": _items,
-    "coverage": fixed(namespace="default", lane_id=LANE, required=["gpu"]),
     "create_execution": lambda engine: _awaited({"new": new(engine)}),
     "create_many": lambda engine: _awaited({"items": [new(engine)]}),
     "create_waitpoint": held(waitpoint_key="k", expires_in_ms=1000),
@@ -358,6 +357,7 @@ CALLS: Mapping[str, Call] = {
     "set_execution_tags": about(tags={"app.x": "y"}),
     "set_lane_config": fixed(lane_id=LANE, priority_weight_ms=5),
     "set_lane_state": fixed(lane_id=LANE, state="active"),
+    "diagnose": fixed(namespace="default"),
     "shutdown_prepare": fixed(grace_s=0.0),
     "subscribe_lease_history": fixed(where=EventFilter(), partitions=[0]),
     "suspend": suspend,
@@ -368,7 +368,12 @@ CALLS: Mapping[str, Call] = {
     "wait_children": held(),
     **dict.fromkeys(
         (
-            *("describe_execution", "explain_execution", "get_execution_namespace"),
+            *(
+                "describe_execution",
+                "explain_execution",
+                "get_execution_namespace",
+                "read_last_wait",
+            ),
             *("get_execution_result", "get_execution_tags", "read_attempts", "read_outcome"),
             *("read_current_attempt_index", "read_execution_context", "read_execution_history"),
             *("read_execution_info", "read_execution_policy", "read_execution_state"),

@@ -30,11 +30,11 @@ from flowfabric.cli.options import (
     seconds_between,
 )
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import duration, plural
+from flowfabric.cli.views.text import duration
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import shown
+from flowfabric.core.text import plural, shown
 from flowfabric.engine.valkey.connect import ServerLocation, data_folder
 from flowfabric.sdk.runtime import RunSummary
 

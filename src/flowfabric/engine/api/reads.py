@@ -87,7 +87,7 @@ class Reads(Concern, Protocol):
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
         """Why an execution is not running.
 
-        What capabilities are missing is judged now, by the workers registered for its lane and
-        namespace, and only while it waits for one.
+        Missing capabilities are judged by the workers that are live now, and only while it waits
+        for one.
         """
         ...

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.capabilities import Absent, refuse_missing, supported
+from flowfabric.engine.api.capabilities import Absent, refuse_missing
 from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
@@ -116,7 +116,7 @@ class ValkeyBackend(ClosedOnce):
         self.events: Events = events
         self._subscriptions = events
         self.upkeep: Upkeep = ValkeyUpkeep(calls, places)
-        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, lambda: supported(self))
+        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, self)
         refuse_missing(self)
         audit(self)
 

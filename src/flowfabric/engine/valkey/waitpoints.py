@@ -44,7 +44,7 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
-from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
@@ -180,6 +180,22 @@ class ValkeyWaitpoints(Waitpoints):
             token_fingerprint=token.fingerprint,
             activated_at=stored.maybe_number("activated_at"),
             expires_at=stored.maybe_number("expires_at"),
+        )
+
+    async def read_last_wait(self, execution_id: ExecutionId) -> LastWait | None:
+        eid = self._calls.checked(execution_id)
+        stored = await self._stored(eid, "suspension", keys.suspension(eid.tag, eid))
+        if stored is None:
+            return None
+        ids = _ids(stored, "all_satisfier_signals")
+        found = await asyncio.gather(*(self.read_signal(eid, each) for each in ids))
+        return LastWait(
+            reason=stored.text("reason_code", ""),
+            since=stored.number("created_at"),
+            until=stored.maybe_number("timeout_at"),
+            closed_at=stored.maybe_number("closed_at"),
+            close_reason=stored.text("close_reason", ""),
+            answers=[signal for signal in found if signal is not None],
         )
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import stat
-from pathlib import Path
 from typing import Any
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.valkey.health import Finding, Grade
+from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 Version = tuple[int, int, int]
@@ -104,19 +102,3 @@ async def _access(transport: Transport) -> Finding:
             "create an ACL user per role and disable the default user: see the deployment guide",
         )
     return Finding("access", Grade.OK, f"TCP port {port} needs a password")
-
-
-def check_secret_file(path: Path) -> Finding | None:
-    """Whether others can read the signing secret of an embedded deployment."""
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except OSError:
-        return None
-    if not mode & 0o077:
-        return Finding("secret file", Grade.OK, "readable only by its owner")
-    return Finding(
-        "secret file",
-        Grade.WARNING,
-        f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens",
-        f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret",
-    )

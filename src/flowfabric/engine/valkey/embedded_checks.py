@@ -1,18 +1,19 @@
-"""Checks of a project whose embedded Valkey never ran."""
+"""Checks of the embedded Valkey: its folder, its program, and who can read its secret."""
 
 from __future__ import annotations
 
 import os
 import re
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.engine.valkey.health import Finding, Grade
+from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.binary import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.connect import MINIMUM_VERSION
-from flowfabric.valkey.embedded_folder import check_owner, explained
+from flowfabric.valkey.embedded_folder import SECRET_FILE, check_owner, explained
 
 _PATIENCE_S = 10
 _version = re.compile(r"Valkey server v=(\d+)\.(\d+)").search
@@ -76,3 +77,22 @@ def _binary() -> Finding:
         detail = f"{binary} is {name_and_version}; {needed} or newer is needed"
         return Finding(name, Grade.BROKEN, detail, advice)
     return Finding(name, Grade.OK, f"{name_and_version} in {binary}")
+
+
+def check_secret_file(folder: Path) -> list[Finding]:
+    """Whether others can read the signing secret of the folder; nothing if there is none."""
+    path = folder / SECRET_FILE
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return []
+    if not mode & 0o077:
+        return [Finding("secret file", Grade.OK, "readable only by its owner")]
+    return [
+        Finding(
+            "secret file",
+            Grade.WARNING,
+            f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens",
+            f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret",
+        )
+    ]
