@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from flowfabric.core.errors import TransportError
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
+from flowfabric.sdk.loop_thread import LoopThread
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
@@ -88,7 +88,7 @@ async def test_the_end_of_the_loop_ends_the_worker_with_it(
 ) -> None:
     """What `asyncio.run` does after Ctrl-C: it cancels all tasks, the closing one too."""
     await submit(engine.backend)
-    keepers: list[threading.Thread] = []
+    keepers: list[LoopThread] = []
 
     async def main() -> None:
         place = opener(proxy.url, valkey.url, request_timeout=1.0)

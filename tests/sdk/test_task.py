@@ -23,7 +23,8 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.calls import Limits
-from flowfabric.sdk.task import ClaimedTask, verify
+from flowfabric.sdk.attempt import verify
+from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine

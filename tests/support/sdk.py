@@ -15,9 +15,10 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.loop_thread import Connect
 from flowfabric.sdk.runtime import Handler, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.worker import Connect, Worker
+from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 

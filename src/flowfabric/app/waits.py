@@ -30,8 +30,7 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import new_uuid
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.task_waits import Parked
+from flowfabric.sdk.task import ClaimedTask, Parked
 
 _WAITPOINT_LIFE_MS = 7 * 86_400_000
 _NAMELESS = "condition"
