@@ -18,7 +18,7 @@ from flowfabric.valkey.address import parse_url
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import config, opener, state, submit, until
+from tests.support.sdk import config, opener, state, submit, until, valkey_of
 from tests.support.server import TestServer
 
 
@@ -32,7 +32,7 @@ async def cancelled(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def in_flight(worker: Worker) -> bool:
-    transport: Any = worker.backend.transport
+    transport: Any = valkey_of(worker).transport
     conn = transport._link.conn
     return conn is not None and conn.in_flight > 0
 

@@ -19,6 +19,7 @@ import flowfabric as ff
 from flowfabric.core.errors import ConfigError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.keys import LEADER, PARTITIONS, PLACES
 from flowfabric.scanners import ScannerSettings
@@ -247,7 +248,7 @@ async def test_error_at_the_start_ends_the_run(
 ) -> None:
     good, opened = opener(valkey.url), 0
 
-    async def connect() -> ValkeyBackend:
+    async def connect() -> Backend:
         nonlocal opened
         opened += 1
         if opened == 3:

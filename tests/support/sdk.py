@@ -124,3 +124,8 @@ async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
     task = await worker.claim()
     assert task is not None
     return task
+
+
+def valkey_of(worker: Worker) -> Any:
+    """The worker's backend, with what only the one on Valkey has."""
+    return worker.backend
