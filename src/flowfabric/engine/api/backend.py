@@ -33,6 +33,7 @@ class Backend(Protocol):
     """
 
     counts: PartitionCounts
+    max_payload_bytes: int
     executions: Executions
     reads: Reads
     listings: Listings

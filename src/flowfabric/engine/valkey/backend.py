@@ -94,6 +94,7 @@ class ValkeyBackend(ClosedOnce):
         places = ValkeyPlaces(calls)
         self.transport = transport
         self.counts = counts
+        self.max_payload_bytes = calls.limits.max_payload_bytes
         self.calls = calls
         self.stream_pool = StreamPool(transport)
         self.places: Places = places
