@@ -13,7 +13,6 @@ PARTITIONS = "ff:idx:partitions"
 LEADER = "ff:leader:scanners"
 LEADERS = "ff:leader:others"
 """Which process scans for all."""
-
 _EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
 
