@@ -15,11 +15,9 @@ from flowfabric.core.durations import Duration
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
-from flowfabric.sdk.tail import Tail
+from flowfabric.sdk.tail import Sources, Tail
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -162,7 +160,7 @@ class Run(Generic[R_co]):
             visibility=visibility,
         )
 
-    async def _output(self) -> tuple[ValkeyBackend, CompletionWatch]:
+    async def _output(self) -> Sources:
         return (await self._connect()).sources
 
     def __repr__(self) -> str:

@@ -31,7 +31,8 @@ class _Ends(Protocol):
     async def wait_ended(self, execution_id: ExecutionId) -> None: ...
 
 
-Open = Callable[[], Awaitable[tuple[_Source, _Ends]]]
+Sources = tuple[_Source, _Ends]
+Open = Callable[[], Awaitable[Sources]]
 """Finds both in the running event loop, when the first frame is wanted."""
 
 
