@@ -8,7 +8,6 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.leases import Handle, ResumeGrant
 from flowfabric.core.contracts.streams import BestEffort, Frame
 from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, ResumePolicy, Suspended
@@ -16,6 +15,7 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.api.upkeep import Upkeep
@@ -279,6 +279,12 @@ async def _limited(engine: Engine) -> Given:
     return await in_lane(engine) | {"limit": 5}
 
 
+async def _ended(engine: Engine) -> Given:
+    handle = await running(engine)
+    await engine.backend.executions.complete(handle)
+    return {"execution_id": handle.execution_id}
+
+
 READ = about()
 
 CALLS: Mapping[str, Call] = {
@@ -327,7 +333,6 @@ CALLS: Mapping[str, Call] = {
     "list_pending_waitpoints": suspended,
     "list_suspended": fixed(partition=0),
     "list_waitpoint_hmac_kids": fixed(),
-    "feed_size": fixed(partition=0),
     "list_workers": fixed(),
     "mark_worker_dead": fixed(worker_instance_id="w-1"),
     "move_to_waiting_children": fenced(),
@@ -360,7 +365,16 @@ CALLS: Mapping[str, Call] = {
     "set_lane_state": fixed(lane_id=LANE, state="active"),
     "diagnose": fixed(namespace="default"),
     "shutdown_prepare": fixed(grace_s=0.0),
-    "subscribe_lease_history": fixed(where=EventFilter(), partitions=[0]),
+    "subscribe": fixed(families=["completion"], options={}),
+    **dict.fromkeys(
+        (
+            *("subscribe_completion", "subscribe_lease_history", "subscribe_signal_delivery"),
+            "subscribe_operator_events",
+        ),
+        fixed(options={"where": EventFilter(), "partitions": [0], "group": "g", "member": "m"}),
+    ),
+    "subscribe_worker_events": fixed(namespace="default"),
+    "wait_ended": _ended,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),

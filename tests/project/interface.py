@@ -68,7 +68,7 @@ def main() -> None:
     before, now = noted(), current()
     changed = before.changes_to(now)
     if changed and now.version <= before.version:
-        source = SOURCE / "valkey" / "library.py"
+        source = SOURCE / "engine" / "valkey" / "library.py"
         now = Interface(before.version + 1, now.functions)
         text, count = _VERSION_LINE.subn(f"LIBRARY_VERSION = {now.version}", source.read_text())
         assert count == 1

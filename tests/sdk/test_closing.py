@@ -18,7 +18,7 @@ from flowfabric.valkey.address import parse_url
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import config, opener, state, submit, until, valkey_of
+from tests.support.sdk import config, opener, state, submit, until, valkey_of, watch_of
 from tests.support.server import TestServer
 
 
@@ -111,7 +111,7 @@ async def test_a_client_wakes_its_waiters(engine: Engine, valkey: TestServer) ->
     client = await Client.connect(valkey.url)
     (execution_id,) = await submit(engine.backend)
     waiter = asyncio.create_task(client.wait(execution_id))
-    await until(lambda: client._watch.waiting == 1, "the waiter")
+    await until(lambda: watch_of(client).waiting == 1, "the waiter")
     await cancelled(client.aclose)
     with pytest.raises(TransportError, match="closed"):
         async with asyncio.timeout(10):

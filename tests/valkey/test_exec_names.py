@@ -51,6 +51,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "worker_leases": [("host-1:7",)],
     "last_claim": [("default", "w-1"), ("a:b", "w-1")],
     "events": [()],
+    **{name: [("billing",), ("a:b",)] for name in ("group", "group_members", "group_start")},
 }
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.feed_cursor import FeedCursor
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.events import LeaseSubscription
-from flowfabric.engine.valkey import feed_reader, keys, library
+from flowfabric.engine.api.events import LeaseEvent, Subscription
+from flowfabric.engine.events import reader
+from flowfabric.engine.events.cursor import FeedCursor
+from flowfabric.engine.events.subscription import FeedSubscription
+from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine, refused
@@ -36,7 +38,7 @@ async def after_two(engine: Engine) -> tuple[bytes, ExecutionId]:
     return events[-1].cursor, execution_id
 
 
-async def expired(history: LeaseSubscription) -> EngineError:
+async def expired(history: Subscription[LeaseEvent]) -> EngineError:
     async with asyncio.timeout(10):
         return await refused(anext(history), "cursor_expired")
 
@@ -103,7 +105,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
 async def test_a_slow_reader_that_was_overtaken_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_reader, "_PAGE", 2)
+    monkeypatch.setattr(reader, "_QUEUE", 2)
     async with following(engine.backend) as history:
         for _ in range(4):
             await lived(engine)
@@ -112,6 +114,38 @@ async def test_a_slow_reader_that_was_overtaken_is_told(
         await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 2, key=feed)
         await take(history, 1)
         await expired(history)
+
+
+async def test_a_subscriber_that_reads_too_slowly_is_warned(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 2)
+    await lived(engine)
+    await engine.trim_feed(engine.new_id())
+    async with following(engine.backend) as history:
+        oldest = await engine.now() + 60_000
+        feed, call = keys.events(engine.new_id().tag), engine.backend.transport.call
+        for after_ms in (0, 1, 2, 3, 100_000):
+            entry = ("t", "acquired", "id", engine.new_id(), "k", "job")
+            await call("XADD", feed, f"{oldest + after_ms}-1", *entry, key=feed)
+        await take(history, 5)
+    assert [vars(r)["action"] for r in caplog.records] == ["stream_backpressure"]
+
+
+async def test_no_more_is_read_than_a_subscriber_may_hold(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 6)
+    async with following(engine.backend) as history:
+        ids = [await lived(engine, lane) for lane in ("alpha", "beta", "gamma") for _ in range(8)]
+        events: list[LeaseEvent] = []
+        while len(events) < 48:
+            events += await take(history, 1)
+            # One read returns at most the queue, and one entry of each other feed.
+            assert len(cast("FeedSubscription[LeaseEvent]", history)._ready) <= 6 + 3
+    for execution_id in ids:
+        mine = [event.type for event in events if event.execution_id == execution_id]
+        assert mine == ["acquired", "released"]
 
 
 async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engine) -> None:
@@ -136,6 +170,17 @@ async def test_start_skips_what_is_gone(engine: Engine) -> None:
     await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
     async with following(engine.backend, "start") as history:
         assert len(await take(history, 3)) == 3
+
+
+async def test_start_of_a_long_feed_that_was_trimmed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 2)
+    _, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 5, key=feed)
+    async with following(engine.backend, "start") as history:
+        assert len(await take(history, 5)) == 5
 
 
 async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(

@@ -15,9 +15,10 @@ from flowfabric.core.durations import Duration
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
-from flowfabric.sdk.tail import Sources, Tail
+from flowfabric.sdk.tail import Tail
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -160,8 +161,8 @@ class Run(Generic[R_co]):
             visibility=visibility,
         )
 
-    async def _output(self) -> Sources:
-        return (await self._connect()).sources
+    async def _output(self) -> ValkeyBackend:
+        return (await self._connect()).backend
 
     def __repr__(self) -> str:
         return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"

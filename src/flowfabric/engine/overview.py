@@ -9,7 +9,6 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
     ExecutionInfo,
@@ -23,6 +22,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.api.waitpoints import LastWait
 

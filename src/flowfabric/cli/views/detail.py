@@ -8,9 +8,9 @@ from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
 from flowfabric.cli.views.text import age, clock, duration, preview
 from flowfabric.cli.views.waits import accepted_signals, time_left
 from flowfabric.cli.views.why import why_not_running
-from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.policy import NO_POLICY
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.overview import ExecutionDetail
 
 _ATTEMPT_STYLES = {

@@ -26,6 +26,7 @@ from flowfabric.engine.api.upkeep import Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers
+from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
     MintSecret,
@@ -38,8 +39,8 @@ from flowfabric.engine.valkey.boot import (
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.collisions import report_collisions
-from flowfabric.engine.valkey.events import ValkeyEvents
 from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.lanes import ValkeyLanes
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
@@ -100,10 +101,10 @@ class ValkeyBackend(ClosedOnce):
         self.places: Places = places
         executions = ValkeyExecutions(calls, places)
         workers = ValkeyWorkers(calls, places)
-        events = ValkeyEvents(calls, places)
         self.executions: Executions = executions
         self.workers: Workers = workers
         self.reads: Reads = ValkeyReads(calls, workers)
+        events = FeedEvents(ValkeyFeeds(calls, places), counts, self.reads.read_execution_state)
         self.listings: Listings = ValkeyListings(calls, places)
         self.claims: Claims = ValkeyClaims(calls, executions)
         self.wakeups: Wakeups = ValkeyWakeups(calls, places)

@@ -11,6 +11,7 @@ from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
+
 _NEARLY_FULL = 0.9
 _MIB = 1024 * 1024
 # What INFO says of a disk that makes the server refuse writes.
@@ -18,6 +19,8 @@ _DISK = {
     "aof_last_write_status": "the last write to the append-only file failed",
     "rdb_last_bgsave_status": "the last snapshot failed",
 }
+
+
 Facts = dict[str, dict[str, str]]
 """By server, what it says of itself."""
 
@@ -25,8 +28,7 @@ Facts = dict[str, dict[str, str]]
 async def health_findings(transport: Transport) -> list[Finding]:
     """Of every primary; what a server does not show is passed over."""
     settings, facts = await asyncio.gather(
-        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
-        _reported(transport),
+        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"), _facts(transport)
     )
     findings = [_eviction(settings)]
     if settings:
@@ -152,17 +154,14 @@ async def _settings(transport: Transport, *names: str) -> Facts:
     }
 
 
-async def _reported(transport: Transport) -> Facts:
+async def _facts(transport: Transport) -> Facts:
     try:
-        return await server_facts(transport, "memory", "persistence", "replication")
+        replies: dict[str, Any] = await transport.call_all_primaries(
+            "INFO", "memory", "persistence", "replication"
+        )
     except EngineError as error:
         log.debug("the server's state is not readable: %s", error)
         return {}
-
-
-async def server_facts(transport: Transport, *sections: str) -> Facts:
-    """What the primaries report in these sections of INFO."""
-    replies: dict[str, Any] = await transport.call_all_primaries("INFO", *sections)
     return {
         server: dict(
             line.split(":", 1)

@@ -13,6 +13,7 @@ PARTITIONS = "ff:idx:partitions"
 LEADER = "ff:leader:scanners"
 LEADERS = "ff:leader:others"
 """Which process scans for all."""
+
 _EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
 
@@ -220,6 +221,21 @@ def events_tag(feed: str) -> str:
     """Whose event feed a key is."""
     before, after = _EVENTS
     return feed.removeprefix(before).removesuffix(after)
+
+
+def group(tag: str, name: str) -> str:
+    """What a subscription group has processed of the partition's feed, and who reads it."""
+    return f"ff:part:{tag}:sub:{name}"
+
+
+def group_members(tag: str, name: str) -> str:
+    """The live members of a subscription group."""
+    return f"ff:part:{tag}:members:{name}"
+
+
+def group_start(tag: str, name: str) -> str:
+    """The cursor that a subscription group started from."""
+    return f"ff:part:{tag}:start:{name}"
 
 
 def workers(tag: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from flowfabric.core.contracts.events import Event, decode_history
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
     ExecutionContext,
@@ -19,10 +18,12 @@ from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.engine.api.arguments import checked_text, each_text
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_worker
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.event_entries import decode_history
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
@@ -156,7 +157,7 @@ class ValkeyReads(Reads):
         entries = await self._calls.read(
             f"{eid}: history", "LRANGE", keys.history(eid.tag, eid), 0, -1
         )
-        return [decode_history(eid.partition, entry, eid) for entry in entries]
+        return [decode_history(eid.tag[1:-1], entry, eid) for entry in entries]
 
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
         record = await self._existing(execution_id, "explain_execution")

@@ -23,12 +23,19 @@ from flowfabric.engine.api.signals import Signals
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
 _decode = msgspec.json.Decoder().decode
+
 _MAX_JSON_DEPTH = 100
+
 _JSON = "json"
+
 _MAX_SIGNAL_BYTES = 65_536
+
 _MAX_NAME_BYTES = 256
+
 _pack = msgspec.msgpack.Encoder().encode
+
 _DAY_MS = 86_400_000
+
 _MAX_FIELD_BYTES = 512
 
 

@@ -61,31 +61,47 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.waitpoints import MAX_KEY_BYTES
 
 _policy_json = msgspec.json.Encoder().encode
+
 _FLAGS = (
     *("consume_matched_signals", "retain_signal_buffer_until_closed"),
     "close_waitpoint_on_resume",
 )
+
 _REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
+
 _BEHAVIORS = (
     *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
     "escalate",
 )
+
 _MAX_WAITPOINTS = 64
+
 _SUSPENDED_PARTS = (
     *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
 )
+
 _UNREADABLE_PARTS = 4
+
 # Parts of a row that names a place only: its suspension has just ended, or is unreadable.
 _PLACE_PARTS = 3
+
 Binding = FreshWaitpoint | UsePending
+
 _pack = msgspec.msgpack.Encoder().encode
+
 _TRIGGERS = ("signal", "operator", "auto_resume")
+
 _PAST_TOLERANCE_MS = 600_000
+
 _MAX_POINTER_BYTES = 65_536
+
 _Row = tuple[tuple[int, str], list[Any]]
 """Where it stands, and what is stored."""
+
 _LANES_AT_ONCE = 500
+
 _EXPIRED_AT_ONCE = 20  # Each may close that many waitpoints.
+
 _MAX_PAGE = 1000
 
 

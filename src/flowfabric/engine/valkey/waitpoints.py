@@ -50,9 +50,13 @@ from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text,
 from flowfabric.engine.valkey.damage import Damage
 
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
+
 MAX_KEY_BYTES = 256
+
 log = logging.getLogger(__name__)
+
 _OPEN = frozenset({"pending", "active"})
+
 _MAX_PAGE = 1000
 
 

@@ -131,6 +131,11 @@ function K.events(tag)
   return events_key
 end
 
+-- What a subscription group has processed of a partition's feed, and who reads it.
+function K.group(tag, group) return 'ff:part:' .. tag .. ':sub:' .. group end
+function K.group_members(tag, group) return 'ff:part:' .. tag .. ':members:' .. group end
+function K.group_start(tag, group) return 'ff:part:' .. tag .. ':start:' .. group end
+
 -- The worker registry; its tag is the namespace.
 function K.workers(tag) return 'ff:idx:' .. tag .. ':workers' end
 function K.worker_alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':alive' end

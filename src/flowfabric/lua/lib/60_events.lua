@@ -1,5 +1,5 @@
 -- The partition's event feed, and the short per-execution list of unusual events.
--- Stored names are short (decoded by core/contracts/events.py): t type, id execution,
+-- Stored names are short (decoded by engine/valkey/event_entries.py): t type, id execution,
 -- k kind, L lease, A attempt, w worker, ns namespace, l lane, f flow, at time; left out when
 -- they have their default, `at` when the entry's own id tells it.
 

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.events import (
+    CompletionEvent,
+    Event,
+    EventFilter,
+    LeaseEvent,
+    WorkerEvent,
+)
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.lease_feed import LeaseFeed
+from flowfabric.sdk.event_feed import EventFeed
 from flowfabric.sdk.sync import SyncClient
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
@@ -24,7 +30,7 @@ from tests.support.sdk import until
 from tests.support.server import TestServer
 
 
-async def take(feed: LeaseFeed, count: int) -> list[LeaseEvent]:
+async def take(feed: EventFeed[LeaseEvent], count: int) -> list[LeaseEvent]:
     found: list[LeaseEvent] = []
     async with asyncio.timeout(20):
         while len(found) < count:
@@ -59,7 +65,7 @@ async def test_an_outage_is_passed_over_without_loss_or_repetition(
             proxy.up()
             await engine.backend.executions.complete(second)
             events = await waiting
-            told = {(event.execution_id, event.kind) for event in events}
+            told = {(event.execution_id, event.type) for event in events}
             assert told == {
                 (first.execution_id, "released"),
                 (second.execution_id, "acquired"),
@@ -111,19 +117,82 @@ async def test_ordinary_code_follows_too(engine: Engine, valkey: TestServer) -> 
     def use() -> list[str]:
         with SyncClient.connect(valkey.url) as client:
             mine = EventFilter(namespace="mine")
-            with client.subscribe_lease_history("start", mine) as events:
+            with client.subscribe_lease_history("start", where=mine) as events:
                 found = [next(events)]
                 kept = events.cursor
             assert list(events) == []
-            with client.subscribe_lease_history(kept, mine) as again:
+            with client.subscribe_lease_history(kept, where=mine) as again:
                 for event in again:
                     found.append(event)
                     break
         # The client has closed it before us.
         again.close()
-        return [event.kind for event in found if isinstance(event, LeaseEvent)]
+        return [event.type for event in found if isinstance(event, LeaseEvent)]
 
     assert await asyncio.to_thread(use) == ["acquired", "released"]
+
+
+async def test_ordinary_code_shares_a_group(engine: Engine, valkey: TestServer) -> None:
+    handles = [await engine.running(lane="alpha") for _ in range(2)]
+    for handle in handles:
+        await engine.backend.executions.complete(handle)
+
+    def use() -> list[str]:
+        found: list[str] = []
+        with SyncClient.connect(valkey.url) as client:
+            for _ in range(2):
+                with client.subscribe_completion("start", group="g") as events:
+                    event = next(events)
+                    assert isinstance(event, CompletionEvent)
+                    events.ack(event.event_id)
+                    found.append(event.execution_id)
+        return found
+
+    assert await asyncio.to_thread(use) == [handle.execution_id for handle in handles]
+
+
+async def test_a_member_of_a_group_keeps_its_feeds_over_an_outage(
+    engine: Engine, valkey: TestServer
+) -> None:
+    with FaultProxy(valkey.socket_path) as proxy:
+        other = await ValkeyBackend.connect(parse_url(proxy.url), request_timeout=2.0)
+        async with Client(other) as client, await client.subscribe_completion(group="g") as feed:
+            first = await engine.running()
+            waiting = asyncio.create_task(anext(feed))
+            await until(lambda: blocked(engine.backend), "the blocking read")
+            proxy.down()
+            await engine.backend.executions.complete(first)
+            proxy.up()
+            # Another member would have to wait until the leases have expired.
+            async with asyncio.timeout(10):
+                event = await waiting
+            assert isinstance(event, CompletionEvent)
+            assert event.execution_id == first.execution_id
+            await feed.ack(event.event_id)
+
+
+async def test_every_subscription_of_a_client(engine: Engine) -> None:
+    client = Client(engine.backend, "mine")
+    feeds = (
+        await client.subscribe(["signal", "operator"]),
+        await client.subscribe_signal_delivery(),
+        await client.subscribe_operator_events(),
+        await client.subscribe_worker_events(),
+    )
+    await engine.backend.workers.register_worker(
+        worker_id="w", worker_instance_id="w-1", lanes=["l"], namespace="mine"
+    )
+    await client.cancel(await engine.create())
+    async with asyncio.timeout(10):
+        for feed in (feeds[0], feeds[2]):
+            event = await anext(feed)
+            assert isinstance(event, Event)
+            assert event.type == "completion"
+        worker = await anext(feeds[3])
+    assert isinstance(worker, WorkerEvent)
+    assert (worker.namespace, worker.type) == ("mine", "worker_registered")
+    for feed in feeds:
+        await feed.aclose()
 
 
 async def test_ordinary_code_ends_the_wait_of_another_thread(

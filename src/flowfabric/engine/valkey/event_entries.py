@@ -1,8 +1,8 @@
-"""Entries of the event feed under the names subscribers see."""
+"""Stored entries of the event feeds under the names that subscribers see."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from flowfabric.core.ids import stored_id
 from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless
+from flowfabric.engine.api.events import Event
 
 _NAMES = {
     "f": "flow_id",
@@ -44,44 +45,19 @@ _NUMBERS = frozenset(
 )
 
 
-class Event(msgspec.Struct, frozen=True):
-    """One entry of a feed. `fields` holds what the type adds (12 §11.2).
-
-    An entry about a flow, a worker or a budget names no execution, and none of its properties.
-    """
-
-    event_id: str
-    type: str
-    at: int
-    execution_id: str | None
-    namespace: str | None
-    lane_id: str | None
-    execution_kind: str | None
-    fields: Mapping[str, Any]
-
-    @property
-    def tags(self) -> Mapping[str, str] | None:
-        """The execution's tags, if the entry carries them: a completion does."""
-        return self.fields.get("tags")
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """A field the type adds, or the default."""
-        return self.fields.get(name, default)
-
-
-def decode_entry(partition: int, entry_id: bytes, flat: Sequence[bytes]) -> Event:
-    """An event from a stream entry's alternating names and values."""
-    event_id = f"fp:{partition}/{lossless(entry_id)}"
+def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
+    """An event from the alternating names and values of a stream entry."""
+    event_id = f"{feed}/{lossless(entry_id)}"
     return _event(event_id, Stored.from_hash(f"event {event_id}", flat))
 
 
-def decode_history(partition: int, stored: bytes, execution_id: str) -> Event:
-    """An event from an execution's own short list, which begins with its entry id."""
+def decode_history(feed: str, stored: bytes, execution_id: str) -> Event:
+    """An event from the history of an execution, where its entry id comes first."""
     try:
         _, entry_id, *flat = msgspec.msgpack.decode(stored, type=list[str])
     except (msgspec.MsgspecError, ValueError):
         raise corrupt(execution_id, "history", "has an unreadable entry") from None
-    return decode_entry(partition, entry_id.encode(), [part.encode() for part in flat])
+    return decode_entry(feed, entry_id.encode(), [part.encode() for part in flat])
 
 
 def _event(event_id: str, stored: Stored) -> Event:
@@ -90,7 +66,8 @@ def _event(event_id: str, stored: Stored) -> Event:
         if name in _PAIRS:
             fields |= zip(_PAIRS[name], stored.pair(name) or (None, None), strict=True)
         elif name == "w":
-            fields["worker_id"], _, fields["worker_instance_id"] = stored.text(name).partition(" ")
+            worker_id, _, fields["worker_instance_id"] = stored.text(name).partition(" ")
+            fields["worker_id"] = worker_id or None
         elif name not in _COMMON:
             known = _NAMES.get(name, name)
             numeric = known in _NUMBERS
