@@ -249,11 +249,15 @@ class ValkeyWaitpoints(Waitpoints):
         damage, asked = Damage("read_waits"), {name.encode() for name in names}
         found: dict[str, PastWait] = {}
 
-        def past(identity: bytes, flat: list[bytes], *signals: Any) -> PastWait | None:
+        def past(identity: bytes, flat: list[bytes] | None, *signals: Any) -> PastWait | None:
             def read() -> PastWait:
+                if flat is None or signals[0] is None:
+                    which = f"waitpoint {shown(lossless(identity))}"
+                    raise corrupt(execution_id, which, "has a key of the wrong type")
                 return _past_wait(identity, flat, *signals)
 
-            key = dict(zip(flat[::2], flat[1::2], strict=False)).get(b"waitpoint_key")
+            fields = flat or []
+            key = dict(zip(fields[::2], fields[1::2], strict=False)).get(b"waitpoint_key")
             return read() if key in asked else damage.keep(read)
 
         while True:

@@ -59,8 +59,6 @@ local function expire(c, id, reason)
 end
 
 register('ff_expire', function(keys, args)
-  local c = Context.open(keys[1], true)
-  local replies = batch.each(args, 2, function(id) return expire(c, id, args[1]) end)
-  c:flush()
-  return reply.ok(replies)
+  local c = Context.open(keys[1])
+  return reply.ok(batch.each(args, 2, function(id) return expire(c, id, args[1]) end))
 end, { 'allow-oom' })

@@ -3,8 +3,8 @@
 --   begin after (empty: from the start), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
 --   timeout_at] as stored; [id, score, lane] when its suspension has ended, with a fourth part,
---   nothing, when that is no hash; then how many of the lanes were read. The caller asks for the
---   others again. Errors: none.
+--   nothing, when that is no hash; then how many of the lanes were read: the caller asks for the
+--   others again; then the lanes among them whose index cannot be read. Errors: none.
 
 -- After this many index reads and rows, a call reads no further lane.
 local AT_ONCE = 2000
@@ -35,15 +35,22 @@ local function details(c, row)
   return { row.id, row.score, row.lane, found[1], found[2], found[3], found[4], found[5] }
 end
 
+local function read_page(key, score, id, limit)
+  local first, reads = first_behind(key, score, id)
+  return server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES'), reads
+end
+
 register('ff_list_suspended', function(keys, args)
   local c = Context.open(keys[1])
-  local limit, rows, work, lanes_read = tonumber(args[1]), {}, 0, 0
+  local limit, rows, work, lanes_read, unreadable = tonumber(args[1]), {}, 0, 0, {}
   for i = 4, #args do
     if work >= AT_ONCE then break end
     lanes_read = lanes_read + 1
     local key = K.lane(c.tag, args[i], 'suspended')
-    local first, reads = first_behind(key, tonumber(args[2]), args[3])
-    local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+    local ok, page, reads = try(read_page, key, tonumber(args[2]), args[3], limit)
+    if not ok then
+      unreadable[#unreadable + 1], page, reads = args[i], {}, 0
+    end
     work = work + 1 + reads + #page / 2
     for j = 1, #page, 2 do
       rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
@@ -52,5 +59,5 @@ register('ff_list_suspended', function(keys, args)
   table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
   local listed = {}
   for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
-  return reply.ok(listed, lanes_read)
+  return reply.ok(listed, lanes_read, unreadable)
 end, { 'no-writes' })

@@ -19,14 +19,13 @@ local function promote(c, lane, id)
 end
 
 register('ff_promote_delayed', function(keys, args)
-  local c = Context.open(keys[1], true)
+  local c = Context.open(keys[1])
   local promoted = false
   local replies = batch.each(args, 2, function(id)
     local answer = promote(c, args[1], id)
     promoted = promoted or answer == 'promoted'
     return answer
   end)
-  c:flush()
   if promoted then c:ring(args[1]) end
   return reply.ok(replies)
 end, { 'allow-oom' })

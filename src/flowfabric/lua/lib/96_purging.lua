@@ -18,12 +18,20 @@ local function delete(keys)
   for first, last in values.pieces(keys) do server.call('DEL', unpack(keys, first, last)) end
 end
 
+-- The ids of a listing. One of the wrong type lists nothing: it is deleted.
+local function listing(command, key, ...)
+  local readable, ids = try(server.call, command, key, ...)
+  if readable then return ids end
+  server.call('DEL', key)
+  return {}
+end
+
 -- Deletes up to `room` keys that hang on the execution's own listings; the listings go
 -- last, so that an interrupted purge finds the rest. Returns how much room is left.
 function purging.listed(c, id, room)
   local waitpoints, signals_key = K.waitpoints(c.tag, id), K.signals(c.tag, id)
   while room > 0 do
-    local ids = server.call('ZRANGE', signals_key, 0, math.floor(room / 2))
+    local ids = listing('ZRANGE', signals_key, 0, math.floor(room / 2))
     if #ids == 0 then break end
     local doomed = {}
     for _, signal_id in ipairs(ids) do
@@ -35,7 +43,7 @@ function purging.listed(c, id, room)
     room = room - #doomed
   end
   while room > 0 do
-    local ids = server.call('SPOP', waitpoints, math.min(100, room))
+    local ids = listing('SPOP', waitpoints, math.min(100, room))
     if #ids == 0 then break end
     local doomed = {}
     for _, waitpoint_id in ipairs(ids) do
