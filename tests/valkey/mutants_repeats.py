@@ -13,6 +13,7 @@ from tests.valkey.mutants import (
     CLAIMING,
     FENCE,
     GRANTING,
+    NOT_RECLAIMABLE,
     RECLAIM,
     RECLAIM_GRANT,
     REGISTER,
@@ -87,15 +88,15 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "cap of a reclaim told again",
         RECLAIM,
-        "if reached then return",
-        "if false then return",
+        "claiming.reclaim_problem(c, rec, own_cap)",
+        f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),
     (
         "cap of a reclaim grant told again",
         RECLAIM_GRANT,
-        "if reached then return",
-        "if false then return",
+        "claiming.reclaim_problem(c, rec)",
+        f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),
     (
@@ -108,8 +109,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "only the cap is told again",
         CLAIMING,
-        "if not S.is_terminal(rec.state) or rec.ended_by ~= 'reclaim_cap' then return nil end",
-        "",
+        "if S.is_terminal(rec.state) and rec.ended_by == 'reclaim_cap' then",
+        "if S.is_terminal(rec.state) then",
         test_lease_cap.test_only_the_cap_is_told_again,
     ),
     (
@@ -143,7 +144,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the worker's own list",
         GRANTING,
-        "if refused ~= '' then",
+        "if args[10] ~= '' then",
         "if false then",
         lambda e: test_lease_grants.test_the_workers_own_list_is_looked_at_last(
             e, ["a,b"], "comma_in_token"
@@ -174,8 +175,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "lease of an active execution",
         RECORD,
-        "  if problem then error(id .. ': ' .. problem, 0) end\n  return rec",
-        "  return rec",
+        "  if rec then stop_on(id, record.lease_problem(rec)) end\n",
+        "",
         lambda e: test_unreadable_records.test_an_unreadable_lease(e, "lease", "progress"),
     ),
     (

@@ -321,7 +321,7 @@ async def test_claim_rows_are_open(garbled: Engine, part: str, instead: str) -> 
 async def test_a_completion_may_tell_more(garbled: Engine) -> None:
     where = (
         "functions/ff_complete.lua",
-        "operator.remember(c, id, rec, request, 'completed') end\n  return 'completed'",
+        "operator.remember(c, id, rec, request, 'completed')\n  return 'completed'",
     )
     first, second = await running(garbled), await running(garbled)
     more = where[1].replace("return 'completed'", "return { 1, 'completed', 7 }")
@@ -359,11 +359,13 @@ async def test_an_odd_suspension(garbled: Engine) -> None:
 async def test_dependencies_that_can_never_be_met(garbled: Engine) -> None:
     """The third answer of waiting on children (02 §7); a library with groups of edges gives it."""
     handle, upstream = await running(garbled), garbled.new_id()
-    ready = ("functions/ff_wait_children.lua", "return reply.ok('ready')")
-    await load(garbled, mutated(*ready, f"return reply.ok('impossible', {{ '{upstream}' }})"))
+    answer = "reply.ok(answer)\n  end, flags)"
+    ready = ("lib/93_pausing.lua", answer)
+    impossible = f"'impossible', {{ '{upstream}' }}"
+    await load(garbled, mutated(*ready, answer.replace("answer", impossible)))
     assert await garbled.backend.executions.wait_children(handle) == Impossible((upstream,))
     for odd in ("'impossible'", "'impossible', 5", f"'unlikely', {{ '{upstream}' }}"):
-        await load(garbled, mutated(*ready, f"return reply.ok({odd})"))
+        await load(garbled, mutated(*ready, answer.replace("answer", odd)))
         with pytest.raises(ReplyError, match="ff_wait_children"):
             await garbled.backend.executions.wait_children(handle)
 

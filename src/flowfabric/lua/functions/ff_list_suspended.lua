@@ -1,10 +1,10 @@
 -- ff_list_suspended: suspended executions of a partition by (index score, id), after a position.
--- Keys: lane suspended indexes, suspensions. Arguments: limit, score to begin after, id to
---   begin after (empty: from the start), then lanes.
+-- Keys: lane suspended indexes, suspensions. Arguments: limit, score to start after, id to
+--   start after (empty: from the beginning), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
---   timeout_at] as stored; [id, score, lane] when its suspension has ended, with a fourth part,
---   nothing, when that is no hash; then how many of the lanes were read: the caller asks for the
---   others again; then the lanes among them whose index cannot be read. Errors: none.
+--   timeout_at] as stored; [id, score, lane] if its suspension has ended; [id, score, lane, nothing]
+--   if that is not a hash; then how many of the lanes were read: the caller asks for the others
+--   again; then the lanes among them whose index cannot be read. Errors: none.
 
 -- After this many index reads and rows, a call reads no further lane.
 local AT_ONCE = 2000
@@ -13,9 +13,8 @@ local function before(a_score, a_id, b_score, b_id)
   return a_score < b_score or (a_score == b_score and a_id < b_id)
 end
 
--- The rank of the first member after the position, which may be gone itself; and how many reads
--- finding it took.
-local function first_behind(key, score, id)
+-- The rank of the first member after the position, which may be gone, and the number of reads.
+local function first_after(key, score, id)
   if id == '' then return 0, 0 end
   local reads, low, high = 0, 0, server.call('ZCARD', key)
   while low < high do
@@ -36,7 +35,7 @@ local function details(c, row)
 end
 
 local function read_page(key, score, id, limit)
-  local first, reads = first_behind(key, score, id)
+  local first, reads = first_after(key, score, id)
   return server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES'), reads
 end
 

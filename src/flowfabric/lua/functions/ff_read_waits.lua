@@ -1,13 +1,13 @@
--- ff_read_waits: the waitpoints of the present run of an execution that nobody waits on now, so
--- that a handler that starts again finds what was answered. A replay begins a new run.
+-- ff_read_waits: the waitpoints of the current run of an execution, except active ones, so that a
+-- restarted handler finds the earlier answers. A replay starts a new run.
 -- Keys: core, waitpoints, their signals. Arguments: execution_id, cursor (0: from the start), then
 --   keys whose signals are wanted.
--- Replies: rows of waitpoint id, its fields (flat list), ids of its signals, and when they are
+-- Replies: rows of waitpoint id, its fields (flat list), ids of its signals, and, if they are
 --   wanted and few, fields and payload of each; nothing instead of a part whose key has the wrong
 --   type. Then the next cursor, 0 at the end. A row may come twice.
 -- Errors: execution_not_found, corruption.
 local FEW = 16
--- Waitpoints of a call, and bytes of the signals read along.
+-- Waitpoints per call, and bytes of the signals read with them.
 local PAGE = 100
 local MAX_BYTES = 1048576
 
@@ -27,11 +27,7 @@ local function contents(id, signal_ids, read)
   return found
 end
 
-reply.register_function('ff_read_waits', function(keys, args)
-  local c = Context.open(keys[1])
-  local id = args[1]
-  local rec = record.read(c, id)
-  if not rec then return reply.err('execution_not_found') end
+record.register_function('ff_read_waits', record.read, function(c, id, rec, args)
   local first, rows, wanted = values.number(id, 'run_from', rec.run_from) or 0, {}, {}
   for i = 3, #args do wanted[args[i]] = true end
   local page, read = server.call('SSCAN', K.waitpoints(c.tag, id), args[2], 'COUNT', PAGE), { bytes = 0 }

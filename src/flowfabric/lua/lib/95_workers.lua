@@ -3,9 +3,6 @@
 function workers.event(tag, now, kind, worker_id, instance, reason)
   local args = { 'XADD', K.worker_events(tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*',
     't', kind, 'at', now, 'w', worker_id .. ' ' .. instance }
-  if reason then
-    args[#args + 1] = 'r'
-    args[#args + 1] = reason
-  end
+  values.add(args, 'r', reason)
   server.call(unpack(args))
 end
