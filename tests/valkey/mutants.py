@@ -441,20 +441,6 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         stored_claim_many.test_the_reclaim_cap_ends_an_execution_found_by_a_claim,
     ),
     (
-        "policy before the caller's cap",
-        CLAIMING,
-        "rec.max_reclaim_count or fallback",
-        "fallback or rec.max_reclaim_count",
-        lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "reclaim"),
-    ),
-    (
-        "reclaims are counted",
-        LEASE,
-        "tonumber(rec.lease_reclaim_count or 0) + 1",
-        "tonumber(rec.lease_reclaim_count or 0)",
-        test_lease_reclaim.test_each_reclaim_counts_once_and_takes_its_own_index,
-    ),
-    (
         "lease end is exclusive",
         FENCE,
         "tonumber(rec.lease_expires_at) <= c.now then",

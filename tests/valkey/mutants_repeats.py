@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.valkey.calls import text
-from tests.conformance import test_exec_fail, test_lease_cap, test_lease_grants, test_registry
+from tests.conformance import (
+    test_exec_fail,
+    test_lease_cap,
+    test_lease_grants,
+    test_lease_reclaim,
+    test_registry,
+)
 from tests.support.engine import Engine
 from tests.valkey import test_exec_fail as stored_exec_fail
 from tests.valkey import test_lease_cap as stored_lease_cap
@@ -13,6 +19,7 @@ from tests.valkey.mutants import (
     CLAIMING,
     FENCE,
     GRANTING,
+    LEASE,
     NOT_RECLAIMABLE,
     RECLAIM,
     RECLAIM_GRANT,
@@ -149,6 +156,20 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         lambda e: test_lease_grants.test_the_workers_own_list_is_looked_at_last(
             e, ["a,b"], "comma_in_token"
         ),
+    ),
+    (
+        "policy before the caller's cap",
+        CLAIMING,
+        "rec.max_reclaim_count or fallback",
+        "fallback or rec.max_reclaim_count",
+        lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "reclaim"),
+    ),
+    (
+        "reclaims are counted",
+        LEASE,
+        "tonumber(rec.lease_reclaim_count or 0) + 1",
+        "tonumber(rec.lease_reclaim_count or 0)",
+        test_lease_reclaim.test_each_reclaim_counts_once_and_takes_its_own_index,
     ),
     # --- unreadable records ---
     (

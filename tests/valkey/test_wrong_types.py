@@ -119,7 +119,7 @@ async def reconcile(w: World) -> None:
 
 
 async def ring(w: World) -> None:
-    await w.engine.backend.claims.ring_waiting({w.tag: [w.good.lane]})
+    await w.engine.backend.wakeups.ring_waiting({w.tag: [w.good.lane]})
 
 
 async def idle(w: World) -> None:
