@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -15,6 +15,8 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.feeds import ValkeyFeeds
+from flowfabric.engine.valkey.places import ValkeyPlaces
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import POLICY
 from tests.support.suspension import SECRET
@@ -452,6 +454,20 @@ CASES: dict[str, Case] = {
         nothing,
         lambda backend, _: backend.upkeep.sweep_workers("default"),
         no_answer,
+    ),
+    "group_join": Case(
+        "ff_group_join",
+        nothing,
+        lambda backend, _: ValkeyFeeds(
+            backend.calls, cast("ValkeyPlaces", backend.places)
+        ).join_group("g", "m", 1000, "start"),
+    ),
+    "group_lease": Case(
+        "ff_group_lease",
+        nothing,
+        lambda backend, _: ValkeyFeeds(
+            backend.calls, cast("ValkeyPlaces", backend.places)
+        ).lease_feed("fp:1", "g", "m", 1000, (5, 0)),
     ),
     "worker_dead": Case(
         "ff_worker_dead",
