@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Single,
         TimeoutOnly,
     )
+    from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
     from flowfabric.core.errors import (
         ConfigError,
         EngineError,
@@ -34,14 +35,6 @@ if TYPE_CHECKING:
         TransportError,
     )
     from flowfabric.core.retry import Retry
-    from flowfabric.engine.api.events import (
-        CompletionEvent,
-        Event,
-        EventFilter,
-        LeaseEvent,
-        SignalEvent,
-        WorkerEvent,
-    )
     from flowfabric.sdk.client import (
         Client,
         ExecutionCancelled,
@@ -72,6 +65,7 @@ _HOMES = {
         "Single",
         "TimeoutOnly",
     ),
+    "flowfabric.core.contracts.lease_events": ("EventFilter", "LeaseEvent"),
     "flowfabric.core.errors": (
         "ConfigError",
         "EngineError",
@@ -82,14 +76,6 @@ _HOMES = {
         "TransportError",
     ),
     "flowfabric.core.retry": ("Retry",),
-    "flowfabric.engine.api.events": (
-        "CompletionEvent",
-        "Event",
-        "EventFilter",
-        "LeaseEvent",
-        "SignalEvent",
-        "WorkerEvent",
-    ),
     "flowfabric.sdk.client": (
         "Client",
         "ExecutionCancelled",
@@ -107,13 +93,11 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AllOf",
     "Client",
-    "CompletionEvent",
     "ConfigError",
     "Context",
     "Count",
     "CountKind",
     "EngineError",
-    "Event",
     "EventFilter",
     "ExecutionCancelled",
     "ExecutionExpired",
@@ -130,7 +114,6 @@ __all__ = [
     "Run",
     "RunError",
     "Signal",
-    "SignalEvent",
     "Single",
     "SubmitManyError",
     "SyncClient",
@@ -144,7 +127,6 @@ __all__ = [
     "WaitTimeout",
     "Worker",
     "WorkerConfig",
-    "WorkerEvent",
     "__version__",
 ]
 

@@ -24,6 +24,7 @@ APPEND = "functions/ff_append.lua"
 READ = "functions/ff_stream_read.lua"
 STREAMS = "lib/65_streams.lua"
 PURGING = "lib/96_purging.lua"
+STALE = "return nil, reply.err('stale_owner_cannot_append') end\n"
 
 
 def state(name: str) -> Scenario:
@@ -54,12 +55,12 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if not state then return nil, reply.err('stream_closed') end",
         state("completed"),
     ),
-    ("ownership", APPEND, "if state ~= S.ACTIVE or ", "if ", state("revoked")),
+    ("ownership", APPEND, f"if state ~= S.ACTIVE then {STALE}", "\n", state("revoked")),
     (
         "expiry",
         APPEND,
-        "tonumber(found[4]) <= c.now or ",
-        "",
+        f"if tonumber(found[4]) <= c.now then {STALE}",
+        "\n",
         test_stream_append.test_a_lapsed_lease_is_refused_and_not_marked,
     ),
     (
@@ -72,11 +73,11 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "attempt index",
         APPEND,
-        "\n      or string.match(found[3], '/(%d+)$') ~= index then",
-        " then",
+        "if string.match(found[3], '/(%d+)$') ~= index then",
+        "if false then",
         fence(index=1),
     ),
-    ("lease", APPEND, " or found[2] ~= held", "", fence(epoch=2)),
+    ("lease", APPEND, f"if found[2] ~= held then {STALE}", "\n", fence(epoch=2)),
     (
         "closed",
         APPEND,
@@ -133,7 +134,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "ids after an expiry",
         APPEND,
-        "if meta[2] and not durable then continue_after(stream, meta[8]) end",
+        "if meta[2] and not durable then go_on_after(stream, meta[8]) end",
         "",
         stored_stream_modes.test_an_expired_stream_gives_no_id_twice,
     ),
@@ -252,21 +253,21 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "purge of meta",
         PURGING,
-        "  doomed[#doomed + 1] = K.stream_meta(c.tag, id, count)\n",
+        "  doomed[#doomed + 1] = K.stream_meta(c.tag, id, index)\n",
         "",
         stored_stream_close.test_a_purge_leaves_nothing,
     ),
     (
         "purge of the summary",
         PURGING,
-        "  doomed[#doomed + 1] = K.summary(c.tag, id, count)\n",
+        "  doomed[#doomed + 1] = K.summary(c.tag, id, index)\n",
         "",
         stored_stream_close.test_a_purge_leaves_nothing,
     ),
     (
         "purge of the bell",
         PURGING,
-        "  doomed[#doomed + 1] = K.stream_closed(c.tag, id, count)\n",
+        "  doomed[#doomed + 1] = K.stream_closed(c.tag, id, index)\n",
         "",
         stored_stream_close.test_a_follower_alone_leaves_nothing_behind_a_purge,
     ),

@@ -1,4 +1,4 @@
-"""Threads for `def` handlers, and a way to interrupt them."""
+"""Threads for `def` handlers, and a way to stop a handler that runs on one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowfabric.core.forks import end_child, generation
 class Interrupted(BaseException):
     """Raised inside a `def` handler that must stop; `reason` says why.
 
-    Not an `Exception`, so that the handler's own `except Exception` does not catch it.
+    Not an `Exception`, so that a handler's own `except Exception` does not swallow it.
     """
 
     reason: BaseException | None = None
@@ -27,15 +27,15 @@ class Interrupted(BaseException):
 
 
 class ThreadCall:
-    """A call on a handler thread that another thread can interrupt.
+    """A call on a handler thread into which another thread can raise an exception.
 
-    Python raises the exception between two bytecodes: Python code stops at once, C code when it
-    returns.
+    Python delivers it between two bytecodes, so a handler that computes in Python stops at once;
+    one that waits inside C code stops when it returns from there.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """The result. Cancelling it does not stop the call: use `interrupt`."""
+        """Ends with the thread's work. Cancelling it stops nothing: see `interrupt`."""
         self._function = function
         self._context = contextvars.copy_context()
         self._lock = threading.Lock()
@@ -51,11 +51,12 @@ class ThreadCall:
                 return
             self._reason = reason
             if self._thread is not None:
-                # Python raises a class, not an instance, so the reason needs its own class.
-                _raise_in(self._thread, type("Interrupted", (Interrupted,), {"reason": reason}))
+                # Python raises a class, so the reason travels on one made for it.
+                told = type("Interrupted", (Interrupted,), {"reason": reason})
+                _raise_in(self._thread, told)
 
     def run(self) -> None:
-        """On the handler thread: run the function and keep its result or error."""
+        """On the handler thread: run the function and keep what it returned or raised."""
         born = generation()
         try:
             with self._lock:
@@ -64,14 +65,14 @@ class ThreadCall:
             if self._thread is None:
                 raise Interrupted  # noqa: TRY301
             self._result = self._context.run(self._function)
-        except BaseException as error:  # noqa: BLE001 - the future raises it
+        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the future
             self._error = error
         if generation() != born:
             end_child(self._error)
         while self._thread is not None:
             try:
                 with self._lock:
-                    # After this, no exception can reach the thread's next call.
+                    # From here on no exception can reach the thread's next call.
                     _raise_in(self._thread, None)
                     self._thread = None
             except Interrupted as error:
@@ -79,7 +80,7 @@ class ThreadCall:
 
     def deliver(self) -> None:
         """On the handler thread: end the future."""
-        # The loop may be closed while the process exits.
+        # The loop is closed when the process is on its way out.
         with contextlib.suppress(RuntimeError):
             self.future.get_loop().call_soon_threadsafe(self._settle)
 
@@ -95,7 +96,7 @@ class ThreadCall:
             error = RuntimeError("the handler raised StopIteration")
             error.__cause__ = self._error
         self.future.set_exception(error)
-        # Mark it as retrieved: the caller may be gone.
+        # Nobody may be left to look at it.
         self.future.exception()
 
 
@@ -107,8 +108,9 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 class HandlerThreads:
     """A thread for every running `def` handler, reused by the next.
 
-    The worker's permits limit how many run. They are daemon threads, so that a handler that cannot
-    be stopped does not keep the process alive.
+    The worker's permits bound how many run; a handler that cannot be stopped keeps its thread
+    without taking one from others. Daemon threads, so that such a handler cannot hold up the end
+    of the process.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class HandlerThreads:
     def _main(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            # Before delivering the result, so that the next call reuses this thread.
+            # Before the result is seen, or the next call would start a thread it does not need.
             with self._lock:
                 self._idle += 1
             call.deliver()

@@ -25,6 +25,8 @@ from flowfabric.cli.options import (
     parse_lane,
     parse_tags,
 )
+from flowfabric.cli.reads.detail import Detail, read_detail
+from flowfabric.cli.reads.listing import read_newest
 from flowfabric.cli.session import NoDataYet, find_execution, open_backend, user_name
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
@@ -33,9 +35,8 @@ from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.listings import Filter
-from flowfabric.engine.overview import ExecutionDetail, list_newest, read_detail
+from flowfabric.engine.valkey.backend import ValkeyBackend
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -100,7 +101,7 @@ def _parse_state(text: str) -> str:
 
 async def _list(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
     async with open_backend(url) as backend:
-        listing = await list_newest(backend, where, limit)
+        listing = await read_newest(backend, where, limit)
     if not as_json:
         print_listing(listing, filtered=where != Filter())
         return
@@ -114,7 +115,7 @@ async def _watch(url: str | None, where: Filter, limit: int | None, *, as_json: 
         live = screen.terminal and not as_json
         with LiveTable(screen) if live else ChangePrinter(as_json=as_json) as view:
             while True:
-                view.update(await list_newest(backend, where, limit))
+                view.update(await read_newest(backend, where, limit))
                 await asyncio.sleep(_REFRESH_S)
 
 
@@ -133,13 +134,14 @@ def show(
 
     State, attempts, history, tags, policy, payload and result. If it is not running, also why.
     """
-    target = Target.of(context, url, namespace)
+    detail = asyncio.run(_read_detail(Target.of(context, url, namespace), id_, full=full))
+    print_detail(detail, full=full, as_json=as_json)
 
-    async def read() -> ExecutionDetail:
-        async with open_backend(target.url) as backend:
-            return await read_detail(backend, await find_execution(backend, id_, target.namespace))
 
-    print_detail(asyncio.run(read()), full=full, as_json=as_json)
+async def _read_detail(target: Target, text: str, *, full: bool) -> Detail:
+    async with open_backend(target.url) as backend:
+        execution_id = await find_execution(backend, text, target.namespace)
+        return await read_detail(backend, execution_id, full=full)
 
 
 def cancel(
@@ -181,7 +183,7 @@ async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: b
 
 
 async def _with_state(
-    backend: Backend, execution_id: ExecutionId, error: EngineError
+    backend: ValkeyBackend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
     """Name the execution's state when that is why the call was refused."""
     hint = _HINTS.get(error.code)

@@ -1,1 +1,0 @@
-"""The event feed: one reader, its cursor, completions and subscriptions. Knows no storage."""
