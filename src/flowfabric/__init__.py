@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         Single,
         TimeoutOnly,
     )
-    from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
     from flowfabric.core.errors import (
         ConfigError,
         EngineError,
@@ -35,6 +34,14 @@ if TYPE_CHECKING:
         TransportError,
     )
     from flowfabric.core.retry import Retry
+    from flowfabric.engine.api.events import (
+        CompletionEvent,
+        Event,
+        EventFilter,
+        LeaseEvent,
+        SignalEvent,
+        WorkerEvent,
+    )
     from flowfabric.sdk.client import (
         Client,
         ExecutionCancelled,
@@ -65,7 +72,6 @@ _HOMES = {
         "Single",
         "TimeoutOnly",
     ),
-    "flowfabric.core.contracts.lease_events": ("EventFilter", "LeaseEvent"),
     "flowfabric.core.errors": (
         "ConfigError",
         "EngineError",
@@ -76,6 +82,14 @@ _HOMES = {
         "TransportError",
     ),
     "flowfabric.core.retry": ("Retry",),
+    "flowfabric.engine.api.events": (
+        "CompletionEvent",
+        "Event",
+        "EventFilter",
+        "LeaseEvent",
+        "SignalEvent",
+        "WorkerEvent",
+    ),
     "flowfabric.sdk.client": (
         "Client",
         "ExecutionCancelled",
@@ -93,11 +107,13 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AllOf",
     "Client",
+    "CompletionEvent",
     "ConfigError",
     "Context",
     "Count",
     "CountKind",
     "EngineError",
+    "Event",
     "EventFilter",
     "ExecutionCancelled",
     "ExecutionExpired",
@@ -114,6 +130,7 @@ __all__ = [
     "Run",
     "RunError",
     "Signal",
+    "SignalEvent",
     "Single",
     "SubmitManyError",
     "SyncClient",
@@ -127,6 +144,7 @@ __all__ = [
     "WaitTimeout",
     "Worker",
     "WorkerConfig",
+    "WorkerEvent",
     "__version__",
 ]
 

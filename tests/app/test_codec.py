@@ -73,7 +73,9 @@ def test_numbers_that_json_cannot_say_are_refused_by_their_place(where: str, num
     with pytest.raises(ValidationError) as caught:
         codec.encode(shapes(number)[where])
     assert caught.value.code == "invalid_input"
-    assert caught.value.details == (f"{where}: is {number}, which JSON cannot say",)
+    assert caught.value.details == (
+        f"{where}: is {number}, which JSON cannot represent: use None or a string",
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ async def test_a_result_that_json_cannot_say_fails_for_good(app: ff.Fabric) -> N
             await run.result(timeout=20)
     info = caught.value.info
     assert (info.failure_category, info.total_attempt_count) == ("permanent", 1)
-    wanted = "measure: the result.mean[0] is nan, which JSON cannot say"
+    wanted = "measure: the result.mean[0] is nan, which JSON cannot represent: use None or a string"
     assert info.failure_reason == wanted
 
 

@@ -357,7 +357,7 @@ async def test_a_condition_over_a_handed_out_waitpoint(app: ff.Fabric, engine: E
     @app.task()
     async def ask(ctx: ff.Context) -> int:
         await ctx.waitpoint("a")
-        with pytest.raises(ValidationError, match="'a' was handed out and must be waited alone"):
+        with pytest.raises(ValidationError, match="'a' was handed out, so it cannot be combined"):
             await ctx.wait_condition(ff.AllOf((ff.Single("a"), ff.Single("b"))))
         await ctx.waitpoint("c")
         twice = ff.Count(n=2, waitpoints=("c",), count_kind=ff.CountKind.DISTINCT_SIGNALS)

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.support.sdk import submit, until
 
@@ -114,7 +115,7 @@ class Books:
             "XRANGE", feed, self._after[tag], "+", "COUNT", _PAGE, key=feed, replay_safe=True
         )
         for entry, flat in entries:
-            self._note(decode_entry(int(tag[4:-1]), entry, flat))
+            self._note(decode_entry(tag[1:-1], entry, flat))
             self._after[tag] = f"({entry.decode()}"
         return len(entries)
 

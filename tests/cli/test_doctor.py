@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from flowfabric.cli.checks.security import check_secret_file, scripting_finding
+from flowfabric.engine.api.meta import Grade
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.health import Grade
+from flowfabric.engine.valkey.embedded_checks import check_secret_file
+from flowfabric.engine.valkey.keys import LEADER
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, read_library
+from flowfabric.engine.valkey.security import scripting_finding
 from flowfabric.scanners import ScannerSettings
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
@@ -51,7 +53,7 @@ async def live(engine: Engine, *lanes: str) -> None:
     await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=lanes or ["default"]
     )
-    assert await engine.backend.leadership.acquire("", "host:12:uuid", 60_000)
+    await engine.backend.transport.call("SET", LEADER, "host:12:uuid", "PX", 60_000)
 
 
 async def test_all_is_well(cli: Cli, engine: Engine) -> None:
@@ -97,7 +99,7 @@ async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
         process = supervisor.leadership.identity.rpartition(":")[0]
 
         async def listed() -> bool:
-            return bool(await engine.backend.leadership.leaders())
+            return bool(await engine.backend.transport.call("EXISTS", keys.LEADERS))
 
         await until(listed)
         _, found = await examined(cli)
@@ -320,14 +322,12 @@ async def test_who_can_reach_the_server(tmp_path: Path) -> None:
 
 def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
     file = tmp_path / "waitpoint_secret"
-    assert check_secret_file(file) is None
+    assert check_secret_file(tmp_path) == []
     file.touch(mode=0o600)
-    finding = check_secret_file(file)
-    assert finding is not None
+    (finding,) = check_secret_file(tmp_path)
     assert finding.grade is Grade.OK
     file.chmod(0o640)
-    finding = check_secret_file(file)
-    assert finding is not None
+    (finding,) = check_secret_file(tmp_path)
     assert finding.grade is Grade.WARNING
     assert "mode 0640" in finding.detail
     assert f"chmod 600 {file}" in finding.advice

@@ -16,10 +16,10 @@ from flowfabric.cli.views.text import (
     clock,
     duration,
     json_line,
-    plural,
     preview,
     short_length,
 )
+from flowfabric.core.text import plural
 
 
 @pytest.mark.parametrize(

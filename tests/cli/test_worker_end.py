@@ -89,7 +89,7 @@ async def test_a_blocked_event_loop_does_not_keep_the_process(
     async with busy_worker(shop, client, kind, "--grace", "10ms") as (running, execution_id):
         running.send(signal.SIGTERM)
         await running.line("stopping: waiting for running tasks")
-        await running.line("a task blocks the event loop and the grace is over")
+        await running.line("a task still blocks the event loop after the grace period")
         done = await running.end()
     assert done.code == 128 + signal.SIGTERM
     state = await client.backend.reads.read_execution_state(execution_id)

@@ -16,7 +16,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from flowfabric.valkey.transport import Connection
@@ -61,11 +60,10 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
     waiting, acting = pair
     execution_id = await create(acting)
     tag = execution_id.tag
-    watch = CompletionWatch(waiting)
 
     async def see_the_end() -> None:
         while (await waiting.reads.read_execution_state(execution_id)).value != "completed":
-            await watch.wait_ended(execution_id)
+            await waiting.events.wait_ended(execution_id)
 
     async def is_blocked() -> bool:
         lists = [await cluster.call(node, "CLIENT", "LIST") for node in range(3)]
@@ -80,7 +78,6 @@ async def test_whoever_waits_for_a_result_learns_of_it(pair: Pair, cluster: Test
         began = time.monotonic()
         await waiter
         assert time.monotonic() - began < 5
-    await watch.aclose()
 
 
 async def test_an_idle_worker_hears_the_next_ring(pair: Pair, cluster: TestCluster) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.leases import Handle, ResumeGrant
 from flowfabric.core.contracts.streams import BestEffort, Frame
 from flowfabric.core.contracts.suspension import Accepted, FreshWaitpoint, ResumePolicy, Suspended
@@ -16,8 +15,8 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.api.upkeep import Upkeep
 from tests.support.engine import LANE, TTL, Engine
@@ -40,9 +39,7 @@ _OFFERED = {
     *("mark_lease_expired_if_due", "promote_delayed", "expire_execution", "trim_retention"),
     *("reconcile_execution_index", "used_partitions"),
 }
-_NO_ARGUMENTS = {"forget_idle_lanes", "leaders"}
-_INTERNAL = {*vars(Upkeep), *vars(Leadership)} - _OFFERED - _NO_ARGUMENTS
-SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
+SCANNERS = {name for name in vars(Upkeep) if not name.startswith("_")} - _OFFERED | {
     "wait_ready",
     "ring_waiting",
     "occupied_partitions",
@@ -282,6 +279,12 @@ async def _limited(engine: Engine) -> Given:
     return await in_lane(engine) | {"limit": 5}
 
 
+async def _ended(engine: Engine) -> Given:
+    handle = await running(engine)
+    await engine.backend.executions.complete(handle)
+    return {"execution_id": handle.execution_id}
+
+
 READ = about()
 
 CALLS: Mapping[str, Call] = {
@@ -300,7 +303,6 @@ CALLS: Mapping[str, Call] = {
     "complete_and_claim": fused,
     "complete_execution": fenced(result_payload=b"r"),
     "complete_many": _items,
-    "coverage": fixed(namespace="default", lane_id=LANE, required=["gpu"]),
     "create_execution": lambda engine: _awaited({"new": new(engine)}),
     "create_many": lambda engine: _awaited({"items": [new(engine)]}),
     "create_waitpoint": held(waitpoint_key="k", expires_in_ms=1000),
@@ -361,8 +363,18 @@ CALLS: Mapping[str, Call] = {
     "set_execution_tags": about(tags={"app.x": "y"}),
     "set_lane_config": fixed(lane_id=LANE, priority_weight_ms=5),
     "set_lane_state": fixed(lane_id=LANE, state="active"),
+    "diagnose": fixed(namespace="default"),
     "shutdown_prepare": fixed(grace_s=0.0),
-    "subscribe_lease_history": fixed(where=EventFilter(), partitions=[0]),
+    "subscribe": fixed(families=["completion"], options={}),
+    **dict.fromkeys(
+        (
+            *("subscribe_completion", "subscribe_lease_history", "subscribe_signal_delivery"),
+            "subscribe_operator_events",
+        ),
+        fixed(options={"where": EventFilter(), "partitions": [0], "group": "g", "member": "m"}),
+    ),
+    "subscribe_worker_events": fixed(namespace="default"),
+    "wait_ended": _ended,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),
@@ -371,7 +383,12 @@ CALLS: Mapping[str, Call] = {
     "wait_children": held(),
     **dict.fromkeys(
         (
-            *("describe_execution", "explain_execution", "get_execution_namespace"),
+            *(
+                "describe_execution",
+                "explain_execution",
+                "get_execution_namespace",
+                "read_last_wait",
+            ),
             *("get_execution_result", "get_execution_tags", "read_attempts", "read_outcome"),
             *("read_current_attempt_index", "read_execution_context", "read_execution_history"),
             *("read_execution_info", "read_execution_policy", "read_execution_state"),

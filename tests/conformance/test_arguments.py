@@ -15,11 +15,11 @@ import pytest
 
 from flowfabric.core.conditions import AllOf, Count, Single
 from flowfabric.core.contracts.executions import Completed, Created, NewExecution
-from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
 from tests.conformance.argument_calls import CALLS, SCANNERS, methods, operation
 from tests.support.engine import TTL, Engine, unchanged

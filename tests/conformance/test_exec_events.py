@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.events import Event, decode_entry
+from flowfabric.engine.api.events import Event
 from tests.support.engine import TTL, Engine, refused
 from tests.support.executions import BACKOFF, TERMINAL, Case, expire_deadline, mark, promote
 
@@ -241,10 +241,3 @@ async def test_a_completion_carries_the_tags(engine: Engine) -> None:
     handle = await engine.running(tags={"app.long": "x" * 4096})
     await engine.backend.executions.complete(handle)
     assert (await engine.events(handle.execution_id))[-1].tags is None
-
-
-async def test_an_entry_that_names_no_execution() -> None:
-    flat = [b"t", b"budget_breached", b"budget_id", b"b-1", b"at", b"7"]
-    event = decode_entry(3, b"5-0", flat)
-    assert event == Event("fp:3/5-0", "budget_breached", 7, None, None, None, None, event.fields)
-    assert event.fields == {"budget_id": "b-1"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.lease_events import EventFilter
-from flowfabric.core.feed_cursor import FeedCursor
+from flowfabric.engine.api.events import EventFilter
+from flowfabric.engine.events.cursor import FeedCursor
 from tests.support.engine import LANE, TTL, Engine, refused
 from tests.support.lease_history import LANES, RETRY, following, lived, nothing_more, take
 from tests.support.leases import mark, reclaim
@@ -31,7 +31,7 @@ async def test_every_kind_of_event_in_the_order_of_commits(engine: Engine) -> No
         await backend.executions.complete(again, b"r")
         await backend.executions.replay_execution(execution_id)
         events = await take(history, 9)
-    assert [(event.kind, event.reason) for event in events] == [
+    assert [(event.type, event.reason) for event in events] == [
         ("acquired", None),
         ("released", "failed_retry_scheduled"),
         ("acquired", None),
@@ -60,7 +60,7 @@ async def test_one_subscription_covers_all_partitions(engine: Engine) -> None:
         events = await take(history, 18)
     assert len({execution_id.tag for execution_id in ids}) == 3
     for execution_id in ids:
-        mine = [event.kind for event in events if event.execution_id == execution_id]
+        mine = [event.type for event in events if event.execution_id == execution_id]
         assert mine == ["acquired", "released"]
     for lane in LANES:
         told = [event.execution_id for event in events if event.lane_id == lane]
@@ -123,7 +123,7 @@ async def test_one_partition_alone(engine: Engine) -> None:
         assert len(history.cursor) == 17
         kept = history.cursor
     async with following(engine.backend, kept, partitions=[here]) as history:
-        assert [event.kind for event in await take(history, 1)] == ["released"]
+        assert [event.type for event in await take(history, 1)] == ["released"]
     await refused(engine.backend.events.subscribe_lease_history(kept), "invalid_cursor")
     async with following(engine.backend, partitions=[here]) as history:
         after = await lived(engine, "alpha")
@@ -138,9 +138,9 @@ async def test_one_partition_alone(engine: Engine) -> None:
         (b"\x02" + b"\0" * 8, "invalid_cursor"),
         (b"\x11", "invalid_cursor"),
         (FeedCursor(5).encode() + b"\0", "invalid_cursor"),
-        (FeedCursor(5, {3: (6, 0)}).encode()[:-1], "invalid_cursor"),
+        (FeedCursor(5, {"fp:3": (6, 0)}).encode()[:-1], "invalid_cursor"),
         (b"\x11" + b"\0" * 8 + b"\0\1" + b"\7" + b"\0" * 18, "invalid_cursor"),
-        (FeedCursor(5, {300: (6, 0)}).encode(), "invalid_cursor"),
+        (FeedCursor(5, {"fp:300": (6, 0)}).encode(), "invalid_cursor"),
         (0, "invalid_input"),
         (True, "invalid_input"),
         (None, "invalid_input"),
@@ -189,7 +189,7 @@ async def test_a_filter_lets_nothing_else_through(
     await lived(engine, "beta", namespace="theirs", tags={"app.b": "2"})
     async with following(engine.backend, "start", where) as history:
         events = await take(history, len(expected))
-        assert [event.kind for event in events] == expected
+        assert [event.type for event in events] == expected
         assert {event.execution_id for event in events} <= {mine}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):

@@ -96,6 +96,26 @@ async def test_what_ended_or_needs_nothing_lacks_nothing(engine: Engine) -> None
     assert await lacking(engine, ended) == ((), None)
 
 
+async def test_who_could_take_it(engine: Engine) -> None:
+    """Workers claim from every namespace; their own is only where they are registered."""
+    execution_id = await engine.create(policy=NEEDS, namespace="mine")
+    everything = ("cuda", "gpu", "ssd")
+    await register(engine, "b", *everything, "more", namespace="theirs")
+    await register(engine, "a", *everything)
+    await register(engine, "c", "cuda", namespace="mine")
+    await register(engine, "d", *everything, lane="else")
+    fleet = await engine.backend.workers.list_workers(None)
+    assert [worker.worker_instance_id for worker in fleet] == ["a", "b", "c", "d"]
+    assert [worker.namespace for worker in fleet] == ["default", "theirs", "mine", "default"]
+    page = await engine.backend.workers.list_workers(None, after="a", limit=2)
+    assert page == fleet[1:3]
+    why = await engine.backend.reads.explain_execution(execution_id)
+    assert why.able_workers == ("a", "b")
+    await engine.backend.executions.cancel_execution(execution_id)
+    why = await engine.backend.reads.explain_execution(execution_id)
+    assert why.able_workers == ()
+
+
 def test_of_equally_near_workers_the_answer_is_always_the_same() -> None:
     def worker(*capabilities: str) -> WorkerEntry:
         return WorkerEntry(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.lease_events import ExpiredLease
 from flowfabric.core.contracts.leases import Handle
+from flowfabric.engine.api.leases import ExpiredLease
 from tests.support.engine import TTL, Engine, refused
 from tests.support.executions import mark
 

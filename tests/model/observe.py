@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-from flowfabric.core.contracts.events import decode_entry
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo, ExecutionSnapshot
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import violations
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.event_entries import decode_entry
 from tests.model.model import Model
 from tests.model.parts import LEASED, Execution
 
@@ -120,7 +120,7 @@ class Observer:
         entries: Any = await call("XRANGE", keys.events(self.tag), self._events_from, "+")
         partition = int(self.tag[4:-1])
         for entry, flat in entries:
-            event = decode_entry(partition, entry, flat)
+            event = decode_entry(f"fp:{partition}", entry, flat)
             self._events.setdefault(event.execution_id, []).append(event.type)
             self._events_from = "(" + entry.decode()
 

@@ -148,6 +148,10 @@ def positions_in(block: Block) -> set[int]:
     for name, first in re.findall(r"\b(\w+\.\w+)\(args, (\d+)\)", block.code):
         offsets = re.findall(r"\bargs\[first(?: \+ (\d+))?\]", helpers()[name].code)
         found |= {int(first) + int(offset or 0) for offset in offsets}
+    # Helpers that get all arguments, and those that register the function.
+    passed = re.findall(r"\b(\w+\.\w+)\([^()]*\bargs\)|\b(\w+\.register_function)\(", block.code)
+    for name in {name for pair in passed for name in pair if name}:
+        found |= positions_in(helpers()[name])
     return found
 
 

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
 from tests.support.scanning import idle
@@ -33,11 +35,11 @@ async def indexed(engine: Engine) -> set[bytes]:
     return set(found)
 
 
-async def feed(engine: Engine) -> list[dict[bytes, bytes]]:
+async def feed(engine: Engine) -> list[Event]:
     entries: Any = await engine.backend.transport.call(
         "XRANGE", keys.worker_events(NAMESPACE), "-", "+"
     )
-    return [dict(zip(flat[::2], flat[1::2], strict=True)) for _, flat in entries]
+    return [decode_entry("worker:default", *entry) for entry in entries]
 
 
 async def test_expired_workers_leave_the_index(engine: Engine) -> None:
@@ -45,8 +47,8 @@ async def test_expired_workers_leave_the_index(engine: Engine) -> None:
     await expire(engine, "a", "c")
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=2)
     assert await indexed(engine) == {b"b"}
-    told = [e for e in await feed(engine) if e[b"type"] == b"worker_expired"]
-    assert {event[b"worker_instance_id"] for event in told} == {b"a", b"c"}
+    told = [e for e in await feed(engine) if e.type == "worker_expired"]
+    assert {event.get("worker_instance_id") for event in told} == {"a", "c"}
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult()
 
 

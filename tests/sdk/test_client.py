@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +15,7 @@ from flowfabric.core.errors import EngineError, NotFoundError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.feeds import _FeedLink
 from flowfabric.sdk.client import (
     Client,
     ExecutionCancelled,
@@ -25,7 +26,7 @@ from flowfabric.sdk.client import (
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import submit, until
+from tests.support.sdk import submit, until, watch_of
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 
@@ -34,7 +35,7 @@ from tests.support.suspension import SECRET
 async def client(engine: Engine, valkey: TestServer) -> AsyncIterator[Client]:
     async with await Client.connect(valkey.url) as client:
         yield client
-        await until(lambda: client._watch.waiting == 0, "no waiter left behind")
+        await until(lambda: watch_of(client).waiting == 0, "no waiter left behind")
 
 
 async def test_submit_variants(client: Client) -> None:
@@ -163,8 +164,8 @@ async def test_rotating_the_secret(client: Client, engine: Engine) -> None:
 @pytest.fixture
 def only_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No look by a clock comes in the time of a test: what is seen was told by the server."""
-    for interval in ("_BLOCK_S", "_RECHECK_S"):
-        monkeypatch.setattr(f"flowfabric.engine.valkey.completions.{interval}", 3600.0)
+    for interval in ("_WAIT_S", "_RECHECK_S"):
+        monkeypatch.setattr(f"flowfabric.engine.events.completions.{interval}", 3600.0)
 
 
 @pytest.mark.usefixtures("only_pushed")
@@ -174,15 +175,18 @@ async def test_end_is_pushed(client: Client, engine: Engine) -> None:
     waiter = asyncio.create_task(client.result(execution_id, 30))
     claim = await engine.claim()
     await until(lambda: reading(client, execution_id.tag), "the reader")
-    (reader,) = client._watch._readers.values()
-    ids = [reader._client_id, await client.backend.transport.call("CLIENT", "ID")]
+    (watcher,) = watch_of(client)._watchers.values()
+    link = cast("_FeedLink", watcher._reader._link)
+    await until(lambda: link._client_id > 0, "its connection")
+    ids = [link._client_id, await client.backend.transport.call("CLIENT", "ID")]
     await until(lambda: silent(engine, *ids), "a second without a command")
     await engine.backend.executions.complete(claim.handle, b"x")
     assert await waiter == b"x"
 
 
 def reading(client: Client, tag: str) -> bool:
-    return any(tag in reader._reading for reader in client._watch._readers.values())
+    feed = tag[1:-1]
+    return any(feed in each._reader.reading for each in watch_of(client)._watchers.values())
 
 
 async def silent(engine: Engine, *ids: int) -> bool:
@@ -243,13 +247,13 @@ async def test_timeout_and_cancellation_leave_nothing(client: Client, engine: En
         with pytest.raises(TimeoutError):
             await client.wait(execution_id, timeout=0.01)
     waiters = [asyncio.create_task(client.wait(i)) for i in ids for _ in range(3)]
-    await until(lambda: client._watch.waiting == 5, "the waiters")
+    await until(lambda: watch_of(client).waiting == 5, "the waiters")
     for waiter in waiters:
         waiter.cancel()
     await asyncio.wait(waiters)
     assert all(waiter.cancelled() for waiter in waiters)
-    (reader,) = client._watch._readers.values()
-    assert (reader._waiters, reader._positions) == ({}, {})
+    (watcher,) = watch_of(client)._watchers.values()
+    assert (watcher.waiters, watcher._reader.positions) == ({}, {})
 
 
 async def test_replayed_execution_is_waited_for_again(client: Client, engine: Engine) -> None:
@@ -328,7 +332,7 @@ async def test_reader_far_behind_looks_again(
     client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The feed is capped: entries that were trimmed unread must not strand a waiter."""
-    monkeypatch.setattr("flowfabric.engine.valkey.completions._PAGE", 20)
+    monkeypatch.setattr("flowfabric.engine.events.reader._QUEUE", 20)
     (execution_id,) = await submit(engine.backend)
     waiter = asyncio.create_task(client.result(execution_id, 10))
     await until(lambda: reading(client, execution_id.tag), "the reader")

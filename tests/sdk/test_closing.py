@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,13 +11,14 @@ import pytest
 from flowfabric.core.errors import TransportError
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
+from flowfabric.sdk.loop_thread import LoopThread
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import config, opener, state, submit, until
+from tests.support.sdk import config, opener, state, submit, until, valkey_of, watch_of
 from tests.support.server import TestServer
 
 
@@ -32,7 +32,7 @@ async def cancelled(close: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def in_flight(worker: Worker) -> bool:
-    transport: Any = worker.backend.transport
+    transport: Any = valkey_of(worker).transport
     conn = transport._link.conn
     return conn is not None and conn.in_flight > 0
 
@@ -88,7 +88,7 @@ async def test_the_end_of_the_loop_ends_the_worker_with_it(
 ) -> None:
     """What `asyncio.run` does after Ctrl-C: it cancels all tasks, the closing one too."""
     await submit(engine.backend)
-    keepers: list[threading.Thread] = []
+    keepers: list[LoopThread] = []
 
     async def main() -> None:
         place = opener(proxy.url, valkey.url, request_timeout=1.0)
@@ -111,7 +111,7 @@ async def test_a_client_wakes_its_waiters(engine: Engine, valkey: TestServer) ->
     client = await Client.connect(valkey.url)
     (execution_id,) = await submit(engine.backend)
     waiter = asyncio.create_task(client.wait(execution_id))
-    await until(lambda: client._watch.waiting == 1, "the waiter")
+    await until(lambda: watch_of(client).waiting == 1, "the waiter")
     await cancelled(client.aclose)
     with pytest.raises(TransportError, match="closed"):
         async with asyncio.timeout(10):

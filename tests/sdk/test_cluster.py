@@ -15,7 +15,7 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
-from tests.support.sdk import config, opener, serving, submit, until
+from tests.support.sdk import config, opener, serving, submit, until, watch_of
 
 
 @pytest.fixture
@@ -59,4 +59,4 @@ async def test_many_waiters_over_slots(cluster: TestCluster, client: Client) -> 
         ]
         assert await asyncio.gather(*waiters) == [b""] * len(waiters)
         assert runtime.summary.completed == len(waiters)
-    await until(lambda: client._watch.waiting == 0, "no waiter left")
+    await until(lambda: watch_of(client).waiting == 0, "no waiter left")

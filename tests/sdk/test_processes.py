@@ -19,7 +19,7 @@ import flowfabric as ff
 from flowfabric.core.contracts.streams import Frame
 from tests.support import programs
 from tests.support.engine import Engine
-from tests.support.sdk import info, state, until
+from tests.support.sdk import info, state, until, watch_of
 from tests.support.server import TestServer
 
 
@@ -147,7 +147,7 @@ async def test_multiprocessing_workers(
         early: ff.Run[Any] = await app.submit("quick", 0)
         waiting = asyncio.create_task(early.result(20))
         client = await app.client()
-        await until(lambda: client._watch.waiting == 1, "the waiter")
+        await until(lambda: watch_of(client).waiting == 1, "the waiter")
         workers = [
             context.Process(target=serve_one, args=(valkey.url, str(tmp_path))) for _ in range(2)
         ]
@@ -175,7 +175,7 @@ async def test_async_client_in_a_forked_child(engine: Engine, valkey: TestServer
     run: ff.Run[Any] = await app.submit("job")
     waiting = asyncio.create_task(run.wait(20))
     client = await app.client()
-    await until(lambda: client._watch.waiting == 1, "the waiter")
+    await until(lambda: watch_of(client).waiting == 1, "the waiter")
     child = os.fork()
     if child == 0:
         ended = 1

@@ -16,7 +16,7 @@ from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import info, serving, state, submit, until
+from tests.support.sdk import info, serving, state, submit, until, valkey_of
 from tests.support.server import TestServer
 
 RETRY_SOON = {"retry_policy": {"max_retries": 2, "backoff": {"type": "fixed", "delay_ms": 50}}}
@@ -146,7 +146,7 @@ async def test_oversized_result_fails_with_a_clear_reason(
 
     ids = [(await submit(engine.backend, kind=k, policy=RETRY_SOON))[0] for k in ("big", "fits")]
     worker = await make_worker(max_concurrent_tasks=2)
-    worker.backend.calls.limits = Limits(max_payload_bytes=100)
+    valkey_of(worker).calls.limits = Limits(max_payload_bytes=100)
     async with serving(worker, {"big": handler, "fits": handler}) as runtime:
         await until(finished(runtime, 2), "both ends")
     big, fits = [await info(engine.backend, i) for i in ids]
@@ -259,14 +259,15 @@ async def test_bounded_and_batched(engine: Engine, make_worker: MakeWorker) -> N
     await submit(engine.backend, count)
     worker = await make_worker(max_concurrent_tasks=permits)
     calls = 0
-    original = worker.backend.transport.fcall
+    transport = valkey_of(worker).transport
+    original = transport.fcall
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(*args, **kwargs)
 
-    worker.backend.transport.fcall = counted  # type: ignore[method-assign]
+    transport.fcall = counted
     async with serving(worker, {"job": handler}) as runtime:
         await until(lambda: runtime.summary.completed == count, "all of them", 30)
     assert most <= permits
@@ -445,14 +446,15 @@ async def test_login_problem_ends_the_run(engine: Engine, make_worker: MakeWorke
     runtime.on("job", handler)
     run = asyncio.create_task(runtime.run(grace_s=0))
     await started.wait()
-    original = worker.backend.transport.fcall
+    transport = valkey_of(worker).transport
+    original = transport.fcall
 
     def refused(function: str, *args: Any, **kwargs: Any) -> Any:
         if function == "ff_claim_many":
             raise TransportError("auth", "NOPERM no more")
         return original(function, *args, **kwargs)
 
-    worker.backend.transport.fcall = refused  # type: ignore[method-assign]
+    transport.fcall = refused
     await submit(engine.backend)
     with pytest.raises(TransportError, match="NOPERM"):
         await run

@@ -24,6 +24,7 @@ from flowfabric.sdk.client import Client
 from flowfabric.sdk.portal import Portal
 from flowfabric.sdk.sync import SyncClient
 from tests.support.engine import Engine
+from tests.support.sdk import watch_of
 from tests.support.server import TestServer
 
 
@@ -148,7 +149,7 @@ def test_close_ends_the_waits_of_other_threads(engine: Engine, valkey: TestServe
     waiting.wait()
     inner: Any = client._target
     deadline = time.monotonic() + 5
-    while not inner._watch.waiting and time.monotonic() < deadline:
+    while not watch_of(inner).waiting and time.monotonic() < deadline:
         time.sleep(0.005)
     client.close()
     thread.join(10)

@@ -23,12 +23,13 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.calls import Limits
-from flowfabric.sdk.task import ClaimedTask, verify
+from flowfabric.sdk.attempt import verify
+from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import RETRY, claimed, info, state, until
+from tests.support.sdk import RETRY, claimed, info, state, until, valkey_of
 from tests.support.server import TestServer
 
 # --- operations ---------------------------------------------------------------------------
@@ -166,7 +167,7 @@ async def test_refused_argument_leaves_the_task_usable(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
     worker = await make_worker()
-    worker.backend.calls.limits = Limits(max_payload_bytes=10)
+    valkey_of(worker).calls.limits = Limits(max_payload_bytes=10)
     task = await claimed(worker, engine)
     with pytest.raises(ValidationError, match="payload_too_large"):
         await task.complete(b"x" * 11)

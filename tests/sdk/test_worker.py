@@ -15,7 +15,7 @@ from flowfabric.core.errors import (
     TransportError,
     WorkerAtCapacity,
 )
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.keys import wake
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.task import ClaimedTask
@@ -23,7 +23,7 @@ from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import config, opener, seeded, serving, state, submit, until
+from tests.support.sdk import config, opener, seeded, serving, state, submit, until, valkey_of
 from tests.support.server import TestServer
 
 # --- settings -----------------------------------------------------------------------------
@@ -91,7 +91,7 @@ async def test_failed_connect_leaves_the_id_free(engine: Engine, valkey: TestSer
     good = opener(valkey.url)
     calls = 0
 
-    async def connect() -> ValkeyBackend:
+    async def connect() -> Backend:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -228,7 +228,7 @@ async def test_lost_claim_reply_gives_the_same_leases_again(
 ) -> None:
     await submit(engine.backend, 5)
     worker = await make_worker(proxy.url, valkey.url, max_concurrent_tasks=3)
-    transport: Any = worker.backend.transport
+    transport = valkey_of(worker).transport
     home = worker.claims.lanes["default"].home
     proxy.drop_next_reply(b"ff_claim_many")
     tasks, more = await worker.claims.claim_at("default", home, 2)

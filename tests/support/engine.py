@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flowfabric.core import capabilities as caps
-from flowfabric.core.contracts.events import Event, decode_entry
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Claim, Handle
 from flowfabric.core.errors import EngineError
@@ -18,9 +17,11 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import parse_policy
 from flowfabric.core.state import StateVector
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
+from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"
@@ -137,8 +138,12 @@ class Engine:
         entries: Any = await self.backend.transport.call(
             "XRANGE", keys.events(execution_id.tag), "-", "+"
         )
-        decoded = [decode_entry(execution_id.partition, entry, flat) for entry, flat in entries]
+        decoded = [decode_entry(execution_id.tag[1:-1], entry, flat) for entry, flat in entries]
         return [event for event in decoded if event.execution_id == execution_id]
+
+    async def trim_feed(self, execution_id: ExecutionId) -> None:
+        """Trim everything that the feed of this execution's partition holds now."""
+        await self.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
 
     async def digest(self) -> dict[bytes, bytes]:
         """Every key that stays, with a hash of its content: `dump` in short, in one round trip."""

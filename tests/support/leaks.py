@@ -27,7 +27,7 @@ _INDEX = re.compile(
 _OTHER = re.compile(
     r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
-    r"|ff:part:\{fp:\d+\}:events|ff:wake:.+|ff:idem:.+"
+    r"|ff:part:\{fp:\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"
 )
 _MUST_EXPIRE = re.compile(

@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.events import LeaseSubscription
+from flowfabric.engine.api.events import EventFilter, LeaseEvent, Subscription
 from tests.support.engine import LANE, Engine
 
 LANES = ("alpha", "beta", "gamma")
@@ -23,15 +22,15 @@ RETRY: dict[str, Any] = {
 @asynccontextmanager
 async def following(
     backend: Backend, cursor: Any = "now", where: EventFilter | None = None, **options: Any
-) -> AsyncGenerator[LeaseSubscription]:
-    history = await backend.events.subscribe_lease_history(cursor, where, **options)
+) -> AsyncGenerator[Subscription[LeaseEvent]]:
+    history = await backend.events.subscribe_lease_history(cursor, where=where, **options)
     try:
         yield history
     finally:
         await history.aclose()
 
 
-async def take(history: LeaseSubscription, count: int) -> list[LeaseEvent]:
+async def take(history: Subscription[LeaseEvent], count: int) -> list[LeaseEvent]:
     found: list[LeaseEvent] = []
     async with asyncio.timeout(10):
         while len(found) < count:
@@ -41,7 +40,7 @@ async def take(history: LeaseSubscription, count: int) -> list[LeaseEvent]:
     return found
 
 
-async def nothing_more(history: LeaseSubscription, engine: Engine) -> None:
+async def nothing_more(history: Subscription[LeaseEvent], engine: Engine) -> None:
     """What comes next is what happens next, and not anything from before."""
     handle = await engine.running(lane="marker")
     (event,) = await take(history, 1)

@@ -8,16 +8,20 @@ import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from flowfabric.core.contracts.executions import ExecutionInfo, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
+from flowfabric.engine.events.completions import CompletionWatch
+from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
+from flowfabric.sdk.loop_thread import Connect
 from flowfabric.sdk.runtime import Handler, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.worker import Connect, Worker
+from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 
@@ -31,6 +35,11 @@ def opener(*urls: str, request_timeout: float = 5.0) -> Connect:
         return await ValkeyBackend.connect(parse_url(url), request_timeout=request_timeout)
 
     return connect
+
+
+def watch_of(client: Client) -> CompletionWatch:
+    """What waits for executions on behalf of a client."""
+    return cast("FeedEvents", client.backend.events)._watch
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -123,3 +132,8 @@ async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
     task = await worker.claim()
     assert task is not None
     return task
+
+
+def valkey_of(worker: Worker) -> Any:
+    """The worker's backend, with what only the one on Valkey has."""
+    return worker.backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -15,6 +15,8 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.feeds import ValkeyFeeds
+from flowfabric.engine.valkey.places import ValkeyPlaces
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.executions import POLICY
 from tests.support.suspension import SECRET
@@ -48,13 +50,9 @@ def new(n: int, **fields: Any) -> NewExecution:
     )
 
 
-async def unused_lane(engine: Engine) -> None:
+async def placed(engine: Engine) -> dict[str, str]:
     await engine.backend.places.register_places({"{fp:7}": ["mail"]})
-    await engine.freeze(EPOCH + 60_001)
-
-
-async def led(engine: Engine) -> None:
-    assert await engine.backend.leadership.acquire("", "a:1:x", 60_000)
+    return (await engine.backend.places.places_in_use())["{fp:7}"]
 
 
 async def nothing(_: Engine) -> None:
@@ -398,14 +396,10 @@ CASES: dict[str, Case] = {
     ),
     "forget_places": Case(
         "ff_forget_places",
-        unused_lane,
-        lambda backend, _: backend.upkeep.forget_idle_lanes(),
+        placed,
+        lambda backend, stamps: backend.upkeep.forget_places("{fp:7}", stamps),
         no_answer,
     ),
-    "lead": Case(
-        "ff_lead", nothing, lambda backend, _: backend.leadership.acquire("part", "a:1:x", 60_000)
-    ),
-    "resign": Case("ff_resign", led, lambda backend, _: backend.leadership.resign("", "a:1:x")),
     "ring_waiting": Case(
         "ff_ring_waiting",
         waiting,
@@ -460,6 +454,20 @@ CASES: dict[str, Case] = {
         nothing,
         lambda backend, _: backend.upkeep.sweep_workers("default"),
         no_answer,
+    ),
+    "group_join": Case(
+        "ff_group_join",
+        nothing,
+        lambda backend, _: ValkeyFeeds(
+            backend.calls, cast("ValkeyPlaces", backend.places)
+        ).join_group("g", "m", 1000, "start"),
+    ),
+    "group_lease": Case(
+        "ff_group_lease",
+        nothing,
+        lambda backend, _: ValkeyFeeds(
+            backend.calls, cast("ValkeyPlaces", backend.places)
+        ).lease_feed("fp:1", "g", "m", 1000, (5, 0)),
     ),
     "worker_dead": Case(
         "ff_worker_dead",

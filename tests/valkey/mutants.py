@@ -82,12 +82,25 @@ FAIL = "functions/ff_fail.lua"
 CANCEL = "functions/ff_cancel.lua"
 REGISTER = "functions/ff_worker_register.lua"
 
+NOT_RECLAIMABLE = "reply.err('execution_not_reclaimable') or nil"
+UNCHECKED_PROGRESS = (
+    PROGRESS,
+    "fence.lease_problem(c, id, rec)",
+    "(not S.is_active(rec.state) and reply.not_active(rec))",
+)
+
 # Name, file, the guard as written, what stands there instead, the scenario that must notice.
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     # --- the fence ---
     ("lease id", FENCE, "given.lease_id ~= record.lease_id(rec) or ", "", triple()),
     ("epoch", FENCE, "tonumber(given.epoch) ~= record.epoch(rec)\n", "false\n", triple()),
-    ("attempt id", FENCE, "or given.attempt_id ~= record.attempt_id(rec)", "", triple()),
+    (
+        "attempt id",
+        FENCE,
+        "or (given.attempt_id ~= '' and given.attempt_id ~= record.attempt_id(rec))",
+        "",
+        triple(),
+    ),
     (
         "attempt index",
         FENCE,
@@ -98,7 +111,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "exact proof",
         FENCE,
-        "and proves(text, rec.lease, rec.attempt)",
+        "and text == rec.lease .. '/' .. rec.attempt",
         "",
         matrix(test_fencing.reclaimed_by_another, "complete"),
     ),
@@ -182,22 +195,18 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "progress identity",
         PROGRESS,
-        "return reply.err('stale_lease')",
-        "local _ = nil",
+        " or fence.mismatch(rec, fence.parse(args[2]))",
+        "",
         matrix(test_fencing.reclaimed_by_another, "progress"),
     ),
     (
         "progress after expiry",
-        PROGRESS,
-        "return reply.err('lease_expired')",
-        "local _ = nil",
+        *UNCHECKED_PROGRESS,
         matrix(test_fencing.lapsed_unmarked, "progress"),
     ),
     (
         "progress after revocation",
-        PROGRESS,
-        "return reply.err('lease_revoked')",
-        "local _ = nil",
+        *UNCHECKED_PROGRESS,
         matrix(test_fencing.revoked, "progress"),
     ),
     (
@@ -239,15 +248,15 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "one grant slot",
         GRANT,
-        "if granting.live(c, rec) then",
-        "if false then",
+        "if before then return before end",
+        "",
         test_lease_grants.test_one_slot_for_claim_grants,
     ),
     (
         "one reclaim grant slot",
         RECLAIM_GRANT,
-        "if granting.live(c, rec) then",
-        "if false then",
+        "    or granting.repeated(c, id, rec, args[6])\n",
+        "",
         test_lease_grants.test_one_slot_for_reclaim_grants,
     ),
     (
@@ -399,51 +408,37 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "reclaim of a lost lease only",
         RECLAIM,
-        "if not S.is_lease_lost(rec.state)",
-        "if not S.is_active(rec.state)",
+        "claiming.reclaim_problem(c, rec, own_cap)",
+        f"(not S.is_active(rec.state) and {NOT_RECLAIMABLE})",
         test_lease_reclaim.test_what_cannot_be_reclaimed,
     ),
     (
         "reclaim grant for a lost lease only",
         RECLAIM_GRANT,
-        "if not S.is_lease_lost(rec.state)",
-        "if not S.is_active(rec.state)",
+        "claiming.reclaim_problem(c, rec)",
+        f"(not S.is_active(rec.state) and {NOT_RECLAIMABLE})",
         test_lease_reclaim.test_what_cannot_be_reclaimed,
     ),
     (
         "cap of a reclaim",
         RECLAIM,
-        "if tonumber(rec.lease_reclaim_count or 0) >= cap then",
-        "if false then",
+        "    or claiming.cap_problem(c, id, rec, own_cap)\n",
+        "",
         lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "reclaim"),
     ),
     (
         "cap of a reclaim grant",
         RECLAIM_GRANT,
-        "if tonumber(rec.lease_reclaim_count or 0) >= cap then",
-        "if false then",
+        "    or claiming.cap_problem(c, id, rec)\n",
+        "",
         lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "grant"),
     ),
     (
         "cap of a claim",
         CLAIMING,
-        "tonumber(rec.lease_reclaim_count or 0) >= claiming.reclaim_cap(rec)",
-        "false",
+        "if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end",
+        "",
         stored_claim_many.test_the_reclaim_cap_ends_an_execution_found_by_a_claim,
-    ),
-    (
-        "policy before the caller's cap",
-        CLAIMING,
-        "rec.max_reclaim_count or fallback",
-        "fallback or rec.max_reclaim_count",
-        lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "reclaim"),
-    ),
-    (
-        "reclaims are counted",
-        LEASE,
-        "tonumber(rec.lease_reclaim_count or 0) + 1",
-        "tonumber(rec.lease_reclaim_count or 0)",
-        test_lease_reclaim.test_each_reclaim_counts_once_and_takes_its_own_index,
     ),
     (
         "lease end is exclusive",
@@ -470,8 +465,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "terminal check of the trimmer",
         TRIM,
-        "if not S.is_terminal(rec.state) then",
-        "if false then",
+        " or not S.is_terminal(rec.state)",
+        "",
         lambda e: test_lease_races.test_purge_and_replay(e, first=False),
     ),
     (

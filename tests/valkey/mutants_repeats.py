@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.valkey.calls import text
-from tests.conformance import test_exec_fail, test_lease_cap, test_lease_grants, test_registry
+from tests.conformance import (
+    test_exec_fail,
+    test_lease_cap,
+    test_lease_grants,
+    test_lease_reclaim,
+    test_registry,
+)
 from tests.support.engine import Engine
 from tests.valkey import test_exec_fail as stored_exec_fail
 from tests.valkey import test_lease_cap as stored_lease_cap
@@ -13,6 +19,8 @@ from tests.valkey.mutants import (
     CLAIMING,
     FENCE,
     GRANTING,
+    LEASE,
+    NOT_RECLAIMABLE,
     RECLAIM,
     RECLAIM_GRANT,
     REGISTER,
@@ -87,15 +95,15 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "cap of a reclaim told again",
         RECLAIM,
-        "if reached then return",
-        "if false then return",
+        "claiming.reclaim_problem(c, rec, own_cap)",
+        f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),
     (
         "cap of a reclaim grant told again",
         RECLAIM_GRANT,
-        "if reached then return",
-        "if false then return",
+        "claiming.reclaim_problem(c, rec)",
+        f"(not S.is_lease_lost(rec.state) and {NOT_RECLAIMABLE})",
         lambda e: stored_lease_cap.test_a_cap_told_again(e, 1),
     ),
     (
@@ -108,8 +116,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "only the cap is told again",
         CLAIMING,
-        "if not S.is_terminal(rec.state) or rec.ended_by ~= 'reclaim_cap' then return nil end",
-        "",
+        "if S.is_terminal(rec.state) and rec.ended_by == 'reclaim_cap' then",
+        "if S.is_terminal(rec.state) then",
         test_lease_cap.test_only_the_cap_is_told_again,
     ),
     (
@@ -143,11 +151,25 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the worker's own list",
         GRANTING,
-        "if refused ~= '' then",
+        "if args[10] ~= '' then",
         "if false then",
         lambda e: test_lease_grants.test_the_workers_own_list_is_looked_at_last(
             e, ["a,b"], "comma_in_token"
         ),
+    ),
+    (
+        "policy before the caller's cap",
+        CLAIMING,
+        "rec.max_reclaim_count or fallback",
+        "fallback or rec.max_reclaim_count",
+        lambda e: test_lease_reclaim.test_cap_zero_means_never(e, "reclaim"),
+    ),
+    (
+        "reclaims are counted",
+        LEASE,
+        "tonumber(rec.lease_reclaim_count or 0) + 1",
+        "tonumber(rec.lease_reclaim_count or 0)",
+        test_lease_reclaim.test_each_reclaim_counts_once_and_takes_its_own_index,
     ),
     # --- unreadable records ---
     (
@@ -174,8 +196,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "lease of an active execution",
         RECORD,
-        "  if problem then error(id .. ': ' .. problem, 0) end\n  return rec",
-        "  return rec",
+        "  if rec then stop_on(id, record.lease_problem(rec)) end\n",
+        "",
         lambda e: test_unreadable_records.test_an_unreadable_lease(e, "lease", "progress"),
     ),
     (

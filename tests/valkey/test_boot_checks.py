@@ -10,9 +10,10 @@ import pytest
 
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.meta import Grade
 from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.health import Grade, health_findings
+from flowfabric.engine.valkey.health import health_findings
 from flowfabric.engine.valkey.library import LibraryInfo, read_library
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect

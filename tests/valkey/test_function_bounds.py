@@ -32,6 +32,7 @@ CONSTANT = {
     "ff_close_waitpoint": ONE_RECORD,
     "ff_create_waitpoint": ONE_RECORD,
     "ff_delay": ONE_RECORD,
+    "ff_group_lease": ONE_RECORD,
     "ff_progress": ONE_RECORD,
     "ff_revoke": ONE_RECORD,
     "ff_wait_children": ONE_RECORD,
@@ -153,6 +154,15 @@ async def test_endings_of_a_burdened_execution(engine: Engine) -> None:
 
     await assert_short(engine, "ff_fail", fail)
     await assert_short(engine, "ff_cancel", cancel)
+
+
+async def test_joining_a_group_of_a_thousand(engine: Engine) -> None:
+    async def join() -> None:
+        for n in range(1000):
+            args = ("g", f"member-{n}", 30_000, "start")
+            await engine.backend.calls.fcall("ff_group_join", "{fp:0}", args, op="test")
+
+    await assert_short(engine, "ff_group_join", join)
 
 
 async def test_claims_by_grant(engine: Engine) -> None:

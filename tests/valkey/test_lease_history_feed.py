@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from flowfabric.core.contracts.lease_events import EventFilter
-from flowfabric.core.feed_cursor import FeedCursor, cursor_text
-from flowfabric.engine.api.events import LeaseSubscription
-from flowfabric.engine.valkey import feed_reader, keys
+from flowfabric.engine.api.events import Event, EventFilter, LeaseEvent, Subscription
+from flowfabric.engine.events import subscription
+from flowfabric.engine.events.cursor import FeedCursor, cursor_text
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
+from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import LANE, Engine
 from tests.support.lease_history import LANES, following, lived, nothing_more, take
@@ -29,7 +30,7 @@ async def test_a_live_event_arrives_while_the_subscriber_waits(engine: Engine) -
         handle = await engine.running(lane="beta")
         (event,) = await waiting
         assert asyncio.get_running_loop().time() - began < 0.5
-        assert (event.execution_id, event.kind) == (handle.execution_id, "acquired")
+        assert (event.execution_id, event.type) == (handle.execution_id, "acquired")
 
 
 async def test_a_cursor_survives_the_process_as_text_too(
@@ -43,16 +44,16 @@ async def test_a_cursor_survives_the_process_as_text_too(
     other = await ValkeyBackend.connect(parse_url(valkey.url))
     async with other, following(other, kept) as history:
         events = await take(history, 3)
-    assert [event.kind for event in events if event.lane_id == "alpha"] == ["released"]
+    assert [event.type for event in events if event.lane_id == "alpha"] == ["released"]
     assert {event.execution_id for event in events if event.lane_id == "beta"} == {later}
 
 
 async def test_idle_feeds_take_no_room_in_a_cursor(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_reader, "_CLOCK_SLACK_MS", 0)
-    monkeypatch.setattr(feed_reader, "_BASE_EVERY_S", 0.0)
-    monkeypatch.setattr(feed_reader, "_BLOCK_S", 0.01)
+    monkeypatch.setattr(subscription, "CLOCK_SLACK_MS", 0)
+    monkeypatch.setattr(subscription, "_BASE_EVERY_S", 0.0)
+    monkeypatch.setattr(subscription, "_WAIT_S", 0.01)
     for lane in LANES:
         await lived(engine, lane)
     async with following(engine.backend, "start") as history:
@@ -73,12 +74,12 @@ async def test_a_completion_matches_by_the_tags_it_carries(engine: Engine) -> No
     await engine.backend.transport.call("DEL", keys.tags(execution_id.tag, execution_id))
     async with following(engine.backend, "start", EventFilter(tags={"app.a": "1"})) as history:
         (event,) = await take(history, 1)
-        assert (event.kind, event.outcome) == ("released", "success")
+        assert (event.type, event.outcome) == ("released", "success")
     async with following(engine.backend, "start", EventFilter(tags={"app.a": "2"})) as history:
         await nothing(history)
 
 
-async def nothing(history: LeaseSubscription) -> None:
+async def nothing(history: Subscription[LeaseEvent]) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await anext(history)
@@ -105,15 +106,37 @@ async def test_entries_that_name_no_execution_are_passed_over(
     entry = ("t", "flow_finished", "f", "11111111-2222-4333-8444-555555555555", "state", "failed")
     await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
     execution_id = await engine.create(tags={"app.a": "1"})
-    watch = CompletionWatch(engine.backend)
-    ended = asyncio.create_task(watch.wait_ended(execution_id))
+    ended = asyncio.create_task(engine.backend.events.wait_ended(execution_id))
     while not await blocked_clients(engine.backend):  # noqa: ASYNC110
         await asyncio.sleep(0.002)
     async with following(engine.backend, "start", where) as history:
         handle = (await engine.claim()).handle
         await engine.backend.transport.call("XADD", feed, "*", *entry, key=feed)
         await engine.backend.executions.complete(handle)
-        assert [event.kind for event in await take(history, 2)] == ["acquired", "released"]
+        assert [event.type for event in await take(history, 2)] == ["acquired", "released"]
     async with asyncio.timeout(5):
         await ended
-    await watch.aclose()
+
+
+def test_an_entry_that_names_no_execution() -> None:
+    flat = [b"t", b"budget_breached", b"budget_id", b"b-1", b"at", b"7"]
+    event = decode_entry("fp:3", b"5-0", flat)
+    assert event == Event("fp:3/5-0", "budget_breached", 7, None, None, None, None, event.fields)
+    assert event.fields == {"budget_id": "b-1"}
+
+
+async def test_a_waiter_notes_the_end_of_the_feed_before_it_reads_the_state(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the other order a completion between the two would be missed."""
+    transport, sent = engine.backend.transport, list[str]()
+    call = transport.call
+
+    def spied(*args: Any, **options: Any) -> Any:
+        sent.append(args[0])
+        return call(*args, **options)
+
+    execution_id = await lived(engine)
+    monkeypatch.setattr(transport, "call", spied)
+    await engine.backend.events.wait_ended(execution_id)
+    assert sent[:2] == ["XREVRANGE", "HGETALL"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.feed_cursor import FeedCursor
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.events import LeaseSubscription
-from flowfabric.engine.valkey import feed_reader, keys, library
+from flowfabric.engine.api.events import LeaseEvent, Subscription
+from flowfabric.engine.events import reader
+from flowfabric.engine.events.cursor import FeedCursor
+from flowfabric.engine.events.subscription import FeedSubscription
+from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine, refused
@@ -36,7 +38,7 @@ async def after_two(engine: Engine) -> tuple[bytes, ExecutionId]:
     return events[-1].cursor, execution_id
 
 
-async def expired(history: LeaseSubscription) -> EngineError:
+async def expired(history: Subscription[LeaseEvent]) -> EngineError:
     async with asyncio.timeout(10):
         return await refused(anext(history), "cursor_expired")
 
@@ -57,7 +59,7 @@ async def test_events_that_were_trimmed_unread_are_never_passed_over_in_silence(
 
 async def test_a_feed_trimmed_to_nothing(engine: Engine) -> None:
     cursor, execution_id = await after_two(engine)
-    await engine.backend.upkeep.trim_events(execution_id.tag, 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
     async with following(engine.backend, cursor) as history:
         error = await expired(history)
     async with following(engine.backend, error.details[0]) as history:
@@ -68,7 +70,7 @@ async def test_trimming_what_was_read_is_no_gap(engine: Engine) -> None:
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor
-    await engine.backend.upkeep.trim_events(engine.new_id().tag, 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
     later = await lived(engine)
     async with following(engine.backend, kept) as history:
         assert [event.execution_id for event in await take(history, 2)] == [later, later]
@@ -89,7 +91,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
     newest = int(last.event_id.partition("/")[2].partition("-")[0])
     while await server_ms(backend) <= newest + 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await backend.upkeep.trim_events(engine.new_id().tag, newest + 1)
+    await backend.upkeep.trim_events(keys.events(engine.new_id().tag), newest + 1)
     later = await lived(engine)
     # The feed is not named in the cursor: it stands at the cursor's time.
     cursor = FeedCursor(newest - 1 if missed else newest + 1).encode()
@@ -103,7 +105,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
 async def test_a_slow_reader_that_was_overtaken_is_told(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed_reader, "_PAGE", 2)
+    monkeypatch.setattr(reader, "_QUEUE", 2)
     async with following(engine.backend) as history:
         for _ in range(4):
             await lived(engine)
@@ -114,13 +116,45 @@ async def test_a_slow_reader_that_was_overtaken_is_told(
         await expired(history)
 
 
+async def test_a_subscriber_that_reads_too_slowly_is_warned(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 2)
+    await lived(engine)
+    await engine.trim_feed(engine.new_id())
+    async with following(engine.backend) as history:
+        oldest = await engine.now() + 60_000
+        feed, call = keys.events(engine.new_id().tag), engine.backend.transport.call
+        for after_ms in (0, 1, 2, 3, 100_000):
+            entry = ("t", "acquired", "id", engine.new_id(), "k", "job")
+            await call("XADD", feed, f"{oldest + after_ms}-1", *entry, key=feed)
+        await take(history, 5)
+    assert [vars(r)["action"] for r in caplog.records] == ["stream_backpressure"]
+
+
+async def test_no_more_is_read_than_a_subscriber_may_hold(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 6)
+    async with following(engine.backend) as history:
+        ids = [await lived(engine, lane) for lane in ("alpha", "beta", "gamma") for _ in range(8)]
+        events: list[LeaseEvent] = []
+        while len(events) < 48:
+            events += await take(history, 1)
+            # One read returns at most the queue, and one entry of each other feed.
+            assert len(cast("FeedSubscription[LeaseEvent]", history)._ready) <= 6 + 3
+    for execution_id in ids:
+        mine = [event.type for event in events if event.execution_id == execution_id]
+        assert mine == ["acquired", "released"]
+
+
 async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engine) -> None:
     """Whatever this process would have loaded: another one may have set another length."""
     engine = private_engine
     code = library._assemble(cluster=False, events_maxlen=100)
     await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
     await lived(engine)
-    await engine.backend.upkeep.trim_events(engine.new_id().tag, 2**45)
+    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor
@@ -136,6 +170,17 @@ async def test_start_skips_what_is_gone(engine: Engine) -> None:
     await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 3, key=feed)
     async with following(engine.backend, "start") as history:
         assert len(await take(history, 3)) == 3
+
+
+async def test_start_of_a_long_feed_that_was_trimmed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_QUEUE", 2)
+    _, execution_id = await after_two(engine)
+    feed = keys.events(execution_id.tag)
+    await engine.backend.transport.call("XTRIM", feed, "MAXLEN", 5, key=feed)
+    async with following(engine.backend, "start") as history:
+        assert len(await take(history, 5)) == 5
 
 
 async def test_a_cursor_ahead_of_its_feed_goes_on_at_the_end(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from flowfabric.core.errors import CorruptionError
@@ -130,3 +132,18 @@ async def test_what_is_damaged_is_quoted_printably(engine: Engine) -> None:
     with pytest.raises(CorruptionError) as caught:
         await engine.backend.executions.cancel_execution(execution_id)
     assert "state: '\\xff' is not a state code" in caught.value.detail
+
+
+@pytest.mark.parametrize("name", [keys.waitpoint, keys.waitpoint_signals])
+async def test_a_waitpoint_of_the_wrong_type_is_left_out_and_named(
+    engine: Engine, caplog: pytest.LogCaptureFixture, name: Callable[[str, str], str]
+) -> None:
+    await Waits.open(engine)
+    handle, waitpoints = await engine.running(), engine.backend.waitpoints
+    bad, good = [await waitpoints.create_waitpoint(handle, key, 10**6) for key in ("bad", "k")]
+    broken = name(handle.execution_id.tag, bad.waitpoint_id)
+    await engine.backend.transport.call("DEL", broken)
+    await engine.backend.transport.call("SET", broken, "text")
+    found = await waitpoints.read_waits(handle.execution_id, "k")
+    assert [wait.waitpoint_id for wait in found] == [good.waitpoint_id]
+    assert f"{handle.execution_id}: waitpoint {bad.waitpoint_id}: has a key of the" in caplog.text

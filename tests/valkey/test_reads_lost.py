@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import ReplyError, TransportError
+from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import unreadable
 from flowfabric.sdk.client import Client
@@ -28,7 +29,7 @@ async def watched(backend: ValkeyBackend, ask: Callable[[Client], Awaitable[Any]
     try:
         return await ask(client)
     finally:
-        await client._watch.aclose()
+        await cast("FeedEvents", backend.events)._watch.aclose()
 
 
 READS: dict[str, Read] = {

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
+from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.conformance.test_registry import ELSE, W1
 from tests.support.engine import Engine, refused, untouched
@@ -22,15 +24,11 @@ async def another_process(valkey: TestServer) -> ValkeyBackend:
     )
 
 
-async def worker_events(engine: Engine, namespace: str = "default") -> list[dict[str, str]]:
+async def worker_events(engine: Engine) -> list[Event]:
     entries: Any = await engine.backend.transport.call(
-        "XRANGE", f"ff:worker:{{{namespace}}}:events", "-", "+"
+        "XRANGE", "ff:worker:{default}:events", "-", "+"
     )
-    found: list[dict[str, str]] = []
-    for _, flat in entries:
-        parts = [part.decode() for part in flat]
-        found.append(dict(zip(parts[::2], parts[1::2], strict=True)))
-    return found
+    return [decode_entry("worker:default", *entry) for entry in entries]
 
 
 async def gone(engine: Engine, key: str) -> None:
@@ -70,12 +68,8 @@ async def test_register_refresh_and_list(engine: Engine) -> None:
         assert isinstance(ttl, int)
         assert 20_000 < ttl <= 30_000
     (event,) = await worker_events(engine)
-    assert event == {
-        "type": "worker_registered",
-        "at": str(now),
-        "worker_id": "w",
-        "worker_instance_id": "w-1",
-    }
+    assert (event.type, event.at) == ("worker_registered", now)
+    assert event.fields == {"worker_id": "w", "worker_instance_id": "w-1"}
 
 
 async def test_only_if_absent_refuses_a_second_process(engine: Engine, valkey: TestServer) -> None:
@@ -149,7 +143,7 @@ async def test_death_removes_the_worker_and_leaves_its_leases(engine: Engine) ->
     assert await backend.workers.heartbeat_worker("w-1") is None
     await backend.leases.renew(handle)
     dead = (await worker_events(engine))[-1]
-    assert (dead["type"], dead["worker_id"], dead["reason"]) == ("worker_dead", "w", "deploy")
+    assert (dead.type, dead.get("worker_id"), dead.get("reason")) == ("worker_dead", "w", "deploy")
     assert len(await worker_events(engine)) == 2
     assert await backend.workers.register_worker(**W1) == "registered"
 

@@ -15,7 +15,6 @@ from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.api.upkeep import Index
 from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.reads import READ_FUNCTIONS
@@ -125,15 +124,6 @@ CALLS: dict[str, tuple[str, Call]] = {
 }
 
 
-async def _purge(backend: ValkeyBackend) -> int:
-    backlog = keys.index("{fp:0}", "purge_backlog")
-    await backend.transport.call("HSET", backlog, "x", "0")
-    try:
-        return await backend.upkeep.purge("{fp:0}")
-    finally:
-        await backend.transport.call("DEL", backlog)
-
-
 # About no single execution.
 OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
     "list suspended": ("ff_list_suspended", lambda b: b.suspensions.list_suspended(partition=0)),
@@ -146,9 +136,9 @@ OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
         lambda b: b.secrets.rotate_waitpoint_hmac_secret(0, "k2", SECRET),
     ),
     "kids": ("ff_list_kids", lambda b: b.secrets.list_waitpoint_hmac_kids()),
-    "due": ("ff_scan_due", lambda b: b.upkeep.scan_due([Index("{fp:0}", "lease_expiry")], 1)),
+    "due": ("ff_scan_due", lambda b: b.upkeep.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
     "time": ("ff_scan_due", lambda b: b.meta.server_time_ms()),
-    "purge": ("ff_purge", _purge),
+    "purge": ("ff_purge", lambda b: b.upkeep.purge("{fp:0}")),
     "ring": ("ff_ring_waiting", lambda b: b.wakeups.ring_waiting({"{fp:0}": ["default"]})),
 }
 # What answers one word per item takes any word.
@@ -331,7 +321,7 @@ async def test_claim_rows_are_open(garbled: Engine, part: str, instead: str) -> 
 async def test_a_completion_may_tell_more(garbled: Engine) -> None:
     where = (
         "functions/ff_complete.lua",
-        "operator.remember(c, id, rec, request, 'completed') end\n  return 'completed'",
+        "operator.remember(c, id, rec, request, 'completed')\n  return 'completed'",
     )
     first, second = await running(garbled), await running(garbled)
     more = where[1].replace("return 'completed'", "return { 1, 'completed', 7 }")
@@ -369,11 +359,13 @@ async def test_an_odd_suspension(garbled: Engine) -> None:
 async def test_dependencies_that_can_never_be_met(garbled: Engine) -> None:
     """The third answer of waiting on children (02 §7); a library with groups of edges gives it."""
     handle, upstream = await running(garbled), garbled.new_id()
-    ready = ("functions/ff_wait_children.lua", "return reply.ok('ready')")
-    await load(garbled, mutated(*ready, f"return reply.ok('impossible', {{ '{upstream}' }})"))
+    answer = "reply.ok(answer)\n  end, flags)"
+    ready = ("lib/93_pausing.lua", answer)
+    impossible = f"'impossible', {{ '{upstream}' }}"
+    await load(garbled, mutated(*ready, answer.replace("answer", impossible)))
     assert await garbled.backend.executions.wait_children(handle) == Impossible((upstream,))
     for odd in ("'impossible'", "'impossible', 5", f"'unlikely', {{ '{upstream}' }}"):
-        await load(garbled, mutated(*ready, f"return reply.ok({odd})"))
+        await load(garbled, mutated(*ready, answer.replace("answer", odd)))
         with pytest.raises(ReplyError, match="ff_wait_children"):
             await garbled.backend.executions.wait_children(handle)
 

@@ -17,8 +17,9 @@ from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.api.secrets import SECRET_VARIABLE
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.boot import SECRET_VARIABLE, prepare
+from flowfabric.engine.valkey.boot import prepare
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect

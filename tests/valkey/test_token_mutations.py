@@ -95,8 +95,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "token is bound to the waitpoint",
         TOKENS,
-        "digest(secret, waitpoint_id .. '|' .. (key",
-        "digest(secret, '' .. '|' .. (key",
+        "digest(secret, waitpoint_id, key or ''",
+        "digest(secret, '', key or ''",
         test_token_secrets.test_every_past_kid_verifies_until_its_own_end,
     ),
     (
@@ -396,7 +396,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "owner of a token that is read",
         TOKEN,
-        "or point.execution_id ~= args[1]\n",
+        "or point.execution_id ~= id\n",
         "\n",
         test_susp_reads.test_the_token_of_an_open_waitpoint,
     ),

@@ -1,18 +1,29 @@
-"""What a handler may know and do about its own run."""
+"""What a handler knows and can do about its own run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 from flowfabric.app.output import OutputStream, SyncOutputStream, write_output
-from flowfabric.app.waits import Signal, Waits
-from flowfabric.core.conditions import Condition
+from flowfabric.app.waits import (
+    WAITING,
+    Limit,
+    Names,
+    Or,
+    OrNone,
+    OrRaise,
+    Signal,
+    Waits,
+    WaitTimeout,
+    condition_names,
+    wanted_signals,
+)
+from flowfabric.core.conditions import Condition, Single, TimeoutOnly
 from flowfabric.core.contracts.streams import FrameMode
 from flowfabric.core.contracts.suspension import PendingWaitpoint
-from flowfabric.core.durations import Duration
 from flowfabric.core.forks import generation
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.blocking import SyncTwin, blocking
@@ -47,7 +58,7 @@ class HandlerInfo:
 
     @property
     def lease_epoch(self) -> int:
-        """A number that only grows with every claim: hand it to external systems as a fence."""
+        """Grows with every claim: pass it to external systems as a fencing token."""
         return self._task.lease_epoch
 
     @property
@@ -62,12 +73,12 @@ class HandlerInfo:
 
     @property
     def shutting_down(self) -> bool:
-        """Whether the worker is stopping: finish soon, or save your progress."""
+        """Whether the worker is stopping: finish soon or save your progress."""
         return self._shutting_down()
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger with the ids of this run bound to every record."""
+        """A logger that adds the ids of this run to every record."""
         return logging.LoggerAdapter(
             logging.getLogger(f"flowfabric.task.{self.kind}"),
             {"execution_id": str(self.execution_id), "attempt_index": self.attempt},
@@ -101,7 +112,7 @@ class Context(HandlerInfo):
         return self._task
 
     async def progress(self, pct: int | None = None, message: str | None = None) -> None:
-        """Report how far the run is; `flowfabric show` displays it."""
+        """Report progress; `flowfabric show` displays it."""
         await self._claimed().update_progress(pct, message)
 
     # --- waiting --------------------------------------------------------------------------
@@ -114,48 +125,28 @@ class Context(HandlerInfo):
 
     @overload
     async def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["raise"] = "raise",
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[OrRaise]
     ) -> Signal: ...
 
     @overload
     async def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["default"],
-        default: None = None,
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[OrNone]
     ) -> Signal | None: ...
 
     @overload
     async def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["default"],
-        default: V,
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[Or[V]]
     ) -> Signal | V: ...
 
     async def wait_for(
         self,
         name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
+        signals: Names = None,
+        timeout: Limit = None,
         *,
         on_timeout: Literal["raise", "default"] = "raise",
         default: Any = None,
-        reason: str = "waiting_for_signal",
+        reason: str = WAITING,
     ) -> Any:
         """Wait for an answer without holding the worker; returns the `Signal`.
 
@@ -165,23 +156,30 @@ class Context(HandlerInfo):
 
         >>> verdict = await ctx.wait_for("approval", timeout="24h")
         """
-        waits = self._own_waits()
-        return await waits.wait_for(name, signals, timeout, on_timeout, default, reason)
+        condition = Single(name, wanted_signals(signals))
+        received = await self._own_waits().wait(condition, timeout, reason)
+        if received is None:
+            if on_timeout == "default":
+                return default
+            raise WaitTimeout(name)
+        return received[0] if received else Signal.resumed_by_hand(name)
 
     async def wait_condition(
-        self,
-        condition: Condition,
-        timeout: Duration | None = None,
-        reason: str = "waiting_for_signal",
+        self, condition: Condition, timeout: Limit = None, reason: str = WAITING
     ) -> list[Signal]:
         """Wait until a condition over several waitpoints is met; returns its signals.
+
+        The list is empty if an operator resumed the execution by hand.
 
         >>> both = AllOf((Single("legal", "approved"), Single("finance", "approved")))
         >>> await ctx.wait_condition(both, timeout="24h")
         """
-        return await self._own_waits().wait_condition(condition, timeout, reason)
+        received = await self._own_waits().wait(condition, timeout, reason)
+        if received is None and not isinstance(condition, TimeoutOnly):
+            raise WaitTimeout(", ".join(condition_names(condition)))
+        return received or []
 
-    async def waitpoint(self, name: str, expires_in: Duration | None = None) -> PendingWaitpoint:
+    async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
         return await self._own_waits().waitpoint(name, expires_in)
 
@@ -244,37 +242,17 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
 
     @overload
     def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["raise"] = "raise",
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[OrRaise]
     ) -> Signal: ...
 
     @overload
     def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["default"],
-        default: None = None,
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[OrNone]
     ) -> Signal | None: ...
 
     @overload
     def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        *,
-        on_timeout: Literal["default"],
-        default: V,
-        reason: str = "waiting_for_signal",
+        self, name: str, signals: Names = None, timeout: Limit = None, **otherwise: Unpack[Or[V]]
     ) -> Signal | V: ...
 
     def wait_for(self, *args: Any, **options: Any) -> Any:

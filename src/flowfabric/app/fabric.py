@@ -7,7 +7,6 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
-from flowfabric.app import codec
 from flowfabric.app.run import Run
 from flowfabric.app.submission import (
     Calls,
@@ -20,7 +19,7 @@ from flowfabric.app.submission import (
 from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction
 from flowfabric.app.worker import AppWorker
 from flowfabric.core.closing import AsyncClosing
-from flowfabric.core.contracts.executions import Created, CreateOutcome, NewExecution
+from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
     EngineError,
@@ -127,17 +126,9 @@ class Fabric(AsyncClosing):
         task = self._task(task)
         payload = task.encode(args, kwargs)
         client = await self.client()
-        outcome = await client.submit(
-            task.name,
-            payload,
-            lane=task.lane,
-            payload_encoding=codec.JSON,
-            priority=task.priority,
-            idempotency_key=task.idempotency_key or "",
-            tags=task.tags,
-            policy=task.policy,
-            delay_ms=task.delay_ms,
-        )
+        [execution_id] = client.mint(task.lane, 1)
+        new = task.new_execution(execution_id, payload)
+        outcome = await client.backend.executions.create_execution(new)
         return self._outcome(task, outcome)
 
     @overload
@@ -165,24 +156,12 @@ class Fabric(AsyncClosing):
         if not payloads:
             return []
         client = await self.client()
+        ids = client.mint(task.lane, len(payloads))
         new = [
-            NewExecution(
-                execution_id=execution_id,
-                execution_kind=task.name,
-                input_payload=payload,
-                payload_encoding=codec.JSON,
-                namespace=self.namespace,
-                lane_id=task.lane,
-                priority=task.priority,
-                policy=task.policy,
-                tags=task.tags or {},
-                delay_ms=task.delay_ms,
-            )
-            for execution_id, payload in zip(
-                client.mint(task.lane, len(payloads)), payloads, strict=True
-            )
+            task.new_execution(execution_id, payload)
+            for execution_id, payload in zip(ids, payloads, strict=True)
         ]
-        check_sizes(new, client.backend.calls.limits.max_payload_bytes)
+        check_sizes(payloads, client.backend.max_payload_bytes)
         try:
             outcomes = await client.submit_many(new)
         except EngineError as error:

@@ -1,4 +1,4 @@
-"""Threads for `def` handlers, and a way to stop a handler that runs on one."""
+"""Threads for `def` handlers, and a way to interrupt them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowfabric.core.forks import end_child, generation
 class Interrupted(BaseException):
     """Raised inside a `def` handler that must stop; `reason` says why.
 
-    Not an `Exception`, so that a handler's own `except Exception` does not swallow it.
+    Not an `Exception`, so that the handler's own `except Exception` does not catch it.
     """
 
     reason: BaseException | None = None
@@ -27,15 +27,15 @@ class Interrupted(BaseException):
 
 
 class ThreadCall:
-    """A call on a handler thread into which another thread can raise an exception.
+    """A call on a handler thread that another thread can interrupt.
 
-    Python delivers it between two bytecodes, so a handler that computes in Python stops at once;
-    one that waits inside C code stops when it returns from there.
+    Python raises the exception between two bytecodes: Python code stops at once, C code when it
+    returns.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """Ends with the thread's work. Cancelling it stops nothing: see `interrupt`."""
+        """The result. Cancelling it does not stop the call: use `interrupt`."""
         self._function = function
         self._context = contextvars.copy_context()
         self._lock = threading.Lock()
@@ -51,12 +51,11 @@ class ThreadCall:
                 return
             self._reason = reason
             if self._thread is not None:
-                # Python raises a class, so the reason travels on one made for it.
-                told = type("Interrupted", (Interrupted,), {"reason": reason})
-                _raise_in(self._thread, told)
+                # Python raises a class, not an instance, so the reason needs its own class.
+                _raise_in(self._thread, type("Interrupted", (Interrupted,), {"reason": reason}))
 
     def run(self) -> None:
-        """On the handler thread: run the function and keep what it returned or raised."""
+        """On the handler thread: run the function and keep its result or error."""
         born = generation()
         try:
             with self._lock:
@@ -65,14 +64,14 @@ class ThreadCall:
             if self._thread is None:
                 raise Interrupted  # noqa: TRY301
             self._result = self._context.run(self._function)
-        except BaseException as error:  # noqa: BLE001 - handed to whoever awaits the future
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             self._error = error
         if generation() != born:
             end_child(self._error)
         while self._thread is not None:
             try:
                 with self._lock:
-                    # From here on no exception can reach the thread's next call.
+                    # After this, no exception can reach the thread's next call.
                     _raise_in(self._thread, None)
                     self._thread = None
             except Interrupted as error:
@@ -80,7 +79,7 @@ class ThreadCall:
 
     def deliver(self) -> None:
         """On the handler thread: end the future."""
-        # The loop is closed when the process is on its way out.
+        # The loop may be closed while the process exits.
         with contextlib.suppress(RuntimeError):
             self.future.get_loop().call_soon_threadsafe(self._settle)
 
@@ -96,7 +95,7 @@ class ThreadCall:
             error = RuntimeError("the handler raised StopIteration")
             error.__cause__ = self._error
         self.future.set_exception(error)
-        # Nobody may be left to look at it.
+        # Mark it as retrieved: the caller may be gone.
         self.future.exception()
 
 
@@ -108,9 +107,8 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 class HandlerThreads:
     """A thread for every running `def` handler, reused by the next.
 
-    The worker's permits bound how many run; a handler that cannot be stopped keeps its thread
-    without taking one from others. Daemon threads, so that such a handler cannot hold up the end
-    of the process.
+    The worker's permits limit how many run. They are daemon threads, so that a handler that cannot
+    be stopped does not keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -141,7 +139,7 @@ class HandlerThreads:
     def _main(self) -> None:
         while (call := self._calls.get()) is not None:
             call.run()
-            # Before the result is seen, or the next call would start a thread it does not need.
+            # Before delivering the result, so that the next call reuses this thread.
             with self._lock:
                 self._idle += 1
             call.deliver()

@@ -16,7 +16,6 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
 from flowfabric.sdk.tail import Tail
@@ -162,8 +161,8 @@ class Run(Generic[R_co]):
             visibility=visibility,
         )
 
-    async def _output(self) -> tuple[ValkeyBackend, CompletionWatch]:
-        return (await self._connect()).sources
+    async def _output(self) -> ValkeyBackend:
+        return (await self._connect()).backend
 
     def __repr__(self) -> str:
         return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"

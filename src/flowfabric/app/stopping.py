@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in a process that serves, and what ends one that cannot stop by itself."""
+"""SIGTERM and SIGINT in a worker process, and how to end one that cannot stop by itself."""
 
 from __future__ import annotations
 
@@ -22,112 +22,88 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HANDLED = 0x80
 """Marks a signal's number as written by our handler."""
 _MARGIN_S = 5.0
-"""What a drain may take beyond its grace before anyone doubts that it goes on."""
+"""How long a drain may take beyond its grace before the event loop is tested."""
 _BLOCKED_S = 3.0
 _FLUSH_S = 3.0
 
 
-class Overdue:
-    """Ends the process when its event loop is still blocked some time after the first signal.
-
-    For processes that are nothing but a worker. An event loop that turns finishes its drain by
-    itself, however long that takes.
-    """
-
-    def __init__(self, grace_s: float, give_back: Callable[[], int]) -> None:
-        self.after_s = grace_s + _MARGIN_S
-        self._give_back = give_back
-        """Called at the very end: the work others may go on with at once."""
-
-    def end_if_blocked(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Return when the loop turns; do not return when it is blocked."""
-        if _answers(loop):
-            return
-        log.critical(
-            "a task blocks the event loop and the grace is over: the process ends",
-            extra={"action": "worker_blocked"},
-        )
-        self._give_back()
-        end_process(128 + number)
-
-
-def _answers(loop: asyncio.AbstractEventLoop) -> bool:
+def _is_blocked(loop: asyncio.AbstractEventLoop) -> bool:
     turned = threading.Event()
     # A closed loop has nothing left to do.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(turned.set)
-        return turned.wait(_BLOCKED_S)
-    return True
+        return not turned.wait(_BLOCKED_S)
+    return False
 
 
 class _Signals:
-    """Hears SIGTERM and SIGINT while the main thread runs user code, which may never end.
+    """Receives SIGTERM and SIGINT even while the main thread is blocked in user code.
 
-    The interpreter writes each signal's number into a socket as it arrives, and another thread
-    reads there: a handler function would run in the main thread only, and not while that is
-    blocked in C. The handler writes, too, should user code have taken the notices for itself.
+    The interpreter writes the number of each signal into a socket, which another thread reads. A
+    handler function alone would have to wait for the main thread. It writes too, in case user code
+    has replaced the wakeup descriptor.
     """
 
     def __init__(self) -> None:
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.settimeout(0)
+        self._reader, self._writer = socket.socketpair()
+        self._writer.settimeout(0)
         self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        self._former = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        # An event loop that must wake for other signals; a copy, since it closes its own.
+        self._former = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        # The event loop must still wake for signals; a copy, because it closes its own.
         self._next = None if self._former == -1 else socket.socket(fileno=os.dup(self._former))
         forget_on_fork(self)
 
     def remove(self) -> None:
-        """Put everything back; whoever listens is told that it is over."""
+        """Restore handlers and descriptor; `arrivals` ends."""
         if not self._before:
             return
         now = signal.set_wakeup_fd(self._former)
-        if now != self._mouth.fileno():
+        if now != self._writer.fileno():
             signal.set_wakeup_fd(now)
         self._restore()
-        self._mouth.close()
+        self._writer.close()
 
     def forget(self) -> None:
-        """Signals end a forked child as they end any process; its parent hears none of them."""
+        """In a forked child: signals end it like any process, and do not reach its parent."""
         if self._before:
             signal.set_wakeup_fd(-1)
             self._restore()
 
     def wait_at_most(self, seconds: float) -> None:
-        """Have `arrivals` give a sign of life when nothing arrives for so long."""
-        self._ear.settimeout(seconds)
+        """Make `arrivals` yield 0 after so long without a signal."""
+        self._reader.settimeout(seconds)
 
     def arrivals(self) -> Generator[int]:
-        """Each signal once, and 0 for a time without any, until removed."""
-        noted = handled = told = 0
-        with self._ear, self._next or contextlib.nullcontext():
+        """Each signal once, until removed."""
+        noted = handled = yielded = 0
+        with self._reader, self._next or contextlib.nullcontext():
             while True:
                 try:
-                    heard = self._ear.recv(1)
+                    data = self._reader.recv(1)
                 except TimeoutError:
                     yield 0
                     continue
-                if not heard:
+                if not data:
                     return
-                number = heard[0] & ~_HANDLED
-                if heard[0] & _HANDLED:
+                number = data[0] & ~_HANDLED
+                if data[0] & _HANDLED:
                     handled += 1
                 else:
-                    self._pass_on(heard)
+                    self._pass_on(data)
                     noted += number in _SIGNALS
-                if max(noted, handled) > told:
-                    told += 1
+                if max(noted, handled) > yielded:
+                    yielded += 1
                     yield number
 
-    def _pass_on(self, heard: bytes) -> None:
+    def _pass_on(self, data: bytes) -> None:
         if self._next is not None:
-            # Its buffer may be full: then it wakes anyway.
+            # If its buffer is full, it wakes anyway.
             with contextlib.suppress(OSError):
-                self._next.send(heard)
+                self._next.send(data)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):
-            self._mouth.send(bytes((number | _HANDLED,)))
+            self._writer.send(bytes((number | _HANDLED,)))
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -136,7 +112,7 @@ class _Signals:
 
 
 class _Forking(threading.local):
-    """Keeps signals from a child that would still pass them on to its parent."""
+    """Blocks signals during a fork: the child would pass them on to its parent."""
 
     def hold(self) -> None:
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -146,15 +122,24 @@ class _Forking(threading.local):
 
 
 _forking = _Forking()
-# What forgets in the child was registered before, so it runs before the release.
+# `forget` was registered earlier, so it runs in the child before the release.
 os.register_at_fork(
     before=_forking.hold, after_in_parent=_forking.release, after_in_child=_forking.release
 )
 
 
 @contextlib.contextmanager
-def on_signals(stop: Callable[[], None], overdue: Overdue | None = None) -> Generator[None]:
-    """The first SIGTERM or SIGINT asks for a drain, the second ends the process at once."""
+def on_signals(
+    stop: Callable[[], None],
+    *,
+    grace_s: float | None = None,
+    release: Callable[[], object] = lambda: None,
+) -> Generator[None]:
+    """The first SIGTERM or SIGINT calls `stop`, the second ends the process at once.
+
+    With `grace_s`, for processes that are only a worker, an event loop that is still blocked after
+    the grace period also ends the process: `release` hands its work to others first.
+    """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -162,20 +147,25 @@ def on_signals(stop: Callable[[], None], overdue: Overdue | None = None) -> Gene
     signals = _Signals()
 
     def listen() -> None:
-        asked = 0
+        first = 0
         for number in signals.arrivals():
-            if not asked:
-                asked = number
+            if not first:
+                first = number
                 log.info("stopping: waiting for running tasks", extra={"action": "worker_draining"})
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(stop)
-                if overdue is not None:
-                    signals.wait_at_most(overdue.after_s)
+                if grace_s is not None:
+                    signals.wait_at_most(grace_s + _MARGIN_S)
             elif number:
-                # Whatever still runs may never end, and the event loop may be blocked by it.
+                # What still runs may never end, and may block the event loop.
                 os._exit(128 + number)
-            elif overdue is not None:
-                overdue.end_if_blocked(loop, asked)
+            elif _is_blocked(loop):
+                log.critical(
+                    "stopping at once: a task still blocks the event loop after the grace period",
+                    extra={"action": "worker_blocked"},
+                )
+                release()
+                end_process(128 + first)
 
     threading.Thread(target=listen, name="ff-signals", daemon=True).start()
     try:
@@ -185,13 +175,13 @@ def on_signals(stop: Callable[[], None], overdue: Overdue | None = None) -> Gene
 
 
 @contextlib.contextmanager
-def ends_within(seconds: float, code: int, last_words: Callable[[], None]) -> Generator[None]:
-    """End the process when the block takes longer: nobody can stop what it waits for."""
+def ends_within(seconds: float, code: int, report: Callable[[], None]) -> Generator[None]:
+    """Call `report` and end the process if the block takes longer."""
     done = threading.Event()
 
     def watch() -> None:
         if not done.wait(seconds):
-            last_words()
+            report()
             end_process(code)
 
     threading.Thread(target=watch, name="ff-closing", daemon=True).start()
@@ -202,8 +192,8 @@ def ends_within(seconds: float, code: int, last_words: Callable[[], None]) -> Ge
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, from any thread; what was printed and logged is kept."""
-    # The thread that prints may be blocked, and hold the lock of its stream.
+    """Exit at once, from any thread, after flushing output and logs."""
+    # In a thread: a blocked one may hold the lock of the stream it prints to.
     flushing = threading.Thread(target=_flush, name="ff-flush", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)
@@ -213,6 +203,6 @@ def end_process(code: int) -> NoReturn:
 def _flush() -> None:
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        # A reader that is gone, or a stream that was closed.
+        # The reader has gone, or the stream is closed.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
+from flowfabric.core.contracts.executions import CreateOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, ValidationError, invalid_input
 
 T = TypeVar("T")
@@ -82,14 +82,12 @@ def at_position(error: ValidationError, position: int) -> ValidationError:
     )
 
 
-def check_sizes(new: Sequence[NewExecution], most: int) -> None:
-    """Refuse the batch when one payload is too large; the rest of it would be stored."""
-    for position, item in enumerate(new):
-        size = len(item.input_payload)
-        if size > most:
-            raise ValidationError(
-                "payload_too_large", f"calls[{position}] has {size} bytes, the limit is {most}"
-            )
+def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
+    """Refuse the batch if one payload is too large: the engine would store the others."""
+    for position, payload in enumerate(payloads):
+        if len(payload) > limit:
+            problem = f"calls[{position}] has {len(payload)} bytes, the limit is {limit}"
+            raise ValidationError("payload_too_large", problem)
 
 
 def created(

@@ -26,9 +26,11 @@ from flowfabric.app.arguments import Arguments
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.submission import Calls
 from flowfabric.core.capabilities import normalise
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
 from flowfabric.core.ids import (
+    ExecutionId,
     validate_execution_kind,
     validate_idempotency_key,
     validate_lane,
@@ -110,7 +112,7 @@ class Task(Generic[P, R_co]):
         self.idempotency_key = options.get("idempotency_key")
         delay = options.get("delay")
         self.delay_ms = None if delay is None else to_ms(delay, "delay")
-        self.tags = options.get("tags")
+        self.tags = options.get("tags") or {}
         if options:
             _check(options)
 
@@ -146,6 +148,22 @@ class Task(Generic[P, R_co]):
         if self._arguments is not None:
             args, kwargs = self._arguments.bind(args, kwargs)
         return codec.encode_call(args, kwargs)
+
+    def new_execution(self, execution_id: ExecutionId, payload: bytes) -> NewExecution:
+        """One execution of this task, with its options."""
+        return NewExecution(
+            execution_id=execution_id,
+            execution_kind=self.name,
+            input_payload=payload,
+            payload_encoding=codec.JSON,
+            namespace=self._app.namespace,
+            lane_id=self.lane,
+            priority=self.priority,
+            idempotency_key=self.idempotency_key or "",
+            tags=self.tags,
+            policy=self.policy,
+            delay_ms=self.delay_ms,
+        )
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, lane={self.lane!r})"

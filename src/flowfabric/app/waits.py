@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Required, TypedDict, TypeVar
 
 import msgspec
 
@@ -16,7 +16,6 @@ from flowfabric.core.conditions import (
     Seen,
     SignalName,
     Single,
-    TimeoutOnly,
     contributors,
     referenced_waitpoint_keys,
 )
@@ -30,12 +29,37 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import new_uuid
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.task_waits import Parked
+from flowfabric.sdk.task import ClaimedTask, Parked
 
 _WAITPOINT_LIFE_MS = 7 * 86_400_000
-_NAMELESS = "condition"
-"""The key of a condition that names no waitpoint."""
+WAITING = "waiting_for_signal"
+
+V = TypeVar("V")
+Limit = Duration | None
+Names = str | Collection[str] | None
+
+
+class OrRaise(TypedDict, total=False):
+    """Options of a wait that raises `WaitTimeout`."""
+
+    on_timeout: Literal["raise"]
+    reason: str
+
+
+class OrNone(TypedDict, total=False):
+    """Options of a wait that returns None after its timeout."""
+
+    on_timeout: Required[Literal["default"]]
+    default: None
+    reason: str
+
+
+class Or(TypedDict, Generic[V], total=False):
+    """Options of a wait that returns a default after its timeout."""
+
+    on_timeout: Required[Literal["default"]]
+    default: Required[V]
+    reason: str
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +83,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
         try:
             payload = codec.decode(signal.payload, signal.payload_encoding)
         except (msgspec.MsgspecError, ValueError, RecursionError):
-            # Delivery checks what is labelled JSON. If this still fails, the signal is bad: that
-            # must not fail the handler.
+            # Delivery checks JSON payloads. A bad one that got through must not fail the handler.
             payload = signal.payload
         return cls(
             name=signal.signal_name,
@@ -68,6 +91,18 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
             source_identity=signal.source_identity,
             source_type=signal.source_type,
             signal_id=signal.signal_id,
+            waitpoint=waitpoint,
+        )
+
+    @classmethod
+    def resumed_by_hand(cls, waitpoint: str) -> Signal:
+        """What a wait returns after an operator resumed the execution without a signal."""
+        return cls(
+            name="resumed",
+            payload=None,
+            source_identity="",
+            source_type="operator",
+            signal_id="",
             waitpoint=waitpoint,
         )
 
@@ -88,11 +123,11 @@ class _TimedOut:
 
 
 class Waits:
-    """The waits of one run of a handler. Answers are found by name, so a handler that is
-    started again after a wait passes the waits that were answered and stops at the next.
+    """The waits of one handler. Answers are found by name, so a handler that starts again passes
+    the waits that were answered and stops at the next.
 
-    A run lasts from the submission, or a replay, to the end: resumes, retries and reclaims
-    belong to it.
+    Answers count from the submission, or a replay, to the end, through every resume, retry and
+    reclaim.
     """
 
     def __init__(self, task: ClaimedTask) -> None:
@@ -103,7 +138,7 @@ class Waits:
         self._turn = asyncio.Lock()
 
     def _key(self, name: str) -> str:
-        """A name used again in one run gets a number, so that each use has its own answer."""
+        """A name that is used again gets a number, so that each use has its own answer."""
         key, count = name, 1
         while key in self._taken:
             count += 1
@@ -112,98 +147,57 @@ class Waits:
 
     # --- handing out ----------------------------------------------------------------------
 
-    async def waitpoint(self, name: str, expires_in: Duration | None = None) -> PendingWaitpoint:
+    async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
         """Id and token to hand out before the next `wait_for(name)`.
 
-        A handler that starts again gets the same one again, unless it is a new attempt and
-        nobody has answered the old one: that one is closed then.
+        A handler that starts again gets the same ones. A new attempt gets new ones unless somebody
+        has answered; the old waitpoint is closed.
         """
         key = self._key(name)
+        life = _WAITPOINT_LIFE_MS if expires_in is None else to_ms(expires_in, "expires_in")
         async with self._turn:
             if key not in self._pending:
-                self._pending[key] = await self._handed_out(key) or await self._create(
-                    key, expires_in
-                )
+                for wait in await self._of([key]):
+                    if wait.ended or self._usable(wait) or wait.signal_ids:
+                        self._pending[key] = _pending(wait)
+                        break
+                else:
+                    self._pending[key] = await self._task.create_pending_waitpoint(key, life)
         return self._pending[key]
 
-    async def _create(self, key: str, expires_in: Duration | None) -> PendingWaitpoint:
-        life = _WAITPOINT_LIFE_MS if expires_in is None else to_ms(expires_in, "expires_in")
-        return await self._task.create_pending_waitpoint(key, life)
-
-    async def _handed_out(self, key: str) -> PendingWaitpoint | None:
-        """The waitpoint of an earlier start of this handler that still counts."""
-        for wait in await self._of([key]):
-            if wait.ended or self._usable(wait) or wait.signal_ids:
-                return PendingWaitpoint(wait.waitpoint_id, wait.waitpoint_key, wait.waitpoint_token)
-        return None
-
     def _usable(self, wait: PastWait) -> bool:
-        """Whether this attempt can still park on it."""
+        """Whether this attempt can still suspend on it."""
         return wait.state == "pending" and wait.attempt_index == self._task.attempt_index
 
     # --- waiting --------------------------------------------------------------------------
 
-    async def wait_for(
-        self,
-        name: str,
-        signals: str | Collection[str] | None = None,
-        timeout: Duration | None = None,
-        on_timeout: Literal["raise", "default"] = "raise",
-        default: Any = None,
-        reason: str = "waiting_for_signal",
-    ) -> Any:
-        """Give the worker back until a signal comes; returns it when the handler runs again."""
-        ended = await self._wait(Single(name, _wanted(signals)), timeout, reason)
-        if isinstance(ended, _TimedOut):
-            if on_timeout == "default":
-                return default
-            raise WaitTimeout(name)
-        return ended[0] if ended else _resumed_by_hand(name)
-
-    async def wait_condition(
-        self,
-        condition: Condition,
-        timeout: Duration | None = None,
-        reason: str = "waiting_for_signal",
-    ) -> list[Signal]:
-        """Give the worker back until a condition is met; the signals that met it.
-
-        Empty when an operator resumed the execution by hand.
+    async def wait(self, given: Condition, timeout: Limit, reason: str) -> list[Signal] | None:
+        """Release the worker until the condition is met; returns the signals when the handler
+        runs again, or None after a timeout.
         """
-        ended = await self._wait(condition, timeout, reason)
-        if not isinstance(ended, _TimedOut):
-            return ended
-        if isinstance(condition, TimeoutOnly):
-            return []
-        raise WaitTimeout(", ".join(referenced_waitpoint_keys(condition)) or _NAMELESS)
-
-    async def _wait(
-        self, given: Condition, timeout: Duration | None, reason: str
-    ) -> list[Signal] | _TimedOut:
-        names = referenced_waitpoint_keys(given) or [_NAMELESS]
-        keys = {name: self._key(name) for name in names}
+        keys = {name: self._key(name) for name in condition_names(given)}
         self._taken.update(keys.values())
         condition = _renamed(given, keys)
         async with self._turn:
             if self._task.finished_by == "suspend":
-                # Another wait of the same handler has parked it meanwhile.
+                # Another wait of the same handler has suspended it meanwhile.
                 raise Parked
             ended = await self._answered(condition, list(keys.values()))
             if ended is None:
                 ended = await self._park(condition, list(keys.values()), timeout, reason)
         if isinstance(ended, _TimedOut):
-            return ended
-        names_of = {key: name for name, key in keys.items()}
-        return [Signal.of(signal, names_of[signal.waitpoint_key]) for signal in ended]
+            return None
+        names = {key: name for name, key in keys.items()}
+        return [Signal.of(signal, names[signal.waitpoint_key]) for signal in ended]
 
     async def _answered(
         self, condition: Condition, keys: Sequence[str]
     ) -> list[ResumeSignal] | _TimedOut | None:
-        """How this wait ended before, or None when it did not."""
+        """How this wait ended earlier; None if it did not."""
         past = await self._of(keys)
         ended = [wait for wait in past if wait.ended]
         if not ended:
-            # Answers to what an earlier attempt handed out before it could wait.
+            # Answers to waitpoints that an earlier attempt handed out and never waited for.
             past = [wait for wait in past if not self._usable(wait)]
             return await self._received(condition, past) or None
         if any(wait.timed_out for wait in ended):
@@ -211,7 +205,7 @@ class Waits:
         return await self._received(condition, ended)
 
     async def _received(self, condition: Condition, past: Sequence[PastWait]) -> list[ResumeSignal]:
-        """The signals that meet the condition; none when they do not."""
+        """The signals that meet the condition; empty if they do not."""
         found = await asyncio.gather(*(self._task.wait_signals(wait) for wait in past))
         signals = {signal.signal_id: signal for some in found for signal in some}
         accepted = sorted(signals.values(), key=lambda signal: signal.accepted_at)
@@ -219,14 +213,13 @@ class Waits:
         return [signals[seen.signal_id] for seen in met]
 
     async def _of(self, keys: Sequence[str]) -> list[PastWait]:
-        """What happened to these keys in this run, the latest first."""
+        """The earlier waits under these keys, the latest first."""
         if self._task.attempt_index == 0 and self._task.handle.kind == "fresh":
-            # A first start has no past.
             return []
         if self._past is None:
             past = await self._task.past_waits(*keys)
             if any(self._is_stale(wait) for wait in past):
-                # Nobody may answer those any more: what came before that counts.
+                # Close them to new answers, then read those that arrived before.
                 for wait in filter(self._is_stale, past):
                     await self._task.close_waitpoint(wait.waitpoint_id, "attempt_ended")
                 past = await self._task.past_waits(*keys)
@@ -237,7 +230,7 @@ class Waits:
         return wait.state == "pending" and wait.attempt_index < self._task.attempt_index
 
     async def _park(
-        self, condition: Condition, keys: Sequence[str], timeout: Duration | None, reason: str
+        self, condition: Condition, keys: Sequence[str], timeout: Limit, reason: str
     ) -> list[ResumeSignal]:
         options: dict[str, Any] = {"reason_code": reason}
         if timeout is not None:
@@ -256,22 +249,26 @@ class Waits:
         raise Parked
 
     async def _pending_of(self, keys: Sequence[str]) -> PendingWaitpoint | None:
-        """The waitpoint that was handed out for one of the keys, by this start or one before."""
+        """The waitpoint that was handed out for one of the keys, now or at an earlier start."""
         for wait in await self._of(keys):
             if self._usable(wait):
-                self._pending.setdefault(
-                    wait.waitpoint_key,
-                    PendingWaitpoint(wait.waitpoint_id, wait.waitpoint_key, wait.waitpoint_token),
-                )
+                self._pending.setdefault(wait.waitpoint_key, _pending(wait))
         found = [self._pending[key] for key in keys if key in self._pending]
         if found and len(keys) > 1:
             raise invalid_input(
-                "condition", f"{found[0].waitpoint_key!r} was handed out and must be waited alone"
+                "condition",
+                f"{found[0].waitpoint_key!r} was handed out, so it cannot be combined with others",
             )
         return found[0] if found else None
 
 
-def _wanted(signals: str | Collection[str] | None) -> SignalName:
+def condition_names(condition: Condition) -> list[str]:
+    """The waitpoints that a condition names; a made-up name if there are none."""
+    return referenced_waitpoint_keys(condition) or ["condition"]
+
+
+def wanted_signals(signals: Names) -> SignalName:
+    """The signal names that a wait accepts, as conditions state them."""
     if signals is None or isinstance(signals, str):
         return signals
     names = tuple(sorted(signals))
@@ -279,7 +276,7 @@ def _wanted(signals: str | Collection[str] | None) -> SignalName:
 
 
 def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
-    """The condition over the keys that its names have in this place of the handler."""
+    """The condition with keys for names."""
     match condition:
         case Single():
             return Single(keys[condition.waitpoint_key], condition.signal_name)
@@ -292,6 +289,10 @@ def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
             return condition
 
 
+def _pending(wait: PastWait) -> PendingWaitpoint:
+    return PendingWaitpoint(wait.waitpoint_id, wait.waitpoint_key, wait.waitpoint_token)
+
+
 def _seen(signal: ResumeSignal) -> Seen:
     return Seen(
         signal.signal_id,
@@ -299,15 +300,4 @@ def _seen(signal: ResumeSignal) -> Seen:
         signal.signal_name,
         signal.source_type,
         signal.source_identity,
-    )
-
-
-def _resumed_by_hand(name: str) -> Signal:
-    return Signal(
-        name="resumed",
-        payload=None,
-        source_identity="",
-        source_type="operator",
-        signal_id="",
-        waitpoint=name,
     )

@@ -6,15 +6,13 @@ import getpass
 import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.text import shown
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.valkey.connect import ServerLocation, has_data, no_data
 
 CONNECT_S = 3.0
 """Somebody is waiting for the answer, so commands give up sooner than workers."""
@@ -28,21 +26,16 @@ _is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
 class NoDataYet(CliError):
     """The project's embedded Valkey was never started, so there is no data to read."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(
-            "no_data",
-            f"there is no data in {shown(str(folder))} yet",
-            "run `flowfabric worker module:app` or submit something from your program; "
-            "for another deployment, set FF_URL (or --url) or FF_DATA_DIR",
-        )
+    def __init__(self) -> None:
+        super().__init__("no_data", *no_data())
 
 
 @asynccontextmanager
-async def open_backend(url: str | None) -> AsyncGenerator[ValkeyBackend]:
+async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
     """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
     location = ServerLocation(url)
     if location.embedded and not has_data():
-        raise NoDataYet(data_folder())
+        raise NoDataYet
     try:
         backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
         async with backend:
@@ -60,9 +53,7 @@ def user_name() -> str:
         return ""
 
 
-async def find_execution(
-    backend: ValkeyBackend, text: str, namespace: str | None = None
-) -> ExecutionId:
+async def find_execution(backend: Backend, text: str, namespace: str | None = None) -> ExecutionId:
     """The execution with this id, this UUID, or a UUID that only it starts with."""
     found = await _candidates(backend, text.strip().lower())
     if namespace is not None:
@@ -76,10 +67,10 @@ async def find_execution(
     return found[0]
 
 
-async def _candidates(backend: ValkeyBackend, text: str) -> list[ExecutionId]:
+async def _candidates(backend: Backend, text: str) -> list[ExecutionId]:
     if text.startswith("{"):
         try:
-            exact = backend.calls.checked(ExecutionId.parse(text))
+            exact = ExecutionId.parse(text).check_partition(backend.counts)
         except EngineError as error:
             raise _invalid_id(error.explanation) from error
         known = await backend.reads.get_execution_namespace(exact)
@@ -102,7 +93,7 @@ def _invalid_id(problem: str) -> UsageError:
     return UsageError("invalid_input", problem, "`flowfabric ps` lists executions and their ids")
 
 
-async def _ambiguous(backend: ValkeyBackend, text: str, found: list[ExecutionId]) -> CliError:
+async def _ambiguous(backend: Backend, text: str, found: list[ExecutionId]) -> CliError:
     lines: list[str] = []
     for execution_id in found[:_MAX_LISTED]:
         try:

@@ -1,4 +1,4 @@
-"""Text limits that truncate instead of refusing, and text that was stored malformed."""
+"""Text limits that truncate instead of refusing, text that was stored malformed, and counts."""
 
 from __future__ import annotations
 
@@ -45,3 +45,12 @@ def shown(text: str) -> str:
     'a\\xff'
     """
     return raw(text).decode(errors="backslashreplace")
+
+
+def plural(count: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> plural(1, "task"), plural(1200, "task")
+    ('1 task', '1,200 tasks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

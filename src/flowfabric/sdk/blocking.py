@@ -115,7 +115,7 @@ def blocking(
 
     >>> class SyncClient(SyncTwin[Client]):
     ...     submit = blocking(Client.submit)
-    ...     subscribe_lease_history = blocking(Client.subscribe_lease_history, SyncLeaseFeed)
+    ...     subscribe_lease_history = blocking(Client.subscribe_worker_events, SyncEventFeed)
     """
 
     @functools.wraps(method)

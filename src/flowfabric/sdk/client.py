@@ -22,7 +22,6 @@ from flowfabric.core.contracts.executions import (
     PriorityChanged,
     Replayed,
 )
-from flowfabric.core.contracts.lease_events import EventFilter
 from flowfabric.core.contracts.leases import RevokeOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
@@ -36,13 +35,11 @@ from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_creation_tags
-from flowfabric.engine.api.events import Start
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.sdk.client_signals import ClientSignals
-from flowfabric.sdk.lease_feed import LeaseFeed
+from flowfabric.sdk.event_feed import ClientEvents, EventFeed
 
 _RETRY_S = 0.2
 _SHOWN_CHARS = 200
@@ -111,7 +108,7 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-class Client(ClientSignals, ClosedOnce):
+class Client(ClientSignals, ClientEvents, ClosedOnce):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -122,8 +119,8 @@ class Client(ClientSignals, ClosedOnce):
     def __init__(self, backend: ValkeyBackend, namespace: str = "default") -> None:
         self.backend = backend
         self.namespace = namespace
-        self._watch = CompletionWatch(backend)
-        self._feeds: weakref.WeakSet[LeaseFeed] = weakref.WeakSet()
+        self._events = backend.events
+        self._feeds: weakref.WeakSet[EventFeed[Any]] = weakref.WeakSet()
 
     @classmethod
     async def connect(cls, place: Place, namespace: str = "default") -> Self:
@@ -215,7 +212,7 @@ class Client(ClientSignals, ClosedOnce):
         known = False
         while True:
             try:
-                await self._watch.wait_ended(execution_id)
+                await self.backend.events.wait_ended(execution_id)
                 known = True
                 info, result = await self.backend.reads.read_outcome(execution_id)
             except TransportError as error:
@@ -315,26 +312,6 @@ class Client(ClientSignals, ClosedOnce):
         """Executions, page by page."""
         return await self.backend.listings.list_executions(cursor=cursor, limit=limit, where=where)
 
-    async def subscribe_lease_history(
-        self,
-        cursor: Start = "now",
-        where: EventFilter | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
-    ) -> LeaseFeed:
-        """Follow who holds which execution: every claim, renewal, loss and return of a lease.
-
-        `cursor` is `now`, `start` (the oldest that is kept), a time in milliseconds, or the
-        cursor of an earlier subscription.
-
-        >>> async with await client.subscribe_lease_history() as history:  # doctest: +SKIP
-        ...     async for event in history:
-        ...         print(event.kind, event.execution_id, event.worker_instance_id)
-        """
-        feed = await LeaseFeed(self.backend, where, partitions).begin(cursor)
-        self._feeds.add(feed)
-        return feed
-
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
@@ -343,7 +320,6 @@ class Client(ClientSignals, ClosedOnce):
         """Close every connection; who still waits gets an error."""
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
-            closing.push_async_callback(self._watch.aclose)
             for feed in list(self._feeds):
                 closing.push_async_callback(feed.aclose)
 

@@ -18,7 +18,6 @@ from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.secrets import DEFAULT_GRACE_MS
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.completions import CompletionWatch
 from flowfabric.sdk.tail import Tail
 
 
@@ -75,7 +74,6 @@ class ClientSignals:
     """Waits, signing keys and output."""
 
     backend: ValkeyBackend
-    _watch: CompletionWatch
 
     async def deliver_signal(
         self,
@@ -254,11 +252,6 @@ class ClientSignals:
         """The summary document of an attempt; None if the attempt wrote none."""
         return await self.backend.streams.read_summary(execution_id, attempt_index)
 
-    @property
-    def sources(self) -> tuple[ValkeyBackend, CompletionWatch]:
-        """What a `Tail` reads from."""
-        return self.backend, self._watch
-
     def tail(
         self,
         execution_id: ExecutionId,
@@ -275,8 +268,8 @@ class ClientSignals:
         ...     print(frame.payload)
         """
 
-        async def here() -> tuple[ValkeyBackend, CompletionWatch]:
-            return self.sources
+        async def here() -> ValkeyBackend:
+            return self.backend
 
         return Tail(
             here,

@@ -13,12 +13,11 @@ import msgspec
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, ValidationError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
 from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.scanner_thread import ScannerThread
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.task_waits import Parked
+from flowfabric.sdk.task import ClaimedTask, Parked
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class Endings:
 
     def __init__(
         self,
-        backend: ValkeyBackend,
+        backend: Backend,
         scanners: ScannerThread | None,
         *,
         on_unknown_kind: Literal["fail", "release"],

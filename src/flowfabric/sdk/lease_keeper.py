@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
-import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
+from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +41,7 @@ _STEPS = 10
 _LONGEST_LOOK_S = 1.0
 
 
-async def opened(connect: Callable[[], Awaitable[ValkeyBackend]]) -> ValkeyBackend:
-    """A backend; opening only reads, so a connection lost under it is opened again."""
-    for tries_left in (2, 1, 0):
-        try:
-            return await connect()
-        except TransportError as error:
-            if not (error.ambiguous and tries_left):
-                raise
-    raise AssertionError("unreachable")
-
-
-async def _timed_out(backend: ValkeyBackend, handle: Handle) -> bool:
+async def _timed_out(backend: Backend, handle: Handle) -> bool:
     """Have the engine end an attempt whose time is over; False when it is not over yet."""
     execution_id = handle.execution_id
     (answer,) = await backend.upkeep.expire_execution(
@@ -72,14 +60,6 @@ class LeaseWatcher(Protocol):
 
     def lease_is_lost(self, code: str, reason: str) -> None:
         """Called once, from the keeper's thread."""
-        ...
-
-
-class LoopWatcher(Protocol):
-    """Who knows whether the loop that runs the handlers is blocked."""
-
-    def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
-        """Called at every look, from the keeper's thread: the leases to give up now."""
         ...
 
 
@@ -134,37 +114,32 @@ class LeaseKeeper:
     loses no lease. A lost lease is reported once, from the keeper's thread.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[ValkeyBackend]], lease_ttl_ms: int) -> None:
+    def __init__(self, connect: Connect, lease_ttl_ms: int) -> None:
         self._connect = connect
         self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
-        self.loop_watch: LoopWatcher | None = None
+        self.find_stuck: Callable[[list[HeldLease]], list[HeldLease]] | None = None
+        """Picks the leases to give up because the worker's loop is blocked; asked at every look."""
         self._held: dict[str, HeldLease] = {}
         self._calls: set[asyncio.Task[None]] = set()
-        self._stopping = False
         self._idle = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
-        self._backend: ValkeyBackend | None = None
-        self._connecting: asyncio.Future[ValkeyBackend] | None = None
-        self._started: threading.Event = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="ff-lease-keeper", daemon=True)
+        self._backend: Backend | None = None
+        self._thread = LoopThread(
+            "ff-lease-keeper",
+            self._run,
+            ("the lease keeper ended, leases will run out", "lease_keeper_crashed"),
+        )
         self.renewed = 0
         self.failed = 0
 
     def start(self) -> None:
         """Start the thread; returns when it is connected, raises when it cannot connect."""
         self._thread.start()
-        self._started.wait()
-        if self._failure is not None:
-            raise self._failure
 
     def stop(self) -> None:
         """End the thread. Leases still held are no longer renewed."""
-        self._stopping = True
-        if self._thread.ident is not None:
-            self._ring()
-            self._thread.join()
+        self._thread.stop()
 
     def hold(
         self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
@@ -174,7 +149,7 @@ class LeaseKeeper:
         self._held[handle.lease] = held
         if self._idle:
             self._idle = False
-            self._ring()
+            self._thread.call(self._look_now)
         return held
 
     def release(self, held: HeldLease) -> None:
@@ -207,46 +182,19 @@ class LeaseKeeper:
     def __len__(self) -> int:
         return len(self._held)
 
-    def _ring(self) -> None:
-        loop = self._loop
-        if loop is not None:
-            # The loop is closed when the keeper has ended already.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._awake)
+    # --- in the thread ------------------------------------------------------------------
 
-    # --- the keeper's own thread ---------------------------------------------------
-
-    def _awake(self) -> None:
+    def _look_now(self) -> None:
         if self._wake is not None:
             self._wake.set()
-        if self._stopping and self._connecting is not None:
-            self._connecting.cancel()
-
-    def _main(self) -> None:
-        try:
-            asyncio.run(self._run())
-        except BaseException as error:
-            self._failure = error
-            if self._started.is_set():
-                log.critical(
-                    "the lease keeper ended, leases will run out",
-                    exc_info=error,
-                    extra={"action": "lease_keeper_crashed"},
-                )
-        finally:
-            self._started.set()
 
     async def _run(self) -> None:
         self._wake = wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._connecting = asyncio.ensure_future(opened(self._connect))
-        if self._stopping:
-            self._connecting.cancel()
-        self._backend = backend = await self._connecting
-        self._connecting = None
-        self._started.set()
+        self._backend = backend = await opened(self._connect)
+        self._thread.ready()
         try:
-            while not self._stopping:
+            while True:
                 self._tend(backend)
                 self._give_up_stuck(backend)
                 wake.clear()
@@ -260,18 +208,15 @@ class LeaseKeeper:
 
     async def _rest(self, wake: asyncio.Event) -> None:
         if self._held:
-            # A stop must not wait for the next look.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0 if self._stopping else self.look_every_s):
-                    await wake.wait()
+            await asyncio.sleep(self.look_every_s)
             return
         self._idle = True
         # A lease may have come between the look and the flag.
-        if not self._held and not self._stopping:
+        if not self._held:
             await wake.wait()
         self._idle = False
 
-    def _tend(self, backend: ValkeyBackend) -> None:
+    def _tend(self, backend: Backend) -> None:
         """Give up what has run out, renew what is due: one call per partition, all at once."""
         now = time.monotonic()
         due: dict[str, list[HeldLease]] = {}
@@ -292,13 +237,13 @@ class LeaseKeeper:
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
-    def _give_up_stuck(self, backend: ValkeyBackend) -> None:
-        if self.loop_watch is not None:
-            for held in self.loop_watch.stuck(list(self._held.values())):
+    def _give_up_stuck(self, backend: Backend) -> None:
+        if self.find_stuck is not None:
+            for held in self.find_stuck(list(self._held.values())):
                 held.leaving = True
                 self._begin(self._give_up(backend, held))
 
-    async def _give_up(self, backend: ValkeyBackend, held: HeldLease) -> None:
+    async def _give_up(self, backend: Backend, held: HeldLease) -> None:
         """End an attempt that timed out, hand any other to the next worker."""
         while held.handle.lease in self._held:
             reason = RELEASED if time.monotonic() < held.times_out_at else _TIMED_OUT
@@ -315,7 +260,7 @@ class LeaseKeeper:
             elif held.handle.lease in self._held:
                 self._lose(held, "lease_revoked", reason)
 
-    async def _renew(self, backend: ValkeyBackend, batch: list[HeldLease]) -> None:
+    async def _renew(self, backend: Backend, batch: list[HeldLease]) -> None:
         started = time.monotonic()
         answers: list[Renewed | EngineError]
         try:

@@ -15,8 +15,7 @@ from flowfabric.scheduler.loop import ClaimLoop
 from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
 from flowfabric.sdk.loop_watch import LoopWatch, handled
 from flowfabric.sdk.results import Encoded, Results
-from flowfabric.sdk.task import ClaimedTask
-from flowfabric.sdk.task_waits import Parked
+from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -92,7 +91,8 @@ class WorkerRuntime:
         # The worker may have served before.
         self.worker.backend.meta.hurry(leaving=False)
         keeper = self.worker.keeper
-        keeper.loop_watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
+        watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
+        keeper.find_stuck = watch.stuck
         scanning, claiming = (
             asyncio.create_task(part()) for part in (self._scan, self._claiming.run)
         )
@@ -110,7 +110,7 @@ class WorkerRuntime:
             # A claim under way brings leases that must be given an end.
             await asyncio.wait((claiming,), timeout=_WIND_UP_S)
             await self._drain(grace_s)
-            keeper.loop_watch = None
+            keeper.find_stuck = None
             self._hurry()
             for part in (scanning, claiming):
                 part.cancel()

@@ -6,11 +6,18 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 from flowfabric.core.closing import Closing
+from flowfabric.engine.api.events import (
+    CompletionEvent,
+    Event,
+    LeaseEvent,
+    SignalEvent,
+    WorkerEvent,
+)
 from flowfabric.engine.valkey.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
+from flowfabric.sdk.event_feed import SyncEventFeed
 from flowfabric.sdk.portal import Portal
-from flowfabric.sdk.sync_feed import SyncLeaseFeed
 
 T = TypeVar("T")
 
@@ -84,7 +91,14 @@ class SyncClient(SyncTwin[Client], Closing):
     change_priority = blocking(Client.change_priority)
     read_context = blocking(Client.read_context)
     list = blocking(Client.list)
-    subscribe_lease_history = blocking(Client.subscribe_lease_history, SyncLeaseFeed)
+    subscribe = blocking(Client.subscribe, SyncEventFeed[Event])
+    subscribe_completion = blocking(Client.subscribe_completion, SyncEventFeed[CompletionEvent])
+    subscribe_lease_history = blocking(Client.subscribe_lease_history, SyncEventFeed[LeaseEvent])
+    subscribe_signal_delivery = blocking(
+        Client.subscribe_signal_delivery, SyncEventFeed[SignalEvent]
+    )
+    subscribe_operator_events = blocking(Client.subscribe_operator_events, SyncEventFeed[Event])
+    subscribe_worker_events = blocking(Client.subscribe_worker_events, SyncEventFeed[WorkerEvent])
 
     deliver_signal = blocking(Client.deliver_signal)
     signal = blocking(Client.signal)

@@ -9,6 +9,7 @@ from typing import Literal, Protocol, Self
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
 from flowfabric.core.errors import TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.stream_follow import StreamFollower
 from flowfabric.engine.api.streams import Streams
@@ -25,15 +26,12 @@ class _Source(Protocol):
     @property
     def reads(self) -> Reads: ...
 
-
-class _Ends(Protocol):
-    """Tells the end of executions."""
-
-    async def wait_ended(self, execution_id: ExecutionId) -> None: ...
+    @property
+    def events(self) -> Events: ...
 
 
-Open = Callable[[], Awaitable[tuple[_Source, _Ends]]]
-"""Finds both in the running event loop, when the first frame is wanted."""
+Open = Callable[[], Awaitable[_Source]]
+"""Finds it in the running event loop, when the first frame is wanted."""
 
 
 class Tail:
@@ -60,7 +58,6 @@ class Tail:
             raise invalid_input("attempt", "must be a number or 'latest'")
         self._open = open
         self._source: _Source
-        self._ends: _Ends
         self._execution_id = execution_id
         self._follow_attempts = follow_attempts
         self._after = after
@@ -96,7 +93,7 @@ class Tail:
         raise StopAsyncIteration
 
     async def _begin(self) -> StreamFollower:
-        self._source, self._ends = await self._open()
+        self._source = await self._open()
         info = await self._source.reads.read_execution_info(self._execution_id)
         if self.attempt is None:
             self.attempt = max(0, info.total_attempt_count - 1)
@@ -151,7 +148,7 @@ class Tail:
         """The execution has ended, or may have."""
         while True:
             try:
-                return await self._ends.wait_ended(self._execution_id)
+                return await self._source.events.wait_ended(self._execution_id)
             except TransportError as error:
                 if not error.retryable:
                     raise

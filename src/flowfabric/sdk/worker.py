@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Self, TypedDict
 
@@ -24,22 +24,19 @@ from flowfabric.core.errors import (
     EngineError,
 )
 from flowfabric.core.ids import ExecutionId, WaitpointToken
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
-from flowfabric.engine.valkey.backend import ValkeyBackend, limits_from_env
 from flowfabric.engine.valkey.connect import Place, open_backend
-from flowfabric.engine.valkey.health import log_findings
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.claims import WorkerClaims
+from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper, opened
+from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
+from flowfabric.sdk.loop_thread import Connect, opened
 from flowfabric.sdk.scanner_thread import ScannerThread
-from flowfabric.sdk.task import DROP_PAUSE_S, ClaimedTask, warn_dropped
+from flowfabric.sdk.task import ClaimedTask
 
 log = logging.getLogger(__name__)
-
-Connect = Callable[[], Awaitable[ValkeyBackend]]
-"""Opens a backend in the running event loop: one for the worker, one for its lease keeper, one for
-its scanners."""
 
 
 class _LeaseTerms(TypedDict):
@@ -61,7 +58,7 @@ class Worker(ClosedOnce):
     def __init__(
         self,
         config: WorkerConfig,
-        backend: ValkeyBackend,
+        backend: Backend,
         keeper: LeaseKeeper,
         new_scanners: Callable[[], ScannerThread | None],
     ) -> None:
@@ -101,7 +98,6 @@ class Worker(ClosedOnce):
         connect = place if callable(place) else partial(open_backend, place)
         # Local mistakes first: a typo must not register an instance that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
-        limits_from_env()
         backend = await opened(connect)
         keeper = LeaseKeeper(connect, config.lease_ttl_ms)
         worker = cls(
@@ -112,9 +108,7 @@ class Worker(ClosedOnce):
         )
         try:
             # Whoever prepared the server may have been warned long ago, and elsewhere.
-            await asyncio.gather(
-                worker._register(only_if_absent=True), log_findings(backend.transport)
-            )
+            await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
         except BaseException:
             await backend.aclose()
             raise

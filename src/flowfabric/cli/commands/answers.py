@@ -23,15 +23,15 @@ from flowfabric.cli.options import (
     YesOption,
     confirm,
 )
-from flowfabric.cli.reads.waits import read_last_wait, read_open_waitpoints
 from flowfabric.cli.session import find_execution, open_backend, user_name
 from flowfabric.cli.views.screen import Cell, Screen, print_json
-from flowfabric.cli.views.text import plural
 from flowfabric.cli.views.waits import OPERATOR_ONLY, TIMEOUT_ONLY, accepted_signals, describe_end
 from flowfabric.core.contracts.suspension import Accepted, OpenWaitpoint, SignalOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.core.text import plural
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.overview import read_open_waitpoints
 
 _MIN_PREFIX = 4
 _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_not_suspended"})
@@ -248,7 +248,7 @@ def _read_payload(text: str | None) -> bytes | None:
 
 
 async def find_waitpoint(
-    backend: ValkeyBackend, execution_id: ExecutionId, text: str | None
+    backend: Backend, execution_id: ExecutionId, text: str | None
 ) -> OpenWaitpoint:
     """The open waitpoint with this key, id or start of an id; for None, the only one."""
     found = await read_open_waitpoints(backend, execution_id)
@@ -280,10 +280,10 @@ def _listed(waitpoints: Sequence[OpenWaitpoint]) -> str:
     )
 
 
-async def _nothing_waiting(backend: ValkeyBackend, execution_id: ExecutionId) -> CliError:
+async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliError:
     """No waitpoint is open; if one was, the error says how its wait ended."""
     state = (await backend.reads.read_execution_state(execution_id)).value
-    last = await read_last_wait(backend, execution_id)
+    last = await backend.waitpoints.read_last_wait(execution_id)
     if last is None or last.closed_at is None:
         return CliError(
             "nothing_waiting",
@@ -301,7 +301,7 @@ async def _nothing_waiting(backend: ValkeyBackend, execution_id: ExecutionId) ->
 
 
 async def _not_open(
-    backend: ValkeyBackend, execution_id: ExecutionId, text: str, found: Sequence[OpenWaitpoint]
+    backend: Backend, execution_id: ExecutionId, text: str, found: Sequence[OpenWaitpoint]
 ) -> CliError:
     past = await backend.waitpoints.read_waits(execution_id)
     over = any(wait.ended and text in (wait.waitpoint_key, wait.waitpoint_id) for wait in past)
@@ -315,7 +315,7 @@ async def _not_open(
 
 
 async def _too_late(
-    backend: ValkeyBackend, execution_id: ExecutionId, error: EngineError
+    backend: Backend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
     """Say how the wait ended if that is why the call was refused."""
     return await _nothing_waiting(backend, execution_id) if error.code in _TOO_LATE else error
@@ -351,7 +351,7 @@ def _accepts_no_signal() -> CliError:
 # --- output -----------------------------------------------------------------------------------
 
 
-async def _resume(backend: ValkeyBackend, execution_id: ExecutionId, *, as_json: bool) -> None:
+async def _resume(backend: Backend, execution_id: ExecutionId, *, as_json: bool) -> None:
     done = await backend.suspensions.resume_execution(execution_id, trigger_type="operator")
     if not as_json:
         Screen().line(f"{execution_id}  ", ("the execution resumes", "green"))

@@ -25,8 +25,6 @@ from flowfabric.cli.options import (
     parse_lane,
     parse_tags,
 )
-from flowfabric.cli.reads.detail import Detail, read_detail
-from flowfabric.cli.reads.listing import read_newest
 from flowfabric.cli.session import NoDataYet, find_execution, open_backend, user_name
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
@@ -35,8 +33,9 @@ from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.listings import Filter
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.overview import ExecutionDetail, list_newest, read_detail
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -101,7 +100,7 @@ def _parse_state(text: str) -> str:
 
 async def _list(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
     async with open_backend(url) as backend:
-        listing = await read_newest(backend, where, limit)
+        listing = await list_newest(backend, where, limit)
     if not as_json:
         print_listing(listing, filtered=where != Filter())
         return
@@ -115,7 +114,7 @@ async def _watch(url: str | None, where: Filter, limit: int | None, *, as_json: 
         live = screen.terminal and not as_json
         with LiveTable(screen) if live else ChangePrinter(as_json=as_json) as view:
             while True:
-                view.update(await read_newest(backend, where, limit))
+                view.update(await list_newest(backend, where, limit))
                 await asyncio.sleep(_REFRESH_S)
 
 
@@ -134,14 +133,13 @@ def show(
 
     State, attempts, history, tags, policy, payload and result. If it is not running, also why.
     """
-    detail = asyncio.run(_read_detail(Target.of(context, url, namespace), id_, full=full))
-    print_detail(detail, full=full, as_json=as_json)
+    target = Target.of(context, url, namespace)
 
+    async def read() -> ExecutionDetail:
+        async with open_backend(target.url) as backend:
+            return await read_detail(backend, await find_execution(backend, id_, target.namespace))
 
-async def _read_detail(target: Target, text: str, *, full: bool) -> Detail:
-    async with open_backend(target.url) as backend:
-        execution_id = await find_execution(backend, text, target.namespace)
-        return await read_detail(backend, execution_id, full=full)
+    print_detail(asyncio.run(read()), full=full, as_json=as_json)
 
 
 def cancel(
@@ -183,7 +181,7 @@ async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: b
 
 
 async def _with_state(
-    backend: ValkeyBackend, execution_id: ExecutionId, error: EngineError
+    backend: Backend, execution_id: ExecutionId, error: EngineError
 ) -> FlowFabricError:
     """Name the execution's state when that is why the call was refused."""
     hint = _HINTS.get(error.code)

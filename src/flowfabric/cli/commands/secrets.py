@@ -21,11 +21,11 @@ from flowfabric.cli.options import (
 )
 from flowfabric.cli.session import open_backend
 from flowfabric.cli.views.screen import Cell, Screen, print_json
-from flowfabric.cli.views.text import clock, duration, plural
+from flowfabric.cli.views.text import clock, duration
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
-from flowfabric.engine.valkey.boot import SECRET_VARIABLE
+from flowfabric.core.text import plural
+from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_rotation
 from flowfabric.engine.valkey.connect import ServerLocation, store_secret
-from flowfabric.engine.valkey.secrets import check_rotation
 
 _MAX_LISTED = 8
 

@@ -19,19 +19,19 @@ from flowfabric.cli.options import (
     UrlOption,
     check_option,
 )
-from flowfabric.cli.reads.waits import read_wait
 from flowfabric.cli.session import find_execution, open_backend
 from flowfabric.cli.streams import discard_output
 from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
-from flowfabric.cli.views.text import plural
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument
 from flowfabric.core.cursors import START, StreamCursor
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, PublicState
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.core.text import plural
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.overview import read_wait
 
 _IDLE_MS = 1000
 """How long without a frame until the state of the execution is read."""
@@ -133,7 +133,7 @@ def _finished(info: ExecutionInfo) -> bool:
 
 class _Follower:
     def __init__(
-        self, backend: ValkeyBackend, execution_id: ExecutionId, printer: Printer, *, follow: bool
+        self, backend: Backend, execution_id: ExecutionId, printer: Printer, *, follow: bool
     ) -> None:
         self._backend = backend
         self._id = execution_id
@@ -260,7 +260,7 @@ class _Follower:
             self._printer.resumed()
 
     async def _announce_wait(self) -> None:
-        wait = await read_wait(self._backend, self._id)
+        wait, _ = await read_wait(self._backend, self._id)
         if wait.since is not None and wait.since != self._announced_wait:
             self._announced_wait = wait.since
             self._printer.waiting(wait, await self._backend.meta.server_time_ms())

@@ -17,10 +17,10 @@ from flowfabric.cli.options import (
     UrlOption,
     parse_lane,
 )
-from flowfabric.cli.reads.waits import LastWait, Wait, read_last_wait, read_wait, read_waits
 from flowfabric.cli.session import NoDataYet, find_execution, open_backend
 from flowfabric.cli.views.screen import print_json
 from flowfabric.cli.views.waits import print_wait, print_waits
+from flowfabric.engine.overview import Wait, list_waits, read_wait
 
 
 def waiting(
@@ -40,40 +40,31 @@ def waiting(
     prints one JSON object per line.
     """
     target = Target.of(context, url, namespace)
-    if id_ is None:
-        waits, left_out, now = _read_all(target, parse_lane(lane), limit)
-    else:
-        wait, last, now = asyncio.run(_read_one(target, id_))
-        if not as_json:
-            print_wait(wait, last, now)
-            return
-        waits, left_out = [wait], 0
-    if not as_json:
-        print_waits(waits, left_out, now)
-        return
-    for each in waits:
-        print_json(each)
+    only_lane = parse_lane(lane)
 
-
-def _read_all(target: Target, lane: str | None, limit: int) -> tuple[list[Wait], int, int]:
-    async def read() -> tuple[list[Wait], int, int]:
+    async def one(text: str) -> list[Wait]:
         async with open_backend(target.url) as backend:
-            waits, left_out = await read_waits(
-                backend, lane=lane, namespace=target.namespace, limit=limit
-            )
-            return waits, left_out, await backend.meta.server_time_ms()
+            execution_id = await find_execution(backend, text, target.namespace)
+            wait, last = await read_wait(backend, execution_id)
+            if not as_json:
+                print_wait(wait, last, await backend.meta.server_time_ms())
+            return [wait]
 
-    try:
-        return asyncio.run(read())
-    except NoDataYet:
-        return [], 0, 0
+    async def every() -> list[Wait]:
+        waits, left_out, now = list[Wait](), 0, 0
+        try:
+            async with open_backend(target.url) as backend:
+                waits, left_out = await list_waits(
+                    backend, lane=only_lane, namespace=target.namespace, limit=limit
+                )
+                now = await backend.meta.server_time_ms()
+        except NoDataYet:
+            pass
+        if not as_json:
+            print_waits(waits, left_out, now)
+        return waits
 
-
-async def _read_one(target: Target, text: str) -> tuple[Wait, LastWait | None, int]:
-    async with open_backend(target.url) as backend:
-        execution_id = await find_execution(backend, text, target.namespace)
-        return await asyncio.gather(
-            read_wait(backend, execution_id),
-            read_last_wait(backend, execution_id),
-            backend.meta.server_time_ms(),
-        )
+    waits = asyncio.run(every() if id_ is None else one(id_))
+    if as_json:
+        for wait in waits:
+            print_json(wait)

@@ -16,7 +16,7 @@ import typer
 
 from flowfabric import __version__
 from flowfabric.app.fabric import Fabric
-from flowfabric.app.stopping import Overdue, ends_within, on_signals
+from flowfabric.app.stopping import ends_within, on_signals
 from flowfabric.app.worker import AppWorker
 from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
@@ -30,11 +30,11 @@ from flowfabric.cli.options import (
     seconds_between,
 )
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import duration, plural
+from flowfabric.cli.views.text import duration
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import shown
+from flowfabric.core.text import plural, shown
 from flowfabric.engine.valkey.connect import ServerLocation, data_folder
 from flowfabric.sdk.runtime import RunSummary
 
@@ -206,14 +206,14 @@ async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool)
         # The worker starts the server, after it has checked the settings.
         where = f"embedded Valkey in {shown(str(data_folder()))}"
     else:
-        where = (await app.location.address()).peer
-
-    overdue = Overdue(grace_s, worker.give_back)
+        where = app.location.peer
 
     with contextlib.ExitStack() as signals:
 
         def ready() -> None:
-            signals.enter_context(on_signals(worker.stop, overdue))
+            signals.enter_context(
+                on_signals(worker.stop, grace_s=grace_s, release=worker.give_back)
+            )
             _print_banner(app, worker, where, as_json=as_json)
             _warn_of_unserved_lanes(app, worker)
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
-from flowfabric.cli.reads.detail import Blob, Detail
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
-from flowfabric.cli.views.text import age, clock, duration
+from flowfabric.cli.views.text import age, clock, duration, preview
 from flowfabric.cli.views.waits import accepted_signals, time_left
 from flowfabric.cli.views.why import why_not_running
-from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
-from flowfabric.core.ids import enc_hook
 from flowfabric.core.policy import NO_POLICY
+from flowfabric.engine.api.events import Event
+from flowfabric.engine.overview import ExecutionDetail
 
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
@@ -31,27 +28,57 @@ _EVENT_FIELDS = {
     "requested_by": "by",
 }
 _END_FIELDS = ("failure_category", "cancellation_reason", "cancelled_by")
+_PREVIEW = 400
 
 
-def print_detail(detail: Detail, *, full: bool, as_json: bool) -> None:
+class Blob(msgspec.Struct, frozen=True):
+    """A payload or result: as text if it is UTF-8, otherwise as hex."""
+
+    size: int
+    encoding: str
+    form: str
+    preview: str
+    truncated: bool
+
+    @classmethod
+    def of(cls, data: bytes | None, encoding: str, *, full: bool) -> Blob | None:
+        """The bytes, shortened unless `full`."""
+        if data is None:
+            return None
+        shown, form, truncated = preview(data, None if full else _PREVIEW)
+        return cls(len(data), encoding, form, shown, truncated)
+
+
+def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
     """Print one execution."""
-    why = why_not_running(detail)
+    why, info = why_not_running(detail), detail.execution
+    payload = Blob.of(detail.payload, info.payload_encoding, full=full)
+    result = Blob.of(detail.result, info.result_encoding, full=full)
     if as_json:
-        plain: dict[str, Any] = msgspec.to_builtins(detail, enc_hook=enc_hook)
-        print_json(plain | {"policy": detail.policy.normalised(), "summary": why or None})
+        reason = detail.why_not_running
+        print_json(
+            msgspec.structs.asdict(detail)
+            | {
+                "policy": detail.policy.normalised(),
+                "payload": payload,
+                "result": result,
+                "workers_of_lane": None if reason is None else reason.able_workers,
+                "summary": why or None,
+            }
+        )
         return
     screen = Screen()
     _head(screen, detail, why)
     _waitpoints(screen, detail)
     _attempts(screen, detail)
     _history(screen, detail)
-    _failure(screen, detail.execution)
+    _failure(screen, info)
     _extras(screen, detail, full=full)
-    _blob(screen, "Payload", detail.payload)
-    _blob(screen, "Result", detail.result)
+    _blob(screen, "Payload", payload)
+    _blob(screen, "Result", result)
 
 
-def _head(screen: Screen, detail: Detail, why: str) -> None:
+def _head(screen: Screen, detail: ExecutionDetail, why: str) -> None:
     info = detail.execution
     state = info.public_state.value
     screen.line((info.execution_kind, "bold"), "  ", (state, state_style(state)))
@@ -83,7 +110,7 @@ def _joined(*parts: str) -> str:
     return ": ".join(part for part in parts if part)
 
 
-def _facts(detail: Detail) -> list[tuple[str, Cell]]:
+def _facts(detail: ExecutionDetail) -> list[tuple[str, Cell]]:
     info, now = detail.execution, detail.now_ms
     facts: list[tuple[str, Cell]] = [
         ("lane", info.lane_id),
@@ -130,7 +157,7 @@ def _progress(info: ExecutionInfo) -> list[tuple[str, Cell]]:
     return facts
 
 
-def _lease(detail: Detail) -> list[tuple[str, Cell]]:
+def _lease(detail: ExecutionDetail) -> list[tuple[str, Cell]]:
     lease = detail.lease
     if lease is None:
         return []
@@ -144,7 +171,7 @@ def _past_time(at_ms: int, now_ms: int) -> str:
     return f"{clock(at_ms)} ({age(now_ms - at_ms)} ago)"
 
 
-def _waitpoints(screen: Screen, detail: Detail) -> None:
+def _waitpoints(screen: Screen, detail: ExecutionDetail) -> None:
     if not detail.waitpoints:
         return
     screen.section("Waitpoints")
@@ -167,7 +194,7 @@ def _waitpoints(screen: Screen, detail: Detail) -> None:
     screen.table(headers, rows)
 
 
-def _attempts(screen: Screen, detail: Detail) -> None:
+def _attempts(screen: Screen, detail: ExecutionDetail) -> None:
     if not detail.attempts:
         return
     screen.section("Attempts")
@@ -190,7 +217,7 @@ def _attempt(attempt: AttemptRecord, now_ms: int) -> list[Cell]:
     ]
 
 
-def _history(screen: Screen, detail: Detail) -> None:
+def _history(screen: Screen, detail: ExecutionDetail) -> None:
     if not detail.history:
         return
     screen.section("History")
@@ -216,7 +243,7 @@ def _failure(screen: Screen, info: ExecutionInfo) -> None:
         screen.block(info.failure_reason)
 
 
-def _extras(screen: Screen, detail: Detail, *, full: bool) -> None:
+def _extras(screen: Screen, detail: ExecutionDetail, *, full: bool) -> None:
     if detail.tags:
         screen.section("Tags")
         screen.facts([(key, value) for key, value in sorted(detail.tags.items())])

@@ -6,8 +6,8 @@ from collections import Counter
 
 from flowfabric import __version__
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import plural
-from flowfabric.engine.valkey.health import Finding, Grade
+from flowfabric.core.text import plural
+from flowfabric.engine.api.meta import Finding, Grade
 
 _MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
 

@@ -8,10 +8,12 @@ from typing import Self
 from rich.live import Live
 from rich.text import Text
 
-from flowfabric.cli.reads.listing import ExecutionListing, Row
 from flowfabric.cli.session import NoDataYet
 from flowfabric.cli.views.screen import Cell, Screen, drop_columns, print_json, state_style
-from flowfabric.cli.views.text import age, clean, plural, short_length
+from flowfabric.cli.views.text import age, clean, short_length
+from flowfabric.core.contracts.executions import ExecutionSummary
+from flowfabric.core.text import plural
+from flowfabric.engine.overview import ExecutionListing
 
 _OPTIONAL_COLUMNS = ("ATTEMPTS", "AGE", "LANE", "WORKER")
 """Left out in this order when the terminal is too narrow."""
@@ -50,15 +52,17 @@ def _table(listing: ExecutionListing, *, full_ids: bool) -> tuple[list[str], lis
     return headers, [_cells(row, listing.now_ms, length, namespaces=namespaces) for row in rows]
 
 
-def _cells(row: Row, now_ms: int, length: int | None, *, namespaces: bool) -> list[Cell]:
+def _cells(
+    row: ExecutionSummary, now_ms: int, length: int | None, *, namespaces: bool
+) -> list[Cell]:
     shown = str(row.execution_id) if length is None else row.execution_id.uuid[:length]
     progress = f" {row.progress_pct}%" if row.progress_pct and row.completed_at is None else ""
-    style = state_style(row.public_state)
+    state = row.public_state.value
     cells: list[Cell] = [
         (shown, "bold"),
         row.execution_kind,
         row.lane_id,
-        (row.public_state + progress, style),
+        (state + progress, state_style(state)),
         age(now_ms - int(row.created_at)),
         str(row.total_attempt_count) if row.total_attempt_count else "-",
         row.worker_instance_id or "-",
@@ -70,12 +74,12 @@ def _cells(row: Row, now_ms: int, length: int | None, *, namespaces: bool) -> li
 
 def _footer(listing: ExecutionListing) -> str:
     states = ", ".join(f"{count:,} {state}" for state, count in listing.states.most_common())
-    total = plural(listing.total, "execution")
-    shown = len(listing.rows)
+    shown, found = len(listing.rows), listing.states.total()
+    total = plural(found, "execution")
     if not listing.complete:
         return f"the newest {shown} of the first {total}; --all reads all of them"
     text = f"{total}: {states}"
-    return text if shown == listing.total else f"{text}. Showing the newest {shown}; --all for all"
+    return text if shown == found else f"{text}. Showing the newest {shown}; --all for all"
 
 
 class LiveTable:
@@ -108,7 +112,7 @@ class ChangePrinter:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._before: dict[str, Row] = {}
+        self._before: dict[str, ExecutionSummary] = {}
 
     def __enter__(self) -> Self:
         return self

@@ -13,12 +13,12 @@ from zlib import crc32
 from rich.console import Console
 from rich.text import Text
 
-from flowfabric.cli.reads.waits import Wait
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
 from flowfabric.cli.views.text import clean, preview
 from flowfabric.cli.views.waits import describe_waitpoints, future_time
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame
+from flowfabric.engine.overview import Wait
 
 _PLAIN_TYPES = frozenset({"delta", "stdout"})
 _STYLES = {"stderr": "red", "event": "cyan", "blob": "magenta", "progress": "yellow"}

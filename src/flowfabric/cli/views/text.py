@@ -81,15 +81,6 @@ def clock(ms: int) -> str:
     return moment.strftime("%Y-%m-%d %H:%M:%S.") + f"{ms % 1000:03d}"
 
 
-def plural(count: int, noun: str) -> str:
-    """A number and its noun.
-
-    >>> plural(1, "task"), plural(1200, "task")
-    ('1 task', '1,200 tasks')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def short_length(uuids: Iterable[str]) -> int:
     """How many characters of each UUID make it unique among these; at least 8."""
     known = set(uuids)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flowfabric.cli.reads.waits import LastWait, Wait
 from flowfabric.cli.views.screen import Cell, Screen
-from flowfabric.cli.views.text import age, clock, duration, plural, short_length
+from flowfabric.cli.views.text import age, clock, duration, short_length
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
+from flowfabric.core.text import plural
+from flowfabric.engine.api.waitpoints import LastWait
+from flowfabric.engine.overview import Wait
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flowfabric.cli.reads.detail import Detail
+from collections.abc import Sequence
+
 from flowfabric.cli.views.text import clock, duration
 from flowfabric.cli.views.waits import (
     OPERATOR_ONLY,
@@ -12,6 +13,7 @@ from flowfabric.cli.views.waits import (
 )
 from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.state import OwnershipState, PublicState
+from flowfabric.engine.overview import ExecutionDetail
 
 _TIMED = {
     "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
@@ -20,7 +22,7 @@ _TIMED = {
 }
 
 
-def why_not_running(detail: Detail) -> str:
+def why_not_running(detail: ExecutionDetail) -> str:
     """What it waits for and how to help; empty if it runs or has finished."""
     why = detail.why_not_running
     if why is None:
@@ -32,7 +34,7 @@ def why_not_running(detail: Detail) -> str:
     return _waiting(detail, why)
 
 
-def _waiting(detail: Detail, why: WhyWaiting) -> str:
+def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
     info = detail.execution
     if why.lane_state != "active":
         return f"lane {info.lane_id} is {why.lane_state}: none of its executions start"
@@ -42,11 +44,11 @@ def _waiting(detail: Detail, why: WhyWaiting) -> str:
     if why.unresolved_edges:
         return f"it depends on {why.unresolved_edges} executions that have not finished"
     if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
-        return _for_worker(info, why, detail.workers_of_lane or [])
+        return _for_worker(info, why, why.able_workers)
     return _blocking_reason(why)
 
 
-def _active(detail: Detail) -> str:
+def _active(detail: ExecutionDetail) -> str:
     lease = detail.lease
     vector = detail.execution.state_vector
     worker = lease.worker_instance_id if lease is not None else "its worker"
@@ -57,7 +59,7 @@ def _active(detail: Detail) -> str:
     return ""
 
 
-def _suspended(detail: Detail) -> str:
+def _suspended(detail: ExecutionDetail) -> str:
     active = [one for one in detail.waitpoints if one.state == "active"]
     for_what = describe_waitpoints(active) or "an answer"
     limit = detail.wait.until if detail.wait is not None else None
@@ -77,7 +79,7 @@ def _start_time(at_ms: int, now_ms: int) -> str:
     return f"at {clock(at_ms)} (in {duration(left)})" if left > 0 else "any moment now"
 
 
-def _for_worker(info: ExecutionInfo, why: WhyWaiting, able_workers: list[str]) -> str:
+def _for_worker(info: ExecutionInfo, why: WhyWaiting, able_workers: Sequence[str]) -> str:
     lane = info.lane_id
     needs = ", ".join(each for each in info.required_capabilities)
     option = needs.replace(" ", "")

@@ -246,7 +246,7 @@ class ExecutionContext(msgspec.Struct, frozen=True):
     payload_encoding: str = ""
 
 
-class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One row of a listing."""
 
     execution_id: ExecutionId
@@ -256,6 +256,12 @@ class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True):
     public_state: PublicState
     priority: int
     created_at: str
+    """Milliseconds as decimal text."""
+    total_attempt_count: int
+    completed_at: str | None = None
+    progress_pct: int | None = None
+    worker_instance_id: str | None = None
+    """The holder of its lease."""
 
 
 class ExecutionPage(msgspec.Struct, frozen=True):
@@ -280,5 +286,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """What the live worker that comes nearest lacks; all that is required when none is live."""
     live_workers: int | None = None
     """Live workers of its lane and namespace; None when it does not wait for a worker."""
+    able_workers: tuple[str, ...] = ()
+    """Live workers, by instance id, that serve its lane and offer what it requires."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()

@@ -10,7 +10,6 @@ from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.lanes import Lanes
-from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.meta import Meta
@@ -34,6 +33,7 @@ class Backend(Protocol):
     """
 
     counts: PartitionCounts
+    max_payload_bytes: int
     executions: Executions
     reads: Reads
     listings: Listings
@@ -50,7 +50,6 @@ class Backend(Protocol):
     streams: Streams
     events: Events
     upkeep: Upkeep
-    leadership: Leadership
     meta: Meta
     flows: Absent
     steps: Absent

@@ -59,7 +59,7 @@ _MAY_LACK = {
     "block_route unblock_execution",
     "workers": "drain_worker list_worker_leases",
     "events": "subscribe subscribe_completion subscribe_signal_delivery subscribe_operator_events "
-    "subscribe_worker_events",
+    "subscribe_worker_events subscribe_flow_events subscribe_instance_tags",
     "steps": "record_step read_steps watch_completion deliver_child_completions",
     "budgets": "create_budget update_budget_limits delete_budget reset_budget get_budget_status "
     "list_budgets report_usage report_usage_admin record_spend release_budget "

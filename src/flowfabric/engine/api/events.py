@@ -1,33 +1,256 @@
-"""Following the event feeds."""
+"""Events of the feed, as subscribers see them, and subscribing to them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack
 
-from flowfabric.core.contracts.lease_events import EventFilter, LeaseEvent
+import msgspec
+
 from flowfabric.core.errors import CorruptionError
+from flowfabric.core.ids import ExecutionId, validate_lane
+from flowfabric.core.tags import validate_tag_filter
+from flowfabric.engine.api.arguments import checked_text, each_text, instance
 from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
-"""`now` (or empty), `start`, a time in milliseconds, or a cursor."""
+"""`now` (or empty), `start` for the oldest entry, a time in milliseconds, or a cursor."""
+
+Family = Literal["completion", "lease", "signal", "flow", "operator", "worker"]
+
+_GAINS = frozenset({"acquired", "renewed", "reclaimed"})
+_LOSSES = frozenset({"released", "expired", "revoked"})
+LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
+"""What lease history calls an entry of another type."""
 
 
-class LeaseSubscription(Protocol):
-    """Iterates over lease events; keep `cursor` to continue later."""
+class Event(msgspec.Struct, frozen=True):
+    """One entry of a feed. `fields` holds what its type adds.
+
+    An entry about a flow, a worker or a budget has no execution.
+    """
+
+    event_id: str
+    """The feed and the entry: the same if the event is delivered again."""
+    type: str
+    at: int
+    execution_id: str | None = None
+    namespace: str | None = None
+    lane_id: str | None = None
+    execution_kind: str | None = None
+    fields: Mapping[str, Any] = {}
+    cursor: bytes = b""
+    """The position after this event."""
+
+    @property
+    def tags(self) -> Mapping[str, str] | None:
+        """The tags of the execution, if the entry carries them: a completion does."""
+        return self.fields.get("tags")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field that the type adds, or the default."""
+        return self.fields.get(name, default)
+
+
+class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution ended."""
+
+    event_id: str
+    cursor: bytes
+    at: int
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    flow_id: str | None = None
+    outcome: str = ""
+    """`success`, `failed`, `cancelled`, `expired` or `skipped`."""
+    reason: str | None = None
+    source: str | None = None
+    """What asked for a cancellation."""
+    failure_category: str | None = None
+    attempt_id: str | None = None
+    attempt_index: int | None = None
+    lease_id: str | None = None
+    lease_epoch: int | None = None
+    worker_instance_id: str | None = None
+    result_ref: bool = False
+    """Whether a result is stored."""
+    tags: Mapping[str, str] | None = None
+
+
+class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution changed hands."""
+
+    event_id: str
+    cursor: bytes
+    type: str
+    """`acquired`, `renewed`, `released`, `expired`, `revoked`, `reclaimed`, `replay_initiated`."""
+    at: int
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    flow_id: str | None = None
+    lease_id: str | None = None
+    lease_epoch: int | None = None
+    attempt_id: str | None = None
+    attempt_index: int | None = None
+    worker_id: str | None = None
+    worker_instance_id: str | None = None
+    """The worker that holds the lease after this event, or held it before."""
+    reason: str | None = None
+    outcome: str | None = None
+    """How the execution ended, if that released the lease."""
+    revoked_by: str | None = None
+    branch: str | None = None
+
+    @property
+    def new_owner(self) -> str | None:
+        """The worker instance that holds the lease after this event."""
+        return self.worker_instance_id if self.type in _GAINS else None
+
+    @property
+    def prev_owner(self) -> str | None:
+        """The worker instance that lost or returned the lease."""
+        return self.worker_instance_id if self.type in _LOSSES else None
+
+
+class SignalEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An execution accepted a signal."""
+
+    event_id: str
+    cursor: bytes
+    at: int
+    execution_id: ExecutionId
+    namespace: str
+    lane_id: str
+    execution_kind: str
+    flow_id: str | None = None
+    signal_id: str = ""
+    signal_name: str = ""
+    waitpoint_id: str = ""
+    source_type: str = ""
+    source_identity: str = ""
+    effect: str = ""
+    """What the signal did, such as `resume_condition_satisfied`."""
+
+
+class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker process registered or left."""
+
+    event_id: str
+    cursor: bytes
+    type: str
+    """`worker_registered`, `worker_dead` or `worker_expired`."""
+    at: int
+    namespace: str
+    worker_id: str | None = None
+    """None if the registration had expired already."""
+    worker_instance_id: str = ""
+    reason: str | None = None
+
+
+class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects events. Every part that is set must match; a value an event lacks never does.
+
+    >>> EventFilter(lane="video", types={"expired", "reclaimed"}).lane
+    'video'
+    """
+
+    namespace: str | None = None
+    lane: str | None = None
+    kind: str | None = None
+    flow_id: str | None = None
+    execution_id: str | None = None
+    outcome: str | None = None
+    types: Collection[str] | None = None
+    """Types of entries, or of lease events."""
+    tags: Mapping[str, str] = {}
+    """Compared with the tags of the execution; one that was deleted has none."""
+
+    def validate(self) -> None:
+        """Raise `invalid_input` for a part of the wrong type."""
+        for name in ("namespace", "lane", "kind", "flow_id", "execution_id", "outcome"):
+            if getattr(self, name) is not None:
+                checked_text(getattr(self, name), name)
+        if self.types is not None:
+            each_text(self.types, "types")
+        validate_tag_filter(self.tags)
+
+    def accepts(self, event: Event) -> bool:
+        """Whether the entry itself matches; tags are compared separately."""
+        return (
+            self.namespace in (None, event.namespace)
+            and self.lane in (None, event.lane_id)
+            and self.kind in (None, event.execution_kind)
+            and self.execution_id in (None, event.execution_id)
+            and self.flow_id in (None, event.get("flow_id"))
+            and self.outcome in (None, event.get("outcome"))
+            and (
+                self.types is None
+                or event.type in self.types
+                or LEASE_NAMES.get(event.type) in self.types
+            )
+        )
+
+
+class SubscribeOptions(TypedDict, total=False):
+    """What a subscription covers, and who shares it."""
+
+    where: EventFilter | None
+    partitions: Sequence[int] | None
+    """These partitions only; their cursor fits no other selection."""
+    group: str | None
+    """Share the partitions with the other members of this group; `ack` what was processed."""
+    member: str | None
+    """The name of this member: one that restarts under its name keeps its partitions."""
+
+
+_OPTIONS = frozenset(SubscribeOptions.__annotations__)
+
+
+def checked_options(options: SubscribeOptions) -> SubscribeOptions:
+    """The options, or the error of the first that is wrong."""
+    if unknown := sorted(options.keys() - _OPTIONS):
+        raise TypeError(f"a subscription has no option {unknown[0]!r}")
+    if (where := options.get("where")) is not None:
+        instance(where, EventFilter, "where").validate()
+    if (group := options.get("group")) is not None:
+        validate_lane(group, "group")
+    if (member := options.get("member")) is not None:
+        checked_text(member, "member")
+    return options
+
+
+E_co = TypeVar("E_co", covariant=True)
+
+
+class Subscription(Protocol[E_co]):
+    """Iterates over events as they are committed; keep `cursor` to continue later.
+
+    Events of one execution arrive in commit order. An entry that cannot be read arrives as its
+    `CorruptionError`. A lost connection ends the iteration with `stream_disconnected`; its detail
+    is the cursor to subscribe with again. If entries after the position were trimmed, reading
+    raises `cursor_expired` with the cursor of the oldest entry left.
+    """
 
     @property
     def cursor(self) -> bytes:
-        """The position after the last event given out."""
+        """The position after the last event returned."""
         ...
 
     def __aiter__(self) -> Self: ...
 
-    async def __anext__(self) -> LeaseEvent | CorruptionError: ...
+    async def __anext__(self) -> E_co | CorruptionError: ...
 
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: object) -> None: ...
+
+    async def ack(self, event_id: str) -> None:
+        """Store for the group that this event and those before it in its feed were processed."""
+        ...
 
     async def aclose(self) -> None:
         """Stop reading; the iteration ends."""
@@ -35,23 +258,50 @@ class LeaseSubscription(Protocol):
 
 
 class Events(Concern, Protocol):
-    """Following the event feeds."""
+    """Following the event feeds. Every method takes the start and `SubscribeOptions`."""
+
+    async def subscribe(
+        self,
+        families: Sequence[Family],
+        cursor: Start = "now",
+        **options: Unpack[SubscribeOptions],
+    ) -> Subscription[Event]:
+        """Every entry of these families except `worker`; one of two families arrives once."""
+        ...
+
+    async def subscribe_completion(
+        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
+    ) -> Subscription[CompletionEvent]:
+        """Every execution that ends."""
+        ...
 
     async def subscribe_lease_history(
-        self,
-        cursor: Start = "now",
-        where: EventFilter | None = None,
-        *,
-        partitions: Sequence[int] | None = None,
-    ) -> LeaseSubscription:
-        """Every change of ownership from `cursor` on: of all partitions, or of those named.
+        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
+    ) -> Subscription[LeaseEvent]:
+        """Every change of ownership."""
+        ...
 
-        `cursor` is `now`, `start` (the oldest that is kept), a time in milliseconds, or the
-        cursor of an earlier subscription to the same partitions. Where events behind it were
-        trimmed, reading raises `cursor_expired` with the cursor of what is left.
+    async def subscribe_signal_delivery(
+        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
+    ) -> Subscription[SignalEvent]:
+        """Every signal that an execution accepts."""
+        ...
 
-        >>> async with await backend.subscribe_lease_history() as history:  # doctest: +SKIP
-        ...     async for event in history:
-        ...         print(event.kind, event.execution_id)
+    async def subscribe_operator_events(
+        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
+    ) -> Subscription[Event]:
+        """What operators changed: cancelled, revoked, resumed, replayed, priority."""
+        ...
+
+    async def subscribe_worker_events(
+        self, namespace: str = "default", cursor: Start = "now"
+    ) -> Subscription[WorkerEvent]:
+        """Worker processes of a namespace that register, leave or expire."""
+        ...
+
+    async def wait_ended(self, execution_id: ExecutionId) -> None:
+        """Return when the execution has ended, sometimes earlier: read its state then.
+
+        An unknown execution is `execution_not_found`.
         """
         ...

@@ -5,11 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from flowfabric.core.contracts.lease_events import ExpiredLeases
+import msgspec
+
 from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutcome
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.concern import Concern
+
+
+class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
+    """A lease past its expiry, whether a scanner has marked it or not."""
+
+    execution_id: ExecutionId
+    lease_id: str
+    lease_epoch: int
+    worker_instance_id: str
+    expires_at_ms: int
+    attempt_index: int
+
+
+class ExpiredLeases(msgspec.Struct, frozen=True):
+    """One page, and the start of the next if there is one."""
+
+    entries: tuple[ExpiredLease, ...]
+    cursor: tuple[int, str] | None = None
+    """Expiry and execution id of the last entry: pass it as `after`."""
+    damaged: tuple[str, ...] = ()
+    """The entries that cannot be read."""
 
 
 class Leases(Concern, Protocol):

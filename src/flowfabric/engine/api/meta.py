@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,23 @@ class Applied(msgspec.Struct, frozen=True):
     """The deployment was set up or upgraded now."""
 
     description: str
+
+
+class Grade(StrEnum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The result of one check, and what to do about it."""
+
+    name: str
+    grade: Grade
+    detail: str
+    advice: str = ""
 
 
 class Meta(Concern, Protocol):
@@ -52,6 +70,10 @@ class Meta(Concern, Protocol):
 
     async def log_findings(self) -> None:
         """Warn of server settings that put work at risk."""
+        ...
+
+    async def diagnose(self, namespace: str | None = None) -> list[Finding]:
+        """Check the deployment; of its workers, only those of the namespace if one is given."""
         ...
 
     async def wait_ready(self, timeout_s: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from flowfabric.core.contracts.events import Event
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
     ExecutionContext,
@@ -17,6 +16,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.concern import Concern
+from flowfabric.engine.api.events import Event
 
 
 class Reads(Concern, Protocol):
@@ -87,7 +87,7 @@ class Reads(Concern, Protocol):
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
         """Why an execution is not running.
 
-        What capabilities are missing is judged now, by the workers registered for its lane and
-        namespace, and only while it waits for one.
+        Missing capabilities are judged by the workers that are live now, and only while it waits
+        for one.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from flowfabric.core.contracts.suspension import (
@@ -11,9 +12,35 @@ from flowfabric.core.contracts.suspension import (
     SeedOutcome,
     SeedResult,
 )
+from flowfabric.core.errors import ValidationError
+from flowfabric.engine.api.arguments import MAX_EXACT
 from flowfabric.engine.api.concern import Concern
 
 DEFAULT_GRACE_MS = 86_400_000
+SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
+
+_is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
+is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+
+
+def check_secret(secret_hex: str) -> str:
+    """A usable secret in lower case; anything else is `invalid_secret_hex`."""
+    if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValidationError(
+            "invalid_secret_hex",
+            "must be an even number of hex digits, at least 32 (advised: 64), and not all zeros",
+        )
+    return secret_hex.lower()
+
+
+def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
+    """The secret in lower case, if everything about the rotation is valid."""
+    if not isinstance(kid, str) or not is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
+    secret = check_secret(secret_hex)
+    if type(grace_ms) is not int or not 0 <= grace_ms <= MAX_EXACT:
+        raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
+    return secret
 
 
 class Secrets(Concern, Protocol):

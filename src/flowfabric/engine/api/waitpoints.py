@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     OpenWaitpoints,
@@ -13,6 +15,18 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.concern import Concern
+
+
+class LastWait(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest suspension of an execution, open or closed."""
+
+    reason: str
+    since: int
+    until: int | None
+    closed_at: int | None
+    close_reason: str
+    answers: list[ResumeSignal]
+    """The signals that ended it."""
 
 
 class Waitpoints(Concern, Protocol):
@@ -39,6 +53,10 @@ class Waitpoints(Concern, Protocol):
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
     ) -> OpenWaitpoints:
         """Pending and active waitpoints by id, without their tokens."""
+        ...
+
+    async def read_last_wait(self, execution_id: ExecutionId) -> LastWait | None:
+        """The newest suspension, open or closed; None if there was none."""
         ...
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:

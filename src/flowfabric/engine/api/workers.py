@@ -85,15 +85,11 @@ class Workers(Concern, Protocol):
         ...
 
     async def list_workers(
-        self, namespace: str = "default", after: str = "", limit: int = 1000
+        self, namespace: str | None = "default", after: str = "", limit: int | None = 1000
     ) -> list[WorkerEntry]:
         """Live worker processes by instance id, at most `limit` of those after `after`.
 
-        Instances whose record is gone are skipped, and damaged ones with a warning. A page shorter
-        than `limit` is the last one.
+        None stands for all namespaces, and for no limit. Workers whose record is gone are skipped,
+        and damaged ones with a warning. A page shorter than `limit` is the last one.
         """
-        ...
-
-    async def coverage(self, namespace: str, lane_id: str, required: Iterable[str]) -> Coverage:
-        """What the live workers of a lane and namespace offer towards a requirement."""
         ...

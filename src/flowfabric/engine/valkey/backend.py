@@ -8,12 +8,11 @@ from contextlib import AsyncExitStack
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.capabilities import Absent, refuse_missing, supported
+from flowfabric.engine.api.capabilities import Absent, refuse_missing
 from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.lanes import Lanes
-from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.meta import Meta
@@ -27,6 +26,7 @@ from flowfabric.engine.api.upkeep import Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers
+from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
     MintSecret,
@@ -39,10 +39,9 @@ from flowfabric.engine.valkey.boot import (
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.collisions import report_collisions
-from flowfabric.engine.valkey.events import ValkeyEvents
 from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.lanes import ValkeyLanes
-from flowfabric.engine.valkey.leadership import ValkeyLeadership
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
@@ -96,15 +95,16 @@ class ValkeyBackend(ClosedOnce):
         places = ValkeyPlaces(calls)
         self.transport = transport
         self.counts = counts
+        self.max_payload_bytes = calls.limits.max_payload_bytes
         self.calls = calls
         self.stream_pool = StreamPool(transport)
         self.places: Places = places
         executions = ValkeyExecutions(calls, places)
         workers = ValkeyWorkers(calls, places)
-        events = ValkeyEvents(calls, places)
         self.executions: Executions = executions
         self.workers: Workers = workers
         self.reads: Reads = ValkeyReads(calls, workers)
+        events = FeedEvents(ValkeyFeeds(calls, places), counts, self.reads.read_execution_state)
         self.listings: Listings = ValkeyListings(calls, places)
         self.claims: Claims = ValkeyClaims(calls, executions)
         self.wakeups: Wakeups = ValkeyWakeups(calls, places)
@@ -118,8 +118,7 @@ class ValkeyBackend(ClosedOnce):
         self.events: Events = events
         self._subscriptions = events
         self.upkeep: Upkeep = ValkeyUpkeep(calls, places)
-        self.leadership: Leadership = ValkeyLeadership(calls)
-        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, lambda: supported(self))
+        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, self)
         refuse_missing(self)
         audit(self)
 

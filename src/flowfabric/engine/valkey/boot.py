@@ -12,18 +12,18 @@ from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lanes
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_secret
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.health import log_findings
 from flowfabric.engine.valkey.library import ensure_library, read_primaries
 from flowfabric.engine.valkey.places import keep_lanes
-from flowfabric.engine.valkey.secrets import ValkeySecrets, check_secret
+from flowfabric.engine.valkey.secrets import ValkeySecrets
 from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "FF_WAITPOINT_HMAC_SECRET"  # noqa: S105 - a name, no secret
 _LANES_VARIABLE = "FF_LANES"
 MintSecret = Callable[[], str]
 """Gives the waitpoint secret of a deployment that nobody configured one for."""

@@ -9,13 +9,16 @@ import asyncio
 import logging
 import os
 import threading
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from flowfabric.core.errors import ConfigError
+from flowfabric.core.errors import ConfigError, FlowFabricError
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import shown
+from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
-from flowfabric.engine.valkey.boot import join
+from flowfabric.engine.valkey.boot import join, read_counts
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
@@ -74,6 +77,15 @@ def _exists(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def no_data() -> tuple[str, str]:
+    """What to say where `has_data` is false, and what to do about it."""
+    advice = (
+        "run `flowfabric worker module:app` or submit something from your program; "
+        "for another deployment, set FF_URL (or --url) or FF_DATA_DIR"
+    )
+    return f"there is no data in {shown(str(data_folder()))} yet", advice
 
 
 def store_secret(secret: str) -> None:
@@ -164,6 +176,39 @@ class ServerLocation:
         # The first start was interrupted. Any program that uses the folder may finish it.
         await (await self.open(name=name)).aclose()
         return await join(transport, owned=True)
+
+    async def diagnose(
+        self, namespace: str | None, *, prepare: bool, connect_timeout: float
+    ) -> list[Finding]:
+        """Check the deployment, prepared or not; `prepare` sets it up first."""
+        # Few processes need them.
+        from flowfabric.engine.valkey import diagnosis  # noqa: PLC0415
+
+        found: list[Finding] = []
+        try:
+            if self.embedded:
+                from flowfabric.engine.valkey import embedded_checks  # noqa: PLC0415
+
+                if not prepare and not has_data():
+                    found.append(Finding("data", Grade.WARNING, *no_data()))
+                    return found + embedded_checks.check_new_folder(data_folder())
+                found += embedded_checks.check_secret_file(data_folder())
+            name = "flowfabric-doctor"
+            transport = await connect(
+                await self.address(), connect_timeout=connect_timeout, name=name, patient=False
+            )
+            async with aclosing(transport):
+                if prepare:
+                    await (await self.open(name=name, prepare=True)).aclose()
+                    detail = "partition counts and functions are set up"
+                    found.append(Finding("prepare", Grade.OK, detail))
+                found += await diagnosis.check_server(transport, owned=self.embedded)
+                if all(each.name != "version" or each.grade is Grade.OK for each in found):
+                    backend = ValkeyBackend(transport, await read_counts(transport))
+                    found += await diagnosis.check_deployment(backend, transport, namespace)
+        except FlowFabricError as error:
+            found.append(diagnosis.stopped_by(error, owned=self.embedded))
+        return found
 
     def _mint_secret(self) -> str:
         """The secret of the data folder: an embedded server needs no configured one."""

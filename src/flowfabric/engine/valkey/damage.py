@@ -28,7 +28,7 @@ class Damage:
         try:
             return make()
         except CorruptionError as error:
-            self._note(error)
+            self.note(error)
         return None
 
     async def keep_all(self, reads: Iterable[Awaitable[T]]) -> list[T | None]:
@@ -38,7 +38,7 @@ class Damage:
             try:
                 return await one
             except CorruptionError as error:
-                self._note(error)
+                self.note(error)
             return None
 
         return await asyncio.gather(*(read(one) for one in reads))
@@ -48,7 +48,7 @@ class Damage:
         found = (self.keep(lambda m=member: stored_id(lossless(m), self._op)) for member in members)
         return [each for each in found if each is not None]
 
-    def _note(self, error: CorruptionError) -> None:
+    def note(self, error: CorruptionError) -> None:
         self.found.append(error.detail)
         log.warning(
             "%s left out a damaged record: %s",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from enum import StrEnum
 from typing import Any
 
-import msgspec
-
 from flowfabric.core.errors import EngineError
+from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -21,23 +19,6 @@ _DISK = {
     "aof_last_write_status": "the last write to the append-only file failed",
     "rdb_last_bgsave_status": "the last snapshot failed",
 }
-
-
-class Grade(StrEnum):
-    """How serious a finding is."""
-
-    OK = "ok"
-    WARNING = "warning"
-    BROKEN = "broken"
-
-
-class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that was looked at, and what to do about it."""
-
-    name: str
-    grade: Grade
-    detail: str
-    advice: str = ""
 
 
 Facts = dict[str, dict[str, str]]

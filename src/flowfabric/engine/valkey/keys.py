@@ -10,7 +10,9 @@ PLACES = f"ff:idx:{LANES_TAG}:places"
 NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
-LEADERS_TAG = "{scanners}"
+LEADER = "ff:leader:scanners"
+LEADERS = "ff:leader:others"
+"""Which process scans for all."""
 
 _EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
@@ -221,6 +223,21 @@ def events_tag(feed: str) -> str:
     return feed.removeprefix(before).removesuffix(after)
 
 
+def group(tag: str, name: str) -> str:
+    """What a subscription group has processed of the partition's feed, and who reads it."""
+    return f"ff:part:{tag}:sub:{name}"
+
+
+def group_members(tag: str, name: str) -> str:
+    """The live members of a subscription group."""
+    return f"ff:part:{tag}:members:{name}"
+
+
+def group_start(tag: str, name: str) -> str:
+    """The cursor that a subscription group started from."""
+    return f"ff:part:{tag}:start:{name}"
+
+
 def workers(tag: str) -> str:
     """The registered worker processes of a namespace, which is their tag."""
     return index(tag, "workers")
@@ -239,16 +256,6 @@ def worker_record(tag: str, instance: str) -> str:
 def worker_events(tag: str) -> str:
     """Which worker processes came and went."""
     return f"ff:worker:{tag}:events"
-
-
-def leader(tag: str, duty: str) -> str:
-    """The lease of the process that runs scanners; `duty` is empty if it runs all of them."""
-    return f"ff:leader:{tag}:{duty}" if duty else f"ff:leader:{tag}"
-
-
-def leaders(tag: str) -> str:
-    """The duties of processes that run only some scanners, or scan only some executions."""
-    return f"ff:leader:{tag}:duties"
 
 
 def wake(lane_id: str) -> str:

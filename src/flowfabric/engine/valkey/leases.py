@@ -7,7 +7,6 @@ import heapq
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flowfabric.core.contracts.lease_events import ExpiredLease, ExpiredLeases
 from flowfabric.core.contracts.leases import (
     AlreadySatisfied,
     Fence,
@@ -27,7 +26,7 @@ from flowfabric.engine.api.arguments import (
     reason_text,
     whole,
 )
-from flowfabric.engine.api.leases import Leases
+from flowfabric.engine.api.leases import ExpiredLease, ExpiredLeases, Leases
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
 from flowfabric.engine.valkey.damage import Damage

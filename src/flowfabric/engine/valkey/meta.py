@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
 
 from flowfabric.core.errors import TimeoutError_
 from flowfabric.core.version import VERSION
 from flowfabric.engine.api.arguments import seconds
-from flowfabric.engine.api.capabilities import Capabilities, Identity, Version
-from flowfabric.engine.api.meta import Applied, Meta, NoOp
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.capabilities import Capabilities, Identity, Version, supported
+from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp
 from flowfabric.engine.valkey.boot import prepare
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.collisions import report_collisions
+from flowfabric.engine.valkey.diagnosis import check_deployment, check_server
 from flowfabric.engine.valkey.health import log_findings
 from flowfabric.engine.valkey.library import LIBRARY_VERSION
 from flowfabric.engine.valkey.stream_pool import StreamPool
@@ -23,12 +24,10 @@ _IDENTITY = Identity("valkey", Version(*VERSION), "beta")
 class ValkeyMeta(Meta):
     """`Meta` on Valkey."""
 
-    def __init__(
-        self, calls: FunctionCalls, pool: StreamPool, supported: Callable[[], Mapping[str, bool]]
-    ) -> None:
+    def __init__(self, calls: FunctionCalls, pool: StreamPool, backend: Backend) -> None:
         self._calls = calls
         self._pool = pool
-        self._supported = supported
+        self._backend = backend
 
     async def ping(self) -> None:
         await self._calls.transport.call("PING", key="")
@@ -48,7 +47,7 @@ class ValkeyMeta(Meta):
             raise TimeoutError_("timeout", op, f"elapsed_ms={elapsed}", op=op)
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(_IDENTITY, self._supported())
+        return Capabilities(_IDENTITY, supported(self._backend))
 
     def backend_label(self) -> str:
         return _IDENTITY.family
@@ -58,6 +57,13 @@ class ValkeyMeta(Meta):
 
     async def log_findings(self) -> None:
         await log_findings(self._calls.transport)
+
+    async def diagnose(self, namespace: str | None = None) -> list[Finding]:
+        transport = self._calls.transport
+        return [
+            *await check_server(transport, owned=False),
+            *await check_deployment(self._backend, transport, namespace),
+        ]
 
     async def wait_ready(self, timeout_s: float) -> None:
         await self._calls.transport.wait_ready(timeout_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from flowfabric.core.contracts.events import Event, decode_history
 from flowfabric.core.contracts.executions import (
     AttemptRecord,
     ExecutionContext,
@@ -16,13 +15,15 @@ from flowfabric.core.contracts.executions import (
 from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
-from flowfabric.core.state import PublicState
+from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.engine.api.arguments import checked_text, each_text
+from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Reads
-from flowfabric.engine.api.workers import waits_for_worker
+from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_worker
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.event_entries import decode_history
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
@@ -156,7 +157,7 @@ class ValkeyReads(Reads):
         entries = await self._calls.read(
             f"{eid}: history", "LRANGE", keys.history(eid.tag, eid), 0, -1
         )
-        return [decode_history(eid.partition, entry, eid) for entry in entries]
+        return [decode_history(eid.tag[1:-1], entry, eid) for entry in entries]
 
     async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
         record = await self._existing(execution_id, "explain_execution")
@@ -168,10 +169,14 @@ class ValkeyReads(Reads):
             self._calls.read(f"{context}: config", "HGET", lane_key, "state"),
             self._calls.read(f"{record.execution_id}: unresolved", "SCARD", edges_key),
         )
-        near = None
+        required, near = frozenset(record.required_capabilities), None
+        fleet: list[WorkerEntry] = []
+        if record.vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
+            fleet = await self._workers.list_workers(None, limit=None)
+        serving = [worker for worker in fleet if record.lane_id in worker.lanes]
         if waits_for_worker(record.vector):
-            required = record.required_capabilities
-            near = await self._workers.coverage(record.namespace, record.lane_id, required)
+            own = (worker for worker in serving if worker.namespace == record.namespace)
+            near = least_missing(required, own)
         return WhyWaiting(
             public_state=record.public_state,
             blocking_reason=record.vector.blocking_reason.value,
@@ -181,6 +186,12 @@ class ValkeyReads(Reads):
             retry_at=record.maybe_number("delay_until"),
             missing_capabilities=() if near is None else near.missing,
             live_workers=None if near is None else near.workers,
+            # A worker runs executions of every namespace; its own is only where it is registered.
+            able_workers=tuple(
+                worker.worker_instance_id
+                for worker in serving
+                if required.issubset(worker.capabilities)
+            ),
             unresolved_edges=edges,
             waitpoints=await self._waited_for(record),
         )

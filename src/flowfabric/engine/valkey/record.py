@@ -236,6 +236,7 @@ class Record(Stored):
 
     def summary(self) -> ExecutionSummary:
         """The row of a listing."""
+        lease = self.current_lease()
         return ExecutionSummary(
             execution_id=self.execution_id,
             namespace=self.namespace,
@@ -244,6 +245,10 @@ class Record(Stored):
             public_state=self.public_state,
             priority=self.number("priority", 0),
             created_at=str(self.number("created_at")),
+            total_attempt_count=self.attempt_count,
+            completed_at=self._time("completed_at"),
+            progress_pct=self.maybe_number("progress_pct"),
+            worker_instance_id=None if lease is None else lease.worker_instance_id,
         )
 
     def attempts(self, archived: Sequence[Mapping[bytes, bytes]]) -> list[AttemptRecord]:

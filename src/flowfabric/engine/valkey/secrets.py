@@ -19,13 +19,17 @@ from flowfabric.core.contracts.suspension import (
     SeedOutcome,
     SeedResult,
 )
-from flowfabric.core.errors import EngineError, ValidationError, invalid_input
+from flowfabric.core.errors import EngineError, invalid_input
 from flowfabric.core.stored import stored_text
-from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, partition_number
-from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.arguments import checked_text, partition_number
+from flowfabric.engine.api.secrets import (
+    DEFAULT_GRACE_MS,
+    Secrets,
+    check_rotation,
+    check_secret,
+    is_kid,
+)
 from flowfabric.engine.valkey.calls import FunctionCalls, text
-
-_is_secret = re.compile(r"(?!0+$)(?:[0-9a-fA-F]{2}){16,}").fullmatch
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
 
@@ -34,15 +38,11 @@ Found = tuple[str, str]
 
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 
-_is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
-
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 
 _FAN_OUT = 16
 
 FIRST_KID = "k1"
-
-DEFAULT_GRACE_MS = 86_400_000
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class ValkeySecrets(Secrets):
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
         if not _is_seed_secret(checked_text(secret_hex, "secret_hex")):
             raise invalid_input("secret_hex", "must be 64 hex digits, not all zeros")
-        if not _is_kid(checked_text(kid, "kid")):
+        if not is_kid(checked_text(kid, "kid")):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
         found = await self._seed_everywhere(kid, secret_hex.lower())
         if any(current != kid for _, current in found):
@@ -186,16 +186,6 @@ class ValkeySecrets(Secrets):
         return f"{{fp:{partition_number(partition, self._calls.counts)}}}"
 
 
-def check_secret(secret_hex: str) -> str:
-    """A usable secret in lower case; anything else is `invalid_secret_hex`."""
-    if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValidationError(
-            "invalid_secret_hex",
-            "must be an even number of hex digits, at least 32 (advised: 64), and not all zeros",
-        )
-    return secret_hex.lower()
-
-
 def _found(reply: list[Any]) -> list[Found]:
     return [(text(status), text(current)) for status, current in reply[2]]
 
@@ -209,13 +199,3 @@ def _kids(reply: list[Any]) -> HmacKids:
         None if current is None else stored_text(current, *place),
         tuple(HmacKid(kid, expires) for kid, expires in verifying),
     )
-
-
-def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
-    """The secret in lower case, if everything about the rotation is valid."""
-    if not isinstance(kid, str) or not _is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
-    secret = check_secret(secret_hex)
-    if type(grace_ms) is not int or not 0 <= grace_ms <= MAX_EXACT:
-        raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
-    return secret

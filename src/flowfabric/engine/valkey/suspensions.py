@@ -244,7 +244,7 @@ class ValkeySuspensions(Suspensions):
             while True:
                 room = limit - len(entries)
                 # One more than fits tells whether anything follows.
-                rows = await self._suspended_rows(index, names, position, room + 1)
+                rows = await self._suspended_rows(index, names, position, room + 1, damage)
                 for position, row in rows[:room]:
                     entry = damage.keep(lambda row=row: _suspended_entry(row))
                     if entry is not None:
@@ -257,7 +257,12 @@ class ValkeySuspensions(Suspensions):
         return SuspendedPage(tuple(entries), None, tuple(damage.found))
 
     async def _suspended_rows(
-        self, partition: int, lanes: list[str], position: tuple[int, str], limit: int
+        self,
+        partition: int,
+        lanes: list[str],
+        position: tuple[int, str],
+        limit: int,
+        damage: Damage,
     ) -> list[_Row]:
         """The first rows after a position. One call reads some of the lanes."""
         rows: list[_Row] = []
@@ -265,11 +270,17 @@ class ValkeySuspensions(Suspensions):
         while start < len(lanes):
             part = lanes[start : start + _LANES_AT_ONCE]
             args = (limit, position[0], raw(position[1]), *part)
-            found, lanes_read = await self._calls.ask(
+            found, lanes_read, unreadable = await self._calls.ask(
                 *("ff_list_suspended", f"{{fp:{partition}}}", args),
                 _suspended_part,
                 op="list_suspended",
             )
+            for lane in unreadable:
+                problem = corrupt(
+                    f"{{fp:{partition}}}", f"lane {lane}", "has a key of the wrong type"
+                )
+                if problem.detail not in damage.found:
+                    damage.note(problem)
             start += lanes_read
             rows = sorted([*rows, *found], key=itemgetter(0))[:limit]
         return rows
@@ -280,12 +291,13 @@ class ValkeySuspensions(Suspensions):
         return await self._places.partitions_in_use()
 
 
-def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int]:
-    """Rows, and how many lanes they are from."""
+def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int, list[str]]:
+    """Rows, how many lanes they are from, and the lanes that cannot be read."""
     lanes_read = int(reply[3])
     if lanes_read < 1:
         raise ValueError(lanes_read)
-    return [((int(row[1]), lossless(row[0])), row) for row in reply[2]], lanes_read
+    rows = [((int(row[1]), lossless(row[0])), row) for row in reply[2]]
+    return rows, lanes_read, [text(lane) for lane in reply[4]]
 
 
 def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:

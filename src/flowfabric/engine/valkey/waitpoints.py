@@ -44,7 +44,7 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
-from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
@@ -182,6 +182,22 @@ class ValkeyWaitpoints(Waitpoints):
             expires_at=stored.maybe_number("expires_at"),
         )
 
+    async def read_last_wait(self, execution_id: ExecutionId) -> LastWait | None:
+        eid = self._calls.checked(execution_id)
+        stored = await self._stored(eid, "suspension", keys.suspension(eid.tag, eid))
+        if stored is None:
+            return None
+        ids = _ids(stored, "all_satisfier_signals")
+        found = await asyncio.gather(*(self.read_signal(eid, each) for each in ids))
+        return LastWait(
+            reason=stored.text("reason_code", ""),
+            since=stored.number("created_at"),
+            until=stored.maybe_number("timeout_at"),
+            closed_at=stored.maybe_number("closed_at"),
+            close_reason=stored.text("close_reason", ""),
+            answers=[signal for signal in found if signal is not None],
+        )
+
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
         proof(held(handle))
         eid, epoch = handle.execution_id, handle.lease_epoch
@@ -233,11 +249,15 @@ class ValkeyWaitpoints(Waitpoints):
         damage, asked = Damage("read_waits"), {name.encode() for name in names}
         found: dict[str, PastWait] = {}
 
-        def past(identity: bytes, flat: list[bytes], *signals: Any) -> PastWait | None:
+        def past(identity: bytes, flat: list[bytes] | None, *signals: Any) -> PastWait | None:
             def read() -> PastWait:
+                if flat is None or signals[0] is None:
+                    which = f"waitpoint {shown(lossless(identity))}"
+                    raise corrupt(execution_id, which, "has a key of the wrong type")
                 return _past_wait(identity, flat, *signals)
 
-            key = dict(zip(flat[::2], flat[1::2], strict=False)).get(b"waitpoint_key")
+            fields = flat or []
+            key = dict(zip(fields[::2], fields[1::2], strict=False)).get(b"waitpoint_key")
             return read() if key in asked else damage.keep(read)
 
         while True:

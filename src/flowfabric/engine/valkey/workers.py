@@ -9,15 +9,14 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import (
     new_uuid,
-    validate_lane,
     validate_lanes,
     validate_namespace,
     validate_worker_id,
 )
 from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
-from flowfabric.engine.api.arguments import checked_text, flag, positive_ms, whole
-from flowfabric.engine.api.workers import Coverage, WorkerEntry, Workers, least_missing
+from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, flag, positive_ms, whole
+from flowfabric.engine.api.workers import WorkerEntry, Workers
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.damage import Damage
@@ -39,8 +38,6 @@ _LANE_SEPARATOR = "\x1f"
 _READ_AHEAD = 100
 
 _REASON_BYTES = 256
-
-_PAGE = 1000
 
 
 class ValkeyWorkers(Workers):
@@ -108,41 +105,34 @@ class ValkeyWorkers(Workers):
         )
 
     async def list_workers(
-        self, namespace: str = "default", after: str = "", limit: int = 1000
+        self, namespace: str | None = "default", after: str = "", limit: int | None = 1000
     ) -> list[WorkerEntry]:
-        tag = _tag(namespace)
         checked_text(after, "after")
-        whole(limit, "limit")
-        index = keys.workers(tag)
+        limit = MAX_EXACT if limit is None else whole(limit, "limit")
+        namespaces = await self._places.namespaces_in_use() if namespace is None else [namespace]
         damage = Damage("list_workers")
-        members = await self._calls.read(f"namespace {namespace}: workers", "SMEMBERS", index)
-        instances = sorted(name for name in map(lossless, members) if name > after)
+        listed = sorted(
+            [pair for each in namespaces for pair in await self._instances(each, after)]
+        )
         found: list[WorkerEntry] = []
-        for start in range(0, len(instances), _READ_AHEAD):
+        for start in range(0, len(listed), _READ_AHEAD):
             if len(found) >= limit:
                 break
-            part = instances[start : start + _READ_AHEAD]
-            entries = await damage.keep_all(self._worker(namespace, each) for each in part)
+            part = listed[start : start + _READ_AHEAD]
+            entries = await damage.keep_all(self._worker(space, each) for each, space in part)
             found += (entry for entry in entries if entry is not None)
         return found[: max(0, limit)]
+
+    async def _instances(self, namespace: str, after: str) -> list[tuple[str, str]]:
+        index = keys.workers(_tag(namespace))
+        members = await self._calls.read(f"namespace {namespace}: workers", "SMEMBERS", index)
+        return [(name, namespace) for name in map(lossless, members) if name > after]
 
     async def _worker(self, namespace: str, instance: str) -> WorkerEntry | None:
         context = f"worker {shown(instance)}"
         key = raw(keys.worker_record(_tag(namespace), instance))
         stored = await self._calls.read(f"{context}: record", "HGETALL", key)
         return _entry(namespace, instance, Stored.from_hash(context, stored)) if stored else None
-
-    async def coverage(self, namespace: str, lane_id: str, required: Iterable[str]) -> Coverage:
-        validate_lane(lane_id)
-        required = caps.normalise(required)
-        serving: list[WorkerEntry] = []
-        after = ""
-        while True:
-            page = await self.list_workers(namespace, after, _PAGE)
-            serving += (worker for worker in page if lane_id in worker.lanes)
-            if len(page) < _PAGE:
-                return least_missing(required, serving)
-            after = page[-1].worker_instance_id
 
 
 def _tag(namespace: str) -> str:

@@ -2,7 +2,7 @@
 -- Keys: core, stream, stream meta, attempt summary.
 -- Arguments: execution_id, lease (`id/epoch`), attempt (`id/index`), mode (d | s | b), retention
 --   maxlen or empty, mode settings (msgpack map) or empty, seq of the last frame or empty, then
---   per frame: type, payload, extra fields (msgpack flat list or empty). No frame at all only
+--   per frame: type, payload, extra fields (msgpack flat list or empty). Without frames it only
 --   checks the fence.
 -- Replies: number written, last entry id, frame_count, summary version or empty, duplicate (0 | 1);
 --   or 0, then version and document of a summary that is not the one the patch was merged into.
@@ -11,17 +11,16 @@ local DEFAULT_MAXLEN = 10000
 local LARGEST_MAXLEN = 4294967295
 local SUMMARY_KEEP = 64
 
-local function refusal(c, core, held, index)
+-- What is stored of the execution, or nil and the error.
+local function fenced(c, core, held, index)
   local found = server.call('HMGET', core, 'state', 'lease', 'attempt', 'lease_expires_at',
     'stream_maxlen')
   local state = found[1]
   if not state or not S.is_active(state) then return nil, reply.err('stream_closed') end
-  if state ~= S.ACTIVE then return nil, reply.err('stale_owner_cannot_append') end
-  if tonumber(found[4]) <= c.now then return nil, reply.err('stale_owner_cannot_append') end
-  if string.match(found[3], '/(%d+)$') ~= index then
+  if state ~= S.ACTIVE or tonumber(found[4]) <= c.now or found[2] ~= held
+      or string.match(found[3], '/(%d+)$') ~= index then
     return nil, reply.err('stale_owner_cannot_append')
   end
-  if found[2] ~= held then return nil, reply.err('stale_owner_cannot_append') end
   return found
 end
 
@@ -58,18 +57,18 @@ local function limit(mode, maxlen, keep, durable)
     if maxlen > 0 then return '=', maxlen end
     return '~', DEFAULT_MAXLEN
   end
-  -- Frames that were meant to stay are not pushed out by others.
+  -- Other frames must not push out durable ones.
   return '~', math.max(keep, tonumber(durable or 0))
 end
 
--- A stream that expired begins anew: it must not give out the ids of its first life again.
-local function go_on_after(stream, last)
+-- A stream that expired must not use the ids of its first life again.
+local function continue_after(stream, last)
   if server.call('EXISTS', stream) == 1 then return end
   server.call('XADD', stream, last, 't', '')
   server.call('XDEL', stream, last)
 end
 
--- The fields that every frame of one call shares, apart from its summary version.
+-- The fields that every frame of one call shares; the summary version follows.
 local function shared_fields(mode, want)
   if mode == 'd' then return {} end
   if mode == 's' then return { 'm', 's', 'v', false } end
@@ -87,10 +86,8 @@ local function write(stream, args, shared, version, op, maxlen)
     end
     size, count = size + #args[i + 1], count + 1
     if version then shared[4] = version + count end
-    for _, value in ipairs(shared) do entry[#entry + 1] = value end
-    if args[i + 2] ~= '' then
-      for _, value in ipairs(cmsgpack.unpack(args[i + 2])) do entry[#entry + 1] = value end
-    end
+    values.append(entry, shared)
+    if args[i + 2] ~= '' then values.append(entry, cmsgpack.unpack(args[i + 2])) end
     id = server.call(unpack(entry))
   end
   return id, count, size
@@ -102,22 +99,18 @@ local function write_summary(c, key, document, version)
   server.call('HSETNX', key, 'first_applied_ms', c.now)
 end
 
-reply.register_function('ff_append', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, mode, seq = args[1], args[4], args[7]
+reply.register_function('ff_append', function(c, id, args)
+  local mode, seq = args[4], args[7]
   local core, index = K.core(c.tag, id), string.match(args[3], '/(%d+)$')
-  local found, problem = refusal(c, core, args[2], index)
+  local found, problem = fenced(c, core, args[2], index)
   if problem then return problem end
-  local stream = K.stream(c.tag, id, index)
-  local meta_key = K.stream_meta(c.tag, id, index)
+  local stream, meta_key = K.stream(c.tag, id, index), K.stream_meta(c.tag, id, index)
   local meta = server.call('HMGET', meta_key, 'closed_at', 'frame_count', 'total_bytes', 'durable',
     'seen', 'ema_rate_hz', 'last_append_ts_ms', 'last_sequence')
   if meta[1] then return reply.err('stream_closed') end
   local before, durable = tonumber(meta[2] or 0), meta[4]
-  if seq ~= '' and meta[5] then
-    local answer = duplicate(meta[5], seq, before)
-    if answer then return answer end
-  end
+  local answer = seq ~= '' and meta[5] and duplicate(meta[5], seq, before)
+  if answer then return answer end
   if not args[8] then return reply.ok(0, '', before, '', 0) end
   local want = args[6] ~= '' and cmsgpack.unpack(args[6]) or nil
   local summary, version
@@ -129,36 +122,28 @@ reply.register_function('ff_append', function(keys, args)
   end
 
   local update = { 'HSET', meta_key }
-  local function set(name, value)
-    update[#update + 1] = name
-    update[#update + 1] = value
-  end
   local maxlen = math.min(LARGEST_MAXLEN, tonumber(args[5] ~= '' and args[5] or found[5] or 0))
   local keep = SUMMARY_KEEP
   if mode == 'b' then
     local rate
     keep, rate = best_effort_keep(meta[6], meta[7], want, c.now, (#args - 7) / 3)
-    set('ema_rate_hz', rate)
-    set('last_append_ts_ms', c.now)
-    set('maxlen_applied_last', keep)
+    values.append(update, { 'ema_rate_hz', rate, 'last_append_ts_ms', c.now, 'maxlen_applied_last', keep })
   end
-  if meta[2] and not durable then go_on_after(stream, meta[8]) end
+  if meta[2] and not durable then continue_after(stream, meta[8]) end
   local op, length = limit(mode, maxlen, keep, durable)
   local last, count, size = write(stream, args, shared_fields(mode, want), version, op, length)
-  set('frame_count', before + count)
-  set('total_bytes', tonumber(meta[3] or 0) + size)
-  set('last_sequence', last)
+  values.add(update, 'frame_count', before + count)
+  values.add(update, 'total_bytes', tonumber(meta[3] or 0) + size)
+  values.add(update, 'last_sequence', last)
   if version then version = version + count end
   if seq ~= '' then
-    set('seen', seq .. ' ' .. last .. ' ' .. count .. (version and ' ' .. version or ''))
+    values.add(update, 'seen', seq .. ' ' .. last .. ' ' .. count .. (version and ' ' .. version or ''))
   end
-  -- `durable`: absent before the first frame that is to stay, 0 while all such are summary patches.
+  -- `durable`: absent before the first frame that must stay, 0 while all of those are summary patches.
   local stays = mode == 'd' and (maxlen > 0 and maxlen or DEFAULT_MAXLEN) or (durable or 0)
-  if mode ~= 'b' and tostring(stays) ~= durable then set('durable', stays) end
+  if mode ~= 'b' and tostring(stays) ~= durable then values.add(update, 'durable', stays) end
   if not meta[2] then
-    set('created_at', c.now)
-    set('attempt', args[3])
-    set('retention_maxlen', maxlen)
+    values.append(update, { 'created_at', c.now, 'attempt', args[3], 'retention_maxlen', maxlen })
     server.call('HSET', core, 'streamed', index)
   end
   server.call(unpack(update))

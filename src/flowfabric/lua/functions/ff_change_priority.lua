@@ -1,14 +1,10 @@
 -- ff_change_priority: store a new priority and re-score an eligible execution.
--- Keys: core, lane eligible. Arguments: execution_id, priority, request id (a repeat of the same
---   request is answered again, not carried out).
+-- Keys: core, lane eligible. Arguments: execution_id, priority, request id (a repeated request gets
+--   the same answer and has no second effect).
 -- Replies: old, new. Errors: execution_not_found, execution_not_eligible. Events: priority_changed.
 local MAX_PRIORITY = 9000
 
-reply.register_function('ff_change_priority', function(keys, args)
-  local c = Context.open(keys[1])
-  local id = args[1]
-  local rec = record.checked(c, id)
-  if not rec then return reply.err('execution_not_found') end
+record.register_function('ff_change_priority', record.checked, function(c, id, rec, args)
   local before = operator.answered(rec, args[3])
   if before then
     local old, new = string.match(before, '^(%d+) (%d+)$')

@@ -1,23 +1,23 @@
 -- ff_complete: the lease holder ends executions successfully; optionally claims the next ones.
 -- Keys: core, result, lane active, lane terminal, lease_expiry, worker leases, timers.
 -- Arguments: number of items, then per item: execution_id, fence, source (an override:
---   `operator_override <request id>`), result (`0` none, or
---   `1` followed by the encoding label), result bytes; then optionally the claim arguments.
+--   `operator_override <request id>`), result (`0` none, or `1` followed by the encoding label),
+--   result bytes; then optionally the claim arguments.
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
--- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large. Events: completion, expired (a lapsed lease),
---   acquired and reclaimed (the claims).
+-- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
+-- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
 local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_success' }
 
 local function complete(c, id, text, source, label, result)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local request = source ~= 'lease_holder' and operator.request(source)
-  if request and operator.answered(rec, request) then return 'completed' end
+  local request, answered
+  if source ~= 'lease_holder' then request, answered = operator.override(rec, source) end
+  if answered then return 'completed' end
   local problem = fence.check(c, id, rec, text, request, true)
   if problem then
     local own = fence.own_attempt(c, id, rec, text)
-    if own and own.state == 'ended_success' then return 'completed' end
-    return problem
+    return own and own.state == 'ended_success' and 'completed' or problem
   end
   local stored = label ~= '0'
   ending.finish(c, id, rec, (stored or request) and {
@@ -26,7 +26,7 @@ local function complete(c, id, text, source, label, result)
     has_result = stored, source = request and 'operator_override' or nil,
   } or PLAIN)
   if stored then server.call('SET', K.result(c.tag, id), result) end
-  if request then operator.remember(c, id, rec, request, 'completed') end
+  operator.remember(c, id, rec, request, 'completed')
   return 'completed'
 end
 

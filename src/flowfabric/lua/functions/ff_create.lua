@@ -9,8 +9,6 @@
 --   execution_being_deleted, unavailable; of the whole call: batch_too_large. Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
-local MAX_CAPABILITIES = 256
-local MAX_CAPABILITY_BYTES = 4096
 local NONE = {}
 
 -- Policies may carry any u64.
@@ -20,43 +18,35 @@ local function positive(value)
   if value and value > 0 then return bounded(value) end
 end
 
--- The last line of defence: callers validate policies before they send them.
+-- The sorted CSV of a list of capabilities, nil for none, or nil and what is wrong with it. Callers
+-- validate policies first; this is the last line of defence.
+local function capabilities_csv(tokens)
+  if tokens == nil then return nil end
+  if type(tokens) ~= 'table' then return nil, 'not_array' end
+  local seen, list = {}, {}
+  for key, token in pairs(tokens) do
+    if type(key) ~= 'number' then return nil, 'not_array' end
+    if type(token) ~= 'string' then return nil, 'non_string_token' end
+    if token == '' then return nil, 'empty_token' end
+    if string.find(token, ',', 1, true) then return nil, 'comma_in_token' end
+    if string.find(token, '[%z\1-\32\127]') then return nil, 'control_or_whitespace' end
+    if not seen[token] then list[#list + 1] = token end
+    seen[token] = true
+  end
+  if #list == 0 then return nil end
+  table.sort(list)
+  local csv = table.concat(list, ',')
+  return csv, granting.capability_excess(csv)
+end
+
 local function required_signature(policy)
   local routing = policy.routing_requirements
   if routing == nil then return nil end
   if type(routing) ~= 'table' then
     return nil, reply.err('invalid_policy_json', 'routing_requirements:not_object')
   end
-  local tokens = routing.required_capabilities
-  if tokens == nil then return nil end
-  if type(tokens) ~= 'table' then return nil, reply.err('invalid_capabilities', 'required:not_array') end
-  local seen, list = {}, {}
-  for key, token in pairs(tokens) do
-    if type(key) ~= 'number' then return nil, reply.err('invalid_capabilities', 'required:not_array') end
-    if type(token) ~= 'string' then
-      return nil, reply.err('invalid_capabilities', 'required:non_string_token')
-    end
-    if token == '' then return nil, reply.err('invalid_capabilities', 'required:empty_token') end
-    if string.find(token, ',', 1, true) then
-      return nil, reply.err('invalid_capabilities', 'required:comma_in_token')
-    end
-    if string.find(token, '[%z\1-\32\127]') then
-      return nil, reply.err('invalid_capabilities', 'required:control_or_whitespace')
-    end
-    if not seen[token] then
-      seen[token] = true
-      list[#list + 1] = token
-    end
-  end
-  if #list == 0 then return nil end
-  if #list > MAX_CAPABILITIES then
-    return nil, reply.err('invalid_capabilities', 'required:too_many_tokens')
-  end
-  table.sort(list)
-  local csv = table.concat(list, ',')
-  if #csv > MAX_CAPABILITY_BYTES then
-    return nil, reply.err('invalid_capabilities', 'required:too_many_bytes')
-  end
+  local csv, problem = capabilities_csv(routing.required_capabilities)
+  if problem then return nil, reply.err('invalid_capabilities', 'required:' .. problem) end
   return csv
 end
 
@@ -65,7 +55,7 @@ local function typed(value, wanted)
   return value
 end
 
--- Limits that nothing enforces must not look as if they were in force.
+-- Refuses limits that nothing enforces.
 local function unenforced(policy)
   if #(typed(policy.budget_ids, 'table') or NONE) > 0 then
     return reply.err('unavailable', 'budget_ids: budgets are not enforced yet; submit without them')
@@ -95,57 +85,49 @@ local function extract(policy)
   }
 end
 
--- What the record needs of a policy; computed once per distinct policy in a call.
--- A wrong type is refused here: an error later would stop a batch half-way.
-local function digest(c, text)
-  c.policies = c.policies or {}
-  local known = c.policies[text]
-  if known then return known end
+-- What the record needs of a policy. The wrong type is refused here: an error later would stop a
+-- batch half-way.
+local function digest(text)
   local ok, policy = pcall(cjson.decode, text)
-  if not ok then
-    known = { error = reply.err('invalid_policy_json', 'malformed') }
-  elseif type(policy) ~= 'table' or (#policy > 0) then
-    known = { error = reply.err('invalid_policy_json', 'not_object') }
-  else
-    local readable, found = pcall(extract, policy)
-    known = readable and found or { error = reply.err('invalid_policy_json', 'malformed') }
+  if ok and (type(policy) ~= 'table' or #policy > 0) then
+    return { error = reply.err('invalid_policy_json', 'not_object') }
   end
-  c.policies[text] = known
-  return known
+  local readable, found = pcall(extract, policy)
+  return ok and readable and found or { error = reply.err('invalid_policy_json', 'malformed') }
 end
+-- Most executions share a policy with others; a long one is not worth its memory.
+local KEPT_BYTES = 4096
+local kept_digest = values.memo(digest)
 
 local function options(common, packed)
   if packed == '' then return common end
-  local own = cmsgpack.unpack(packed)
-  return setmetatable(own, { __index = common })
+  return setmetatable(cmsgpack.unpack(packed), { __index = common })
 end
 
--- The id that already stands for this submission, if there is one; or the error.
+-- The id that this submission already has, if any; or nil and the error.
 local function existing(c, id, lane, namespace, idem)
   if idem then
     local stored = server.call('GET', K.idem(c.tag, namespace, idem))
     if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
   end
-  -- Mostly none of these is there: one command tells.
+  -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
   if c:knows_lane(lane) then
     if server.call('EXISTS', core, backlog) == 0 then return nil end
   elseif server.call('EXISTS', core, backlog, K.lane(c.tag, lane, 'config')) == 0 then
-    c:is_ordinary(lane)
+    c:use_defaults(lane)
     return nil
   end
   if server.call('EXISTS', core) == 1 then return id end
   return nil, purging.finish(c, id)
 end
 
--- Adds to a record what its options and its policy ask for, and returns the fields to store.
+-- Applies options and policy to a record; returns the fields to store.
 local function specify(c, rec, lane, namespace, opts, policy)
   local fields = {}
   local function set(name, value)
-    if value == nil then return end
     rec[name] = value
-    fields[#fields + 1] = name
-    fields[#fields + 1] = value
+    values.add(fields, name, value)
   end
   if lane ~= 'default' then set('lane_id', lane) end
   if namespace ~= 'default' then set('namespace', namespace) end
@@ -175,7 +157,8 @@ local function create(c, id, kind, payload, encoding, opts)
   if accepting == 'draining' or accepting == 'disabled' then
     return reply.err('lane_not_accepting', accepting)
   end
-  local policy = opts.policy and digest(c, opts.policy) or NONE
+  local policy = opts.policy and (#opts.policy > KEPT_BYTES and digest(opts.policy)
+    or kept_digest(opts.policy)) or NONE
   if policy.error then return policy.error end
   local signature = policy.fields and policy.fields.required_capabilities
   problem = signature and waiting.signature_excess(c, lane, signature)
@@ -185,10 +168,10 @@ local function create(c, id, kind, payload, encoding, opts)
   local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE
   if encoding ~= '' then
     server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', c:text(c.now), 'payload_encoding', encoding, unpack(fields))
+      'created_at', values.text(c.now), 'payload_encoding', encoding, unpack(fields))
   else
     server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', c:text(c.now), unpack(fields))
+      'created_at', values.text(c.now), unpack(fields))
   end
   if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
@@ -202,7 +185,7 @@ local function create(c, id, kind, payload, encoding, opts)
     local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), clock.END - c.now)
     if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
   end
-  if S.is_eligible(rec.state) then c:ring_for(lane) end
+  if S.is_eligible(rec.state) then c:ring(lane) end
   return S.public(rec.state)
 end
 

@@ -2,18 +2,15 @@
 -- Keys: core, waitpoint, waitpoints (all, pending), pending_waitpoint_expiry, key store.
 -- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
 -- Replies: waitpoint_id, waitpoint_key, token. Errors: execution_not_found, those of the fence,
---   waitpoint_already_exists, waitpoint_limit_exceeded, hmac_secret_not_initialized, invalid_secret. Events: none.
-
-reply.register_function('ff_create_waitpoint', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, text, waitpoint_id, key = args[1], args[2], args[3], args[4]
-  local rec = record.checked(c, id)
-  if not rec then return reply.err('execution_not_found') end
-  local problem = fence.check(c, id, rec, text, false, false)
+--   waitpoint_already_exists, waitpoint_limit_exceeded, hmac_secret_not_initialized,
+--   invalid_secret. Events: none.
+record.register_function('ff_create_waitpoint', record.checked, function(c, id, rec, args)
+  local waitpoint_id, key = args[3], args[4]
+  local problem = fence.check(c, id, rec, args[2], false, false)
   if problem then return problem end
   local stored = K.waitpoint(c.tag, waitpoint_id)
   local known = server.call('HMGET', stored, 'state', 'execution_id', 'waitpoint_token')
-  -- The id is the caller's own random one: a second sight of it is a repeated call.
+  -- The caller chose the id at random, so seeing it again means a repeated call.
   if known[1] == 'pending' and known[2] == id then return reply.ok(waitpoint_id, key, known[3]) end
   if known[1] == 'pending' or known[1] == 'active' then
     return reply.err('waitpoint_already_exists')
@@ -24,7 +21,7 @@ reply.register_function('ff_create_waitpoint', function(keys, args)
   token, problem = tokens.mint(c, waitpoint_id, key, c.now)
   if problem then return problem end
   local expires = c:after(tonumber(args[5]))
-  if not rec.waitpointed then record.set(c, id, rec, { waitpointed = '1' }) end
+  if not rec.waitpointed then record.set(c, id, rec, 'waitpointed', '1') end
   server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
     'waitpoint_key', key, 'waitpoint_token', token, 'state', 'pending', 'created_at', c.now,
     'expires_at', expires)

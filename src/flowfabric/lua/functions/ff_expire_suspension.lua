@@ -1,4 +1,4 @@
--- ff_expire_suspension: carry out what suspensions want when their time is over.
+-- ff_expire_suspension: apply the timeout behaviour of suspensions that are due.
 -- Keys: core, suspension, its waitpoints, suspension_timeout, lane suspended / eligible / terminal.
 -- Arguments: any number of execution ids.
 -- Replies per id: behaviour applied (fail | cancel | expire | auto_resume | escalate) |
@@ -11,9 +11,7 @@ local function finish(c, id, rec, behavior)
   local reason = 'suspension_timeout:' .. behavior
   local fields = { 'failure_reason', reason, 'ended_by', 'suspension_timeout' }
   if behavior == 'cancel' then
-    for _, value in ipairs({ 'cancelled_by', 'system_timeout', 'cancellation_reason', reason }) do
-      fields[#fields + 1] = value
-    end
+    values.append(fields, { 'cancelled_by', 'system_timeout', 'cancellation_reason', reason })
   end
   ending.finish(c, id, rec, {
     outcome = OUTCOMES[behavior], reason = reason, fields = fields,
@@ -47,7 +45,7 @@ local function escalate(c, id, rec, open)
   return 'escalate'
 end
 
-local function expire(c, id)
+batch.register_function('ff_expire_suspension', 1, function(c, id)
   local index = K.index(c.tag, 'suspension_timeout')
   local rec = record.checked(c, id)
   local open = rec and S.is_suspended(rec.state) and suspension.open(c, id)
@@ -67,9 +65,4 @@ local function expire(c, id)
   end
   if behavior == 'escalate' then return escalate(c, id, rec, open) end
   return finish(c, id, rec, OUTCOMES[behavior] and behavior or 'fail')
-end
-
-register('ff_expire_suspension', function(keys, args)
-  local c = Context.open(keys[1])
-  return reply.ok(batch.each(args, 1, function(id) return expire(c, id) end))
 end, { 'allow-oom' })

@@ -5,13 +5,9 @@
 -- Replies: `retry_scheduled`, delay_until, next index | `terminal_failed`.
 -- Errors: execution_not_found and those of the fence. Events: released, completion,
 --   expired (a lapsed lease).
-reply.register_function('ff_fail', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, text, source, reason, category = args[1], args[2], args[3], args[4], args[5]
-  local rec = record.checked_lease(c, id)
-  if not rec then return reply.err('execution_not_found') end
-  local request = operator.request(source)
-  local answer = request and operator.answered(rec, request)
+record.register_function('ff_fail', record.checked_lease, function(c, id, rec, args)
+  local text, reason, category = args[2], args[4], args[5]
+  local request, answer = operator.override(rec, args[3])
   if answer then return reply.ok(string.match(answer, '^(%S+) ?(%d*) ?(%d*)$')) end
   local problem = fence.check(c, id, rec, text, request, true)
   if problem then
@@ -29,20 +25,17 @@ reply.register_function('ff_fail', function(keys, args)
   if retry.allowed(rec, policy, category) then
     local due, next_index = retry.schedule(c, id, rec, policy,
       { reason = reason, category = category, ended_by = 'fail' })
-    local at, next_text = string.format('%.0f', due), record.digits(next_index)
-    if request then
-      operator.remember(c, id, rec, request, 'retry_scheduled ' .. at .. ' ' .. next_text)
-    end
+    local at, next_text = values.text(due), values.text(next_index)
+    operator.remember(c, id, rec, request, 'retry_scheduled ' .. at .. ' ' .. next_text)
     return reply.ok('retry_scheduled', at, next_text)
   end
   local fields = { 'ended_by', 'fail' }
-  record.tell(c, id, rec, fields, 'failure_reason', reason)
-  record.tell(c, id, rec, fields, 'failure_category', category)
+  record.add_or_clear(c, id, rec, fields, 'failure_reason', reason)
+  record.add_or_clear(c, id, rec, fields, 'failure_category', category)
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'failed_terminal', category = category ~= '' and category or nil,
-    stream_reason = 'attempt_failure',
-    source = request and 'operator_override' or nil, fields = fields,
+    stream_reason = 'attempt_failure', source = request and 'operator_override' or nil, fields = fields,
   })
-  if request then operator.remember(c, id, rec, request, 'terminal_failed') end
+  operator.remember(c, id, rec, request, 'terminal_failed')
   return reply.ok('terminal_failed')
 end, { 'allow-oom' })

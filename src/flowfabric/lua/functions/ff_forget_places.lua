@@ -1,8 +1,8 @@
--- ff_forget_places: take lanes that nobody registered again out of the registry.
+-- ff_forget_places: remove lanes that are no longer used from the registry.
 -- Keys (tag = that of the lane registry): lanes, places; wake on a single server.
 -- Arguments: per place: partition number, lane, the stamp seen. `*` instead of a number removes the
---   lane itself. Another stamp means that somebody uses it: it stays.
--- Replies: how many were removed. Errors: none. Events: none.
+--   lane itself. A place with another stamp is in use and stays.
+-- Replies: number removed. Errors: none. Events: none.
 register('ff_forget_places', function(keys, args)
   local places, removed = K.index(keys[1], 'places'), 0
   for i = 1, #args, 3 do
@@ -12,7 +12,6 @@ register('ff_forget_places', function(keys, args)
       server.call('HDEL', places, place)
       if number == '*' then
         server.call('SREM', K.LANES, lane)
-        -- Rings that nobody heard.
         if not SETTINGS.cluster then server.call('DEL', K.wake(keys[1], lane)) end
       end
       removed = removed + 1

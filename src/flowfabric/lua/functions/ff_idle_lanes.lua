@@ -1,4 +1,4 @@
--- ff_idle_lanes: the lanes of which a partition stores nothing. Reads only.
+-- ff_idle_lanes: the lanes for which a partition stores nothing.
 -- Keys: every lane index. Arguments: any number of lanes. Replies: those without an index. Errors: none.
 register('ff_idle_lanes', function(keys, args)
   local idle = {}

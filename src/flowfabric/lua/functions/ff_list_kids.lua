@@ -1,4 +1,4 @@
--- ff_list_kids: the signing keys of a partition that validate now, without their secrets.
+-- ff_list_kids: the signing keys of a partition that verify now, without their secrets.
 -- Keys: key store. Arguments: none.
 -- Replies: current kid or nothing, [kid, expires at] of each past one. Errors: none.
 register('ff_list_kids', function(keys)

@@ -1,10 +1,10 @@
 -- ff_list_suspended: suspended executions of a partition by (index score, id), after a position.
--- Keys: lane suspended indexes, suspensions. Arguments: limit, score to begin after, id to
---   begin after (empty: from the start), then lanes.
+-- Keys: lane suspended indexes, suspensions. Arguments: limit, score to start after, id to
+--   start after (empty: from the beginning), then lanes.
 -- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
---   timeout_at] as stored; [id, score, lane] when its suspension has ended, with a fourth part,
---   nothing, when that is no hash; then how many of the lanes were read. The caller asks for the
---   others again. Errors: none.
+--   timeout_at] as stored; [id, score, lane] if its suspension has ended; [id, score, lane, nothing]
+--   if that is not a hash; then how many of the lanes were read: the caller asks for the others
+--   again; then the lanes among them whose index cannot be read. Errors: none.
 
 -- After this many index reads and rows, a call reads no further lane.
 local AT_ONCE = 2000
@@ -13,9 +13,8 @@ local function before(a_score, a_id, b_score, b_id)
   return a_score < b_score or (a_score == b_score and a_id < b_id)
 end
 
--- The rank of the first member after the position, which may be gone itself; and how many reads
--- finding it took.
-local function first_behind(key, score, id)
+-- The rank of the first member after the position, which may be gone, and the number of reads.
+local function first_after(key, score, id)
   if id == '' then return 0, 0 end
   local reads, low, high = 0, 0, server.call('ZCARD', key)
   while low < high do
@@ -35,15 +34,22 @@ local function details(c, row)
   return { row.id, row.score, row.lane, found[1], found[2], found[3], found[4], found[5] }
 end
 
+local function read_page(key, score, id, limit)
+  local first, reads = first_after(key, score, id)
+  return server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES'), reads
+end
+
 register('ff_list_suspended', function(keys, args)
   local c = Context.open(keys[1])
-  local limit, rows, work, lanes_read = tonumber(args[1]), {}, 0, 0
+  local limit, rows, work, lanes_read, unreadable = tonumber(args[1]), {}, 0, 0, {}
   for i = 4, #args do
     if work >= AT_ONCE then break end
     lanes_read = lanes_read + 1
     local key = K.lane(c.tag, args[i], 'suspended')
-    local first, reads = first_behind(key, tonumber(args[2]), args[3])
-    local page = server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES')
+    local ok, page, reads = try(read_page, key, tonumber(args[2]), args[3], limit)
+    if not ok then
+      unreadable[#unreadable + 1], page, reads = args[i], {}, 0
+    end
     work = work + 1 + reads + #page / 2
     for j = 1, #page, 2 do
       rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
@@ -52,5 +58,5 @@ register('ff_list_suspended', function(keys, args)
   table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
   local listed = {}
   for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
-  return reply.ok(listed, lanes_read)
+  return reply.ok(listed, lanes_read, unreadable)
 end, { 'no-writes' })

@@ -2,8 +2,8 @@
 -- Keys: core, lane delayed, lane eligible. Arguments: lane, then execution ids.
 -- Replies per id: promoted | not_yet_due | not_found_cleaned | not_runnable_cleaned |
 --   not_delayed_cleaned | error:<why>. Errors: none. Events: none; rings the doorbell.
-local function promote(c, lane, id)
-  local rec = record.checked(c, id)
+batch.register_function('ff_promote_delayed', 2, function(c, id, args)
+  local lane, rec = args[1], record.checked(c, id)
   if not rec or rec.lane_id ~= lane or not S.is_runnable(rec.state)
       or not S.is_delayed(rec.state) then
     c:zrem(K.lane(c.tag, lane, 'delayed'), id)
@@ -15,18 +15,6 @@ local function promote(c, lane, id)
   record.transition(c, id, rec, S.eligible(S.attempt(rec.state)), 'last_transition_at', c.now)
   record.clear(c, id, rec, 'delay_until', 'blocking_detail')
   waiting.enter(c, id, rec)
+  c:ring(lane)
   return 'promoted'
-end
-
-register('ff_promote_delayed', function(keys, args)
-  local c = Context.open(keys[1], true)
-  local promoted = false
-  local replies = batch.each(args, 2, function(id)
-    local answer = promote(c, args[1], id)
-    promoted = promoted or answer == 'promoted'
-    return answer
-  end)
-  c:flush()
-  if promoted then c:ring(args[1]) end
-  return reply.ok(replies)
 end, { 'allow-oom' })

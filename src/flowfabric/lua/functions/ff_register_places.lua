@@ -1,11 +1,10 @@
--- ff_register_places: note that lanes are in use in partitions, with the time.
+-- ff_register_places: note, with the time, that lanes are used in partitions.
 -- Keys (tag = that of the lane registry): lanes, places.
--- Arguments: how many lanes there may be, then per place: partition number, lane. `*` instead of a
+-- Arguments: maximum number of lanes, then per place: partition number, lane. `*` instead of a
 --   number registers a lane that stays when it is empty.
--- Replies: the lanes refused because they are new and the registry is full. Errors: none.
--- Events: none.
+-- Replies: new lanes refused because the registry is full. Errors: none. Events: none.
 register('ff_register_places', function(keys, args)
-  local places, now = K.index(keys[1], 'places'), string.format('%d', clock.now())
+  local places, now = K.index(keys[1], 'places'), values.text(clock.now())
   local room = tonumber(args[1]) - server.call('SCARD', K.LANES)
   local refused = {}
   for i = 2, #args, 2 do

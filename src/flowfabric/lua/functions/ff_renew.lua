@@ -13,9 +13,7 @@ local function renew(c, id, text, ttl)
   server.call('HSET', K.core(c.tag, id), 'lease_expires_at', expires, 'lease_last_renewed_at', c.now)
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
-  if c:lane(rec.lane_id).emit_renewals then
-    events.emit_lease(c, 'renewed', id, rec)
-  end
+  if c:lane(rec.lane_id).emit_renewals then events.emit_lease(c, 'renewed', id, rec) end
   return expires
 end
 

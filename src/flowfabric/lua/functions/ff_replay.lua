@@ -1,12 +1,12 @@
 -- ff_replay: run a terminal execution again under the same id.
 -- Keys: core, policy, result, attempt, steps, waitpoints, lane terminal, lane eligible, execution_deadline.
 -- Arguments: execution_id, reason, requested_by, expected replay count or empty, keep steps (0 | 1),
---   request id (a repeat of the same request is answered again, not carried out).
+--   request id (a repeated request gets the same answer and has no second effect).
 -- Replies: public_state. Errors: execution_not_found, execution_not_terminal,
 --   max_replays_exhausted, replay_not_allowed, corruption. Events: replayed.
 local DEFAULT_MAX_REPLAYS = 10
 
--- The record keeps the last failure of any attempt; the archive only what ended this one.
+-- The record has the last failure of any attempt; the archive only what ended this one.
 local function ended_with(rec)
   if S.is_success(rec.state) then return nil end
   if S.is_cancelled(rec.state) then
@@ -16,12 +16,9 @@ local function ended_with(rec)
     ended_by = rec.ended_by }
 end
 
-reply.register_function('ff_replay', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, reason, requested_by = args[1], args[2], args[3]
-  local rec = record.checked(c, id)
-  if not rec then return reply.err('execution_not_found') end
-  -- Asked first: the new run may have ended before the repeat arrived.
+record.register_function('ff_replay', record.checked, function(c, id, rec, args)
+  local reason, requested_by, keeps_steps = args[2], args[3], args[5] == '1'
+  -- First, because the new run may have ended before the repeat arrives.
   if operator.answered(rec, args[6]) then return reply.ok('waiting') end
   if not S.is_terminal(rec.state) then return reply.err('execution_not_terminal') end
   local policy = record.policy(c, id)
@@ -41,8 +38,7 @@ reply.register_function('ff_replay', function(keys, args)
     record.archive(c, id, rec, ended, ended_with(rec))
   end
   server.call('DEL', K.result(c.tag, id))
-  local keeps = args[5] == '1'
-  if not keeps then server.call('DEL', K.steps(c.tag, id)) end
+  if not keeps_steps then server.call('DEL', K.steps(c.tag, id)) end
   record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
     'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
     'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
@@ -51,35 +47,24 @@ reply.register_function('ff_replay', function(keys, args)
     'between_attempts')
   local fields = { 'replay_count', count + 1, 'last_transition_at', c.now }
   operator.remember(c, id, rec, args[6], 'waiting')
-  local function set(name, value)
-    fields[#fields + 1] = name
-    fields[#fields + 1] = value
+  -- Earlier answers belong to the earlier run, like its steps.
+  if not keeps_steps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
+    values.add(fields, 'run_from', record.attempt_count(rec))
   end
-  -- What was answered before belongs to the earlier run, like its steps.
-  if not keeps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
-    set('run_from', record.attempt_count(rec))
-  end
-  if reason ~= '' then set('pending_replay_reason', reason) end
-  if requested_by ~= '' then set('pending_replay_requested_by', requested_by) end
+  values.add(fields, 'pending_replay_reason', reason)
+  values.add(fields, 'pending_replay_requested_by', requested_by)
   local lifetime = tonumber((policy.timeout_policy or {}).execution_deadline_ms or 0)
   if lifetime > 0 then
-    local deadline = c:after(lifetime)
-    set('execution_deadline_at', deadline)
-    c:zadd(K.index(c.tag, 'execution_deadline'), deadline, id)
+    values.add(fields, 'execution_deadline_at', c:after(lifetime))
+    c:zadd(K.index(c.tag, 'execution_deadline'), c:after(lifetime), id)
   end
   c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
   record.transition(c, id, rec, S.eligible('p'), unpack(fields))
   waiting.enter(c, id, rec)
-  local told = { 'b', 'normal', 'rc', count + 1 }
-  if requested_by ~= '' then
-    told[#told + 1] = 'by'
-    told[#told + 1] = requested_by
-  end
-  if reason ~= '' then
-    told[#told + 1] = 'r'
-    told[#told + 1] = reason
-  end
-  events.emit(c, 'replayed', id, rec, unpack(told))
+  local details = { 'b', 'normal', 'rc', count + 1 }
+  values.add(details, 'by', requested_by)
+  values.add(details, 'r', reason)
+  events.emit(c, 'replayed', id, rec, unpack(details))
   c:ring(rec.lane_id)
   return reply.ok(S.public(rec.state))
 end, {})

@@ -1,13 +1,10 @@
--- ff_revoke: take a lease away now; the execution goes on with the next claim.
+-- ff_revoke: take a lease away now; the next claim continues the execution.
 -- Keys: core, lease_expiry, lane reclaimable, worker leases.
 -- Arguments: execution_id, expected lease_id or empty, reason, revoked_by, request id.
 -- Replies: OK lease_id, epoch | ALREADY_SATISFIED no_active_lease, already_revoked, already_expired.
 -- Errors: execution_not_found, stale_lease. Events: revoked.
-reply.register_function('ff_revoke', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, expected, reason = args[1], args[2], args[3]
-  local rec = record.checked_lease(c, id)
-  if not rec then return reply.err('execution_not_found') end
+record.register_function('ff_revoke', record.checked_lease, function(c, id, rec, args)
+  local expected, reason = args[2], args[3]
   local before = operator.answered(rec, args[5])
   if before then return reply.ok(string.match(before, '^(%S+)/(%d+)$')) end
   if not S.is_active(rec.state) then return reply.already('no_active_lease') end
@@ -19,7 +16,7 @@ reply.register_function('ff_revoke', function(keys, args)
   end
   local fields = { 'blocking_detail', reason == '' and 'lease revoked' or 'lease revoked: ' .. reason,
     'lease_revoked_at', c.now, 'last_transition_at', c.now }
-  record.tell(c, id, rec, fields, 'lease_revoke_reason', reason)
+  record.add_or_clear(c, id, rec, fields, 'lease_revoke_reason', reason)
   record.transition(c, id, rec, S.REVOKED, unpack(fields))
   server.call('SREM', K.worker_leases(c.tag, record.worker_instance(rec)), id)
   events.emit_lease(c, 'revoked', id, rec, 'r', reason, 'by', args[4])

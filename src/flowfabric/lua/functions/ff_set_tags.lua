@@ -2,18 +2,17 @@
 -- Keys: core, tags. Arguments: execution_id, then key, value pairs (validated by the caller).
 -- Replies: number of pairs written. Errors: execution_not_found, tag_limit_exceeded. Events: none.
 local MAX_PAIRS = 128
--- What the tags of one execution may hold in all.
+-- All tags of one execution.
 local MAX_BYTES = 1048576
 
-reply.register_function('ff_set_tags', function(keys, args)
-  local c = Context.open(keys[1])
-  local core, pairs_given = K.core(c.tag, args[1]), (#args - 1) / 2
+reply.register_function('ff_set_tags', function(c, id, args)
+  local core, pairs_given = K.core(c.tag, id), (#args - 1) / 2
   local found = server.call('HMGET', core, 'state', 'tagged')
   if not found[1] then return reply.err('execution_not_found') end
   if pairs_given > MAX_PAIRS then
     return reply.err('tag_limit_exceeded', MAX_PAIRS .. ' pairs per call')
   end
-  local stored, names = K.tags(c.tag, args[1]), {}
+  local stored, names = K.tags(c.tag, id), {}
   for i = 2, #args, 2 do names[#names + 1] = args[i] end
   local bytes = (tonumber(found[2]) or 0) + values.bytes(args, 2)
   for i, value in ipairs(server.call('HMGET', stored, unpack(names))) do

@@ -7,20 +7,20 @@
 --   execution_not_found, invalid_token, token_expired, hmac_secret_not_initialized, invalid_secret,
 --   waitpoint_not_found, invalid_waitpoint_for_execution, invalid_input (lane_mismatch),
 --   target_not_signalable, waitpoint_closed, pending_waitpoint_expired, signal_limit_exceeded,
---   signal_bytes_exceeded,
---   corruption. Events: signal.
+--   signal_bytes_exceeded, corruption. Events: signal.
 -- A refused call writes nothing, with one exception (05 §6.1): a wrong token sets
 --   last_hmac_validation_failed_at on the core, at most once per second and execution.
 local DEFAULT_LIMIT = 10000
--- How many bytes of payloads an execution keeps, and those of one waitpoint: a token gives access
--- to a part of it.
+-- Bytes of payloads that an execution keeps, and those of one waitpoint: a token gives access to a
+-- part only.
 local MAX_BYTES = 16777216
 local MAX_WAITPOINT_BYTES = 4194304
+-- What operators have beyond each limit: a token holder cannot use up the room for their answer.
 local RESERVED_BYTES = 1048576
 local RESERVED_SIGNALS = 100
 local STAMP_EVERY_MS = 1000
 
--- nil when the caller may signal this waitpoint, else the error.
+-- The error if the token does not allow to signal this waitpoint, or nil.
 local function unauthorised(c, id, rec, waitpoint_id, point, token)
   local secret, problem, code = tokens.secret_for(c, token)
   if not problem and not tokens.proves(secret, code, waitpoint_id, point) then
@@ -39,23 +39,19 @@ end
 -- The same for a caller that the engine vouches for.
 local function unknown(rec, id, point, want)
   if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
-  if want.lane and want.lane ~= rec.lane_id then
-    return reply.err('invalid_input', 'lane_id: lane_mismatch: the execution is on ' .. rec.lane_id)
-  end
+  return granting.lane_problem(rec, want.lane or '')
 end
 
--- The signal that this one repeats, or nil.
+-- The answer of the signal that this one repeats, or nil.
 local function earlier(id, signal_id, dedup)
   local known = dedup and server.call('GET', dedup)
   if not known and server.call('EXISTS', K.signal(id, signal_id)) == 1 then
     known = signal_id
   end
-  if not known then return nil end
-  local effect = server.call('HGET', K.signal(id, known), 'observed_effect')
-  return reply.ok('duplicate', known, effect)
+  return known and reply.ok('duplicate', known, server.call('HGET', K.signal(id, known), 'observed_effect'))
 end
 
--- Where the signal goes: `buffer`, or the open suspension with its condition; else the error.
+-- Where the signal goes: `buffer`, or the open suspension with its condition; or nil and the error.
 local function destination(c, id, rec, point)
   if S.is_terminal(rec.state) then return nil, reply.err('target_not_signalable') end
   if point.state == 'pending' then
@@ -77,29 +73,28 @@ local function destination(c, id, rec, point)
   return open, nil, condition
 end
 
--- The error of one signal too many, or nil. Operators have a reserve beyond each limit: whoever
--- holds a token cannot use up the room that their answer needs.
+-- The error if a signal is one too many or too large, or nil.
 local function excess(c, id, rec, waitpoint_id, point, size, buffering, want, vouched)
   local bytes, count = vouched and RESERVED_BYTES or 0, vouched and RESERVED_SIGNALS or 0
-  if tonumber(rec.signal_bytes or 0) + size > MAX_BYTES + bytes then
-    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_BYTES + bytes))
+  local all, own = MAX_BYTES + bytes, MAX_WAITPOINT_BYTES + bytes
+  if tonumber(rec.signal_bytes or 0) + size > all then
+    return reply.err('signal_bytes_exceeded', values.text(all))
   end
-  if tonumber(point.signal_bytes or 0) + size > MAX_WAITPOINT_BYTES + bytes then
-    return reply.err('signal_bytes_exceeded', string.format('%d', MAX_WAITPOINT_BYTES + bytes))
+  if tonumber(point.signal_bytes or 0) + size > own then
+    return reply.err('signal_bytes_exceeded', values.text(own))
   end
   local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
   if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most + count then
-    return reply.err('signal_limit_exceeded', string.format('%.0f', most + count))
+    return reply.err('signal_limit_exceeded', values.text(most + count))
   end
-  -- Evidence for a condition that is still to come must not be trimmed away.
+  -- The condition is not known yet, so any buffered signal may satisfy it.
   if buffering
       and server.call('LLEN', K.waitpoint_signals(c.tag, waitpoint_id)) >= want.maxlen + count then
-    return reply.err('signal_limit_exceeded', string.format('%.0f', want.maxlen + count))
+    return reply.err('signal_limit_exceeded', values.text(want.maxlen + count))
   end
 end
 
 local function apply(c, id, rec, open, signal, verdict, want)
-  local key = K.suspension(c.tag, id)
   if verdict.satisfied then
     local policy = cjson.decode(open.resume_policy_json)
     suspension.resume(c, id, rec, open, {
@@ -108,24 +103,20 @@ local function apply(c, id, rec, open, signal, verdict, want)
       after = ' after signal ' .. signal.name,
     })
   elseif verdict.fields then
-    conditions.keep(K.marks(c.tag, id), verdict.fields)
+    values.call('HSET', K.marks(c.tag, id), verdict.fields)
     server.call('RPUSH', K.satisfiers(c.tag, id), signal.id)
   end
-  server.call('HSET', key, 'last_signal_at', c.now)
+  server.call('HSET', K.suspension(c.tag, id), 'last_signal_at', c.now)
 end
 
-reply.register_function('ff_signal', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, waitpoint_id, signal_id, token = args[1], args[2], args[3], args[4]
-  local want = cmsgpack.unpack(args[5])
-  local rec = record.checked(c, id)
-  if not rec then return reply.err('execution_not_found') end
+record.register_function('ff_signal', record.checked, function(c, id, rec, args)
+  local waitpoint_id, signal_id, want = args[2], args[3], cmsgpack.unpack(args[5])
   local point = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
   local vouched, problem = args[8] == '1', nil
   if vouched then
     problem = unknown(rec, id, point, want)
   else
-    problem = unauthorised(c, id, rec, waitpoint_id, point, token)
+    problem = unauthorised(c, id, rec, waitpoint_id, point, args[4])
   end
   if problem then return problem end
   local dedup = want.idempotency_key ~= '' and want.dedup_ttl_ms > 0

@@ -1,7 +1,7 @@
--- ff_stream_read: frames of one range and whether the stream is closed, at one moment.
+-- ff_stream_read: frames of one range, and whether the stream is closed.
 -- Keys: stream, stream meta, core, attempt. Arguments: execution_id, attempt index, first, last,
---   count, visibility (empty | exclude_best_effort), follow (1 also notes that somebody will
---   wait for the next frame).
+--   count, visibility (empty | exclude_best_effort), follow (1: the caller will wait for the next
+--   frame).
 -- Replies: entries, last id examined or nothing, more to examine (0 | 1), closed_at or nothing,
 --   closed_reason or nothing, whether frames were trimmed (0 | 1), oldest retained id or nothing,
 --   last id ever or nothing, followed (0 | 1). Errors: corruption. Events: none.
@@ -13,13 +13,13 @@ local CLOSED_BY_OUTCOME = {
   s = 'attempt_success', f = 'attempt_failure', c = 'attempt_cancelled', x = 'expired',
   k = 'dependency_impossible',
 }
--- Says more than the outcome, where it is recorded.
+-- More precise than the outcome.
 local CLOSED_BY_WHOM = {
   expire = 'expired', reclaim_cap = 'max_reclaims_exceeded',
   suspension_timeout = 'suspension_timeout',
 }
--- How many entries one call looks at, how many bytes it reads, and how many entries at a time: the
--- largest frames must fit, and small ones should need few commands.
+-- Entries and bytes that one call reads at most, and the entries read first: the largest frames
+-- must fit, and small ones should need few commands.
 local MAX_EXAMINED = 1000
 local MAX_BYTES = 1048576
 local FIRST_CHUNK = 16
@@ -44,20 +44,14 @@ local function is_best_effort(entry)
   return entry[2][5] == 'm' and entry[2][6] == 'b'
 end
 
-local function size_of(entry)
-  local size = 0
-  for _, value in ipairs(entry[2]) do size = size + #value end
-  return size
-end
-
--- Visible entries, the last one looked at, and whether there may be more.
+-- Visible entries, the last one examined, and whether there may be more.
 local function examine(stream, first, last, count, filtered)
   local visible, examined, seen, bytes, chunk = {}, false, 0, 0, FIRST_CHUNK
   while true do
     if not filtered then chunk = math.min(chunk, count - #visible) end
     local entries = server.call('XRANGE', stream, first, last, 'COUNT', chunk)
     for _, entry in ipairs(entries) do
-      examined, bytes = entry[1], bytes + size_of(entry)
+      examined, bytes = entry[1], bytes + values.bytes(entry[2], 1)
       if not (filtered and is_best_effort(entry)) then
         visible[#visible + 1] = entry
         if #visible == count then return visible, examined, 0 end
@@ -70,16 +64,15 @@ local function examine(stream, first, last, count, filtered)
   end
 end
 
--- `end` as a beginning and `start` as an end name one entry each.
+-- `end` as the first and `start` as the last position name one entry each.
 local function resolve(stream, first, last)
   local newest = first == '+' and server.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   local oldest = last == '-' and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   return newest and newest[1] or first, oldest and oldest[1] or last
 end
 
-reply.register_function('ff_stream_read', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, index, follow = args[1], args[2], args[7] == '1'
+reply.register_function('ff_stream_read', function(c, id, args)
+  local index, follow = args[2], args[7] == '1'
   local stream = K.stream(c.tag, id, index)
   local first, last = resolve(stream, args[3], args[4])
   local entries, examined, more = examine(stream, first, last, tonumber(args[5]), args[6] ~= '')

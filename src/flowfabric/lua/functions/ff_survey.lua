@@ -1,24 +1,24 @@
--- ff_survey: what the indexes of partitions look like, so that unchanged records need not be read
+-- ff_survey: fingerprints of the indexes of partitions, so that unchanged records need not be read
 -- again. On a single server one call may name many partitions; in a cluster each gets its own.
 -- Keys: every index, core. Arguments: per partition: tag, whether to look at its own indexes
 --   (1 | 0), number of lanes, lanes, number of indexes that existed before, their names (after
 --   `ff:idx:T:`).
--- Replies: per partition [tag, fingerprint, names of the indexes that exist], for as many
---   partitions as fit into one call; the caller asks for the others again.
---   The fingerprint tells whatever is added to an index, lost from it or scored anew; of an index
---   with very many entries only how many there are. Renewals of leases do not change it.
+-- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist],
+--   for as many partitions as fit into one call; the caller asks for the others again.
+--   The fingerprint changes with every entry added, removed or scored anew; for an index with very
+--   many entries, only with their number. Lease renewals do not change it.
 -- Errors: none.
 
--- The largest index whose entries are looked at, and how many entries one call looks at in all.
+-- The largest index whose entries are read, and the number of entries that one call reads.
 local SMALL, AT_ONCE = 500, 5000
--- Reading an index costs as much as looking at this many entries.
+-- Opening an index costs as much as reading this many entries.
 local READ = 10
 
 local function is_lease_index(name)
   return name == 'lease_expiry' or string.find(name, ':active$') ~= nil
 end
 
--- The ids of an index and a text that tells its content; no ids where there are too many.
+-- The ids of an index, or nil if there are too many, and its content as text.
 local function entries(seen, key, name)
   local most = math.min(SMALL, seen.room.left)
   local flat = server.call('ZRANGE', key, 0, most, 'WITHSCORES')
@@ -31,8 +31,8 @@ local function entries(seen, key, name)
   return ids, table.concat(ids, ' ')
 end
 
--- What one index holds, as text; it is nil when the index does not exist.
-local function told(seen, name)
+-- The content of one index as text; nil if it does not exist.
+local function content_of(seen, name)
   local key = seen.prefix .. name
   if string.find(name, ':config$') then
     return server.call('HGET', key, 'priority_weight_ms') or 'default'
@@ -55,24 +55,24 @@ local function note(seen, name)
   if seen.done[name] then return end
   seen.done[name] = true
   seen.room.left = math.max(0, seen.room.left - READ)
-  local ok, content = try(told, seen, name)
+  local ok, content = try(content_of, seen, name)
   if not ok then content = 'unreadable ' .. content end
   if not content then return end
   seen.present[#seen.present + 1] = name
   seen.lines[#seen.lines + 1] = name .. '=' .. content
 end
 
--- The executions; and, while they are few, how many of them have a record.
+-- Returns the number of executions; notes, while they are few, how many have a record.
 local function note_executions(seen, tag)
   local ok, ids, content = try(entries, seen, seen.prefix .. 'all_executions', 'all_executions')
   if not ok then
     seen.lines[#seen.lines + 1] = 'unreadable ' .. ids
-    return
+    return 0
   end
   seen.lines[#seen.lines + 1] = content
   if not ids then
     seen.large = true
-    return
+    return tonumber(string.match(content, '%d+'))
   end
   local count, names = 0, {}
   for i, id in ipairs(ids) do names[i] = K.core(tag, id) end
@@ -80,28 +80,29 @@ local function note_executions(seen, tag)
     count = count + server.call('EXISTS', unpack(names, first, last))
   end
   seen.lines[#seen.lines + 1] = string.format('%d', count)
+  return #ids
 end
 
 local function survey(place, room)
-  local tag = place.tag
+  local tag, executions = place.tag, 0
   local seen = {
     prefix = K.index(tag, ''), done = {}, present = {}, lines = {}, more = {}, large = false,
     room = room,
   }
-  if place.whole then note_executions(seen, tag) end
+  if place.whole then executions = note_executions(seen, tag) end
   for _, name in ipairs(place.known) do note(seen, name) end
   for i, name in ipairs(seen.more) do seen.more[i] = seen.prefix .. name end
   for _, key in ipairs(indexes.existing(seen.more)) do note(seen, string.sub(key, #seen.prefix + 1)) end
   if seen.large then
-    -- Counts alone could miss a change that the feed tells of.
+    -- Counts alone miss changes that the event feed shows.
     local ok, last = try(server.call, 'XREVRANGE', K.events(tag), '+', '-', 'COUNT', 1)
     seen.lines[#seen.lines + 1] = ok and last[1] and last[1][1] or ''
   end
   table.sort(seen.lines)
-  return { tag, server.sha1hex(table.concat(seen.lines, '\n')), seen.present }
+  return { tag, server.sha1hex(table.concat(seen.lines, '\n')), executions, seen.present }
 end
 
--- The keys that may exist in a partition, without those known to, and where each belongs.
+-- Adds the keys that may exist in a partition, without the known ones, and their partition.
 local function add_candidates(names, owners, place)
   local all, known, prefix = {}, {}, K.index(place.tag, '')
   if place.whole then
@@ -127,9 +128,7 @@ register('ff_survey', function(_, args)
   local function take()
     local first, last = at + 1, at + tonumber(args[at])
     at = last + 1
-    local taken = {}
-    for i = first, last do taken[#taken + 1] = args[i] end
-    return taken
+    return values.slice(args, first, last)
   end
 
   while at <= #args do

@@ -1,38 +1,39 @@
--- ff_suspend: the lease holder parks its attempt until a condition, a timeout or an operator
--- ends the pause; or goes on when buffered signals already satisfy the condition.
+-- ff_suspend: the lease holder parks its attempt until a condition, a timeout or an operator ends
+-- the suspension; or keeps its lease if buffered signals already satisfy the condition.
 -- Keys: core, suspension, waitpoints, condition marks, lane active / suspended, lease_expiry,
 --   worker leases, timers, suspension_timeout, pending_waitpoint_expiry, key store, suspend dedup.
 -- Arguments: execution_id, fence, options (msgpack map: suspension_id, waitpoints [[kind, id, key]],
 --   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem).
 -- Replies: `suspended` | `already_satisfied`, attempt, lane, worker, suspension_id, then waitpoint
---   id, key and token of each binding, and for the latter the signal that satisfied. Errors: execution_not_found, those of the fence,
---   invalid_lease_for_suspend, already_suspended,
+--   id, key and token of each binding, and for the latter the signal that satisfied.
+-- Errors: execution_not_found, those of the fence, invalid_lease_for_suspend, already_suspended,
 --   use_pending_with_extras_unsupported, waitpoint_not_found, waitpoint_not_pending,
 --   invalid_waitpoint_for_execution, pending_waitpoint_expired, waitpoint_not_token_bound,
---   waitpoint_already_exists, waitpoint_limit_exceeded, additional_waitpoint_binding_malformed, invalid_input, corruption,
---   hmac_secret_not_initialized, invalid_secret. Events: released, expired (a lapsed lease).
+--   waitpoint_already_exists, waitpoint_limit_exceeded, additional_waitpoint_binding_malformed,
+--   invalid_input, corruption, hmac_secret_not_initialized, invalid_secret.
+-- Events: released, expired (a lapsed lease).
 local PAST_TOLERANCE_MS = 600000
 local DEDUP_TAIL_MS = 60000
 local DEDUP_MAX_MS = 604800000
--- How many answers an execution keeps.
+-- How many answers are kept per execution.
 local DEDUP_MANY = 100
 
--- The first answer to this key, or the error of a key that was used under another lease.
+local function stored_answer(key, name)
+  local known = cmsgpack.unpack(server.call('HGET', key, name))
+  assert(known.reply[1] == 1 and tonumber(known.expires_at))
+  return known
+end
+
+-- The first answer to this key, or the error if another lease has used the key, or nil.
 local function repeated(c, id, text, want)
   if want.idem == '' then return nil end
-  local readable, stored = try(server.call, 'HGET', K.suspend_dedup(c.tag, id), want.idem)
-  if not readable or not stored then return nil end
-  local known
-  readable, known = pcall(cmsgpack.unpack, stored)
-  if not readable or type(known) ~= 'table' then return nil end
-  local answer = known.reply
-  if type(answer) ~= 'table' or answer[1] ~= 1 then return nil end
-  if (tonumber(known.expires_at) or 0) <= c.now then return nil end
+  local readable, known = try(stored_answer, K.suspend_dedup(c.tag, id), want.idem)
+  if not readable or tonumber(known.expires_at) <= c.now then return nil end
   local given = fence.parse(text)
   if known.lease ~= given.lease_id .. '/' .. given.epoch then
     return reply.err('invalid_input', 'idempotency_key: suspend_idempotency_key_reused')
   end
-  return answer
+  return known.reply
 end
 
 local function remember(c, id, want, rec, answer)
@@ -50,9 +51,9 @@ local function remember(c, id, want, rec, answer)
   return answer
 end
 
--- The pending waitpoint to be used, or the error.
-local function pending(c, id, rec, binding)
-  local found = suspension.read_hash(K.waitpoint(c.tag, binding.id))
+-- The pending waitpoint to use, or nil and the error.
+local function pending(c, id, rec, waitpoint_id)
+  local found = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
   if not found then return nil, reply.err('waitpoint_not_found') end
   if found.state ~= 'pending' then return nil, reply.err('waitpoint_not_pending') end
   if found.execution_id ~= id
@@ -64,43 +65,42 @@ local function pending(c, id, rec, binding)
   return found
 end
 
--- A waitpoint to be made: its token, or the error.
-local function fresh(c, id, binding)
-  local known = server.call('HMGET', K.waitpoint(c.tag, binding.id), 'state', 'execution_id')
-  -- A closed one of this execution is replaced; another execution's history is not ours.
+-- The token of a waitpoint to create, or nil and the error.
+local function fresh(c, id, waitpoint_id, key)
+  local known = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'execution_id')
+  -- A closed waitpoint may be replaced, but only by its own execution.
   if known[1] and (known[1] == 'pending' or known[1] == 'active' or known[2] ~= id) then
     return nil, reply.err('waitpoint_already_exists')
   end
-  return tokens.mint(c, binding.id, binding.key, c.now)
+  return tokens.mint(c, waitpoint_id, key, c.now)
 end
 
--- Ids, keys and tokens of all bindings, checked and minted before anything is written.
+local function bind(c, id, rec, kind, waitpoint_id, key)
+  if kind == 'pending' then
+    local found, problem = pending(c, id, rec, waitpoint_id)
+    return found and { id = waitpoint_id, key = found.waitpoint_key, token = found.waitpoint_token,
+      record = found }, problem
+  end
+  local token, problem = fresh(c, id, waitpoint_id, key)
+  return { id = waitpoint_id, key = key, token = token }, problem
+end
+
+-- Ids, keys and tokens of all bindings, checked and minted before anything is written; or the error.
 local function bindings(c, id, rec, want)
   local bound, problem = {}, nil
-  if #want.waitpoints > 1 and want.waitpoints[1][1] == 'pending' then
-    return nil, reply.err('use_pending_with_extras_unsupported')
-  end
   if want.waitpoints[1][1] ~= 'pending' then
     problem = suspension.waitpoint_excess(c, id, #want.waitpoints)
-    if problem then return nil, problem end
+  elseif #want.waitpoints > 1 then
+    problem = reply.err('use_pending_with_extras_unsupported')
   end
   for i, given in ipairs(want.waitpoints) do
-    local binding = { id = given[2], key = given[3] }
-    if given[1] == 'pending' then
-      local found
-      found, problem = pending(c, id, rec, binding)
-      if problem then return nil, problem end
-      binding.key, binding.token, binding.record = found.waitpoint_key, found.waitpoint_token, found
-    else
-      binding.token, problem = fresh(c, id, binding)
-      if problem then return nil, problem end
-    end
-    bound[i] = binding
+    if problem then break end
+    bound[i], problem = bind(c, id, rec, unpack(given))
   end
-  return bound
+  return bound, problem
 end
 
--- The suspension timeout: given, else from the execution's policy.
+-- The suspension timeout: as given, or from the execution's policy.
 local function timeout(c, id, want)
   if want.timeout_at then return want.timeout_at, want.timeout_behavior end
   local defaults = suspension.policy(c, id).suspension_policy
@@ -114,15 +114,13 @@ local function details(outcome, rec, want, bound)
   local answer = reply.ok(outcome, rec.attempt, rec.lane_id, record.worker_instance(rec),
     want.suspension_id)
   for _, binding in ipairs(bound) do
-    answer[#answer + 1] = binding.id
-    answer[#answer + 1] = binding.key
-    answer[#answer + 1] = binding.token
+    values.append(answer, { binding.id, binding.key, binding.token })
   end
   return answer
 end
 
--- Judges what a pending waitpoint has buffered, in the order it was accepted: whether that
--- satisfies the condition, the progress to be stored, and the signals that contributed.
+-- Evaluates the signals that a pending waitpoint has buffered, in order of acceptance: whether they
+-- satisfy the condition, the progress to store, and the signals that contributed.
 local function buffered(c, id, binding, condition)
   local progress, fields, satisfiers = conditions.no_progress(), {}, {}
   local list = K.waitpoint_signals(c.tag, binding.id)
@@ -132,7 +130,7 @@ local function buffered(c, id, binding, condition)
       signal and conditions.marks(condition, signal) or {})
     if #added > 0 then
       satisfiers[#satisfiers + 1] = signal_id
-      for _, value in ipairs(added) do fields[#fields + 1] = value end
+      values.append(fields, added)
       if conditions.satisfied(condition, progress) then return true, fields, satisfiers end
     end
   end
@@ -179,26 +177,12 @@ local function write_suspension(c, id, rec, want, bound, behavior)
     'resume_condition_json', want.condition, 'resume_policy_json', want.policy,
     'timeout_behavior', behavior,
   }
-  if want.timeout_at then
-    args[#args + 1] = 'timeout_at'
-    args[#args + 1] = want.timeout_at
-  end
-  if want.pointer ~= '' then
-    args[#args + 1] = 'continuation_metadata_pointer'
-    args[#args + 1] = want.pointer
-  end
+  values.add(args, 'timeout_at', want.timeout_at)
+  values.add(args, 'continuation_metadata_pointer', want.pointer)
   server.call(unpack(args))
 end
 
--- What a pending waitpoint has brought along already.
-local function keep_progress(c, id, fields, satisfiers)
-  conditions.keep(K.marks(c.tag, id), fields)
-  for first, last in values.pieces(satisfiers) do
-    server.call('RPUSH', K.satisfiers(c.tag, id), unpack(satisfiers, first, last))
-  end
-end
-
--- What is wrong with the arguments themselves, before anything is looked up.
+-- The error if the arguments themselves are wrong, or nil.
 local function malformed(c, want)
   if want.timeout_at and want.timeout_at + PAST_TOLERANCE_MS < c.now then
     return reply.err('invalid_input', 'timeout_at_in_past')
@@ -231,9 +215,8 @@ local function unbound(want, binding)
   end
 end
 
-reply.register_function('ff_suspend', function(keys, args)
-  local c = Context.open(keys[1])
-  local id, text, want = args[1], args[2], cmsgpack.unpack(args[3])
+reply.register_function('ff_suspend', function(c, id, args)
+  local text, want = args[2], cmsgpack.unpack(args[3])
   local answer = malformed(c, want) or repeated(c, id, text, want)
   if answer then return answer end
   local rec = record.checked_lease(c, id)
@@ -263,6 +246,7 @@ reply.register_function('ff_suspend', function(keys, args)
   end
   write_suspension(c, id, rec, want, bound, behavior)
   for _, binding in ipairs(bound) do write_waitpoint(c, id, rec, want, binding) end
-  keep_progress(c, id, progress, satisfiers)
+  values.call('HSET', K.marks(c.tag, id), progress)
+  values.call('RPUSH', K.satisfiers(c.tag, id), satisfiers)
   return remember(c, id, want, rec, details('suspended', rec, want, bound))
 end, { 'allow-oom' })

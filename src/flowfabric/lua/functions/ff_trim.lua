@@ -1,23 +1,15 @@
 -- ff_trim: delete terminal executions whose retention is over, each with all its keys.
 -- Keys: every key of the execution, lane terminal, all_executions, purge_backlog.
 -- Arguments: lane, then execution ids.
--- Replies per id: purged | purging (the rest follows with ff_purge) | not_due | not_terminal (nor
---   does it belong into this index when its lane is another) | orphan_removed | error:<why>.
+-- Replies per id: purged | purging (ff_purge deletes the rest) | not_due | not_terminal (or of
+--   another lane) | orphan_removed | error:<why>.
 -- Errors: none. Events: none.
-local function trim(c, lane, id)
+batch.register_function('ff_trim', 2, function(c, id, args)
+  local lane, rec = args[1], record.read(c, id)
   local index = K.lane(c.tag, lane, 'terminal')
-  local rec = record.read(c, id)
-  if not rec then
+  if not rec or not S.is_terminal(rec.state) or rec.lane_id ~= lane then
     server.call('ZREM', index, id)
-    return 'orphan_removed'
-  end
-  if not S.is_terminal(rec.state) then
-    server.call('ZREM', index, id)
-    return 'not_terminal'
-  end
-  if rec.lane_id ~= lane then
-    server.call('ZREM', index, id)
-    return 'not_terminal'
+    return rec and 'not_terminal' or 'orphan_removed'
   end
   -- The record decides: a damaged index must not delete anything early.
   if not rec.completed_at then error(id .. ': completed_at: is missing', 0) end
@@ -32,14 +24,7 @@ local function trim(c, lane, id)
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
   local left = purging.step(c, id, attempts .. ((rec.streamed or rec.tailed) and 's' or ''))
-  if left then
-    server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left)
-    return 'purging'
-  end
-  return 'purged'
-end
-
-register('ff_trim', function(keys, args)
-  local c = Context.open(keys[1])
-  return reply.ok(batch.each(args, 2, function(id) return trim(c, args[1], id) end))
+  if not left then return 'purged' end
+  server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left)
+  return 'purging'
 end, { 'allow-oom' })

@@ -1,13 +1,12 @@
 -- ff_waitpoint_token: the token of an open waitpoint, minted again when its kid has expired.
 -- Keys: waitpoint, key store. Arguments: execution_id, waitpoint_id.
--- Replies: token | nothing when unknown, closed or of another execution.
+-- Replies: token | nothing if unknown, closed or of another execution.
 -- Errors: hmac_secret_not_initialized, invalid_secret (invalid_token and token_expired only make
 --   it mint another). Events: none.
-reply.register_function('ff_waitpoint_token', function(keys, args)
-  local c = Context.open(keys[1])
+reply.register_function('ff_waitpoint_token', function(c, id, args)
   local key = K.waitpoint(c.tag, args[2])
   local point = suspension.read_hash(key)
-  if not point or point.execution_id ~= args[1]
+  if not point or point.execution_id ~= id
       or not (point.state == 'pending' or point.state == 'active') then
     return reply.ok(false)
   end

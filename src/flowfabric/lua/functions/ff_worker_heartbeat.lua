@@ -1,4 +1,4 @@
--- ff_worker_heartbeat: a registered worker is still there; its own ttl is renewed.
+-- ff_worker_heartbeat: a registered worker is alive; renews its registration.
 -- Keys (tag = namespace): worker alive, worker caps. Arguments: instance.
 -- Replies: `refreshed`, next expiry ms | `not_registered`. Errors: none. Events: none.
 register('ff_worker_heartbeat', function(keys, args)

@@ -1,7 +1,7 @@
--- ff_worker_register: announce a worker process, or refresh what is known of it.
+-- ff_worker_register: register a worker process, or refresh its registration.
 -- Keys (tag = namespace): worker alive, worker caps, workers, worker events.
 -- Arguments: worker_id, instance, lanes CSV, capabilities CSV, ttl ms, only_if_absent (0 | 1), nonce.
---   The nonce is the process's own: with it a repeated registration is not taken for another's.
+--   The nonce tells a repeated registration from that of another process.
 -- Replies: registered | refreshed. Errors: invalid_input. Events: worker_registered.
 register('ff_worker_register', function(keys, args)
   local tag, now = keys[1], clock.now()
@@ -18,12 +18,8 @@ register('ff_worker_register', function(keys, args)
   server.call('SET', alive, now, 'PX', ttl)
   local fields = { 'worker_id', worker_id, 'ttl_ms', ttl, 'registered_at_ms', now,
     'last_heartbeat_ms', now, 'nonce', args[7] }
-  for name, csv in pairs({ lanes_csv = args[3], caps_csv = args[4] }) do
-    if csv ~= '' then
-      fields[#fields + 1] = name
-      fields[#fields + 1] = csv
-    end
-  end
+  values.add(fields, 'lanes_csv', args[3])
+  values.add(fields, 'caps_csv', args[4])
   server.call('DEL', rec)
   server.call('HSET', rec, unpack(fields))
   server.call('PEXPIRE', rec, ttl)

@@ -1,7 +1,7 @@
--- ff_worker_sweep: remove worker processes from the index whose registration has expired.
+-- ff_worker_sweep: remove worker processes whose registration has expired from the index.
 -- Keys (tag = namespace): workers, worker alive, worker caps, worker events.
--- Arguments: cursor (0 at first), how many to look at.
--- Replies: next cursor (0 at the end), how many were removed. Errors: none. Events: worker_expired.
+-- Arguments: cursor (0 at first), number to look at.
+-- Replies: next cursor (0 at the end), number removed. Errors: none. Events: worker_expired.
 register('ff_worker_sweep', function(keys, args)
   local tag, swept = keys[1], 0
   local page = server.call('SSCAN', K.workers(tag), args[1], 'COUNT', args[2])

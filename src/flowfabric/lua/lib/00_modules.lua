@@ -1,5 +1,5 @@
--- The tables of all helper files, declared before any of them runs: each file has a scope of its
--- own and fills its table, and functions of different files may call each other.
+-- The tables of all helper files, declared first: each file has its own scope and fills its table,
+-- and functions of different files may call each other.
 local register, try
 local clock, values, K, S, Context, record, reply = {}, {}, {}, {}, {}, {}, {}
 local events, streams, tokens, conditions, lease, waiting, suspension = {}, {}, {}, {}, {}, {}, {}

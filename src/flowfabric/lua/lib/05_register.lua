@@ -1,11 +1,11 @@
 -- Registers a function with its flags: `no-writes` if it only reads; `allow-oom` if it must work
--- while the server is at its memory limit, so that stored work still runs, ends and is deleted;
--- none if it accepts new input, which a full server refuses.
+-- at the server's memory limit, so that stored work still runs, ends and is deleted; none if it
+-- accepts new input, which a full server refuses.
 function register(name, callback, flags)
   server.register_function({ function_name = name, callback = callback, flags = flags })
 end
 
--- What the server refuses whatever is stored: a slot on the move, a missing right, no memory.
+-- Errors that do not depend on stored data: a slot being moved, a missing permission, no memory.
 local function is_refusal(why)
   local word = string.match(why, '^(%u+) ')
   if word ~= 'ERR' then return word ~= nil and word ~= 'WRONGTYPE' end
@@ -21,6 +21,6 @@ local function caught(ok, answer, ...)
   return ok, answer, ...
 end
 
--- `pcall` for what stored data may break. It gives the reason as text. A refusal by the server
--- says nothing about the data: it passes through, and the caller of the function gets it.
+-- `pcall` for errors caused by stored data; the reason is text. Other errors pass through to the
+-- caller of the function.
 function try(...) return caught(pcall(...)) end

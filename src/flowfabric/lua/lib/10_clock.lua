@@ -1,14 +1,13 @@
--- The only clock of the engine: the server's own time in whole milliseconds.
--- `shifted` tells that it differs from the time the server itself would write.
+-- The engine's only clock: the server's time in whole milliseconds.
+-- `shifted`: it differs from the time that the server writes into stream ids.
 clock.offset, clock.last, clock.shifted = 0, 0, false
 
--- The last time there is: beyond it a double is no longer exact. Durations may be any u64.
+-- The last representable time: beyond it a double is not exact. Durations may be any u64.
 clock.END = 9007199254740991
 
 function clock.after(moment, ms) return math.min(moment + ms, clock.END) end
 
--- A step back of up to this many ms is smoothed over; a larger one is a clock
--- that somebody corrected, and is believed.
+-- A smaller step back is smoothed over; a larger one is a corrected clock.
 local SMOOTHED_STEP_BACK_MS = 5000
 
 function clock.now()

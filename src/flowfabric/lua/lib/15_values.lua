@@ -1,6 +1,24 @@
--- Questions about plain values that several parts ask.
+-- Helpers for plain values.
 
--- Compares without telling by its duration where the two differ.
+-- A function whose results are kept, up to a limit.
+local MEMO_MAX = 1000
+function values.memo(compute)
+  local known, count = {}, 0
+  return function(key)
+    local result = known[key]
+    if result == nil then
+      if count >= MEMO_MAX then known, count = {}, 0 end
+      result = compute(key)
+      known[key], count = result, count + 1
+    end
+    return result
+  end
+end
+
+-- A whole number as text: the server would format the number again for every command.
+values.text = values.memo(function(number) return string.format('%.0f', number) end)
+
+-- Compares in constant time.
 function values.equal(a, b)
   if #a ~= #b then return false end
   local difference = 0
@@ -10,22 +28,38 @@ function values.equal(a, b)
   return difference == 0
 end
 
--- The bytes of all texts from `first` on.
 function values.bytes(list, first)
   local bytes = 0
   for i = first, #list do bytes = bytes + #list[i] end
   return bytes
 end
 
-function values.lists(list, wanted)
+function values.contains(list, wanted)
   for _, value in ipairs(list) do
     if value == wanted then return true end
   end
   return false
 end
 
--- Lua puts all arguments of a command on its stack: a longer list goes in pieces. Gives the first
--- and the last place of each. The size is even, so name, value pairs stay together.
+function values.append(list, more)
+  for _, value in ipairs(more) do list[#list + 1] = value end
+end
+
+function values.slice(list, first, last)
+  local part = {}
+  for i = first, last do part[#part + 1] = list[i] end
+  return part
+end
+
+-- Adds a field to a flat list of names and values, unless it is missing or empty.
+function values.add(fields, name, value)
+  if not value or value == '' then return end
+  fields[#fields + 1] = name
+  fields[#fields + 1] = value
+end
+
+-- Lua passes the arguments of a command on its stack, so a long list goes in pieces. Returns the
+-- first and last position of each. The size is even: name, value pairs stay together.
 local PIECE = 400
 function values.pieces(list, first)
   local last = (first or 1) - 1
@@ -37,13 +71,18 @@ function values.pieces(list, first)
   end
 end
 
--- A stored number, or nil when there is none; anything else there is corruption.
+-- Runs a command for a list of any length.
+function values.call(command, key, list)
+  for first, last in values.pieces(list) do server.call(command, key, unpack(list, first, last)) end
+end
+
+-- A stored number, or nil if there is none.
 function values.number(context, field, text)
   if not text then return nil end
   return tonumber(text) or error(context .. ': ' .. field .. ': is not a number', 0)
 end
 
--- The fields of a hash, which the server answers as a flat list; `into` has their defaults.
+-- The fields of a hash from the server's flat list; `into` has their defaults.
 function values.fields(flat, into)
   local fields = into or {}
   for i = 1, #flat, 2 do fields[flat[i]] = flat[i + 1] end

@@ -1,6 +1,5 @@
--- The state vector is one six-letter code on the record: phase, ownership,
--- eligibility, blocking reason, outcome, attempt (letters: core/state.py).
--- Every transition of the engine writes one of the codes below.
+-- The state vector is one six-letter code on the record: phase, ownership, eligibility, blocking
+-- reason, outcome, attempt (letters: core/state.py). Every transition writes one of these codes.
 S.NEW = 'ruewnf'
 S.ACTIVE = 'alnnnr'
 S.EXPIRED = 'axnwni'
@@ -10,42 +9,24 @@ local PHASES = { s = 'submitted', r = 'runnable', a = 'active', p = 'suspended',
 local OUTCOMES = {
   n = 'none', s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped',
 }
+local PUBLIC_TERMINAL = { s = 'completed', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
+local PUBLIC_RUNNABLE = { d = 'delayed', c = 'waiting_children', b = 'rate_limited', q = 'rate_limited' }
+local BLOCKED = {
+  c = 'blocked:dependencies', b = 'blocked:budget', q = 'blocked:quota',
+  r = 'blocked:route', l = 'blocked:lane', o = 'blocked:operator',
+}
 
--- One letter of a code; there are few codes, so each is cut once.
 local function letter(position)
-  local known = {}
-  return function(code)
-    local found = known[code]
-    if not found then
-      found = string.sub(code, position, position)
-      known[code] = found
-    end
-    return found
-  end
+  return values.memo(function(code) return string.sub(code, position, position) end)
 end
 
--- The letters that may stand at each place of a code; core/state.py has the same.
-local CODE = '^[srapt][ulxv][edcbqrlon][nwbrdsaktcuqgyopf][nsfcxk][nfritpz]$'
-local codes = {}
-function S.is_code(code)
-  if codes[code] then return true end
-  if not code or not string.find(code, CODE) then return false end
-  codes[code] = true
-  return true
-end
-
--- Whether a code matches a pattern; each code is compared once.
 local function matching(pattern)
-  local known = {}
-  return function(code)
-    local found = known[code]
-    if found == nil then
-      found = string.find(code, pattern) ~= nil
-      known[code] = found
-    end
-    return found
-  end
+  return values.memo(function(code) return string.find(code, pattern) ~= nil end)
 end
+
+-- The letters allowed at each position; core/state.py has the same.
+local is_code = matching('^[srapt][ulxv][edcbqrlon][nwbrdsaktcuqgyopf][nsfcxk][nfritpz]$')
+function S.is_code(code) return code ~= nil and is_code(code) end
 
 local phase, eligibility = letter(1), letter(3)
 S.outcome = letter(5)
@@ -71,10 +52,10 @@ S.awaits_first_attempt = matching('f$')
 S.has_running_attempt = matching('r$')
 S.has_paused_attempt = matching('i$')
 S.has_ended_attempt = matching('z$')
--- A retry or a replay is still to come: the last attempt is over, the next has not begun.
+-- The last attempt is over; a retry or replay has not started yet.
 S.between_attempts = matching('[tp]$')
 
--- How the attempt ended that ended its execution so.
+-- How the attempt ended that ended its execution in this state.
 function S.attempt_end(code)
   if S.is_success(code) then return 'ended_success' end
   return S.is_cancelled(code) and 'ended_cancelled' or 'ended_failure'
@@ -84,13 +65,11 @@ function S.eligible(attempt) return 'ruewn' .. attempt end
 function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt end
 function S.waiting_children(attempt) return 'ruccn' .. attempt end
 
--- A terminal attempt letter says whether an attempt ever existed.
+-- The attempt letter of a terminal state tells whether an attempt ever existed.
 function S.terminal(outcome, attempt, attempted)
   return 'tunn' .. outcome .. (attempted and 'z' or attempt)
 end
 
-local PUBLIC_TERMINAL = { s = 'completed', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
-local PUBLIC_RUNNABLE = { d = 'delayed', c = 'waiting_children', b = 'rate_limited', q = 'rate_limited' }
 function S.public(code)
   if S.is_terminal(code) then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
   if S.is_suspended(code) then return 'suspended' end
@@ -98,16 +77,11 @@ function S.public(code)
   return S.is_runnable(code) and PUBLIC_RUNNABLE[eligibility(code)] or 'waiting'
 end
 
-local BLOCKED = {
-  c = 'blocked:dependencies', b = 'blocked:budget', q = 'blocked:quota',
-  r = 'blocked:route', l = 'blocked:lane', o = 'blocked:operator',
-}
 -- The one lane index that holds an execution in this state.
-function S.index_suffix(code)
-  if code == S.NEW then return 'eligible' end
+S.index_suffix = values.memo(function(code)
   if S.is_active(code) then return 'active' end
   if S.is_suspended(code) then return 'suspended' end
   if S.is_terminal(code) then return 'terminal' end
   if S.is_delayed(code) then return 'delayed' end
   return BLOCKED[eligibility(code)] or 'eligible'
-end
+end)

@@ -1,10 +1,9 @@
--- Reading and writing execution records. A record is a small hash; an absent
--- field has its default (namespace and lane `default`, counters 0).
--- `lease` is `<lease_id>/<epoch>`, `attempt` is `<attempt_id>/<index>`,
--- `worker` is `<worker_id> <worker_instance_id>`: the last ones issued. Whether
--- they are current follows from the state alone, so ending a lease clears nothing.
+-- Reading and writing execution records. A record is a small hash; an absent field has its default
+-- (namespace and lane `default`, counters 0). `lease` is `<lease_id>/<epoch>`, `attempt` is
+-- `<attempt_id>/<index>`, `worker` is `<worker_id> <worker_instance_id>`: the last ones issued.
+-- The state alone tells whether they are current, so ending a lease clears nothing.
 
--- The record, or nil when there is none. One without a readable state is nobody's to act on.
+-- The record, or nil if there is none. A record without a readable state stops the call.
 function record.read(c, id)
   local flat = server.call('HGETALL', K.core(c.tag, id))
   if #flat == 0 then return nil end
@@ -22,7 +21,7 @@ local NUMBERS = {
 local PAIRS = { 'lease', 'attempt' }
 local HELD = { 'lease', 'attempt', 'worker', 'lease_expires_at' }
 
--- What makes the record unreadable, as `<field>: <why>`; nil when nothing does.
+-- What makes the record unreadable, as `<field>: <why>`, or nil.
 function record.problem(rec)
   if not rec.state then return 'state: is missing' end
   if not S.is_code(rec.state) then return "state: '" .. rec.state .. "' is not a state code" end
@@ -39,7 +38,7 @@ function record.problem(rec)
   end
 end
 
--- The same of the lease of an active execution.
+-- The same for the lease of an active execution.
 function record.lease_problem(rec)
   if not S.is_active(rec.state) or S.is_unowned(rec.state) then return nil end
   for _, name in ipairs(HELD) do
@@ -47,28 +46,28 @@ function record.lease_problem(rec)
   end
 end
 
--- Stops the call before it writes anything on the ground of a record that cannot be read.
-function record.check(id, rec)
-  local problem = record.problem(rec)
+local function stop_on(id, problem)
   if problem then error(id .. ': ' .. problem, 0) end
 end
 
--- `read` with a look at every field a transition may compute with.
+-- Stops the call, before it writes anything, if the record cannot be read.
+function record.check(id, rec) stop_on(id, record.problem(rec)) end
+
+-- `read`, and checks every field that a transition may compute with.
 function record.checked(c, id)
   local rec = record.read(c, id)
   if rec then record.check(id, rec) end
   return rec
 end
 
--- `checked` for those that end, move or take over a lease.
+-- `checked`, for calls that end, move or take over a lease.
 function record.checked_lease(c, id)
   local rec = record.checked(c, id)
-  local problem = rec and record.lease_problem(rec)
-  if problem then error(id .. ': ' .. problem, 0) end
+  if rec then stop_on(id, record.lease_problem(rec)) end
   return rec
 end
 
--- The policy frozen at creation: empty when there is none, nil when it cannot be read.
+-- The policy frozen at creation: empty if there is none, nil if it cannot be read.
 function record.policy(c, id)
   local text = server.call('GET', K.policy(c.tag, id))
   if not text then return {} end
@@ -76,54 +75,25 @@ function record.policy(c, id)
   return readable and type(policy) == 'table' and policy or nil
 end
 
--- A small whole number as text; making one from a number costs as much as a command.
-local digits = {}
-function record.digits(number)
-  local known = digits[number]
-  if not known then
-    known = string.format('%d', number)
-    if number < 1000 then digits[number] = known end
-  end
-  return known
-end
-
 function record.attempt_index(rec)
   return rec.attempt and tonumber(string.match(rec.attempt, '/(%d+)$')) or nil
 end
 
-function record.attempt_id(rec)
-  return rec.attempt and string.sub(rec.attempt, 1, 36) or ''
-end
+function record.attempt_id(rec) return rec.attempt and string.sub(rec.attempt, 1, 36) or '' end
 
--- Every attempt takes the next index, so the count follows from the last one.
+-- Every attempt takes the next index.
 function record.attempt_count(rec)
   local index = record.attempt_index(rec)
   return index and index + 1 or 0
 end
 
-function record.lease_id(rec)
-  return rec.lease and string.sub(rec.lease, 1, 36) or ''
-end
+function record.lease_id(rec) return rec.lease and string.sub(rec.lease, 1, 36) or '' end
+function record.epoch(rec) return rec.lease and tonumber(string.sub(rec.lease, 38)) or 0 end
 
-function record.epoch(rec)
-  return rec.lease and tonumber(string.sub(rec.lease, 38)) or 0
-end
+-- The instance part of `<worker_id> <worker_instance_id>`.
+record.instance_of = values.memo(function(worker) return string.match(worker, ' (.*)$') or '' end)
 
-local instances, instance_count = {}, 0
-function record.instance_of(worker)
-  local known = instances[worker]
-  if not known then
-    if instance_count >= 1000 then instances, instance_count = {}, 0 end
-    known = string.match(worker, ' (.*)$') or ''
-    instances[worker] = known
-    instance_count = instance_count + 1
-  end
-  return known
-end
-
-function record.worker_instance(rec)
-  return rec.worker and record.instance_of(rec.worker) or ''
-end
+function record.worker_instance(rec) return rec.worker and record.instance_of(rec.worker) or '' end
 
 -- Deletes those of the named fields that the record has.
 function record.clear(c, id, rec, ...)
@@ -137,19 +107,14 @@ function record.clear(c, id, rec, ...)
   if #args > 2 then server.call(unpack(args)) end
 end
 
--- Adds a text to a flat list of fields to be written. No field stands for an empty one, so what
--- an earlier attempt left under the name is cleared.
-function record.tell(c, id, rec, fields, name, text)
-  if text == '' then
-    record.clear(c, id, rec, name)
-    return
-  end
-  fields[#fields + 1] = name
-  fields[#fields + 1] = text
+-- Adds a text to the fields of a transition. An empty one clears what an earlier attempt left.
+function record.add_or_clear(c, id, rec, fields, name, text)
+  if text == '' then return record.clear(c, id, rec, name) end
+  values.add(fields, name, text)
 end
 
--- The one way from a state to another: writes the state and fields (name, value pairs), in the
--- store and in the record at hand. Leave the indexes of the old state first.
+-- The only way to change state: writes the state and fields (name, value pairs), in the store and
+-- in `rec`. Leave the indexes of the old state first.
 function record.transition(c, id, rec, state, ...)
   server.call('HSET', K.core(c.tag, id), 'state', state, ...)
   rec.state = state
@@ -159,40 +124,26 @@ function record.transition(c, id, rec, state, ...)
   end
 end
 
--- Writes fields, in the store and in the record at hand.
-function record.set(c, id, rec, fields)
-  local args = { 'HSET', K.core(c.tag, id) }
-  for name, value in pairs(fields) do
-    rec[name] = value
-    args[#args + 1] = name
-    args[#args + 1] = value
-  end
-  if #args > 2 then server.call(unpack(args)) end
+function record.set(c, id, rec, name, value)
+  server.call('HSET', K.core(c.tag, id), name, value)
+  rec[name] = value
 end
 
--- Keeps what an ended attempt was, once the record is about to describe the next.
+local ARCHIVED = {
+  'retry_reason', 'replay_reason', 'replay_requested_by', 'reclaim_reason',
+  'previous_attempt_index', 'resumed_at', 'paused',
+}
+
+-- Stores an ended attempt before the record describes the next one.
 function record.archive(c, id, rec, state, extra)
   local args = {
     'HSET', K.attempt(c.tag, id, record.attempt_index(rec)),
     'attempt', rec.attempt, 'lease', rec.lease, 'worker', rec.worker,
     'attempt_type', rec.attempt_type or 'initial', 'attempt_state', state,
     'started_at', rec.attempt_started_at or rec.started_at,
-    'ended_at', (extra and extra.ended_at) or rec.completed_at or c.now,
+    'ended_at', rec.completed_at or c.now,
   }
-  for _, name in ipairs({
-    'retry_reason', 'replay_reason', 'replay_requested_by', 'reclaim_reason',
-    'previous_attempt_index', 'resumed_at', 'paused',
-  }) do
-    if rec[name] then
-      args[#args + 1] = name
-      args[#args + 1] = rec[name]
-    end
-  end
-  for name, value in pairs(extra or {}) do
-    if name ~= 'ended_at' and value ~= '' then
-      args[#args + 1] = name
-      args[#args + 1] = value
-    end
-  end
+  for _, name in ipairs(ARCHIVED) do values.add(args, name, rec[name]) end
+  for name, value in pairs(extra or {}) do values.add(args, name, value) end
   server.call(unpack(args))
 end

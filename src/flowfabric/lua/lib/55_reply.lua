@@ -1,11 +1,11 @@
--- The reply envelope of every function.
+-- The reply envelope of every function, and how functions for one execution are registered.
 
 function reply.ok(...) return { 1, 'OK', ... } end
 function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
 function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
 function reply.err(code, ...) return { 0, code, ... } end
 
--- An attempt that ended before the execution did is not its current one.
+-- An attempt that ended before its execution did is not the current one.
 function reply.not_active(rec)
   local over = rec.between_attempts or S.between_attempts(rec.state)
   local attempt = not over and record.attempt_id(rec) or ''
@@ -13,8 +13,7 @@ function reply.not_active(rec)
     tostring(record.epoch(rec)), S.phase_name(rec.state), attempt)
 end
 
--- What to answer when handling an execution has failed: `<id>: <field>: <why>`. Only now is
--- the record searched for the cause.
+-- The answer after an error: `<id>: <field>: <why>`. Only now is the record searched for the cause.
 local function unreadable(tag, id, why)
   local context = id .. ': '
   if string.sub(why, 1, #context) == context then return reply.err('corruption', why) end
@@ -25,19 +24,25 @@ local function unreadable(tag, id, why)
   return reply.err('corruption', context .. (problem or 'stored keys: ' .. why))
 end
 
--- The answer for one item of a batch. A record that cannot be read fails alone: it must
--- not undo what the call has done for the others.
+-- The answer for one item of a batch: an unreadable record must not undo the others.
 function reply.guarded(handle, c, id, ...)
   local ok, answer = try(handle, c, id, ...)
   if ok then return answer end
   return unreadable(c.tag, id, answer)
 end
 
--- Registers a function for one execution, which its first argument names.
+-- Registers `handle(c, id, args)` for one execution, which the first argument names.
 function reply.register_function(name, handle, flags)
   register(name, function(keys, args)
-    local ok, answer = try(handle, keys, args)
-    if ok then return answer end
-    return unreadable(keys[1], args[1], answer)
+    return reply.guarded(handle, Context.open(keys[1]), args[1], args)
+  end, flags)
+end
+
+-- Registers `handle(c, id, rec, args)`, which gets the record as `read` returns it.
+function record.register_function(name, read, handle, flags)
+  reply.register_function(name, function(c, id, args)
+    local rec = read(c, id)
+    if not rec then return reply.err('execution_not_found') end
+    return handle(c, id, rec, args)
   end, flags)
 end

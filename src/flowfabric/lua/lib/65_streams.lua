@@ -1,19 +1,18 @@
--- Output streams of attempts: their followers and how they end. A record carries
--- `streamed`, the last attempt that wrote a frame, and `tailed`, the attempts somebody follows
--- (`,0,1,`); others cost nothing.
+-- Output streams of attempts: followers, and closing. A record has `streamed`, the last attempt
+-- that wrote a frame, and `tailed`, the attempts with followers (`,0,1,`).
 
 local WAKE_TTL_MS = 60000
 local MAX_TAILED = 8
 
--- How an attempt without a lease reads until it is taken over or ended.
+-- Reasons that give way to how the attempt ends later.
 local PROVISIONAL = { lease_expired = true, lease_revoked = true }
 
 local function is_tailed(rec, index)
   return rec.tailed and string.find(rec.tailed, ',' .. index .. ',', 1, true)
 end
 
--- Closes the current attempt's stream and wakes its followers. Closed stays closed, except
--- that the loss of a lease gives way to what became of the attempt.
+-- Closes the current attempt's stream and wakes its followers. The first reason stays, unless it
+-- is provisional.
 function streams.close(c, id, rec, reason)
   if not (rec.streamed or rec.tailed) or not rec.attempt then return end
   local index = string.match(rec.attempt, '/(%d+)$')
@@ -31,7 +30,7 @@ function streams.close(c, id, rec, reason)
   end
 end
 
--- Notes that somebody waits for this attempt; false when its close will ring no bell.
+-- Notes a follower of this attempt; false if closing the stream will not wake it.
 function streams.follow(c, id, rec, index)
   if is_tailed(rec, index) then return true end
   local current, kept = record.attempt_index(rec) or 0, {}
@@ -41,6 +40,6 @@ function streams.follow(c, id, rec, index)
   end
   if #kept >= MAX_TAILED then return false end
   kept[#kept + 1] = index
-  server.call('HSET', K.core(c.tag, id), 'tailed', ',' .. table.concat(kept, ',') .. ',')
+  record.set(c, id, rec, 'tailed', ',' .. table.concat(kept, ',') .. ',')
   return true
 end

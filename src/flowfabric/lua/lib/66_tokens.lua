@@ -1,8 +1,7 @@
--- Waitpoint tokens: `<kid>:<HMAC-SHA1 as 40 hex digits>` over id, key and creation time,
--- with the partition's own copy of the signing secrets.
+-- Waitpoint tokens: `<kid>:<HMAC-SHA1 as 40 hex digits>` over id, key and creation time, with the
+-- partition's own copy of the signing secrets.
 
 local BLOCK = 64
-local pads, pad_count = {}, 0
 
 local function bytes(hex)
   return (string.gsub(hex, '%x%x', function(pair) return string.char(tonumber(pair, 16)) end))
@@ -14,23 +13,17 @@ local function xored(text, with)
   return table.concat(out)
 end
 
--- The two padded keys of a secret; nil when it is not even-length hex.
-local function padded(secret)
-  local known = pads[secret]
-  if known then return known end
-  if #secret == 0 or #secret % 2 == 1 or string.find(secret, '[^%x]') then return nil end
+-- The two padded keys of a secret; false if it is not even-length hex.
+local pads = values.memo(function(secret)
+  if #secret == 0 or #secret % 2 == 1 or string.find(secret, '[^%x]') then return false end
   local key = bytes(secret)
   if #key > BLOCK then key = bytes(server.sha1hex(key)) end
-  known = { inner = xored(key, 0x36), outer = xored(key, 0x5c) }
-  if pad_count >= 16 then pads, pad_count = {}, 0 end
-  pads[secret], pad_count = known, pad_count + 1
-  return known
-end
+  return { inner = xored(key, 0x36), outer = xored(key, 0x5c) }
+end)
 
-local function digest(secret, message)
-  local pad = padded(secret)
-  if not pad then return nil end
-  return server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
+local function digest(secret, waitpoint_id, key, created_at)
+  local pad, message = pads(secret), waitpoint_id .. '|' .. key .. '|' .. created_at
+  return pad and server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
 end
 
 -- The token of a waitpoint under the current kid, or nil and the error.
@@ -39,35 +32,35 @@ function tokens.mint(c, waitpoint_id, key, created_at)
   local kid = server.call('HGET', store, 'current_kid')
   local secret = kid and server.call('HGET', store, 'secret:' .. kid)
   if not secret then return nil, reply.err('hmac_secret_not_initialized') end
-  local code = digest(secret, waitpoint_id .. '|' .. key .. '|' .. string.format('%.0f', created_at))
+  local code = digest(secret, waitpoint_id, key, values.text(created_at))
   if not code then return nil, reply.err('invalid_secret') end
   return kid .. ':' .. code
 end
 
--- Whether a past kid still verifies; what is no plain number never does.
+-- Whether a past kid still verifies.
 function tokens.in_grace(expires, now)
   local at = expires and string.match(expires, '^%d+$') and tonumber(expires)
   return at and at > 0 and at >= now
 end
 
--- Grammar, kid and secret of a token: the secret, or nil and the error. Depends on the token
--- and the key store alone, so that it tells nothing about waitpoints.
+-- The secret and code of a token, or nil and the error. Depends only on the token and the key
+-- store, so it reveals nothing about waitpoints.
 function tokens.secret_for(c, token)
   local kid, code = string.match(token, '^([^:]+):(.*)$')
   if not kid or #code ~= 40 then return nil, reply.err('invalid_token') end
-  local store = K.secrets(c.tag)
-  local found = server.call('HMGET', store, 'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
+  local found = server.call('HMGET', K.secrets(c.tag),
+    'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
   if not found[1] then return nil, reply.err('hmac_secret_not_initialized') end
   if not found[2] then return nil, reply.err('invalid_token') end
   if found[1] ~= kid and not tokens.in_grace(found[3], c.now) then return nil, reply.err('token_expired') end
-  if not padded(found[2]) then return nil, reply.err('invalid_secret') end
+  if not pads(found[2]) then return nil, reply.err('invalid_secret') end
   return found[2], nil, code
 end
 
--- Whether the code was made for this waitpoint. An unknown one costs the same computation.
+-- Whether the code was made for this waitpoint. An unknown waitpoint costs the same computation.
 function tokens.proves(secret, code, waitpoint_id, point)
   local key, created_at = point and point.waitpoint_key, point and point.created_at
-  local made = digest(secret, waitpoint_id .. '|' .. (key or '') .. '|' .. (created_at or ''))
+  local made = digest(secret, waitpoint_id, key or '', created_at or '')
   return values.equal(made, code) and key and created_at and true or false
 end
 
@@ -75,9 +68,9 @@ function tokens.stored(tag)
   return values.fields(server.call('HGETALL', K.secrets(tag)))
 end
 
--- Removes kids that no longer verify; the current one is never touched.
+-- Removes kids that no longer verify, except the current one.
 function tokens.collect(tag, now)
-  local fields, gone = tokens.stored(tag), {}
+  local fields, gone, removed = tokens.stored(tag), {}, 0
   for name in pairs(fields) do
     local kid = string.match(name, '^secret:(.+)$') or string.match(name, '^expires_at:(.+)$')
     if kid and kid ~= fields.current_kid
@@ -85,7 +78,6 @@ function tokens.collect(tag, now)
       gone[kid] = true
     end
   end
-  local removed = 0
   for kid in pairs(gone) do
     server.call('HDEL', K.secrets(tag), 'secret:' .. kid, 'expires_at:' .. kid)
     removed = removed + 1

@@ -1,17 +1,17 @@
--- Resume conditions. A signal makes a mark at every leaf that accepts it: one for a Single, one
--- per distinct satisfier for a Count. Progress is the number of different marks at each leaf, so
--- a condition is judged from its leaves alone and every node counts for itself.
+-- Resume conditions. A signal makes a mark at every leaf that accepts it: one for a Single, one per
+-- distinct satisfier for a Count. Progress is the number of different marks at each leaf, so the
+-- leaves alone decide, and every node counts for itself.
 
 local function matches(matcher, name)
   if matcher == nil or matcher == 'Wildcard' then return true end
   if type(matcher) ~= 'table' then return false end
-  return matcher.ByName == name or (matcher.AnyName ~= nil and values.lists(matcher.AnyName, name))
+  return matcher.ByName == name or (matcher.AnyName ~= nil and values.contains(matcher.AnyName, name))
 end
 
 local SATISFIERS = {
   DistinctWaitpoints = function(signal) return signal.key end,
   DistinctSignals = function(signal) return signal.id end,
-  -- With the length in front, no pair can be taken for another one.
+  -- The length keeps different pairs apart.
   DistinctSources = function(signal)
     return #signal.source_type .. ':' .. signal.source_type .. signal.source_identity
   end,
@@ -23,19 +23,15 @@ local SATISFIERS = {
 -- Calls `visit(node, path)` for every leaf: Single and Count.
 local function each_leaf(node, path, visit)
   if type(node) ~= 'table' then return end
-  if node.Single then
+  local body = node.Composite
+  if body and body.kind == 'AllOf' then
+    for i, member in ipairs(body.members) do each_leaf(member, path .. '.' .. i, visit) end
+  elseif body or node.Single then
     visit(node, path)
-  elseif node.Composite then
-    local body = node.Composite
-    if body.kind == 'AllOf' then
-      for i, member in ipairs(body.members) do each_leaf(member, path .. '.' .. i, visit) end
-    else
-      visit(node, path)
-    end
   end
 end
 
--- The marks a signal makes, and whether any node refers to its waitpoint at all.
+-- The marks a signal makes, and whether any node refers to its waitpoint.
 function conditions.marks(condition, signal)
   local made, referred = {}, false
   local function mark(path, satisfier)
@@ -50,7 +46,7 @@ function conditions.marks(condition, signal)
       return
     end
     local count = node.Composite
-    if values.lists(count.waitpoints, signal.key) then
+    if values.contains(count.waitpoints, signal.key) then
       referred = true
       local satisfier = matches(count.matcher, signal.name) and SATISFIERS[count.count_kind](signal)
       if satisfier then mark(path, satisfier) end
@@ -61,7 +57,7 @@ end
 
 function conditions.no_progress() return { counts = {}, seen = {} } end
 
--- The stored progress, as far as these marks and a judgement need it.
+-- The stored progress, as far as these marks and a decision need it.
 function conditions.progress(key, condition, made)
   local names, progress = {}, conditions.no_progress()
   each_leaf(condition, 'r', function(_, path) names[#names + 1] = path end)
@@ -80,7 +76,7 @@ function conditions.progress(key, condition, made)
   return progress
 end
 
--- Adds marks to the progress; what of it is new, as fields to be stored.
+-- Adds marks to the progress; returns the new fields to store.
 function conditions.contribute(progress, made)
   local fields = {}
   for _, mark in ipairs(made) do
@@ -88,20 +84,12 @@ function conditions.contribute(progress, made)
       progress.seen[mark.name] = true
       local count = (progress.counts[mark.path] or 0) + 1
       progress.counts[mark.path] = count
-      for _, value in ipairs({ mark.path, count, mark.name, '1' }) do fields[#fields + 1] = value end
+      values.append(fields, { mark.path, count, mark.name, '1' })
     end
   end
   return fields
 end
 
--- Stores what contributions gave.
-function conditions.keep(key, fields)
-  for first, last in values.pieces(fields) do
-    server.call('HSET', key, unpack(fields, first, last))
-  end
-end
-
--- Whether the progress satisfies the condition.
 function conditions.satisfied(condition, progress)
   local counts = progress.counts
   local function holds(node, path)

@@ -1,6 +1,6 @@
 -- Opening, marking and ending leases.
 
--- Removes an active execution from every index its lease put it in.
+-- Removes an active execution from every index that its lease put it in.
 function lease.leave_indexes(c, id, rec)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
@@ -20,8 +20,8 @@ function lease.drop_grant(c, id, rec)
   end
 end
 
--- Moves a lapsed lease to the lane's reclaimable index. Lease, worker and timers
--- stay: reclaim and the operator's view need them.
+-- Moves a lapsed lease to the lane's reclaimable index. Lease, worker and timers stay for the
+-- reclaim and for operators.
 function lease.mark_expired(c, id, rec)
   if rec.state ~= S.ACTIVE then return end
   record.transition(c, id, rec, S.EXPIRED, 'lease_expired_at', c.now,
@@ -31,23 +31,16 @@ function lease.mark_expired(c, id, rec)
   events.emit_lease(c, 'expired', id, rec)
 end
 
--- Stands where only workers look that cover what it requires.
-function lease.enter_reclaimable(c, id, rec)
-  local signature = rec.required_capabilities
-  if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end
-  c:zadd(K.reclaimable(c.tag, rec.lane_id, signature), c:score(rec), id)
-end
-
 function lease.offer_for_reclaim(c, id, rec)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
-  lease.enter_reclaimable(c, id, rec)
+  waiting.offer(c, id, rec, K.reclaimable)
   c:ring(rec.lane_id)
 end
 
-local NO_FIELDS = {}
+local NONE = {}
 local LINEAGE = { t = 'retry', p = 'replay' }
 
--- Fields of the record that describe waiting, a pause, or the attempt before.
+-- Fields of the record that describe waiting, a pause, or the previous attempt.
 local WAITING_FIELDS = {
   'blocking_detail', 'delay_until', 'paused', 'suspended_at', 'attempt_timeout_remaining_ms',
   'lease_expired_at', 'lease_revoked_at', 'lease_revoke_reason', 'lease_last_renewed_at',
@@ -59,36 +52,33 @@ local ATTEMPT_FIELDS = {
   'replay_requested_by', 'reclaim_reason', 'ended_by',
 }
 
--- How this attempt follows from the one before, as a flat list of fields.
+-- How this attempt follows from the previous one, as a flat list of fields.
 local function lineage(rec, mode)
   local kind = mode == 'reclaimed' and 'reclaim' or LINEAGE[S.attempt(rec.state)] or 'initial'
-  if kind == 'initial' then return { 'attempt_type', kind } end
   local fields = { 'attempt_type', kind }
-  local function add(name, value)
-    if not value then return end
-    fields[#fields + 1] = name
-    fields[#fields + 1] = value
-  end
-  add('previous_attempt_index', record.attempt_index(rec))
+  if kind == 'initial' then return fields end
+  values.add(fields, 'previous_attempt_index', record.attempt_index(rec))
   if kind == 'retry' then
-    add('retry_reason', rec.failure_reason)
+    values.add(fields, 'retry_reason', rec.failure_reason)
   elseif kind == 'replay' then
-    add('replay_reason', rec.pending_replay_reason)
-    add('replay_requested_by', rec.pending_replay_requested_by)
+    values.add(fields, 'replay_reason', rec.pending_replay_reason)
+    values.add(fields, 'replay_requested_by', rec.pending_replay_requested_by)
   else
-    add('reclaim_reason', S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired')
-    add('lease_reclaim_count', tonumber(rec.lease_reclaim_count or 0) + 1)
+    values.append(fields, {
+      'reclaim_reason', S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired',
+      'lease_reclaim_count', tonumber(rec.lease_reclaim_count or 0) + 1,
+    })
   end
   return fields
 end
 
--- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` carries the lease and
--- attempt id as prefix and common suffix, the worker, the ttl and an optional event reason.
+-- Writes the new lease. `mode` is fresh, resumed or reclaimed. `grant` has the lease and attempt id
+-- as prefix and common suffix, the worker, the ttl, and the event's reason if there is one.
 function lease.open(c, id, rec, mode, grant)
-  local expires = c:text(c.now + grant.ttl)
+  local expires = values.text(c.now + grant.ttl)
   local old_epoch = record.epoch(rec)
   local timeout = tonumber(rec.attempt_timeout_ms or 0)
-  local fields = NO_FIELDS
+  local fields = NONE
   if mode == 'resumed' then
     timeout = tonumber(rec.attempt_timeout_remaining_ms or timeout)
   elseif not S.awaits_first_attempt(rec.state) then
@@ -100,33 +90,30 @@ function lease.open(c, id, rec, mode, grant)
   end
   local attempt, started = rec.attempt, 'resumed_at'
   if mode ~= 'resumed' then
-    attempt = grant.attempt_prefix .. grant.suffix .. '/' .. record.digits(record.attempt_count(rec))
+    attempt = grant.attempt_prefix .. grant.suffix .. '/' .. values.text(record.attempt_count(rec))
     started = rec.started_at and 'attempt_started_at' or 'started_at'
   end
   -- The start of the attempt, or its resumption, is also the time of this transition.
   record.transition(c, id, rec, S.ACTIVE,
-    'lease', grant.lease_prefix .. grant.suffix .. '/' .. record.digits(old_epoch + 1),
+    'lease', grant.lease_prefix .. grant.suffix .. '/' .. values.text(old_epoch + 1),
     'attempt', attempt, 'worker', grant.worker, 'lease_expires_at', expires,
-    started, c:text(c.now), unpack(fields))
+    started, values.text(c.now), unpack(fields))
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)
   c:zadd(K.lane(c.tag, rec.lane_id, 'active'), expires, id)
   c:sadd(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if timeout > 0 then
-    -- Not a field of the record: what the claim tells the worker.
+    -- Not a field of the record: the claim tells it to the worker.
     rec.time_left = math.max(1, timeout)
     c:zadd(K.index(c.tag, 'attempt_timeout'), c:after(rec.time_left), id)
   end
   if mode == 'reclaimed' then
-    events.emit_lease(c, 'reclaimed', id, rec, 'oe', old_epoch)
-    return
+    return events.emit_lease(c, 'reclaimed', id, rec, 'oe', old_epoch)
   end
+  local details, kind = NONE, rec.attempt_type or 'initial'
   local reason = grant.reason or (mode == 'resumed' and 'claim_resumed')
-  local kind = rec.attempt_type or 'initial'
-  if reason then
-    events.emit_lease(c, 'acquired', id, rec, 'ty', kind, 'r', reason)
-  elseif kind ~= 'initial' then
-    events.emit_lease(c, 'acquired', id, rec, 'ty', kind)
-  else
-    events.emit_lease(c, 'acquired', id, rec)
+  if reason or kind ~= 'initial' then
+    details = { 'ty', kind }
+    values.add(details, 'r', reason)
   end
+  events.emit_lease(c, 'acquired', id, rec, unpack(details))
 end

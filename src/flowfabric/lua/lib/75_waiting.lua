@@ -1,48 +1,47 @@
--- Entering and leaving the one index that holds an execution without a lease.
+-- The one index that holds an execution without a lease.
 
--- How many different requirements the claimable executions of a lane may have in a partition: a
--- claim looks at each of them.
-waiting.MAX_SIGNATURES = 128
+-- How many different signatures the claimable executions of a lane may have in a partition: a claim
+-- looks at each of them.
+local MAX_SIGNATURES = 128
 
--- The error of one signature too many, or nil.
+-- The error if a new signature is one too many, or nil.
 function waiting.signature_excess(c, lane, signature)
   local key = K.lane(c.tag, lane, 'sigs')
   if server.call('SISMEMBER', key, signature) == 1 then return nil end
-  local most = waiting.MAX_SIGNATURES
-  if server.call('SCARD', key) >= most then
-    return reply.err('signature_limit_exceeded', string.format('%d', most))
+  if server.call('SCARD', key) >= MAX_SIGNATURES then
+    return reply.err('signature_limit_exceeded', values.text(MAX_SIGNATURES))
   end
   if c.joined then
-    -- At once, so that the next of a batch counts it.
+    -- At once, so that the next item of the batch counts it.
     server.call('SADD', key, signature)
     c:release_signature(lane, signature)
   end
 end
 
--- The signatures of a lane. Executions that became claimable later may bring in too many: then
--- every look sees some of them.
+-- The signatures of a lane. Executions that become claimable later may exceed the limit: then each
+-- call sees a random part.
 function waiting.signatures(key)
-  local most = waiting.MAX_SIGNATURES
-  if server.call('SCARD', key) <= most then return server.call('SMEMBERS', key) end
-  return server.call('SRANDMEMBER', key, most)
+  if server.call('SCARD', key) <= MAX_SIGNATURES then return server.call('SMEMBERS', key) end
+  return server.call('SRANDMEMBER', key, MAX_SIGNATURES)
 end
 
--- Puts a record without a lease where its state says it belongs; `score` is for those
--- whose place the record alone does not tell.
+-- Adds a claimable execution where only workers look that have what it requires.
+function waiting.offer(c, id, rec, key_of)
+  local signature = rec.required_capabilities
+  if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end
+  c:zadd(key_of(c.tag, rec.lane_id, signature), c:score(rec), id)
+end
+
+-- Adds a record without a lease to the index of its state; `score` if the record does not tell it.
 function waiting.enter(c, id, rec, score)
   local suffix = S.index_suffix(rec.state)
-  score = score or c.now
-  if suffix == 'eligible' then
-    local signature = rec.required_capabilities
-    if signature then c:sadd(K.lane(c.tag, rec.lane_id, 'sigs'), signature) end
-    c:zadd(K.eligible(c.tag, rec.lane_id, signature), c:score(rec), id)
-    return
-  elseif suffix == 'delayed' then
+  if suffix == 'eligible' then return waiting.offer(c, id, rec, K.eligible) end
+  if suffix == 'delayed' then
     score = tonumber(rec.delay_until)
   elseif suffix == 'blocked:dependencies' then
     score = tonumber(rec.created_at)
   end
-  c:zadd(K.lane(c.tag, rec.lane_id, suffix), score, id)
+  c:zadd(K.lane(c.tag, rec.lane_id, suffix), score or c.now, id)
 end
 
 -- Takes a runnable or suspended record out of its index.

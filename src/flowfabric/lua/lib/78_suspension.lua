@@ -1,21 +1,20 @@
--- Suspensions and their waitpoints: closing, and the way back to runnable.
+-- Suspensions and their waitpoints: closing them, and resuming.
 
 -- Lane index score of a suspension without a timeout.
 local NO_TIMEOUT = 9999999999999
--- How many unused waitpoints the endings of one call close; the rest expire by their own time.
+-- How many unused waitpoints one call closes when executions end; the rest expire.
 local MAX_DROPPED = 500
-
 -- How many waitpoints an execution may have, closed ones included.
 local MAX_WAITPOINTS = 10000
 
--- The error of too many new waitpoints, or nil.
+-- The error if that many new waitpoints are too many, or nil.
 function suspension.waitpoint_excess(c, id, count)
   if server.call('SCARD', K.waitpoints(c.tag, id)) + count > MAX_WAITPOINTS then
-    return reply.err('waitpoint_limit_exceeded', string.format('%d', MAX_WAITPOINTS))
+    return reply.err('waitpoint_limit_exceeded', values.text(MAX_WAITPOINTS))
   end
 end
 
--- reason code -> letter of the blocking reason; anything else waits for a signal.
+-- Letter of the blocking reason; anything else waits for a signal.
 local BLOCKING = {
   waiting_for_approval = 'a', waiting_for_callback = 'k', waiting_for_tool_result = 't',
   waiting_for_operator_review = 'o', manual_pause = 'o', paused_by_policy = 'p',
@@ -37,58 +36,47 @@ end
 
 function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT end
 
--- The execution's policy; an unreadable one asks for nothing.
+-- The execution's policy; empty if it cannot be read.
 function suspension.policy(c, id) return record.policy(c, id) or {} end
 
--- Closes one waitpoint that is still open.
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)
-  local key = K.waitpoint(c.tag, waitpoint_id)
-  local args = { 'HSET', key, 'state', 'closed', 'closed_at', c.now, 'close_reason', reason,
-    'condition_closed_reason', condition_reason }
-  if satisfied then
-    args[#args + 1] = 'satisfied_at'
-    args[#args + 1] = c.now
-  end
+  local args = { 'HSET', K.waitpoint(c.tag, waitpoint_id), 'state', 'closed', 'closed_at', c.now,
+    'close_reason', reason, 'condition_closed_reason', condition_reason or reason }
+  values.add(args, 'satisfied_at', satisfied and c.now)
   server.call(unpack(args))
 end
 
--- Notes that a waitpoint is no longer pending.
+-- A waitpoint is no longer pending.
 function suspension.forget_pending(c, id, waitpoint_id)
   server.call('ZREM', K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
   server.call('SREM', K.pending_waitpoints(c.tag, id), waitpoint_id)
 end
 
--- Closes the waitpoints that nobody used when their execution ends.
+-- Closes the unused waitpoints of an execution that ends.
 function suspension.drop_pending(c, id, rec, reason)
   if not rec.waitpointed then return end
   local pending = K.pending_waitpoints(c.tag, id)
   c.dropped = c.dropped or 0
   for _, waitpoint_id in ipairs(server.call('SPOP', pending, MAX_DROPPED - c.dropped)) do
     c.dropped = c.dropped + 1
-    suspension.close_waitpoint(c, waitpoint_id, reason, reason)
+    suspension.close_waitpoint(c, waitpoint_id, reason)
     c:zrem(K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
   end
   server.call('DEL', pending)
   record.clear(c, id, rec, 'waitpointed')
 end
 
--- Closes the open suspension with all its open waitpoints and takes it out of its timer.
+-- Closes the open suspension, its timer and all its open waitpoints.
 -- how: reason, condition_reason, satisfied, closer (signal id), trigger.
 function suspension.close(c, id, open, how)
   local satisfiers = server.call('LRANGE', K.satisfiers(c.tag, id), 0, -1)
+  satisfiers[#satisfiers + 1] = how.closer
   local args = { 'HSET', K.suspension(c.tag, id), 'closed_at', c.now, 'close_reason', how.reason }
-  local function set(name, value)
-    args[#args + 1] = name
-    args[#args + 1] = value
-  end
-  if how.trigger then set('resume_trigger', how.trigger) end
-  if how.closer then
-    set('closer_signal_id', how.closer)
-    satisfiers[#satisfiers + 1] = how.closer
-  end
+  values.add(args, 'resume_trigger', how.trigger)
+  values.add(args, 'closer_signal_id', how.closer)
   if how.satisfied then
-    set('satisfied_at', c.now)
-    set('all_satisfier_signals', table.concat(satisfiers, ','))
+    values.add(args, 'satisfied_at', c.now)
+    values.add(args, 'all_satisfier_signals', table.concat(satisfiers, ','))
   end
   server.call(unpack(args))
   server.call('DEL', K.marks(c.tag, id), K.satisfiers(c.tag, id))
@@ -96,13 +84,12 @@ function suspension.close(c, id, open, how)
   for waitpoint_id in string.gmatch(open.waitpoints, '[^,]+') do
     -- One that was closed before keeps its own reason.
     if server.call('HGET', K.waitpoint(c.tag, waitpoint_id), 'state') == 'active' then
-      suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason or how.reason,
-        how.satisfied)
+      suspension.close_waitpoint(c, waitpoint_id, how.reason, how.condition_reason, how.satisfied)
     end
   end
 end
 
--- Closes what is open of a suspended execution that ends.
+-- Closes the suspension of an execution that ends.
 function suspension.abandon(c, id, rec, reason)
   local open = suspension.open(c, id)
   if open then suspension.close(c, id, open, { reason = reason }) end
@@ -110,7 +97,7 @@ function suspension.abandon(c, id, rec, reason)
 end
 
 -- Makes a suspended execution runnable, at once or after a delay, and closes the suspension.
--- how: as for `close`, and delay_ms with what to say `after` it.
+-- how: as for `close`; also delay_ms, and a text `after` it for operators.
 function suspension.resume(c, id, rec, open, how)
   waiting.leave(c, id, rec)
   local delay = how.delay_ms or 0
@@ -128,12 +115,12 @@ function suspension.resume(c, id, rec, open, how)
   if delay == 0 then c:ring(rec.lane_id) end
 end
 
--- Notes which lease the end of a suspension led to.
+-- Notes which lease a suspension led to.
 function suspension.claimed(c, id, rec)
   server.call('HSET', K.suspension(c.tag, id), 'claimed_epoch', record.epoch(rec))
 end
 
--- Why the attempt goes on under its present lease, or false when no suspension led to it.
+-- Why the attempt was resumed under its current lease; false if no suspension led to it.
 function suspension.cause(c, id, rec)
   local found = server.call('HMGET', K.suspension(c.tag, id), 'claimed_epoch', 'suspension_id',
     'resume_trigger', 'close_reason', 'closer_signal_id')

@@ -1,5 +1,5 @@
--- Proof of ownership. A fence is `<lease_id>/<epoch>/<attempt_id>/<attempt_index>`;
--- missing parts are empty.
+-- Proof of ownership. A fence is `<lease_id>/<epoch>/<attempt_id>/<attempt_index>`; missing parts
+-- are empty.
 
 function fence.parse(text)
   local lease_id, epoch, attempt_id, index =
@@ -8,17 +8,28 @@ function fence.parse(text)
     index = index or '' }
 end
 
--- Whether a fence text is exactly `lease/attempt`, without building that string.
-local function proves(text, held, attempt)
-  local split = #held
-  return #text == split + 1 + #attempt and string.sub(text, 1, split) == held
-    and string.sub(text, split + 2) == attempt
+-- The error if there is no live lease, or nil; `marks`: mark a lapsed lease expired.
+function fence.lease_problem(c, id, rec, marks)
+  if not S.is_active(rec.state) then return reply.not_active(rec) end
+  if S.is_lease_revoked(rec.state) then return reply.err('lease_revoked') end
+  if S.is_lease_expired(rec.state) or tonumber(rec.lease_expires_at) <= c.now then
+    if marks then lease.mark_expired(c, id, rec) end
+    return reply.err('lease_expired')
+  end
 end
 
--- Checks 2 to 6 of the fence order. Returns nil when the caller holds the lease,
--- else the error; `marks` lets a lapsed lease be marked expired.
+-- The error if a given part is not that of the record, or nil.
+function fence.mismatch(rec, given)
+  if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)
+      or (given.attempt_id ~= '' and given.attempt_id ~= record.attempt_id(rec))
+      or (given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec)) then
+    return reply.err('stale_lease')
+  end
+end
+
+-- Checks 2 to 6 of the fence order: nil if the caller holds the lease, otherwise the error.
 function fence.check(c, id, rec, text, override, marks)
-  if rec.state == S.ACTIVE and proves(text, rec.lease, rec.attempt)
+  if rec.state == S.ACTIVE and text == rec.lease .. '/' .. rec.attempt
       and tonumber(rec.lease_expires_at) > c.now then
     return nil
   end
@@ -30,24 +41,11 @@ function fence.check(c, id, rec, text, override, marks)
   elseif set < 3 then
     return reply.err('partial_fence_triple')
   end
-  if not S.is_active(rec.state) then return reply.not_active(rec) end
-  if S.is_lease_revoked(rec.state) then return reply.err('lease_revoked') end
-  if S.is_lease_expired(rec.state) or tonumber(rec.lease_expires_at) <= c.now then
-    if marks then lease.mark_expired(c, id, rec) end
-    return reply.err('lease_expired')
-  end
-  if set == 3 then
-    if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)
-        or given.attempt_id ~= record.attempt_id(rec)
-        or (given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec)) then
-      return reply.err('stale_lease')
-    end
-  end
-  return nil
+  return fence.lease_problem(c, id, rec, marks) or (set == 3 and fence.mismatch(rec, given) or nil)
 end
 
--- The index of the attempt that a lease of this epoch can have ended. Both rise together: an
--- attempt takes one lease at least, and a resumed one takes more.
+-- The index of the attempt that a lease of this epoch may have ended. Both only rise: an attempt
+-- takes at least one lease, and a resumed one takes more.
 local function index_at(c, id, rec, epoch)
   local last = record.attempt_index(rec)
   if not last or not epoch or record.epoch(rec) == epoch then return last end
@@ -58,8 +56,8 @@ local function index_at(c, id, rec, epoch)
   end
 end
 
--- What the attempt that the caller names looks like now, or nil when it is not
--- the caller's: the current one on the record, else its archived form.
+-- How the attempt that the caller names ended or paused, from the archive or the record; nil if it
+-- is not the caller's.
 function fence.own_attempt(c, id, rec, text)
   local given = fence.parse(text)
   if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' then return nil end

@@ -1,11 +1,9 @@
--- The one way into a terminal state.
+-- The only way into a terminal state.
 
 local DEFAULT_RETENTION_MS = 86400000
-local OUTCOME_NAMES = { s = 'success', f = 'failed', c = 'cancelled', x = 'expired', k = 'skipped' }
-
 local NONE = {}
 local RESULT = { 'rr', '1' }
--- Larger tags are not copied to the feed: whoever filters by them reads them from their own key.
+-- Larger tags are not copied to the feed: readers that filter by them read the tags themselves.
 local MAX_TAGS_BYTES = 4096
 
 local function tags_of(c, id, rec)
@@ -14,18 +12,15 @@ local function tags_of(c, id, rec)
   return #text <= MAX_TAGS_BYTES and text or nil
 end
 
--- What the event says beyond outcome, reason and who held it.
+-- What the event says beyond outcome, reason and owner.
 local function extras(c, id, rec, how)
   if not (how.source or how.category or rec.tagged) then return how.has_result and RESULT or NONE end
-  local told = {}
-  for name, value in pairs({
-    s = how.source, c = how.category, rr = how.has_result and '1' or nil,
-    tg = rec.tagged and tags_of(c, id, rec) or nil,
-  }) do
-    told[#told + 1] = name
-    told[#told + 1] = value
-  end
-  return told
+  local fields = {}
+  values.add(fields, 's', how.source)
+  values.add(fields, 'c', how.category)
+  values.add(fields, 'rr', how.has_result and '1')
+  values.add(fields, 'tg', rec.tagged and tags_of(c, id, rec))
+  return fields
 end
 
 -- When an execution that ended at that moment is deleted.
@@ -33,13 +28,14 @@ function ending.purge_due(rec, moment)
   return clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
 end
 
--- Ends an execution from any phase. `how`: outcome letter, event reason, and
--- `fields`, a flat list of record fields to store; source and category for the event;
--- `stream_reason` for the attempt's stream, `close_reason` for open waitpoints.
+-- Ends an execution from any phase. how: outcome (letter), reason of the event; optional: fields
+-- (flat list for the record), source, category and has_result for the event, stream_reason for the
+-- attempt's stream, close_reason for open waitpoints.
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.is_active(rec.state)
-  local purge_due = c:text(ending.purge_due(rec, c.now))
+  -- Before any write: a damaged record stops the call here.
+  local purge_due = values.text(ending.purge_due(rec, c.now))
   streams.close(c, id, rec, how.stream_reason)
   if held then
     lease.leave_indexes(c, id, rec)
@@ -48,7 +44,7 @@ function ending.finish(c, id, rec, how)
     waiting.leave(c, id, rec)
     lease.drop_grant(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
-      record.set(c, id, rec, { between_attempts = '1' })
+      record.set(c, id, rec, 'between_attempts', '1')
     end
   end
   if rec.state ~= S.ACTIVE then
@@ -57,16 +53,16 @@ function ending.finish(c, id, rec, how)
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
-  record.transition(c, id, rec, state, 'completed_at', c:text(c.now), unpack(how.fields or NONE))
+  record.transition(c, id, rec, state, 'completed_at', values.text(c.now), unpack(how.fields or NONE))
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
-  local outcome, told = OUTCOME_NAMES[how.outcome], extras(c, id, rec, how)
+  local outcome, more = S.outcome_name(state), extras(c, id, rec, how)
   if held then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
-      'L', rec.lease, 'w', rec.worker, unpack(told))
+      'L', rec.lease, 'w', rec.worker, unpack(more))
   elseif rec.attempt then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
-      unpack(told))
+      unpack(more))
   else
-    events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, unpack(told))
+    events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, unpack(more))
   end
 end

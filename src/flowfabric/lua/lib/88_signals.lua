@@ -1,7 +1,7 @@
--- Recording signals and judging what they do.
+-- Recording signals and deciding their effect.
 
--- What a signal does to the open suspension, without writing anything: effect, whether it
--- satisfies the condition, and the progress to be stored.
+-- What a signal does to the open suspension, without writing anything: effect, whether it satisfies
+-- the condition, and the progress to store.
 function signals.judge(c, id, condition, signal)
   local made, referred = conditions.marks(condition, signal)
   if #made == 0 then
@@ -22,30 +22,25 @@ local UNMATCHED = {
   no_op = true, buffered_for_pending_waitpoint = true, signal_ignored_matcher_failed = true,
   signal_ignored_not_in_condition = true,
 }
-
 local EVIDENCE = { appended_to_waitpoint = true, resume_condition_satisfied = true }
+local OPTIONAL = { 'signal_category', 'source_type', 'source_identity', 'correlation_id',
+  'idempotency_key', 'created_at', 'payload_encoding' }
 
--- Stores an accepted signal with its effect. `most` bounds the waitpoint's own list, but never
--- leaves out what contributed to its condition: a handler that starts again judges by the list.
+-- Stores an accepted signal with its effect. `most` limits the waitpoint's own list, but never drops
+-- what contributed to its condition: a restarted handler decides by the list.
 function signals.record(c, id, rec, point, signal, effect, most)
-  local key = K.signal(id, signal.id)
   local args = {
-    'HSET', key, 'target_waitpoint_id', signal.waitpoint_id, 'target_scope', signal.target_scope,
-    'signal_name', signal.name, 'accepted_at', c.now, 'observed_effect', effect,
+    'HSET', K.signal(id, signal.id), 'target_waitpoint_id', signal.waitpoint_id,
+    'target_scope', signal.target_scope, 'signal_name', signal.name, 'accepted_at', c.now,
+    'observed_effect', effect,
   }
-  for _, name in ipairs({ 'signal_category', 'source_type', 'source_identity', 'correlation_id',
-    'idempotency_key', 'created_at', 'payload_encoding' }) do
-    if signal[name] and signal[name] ~= '' then
-      args[#args + 1] = name
-      args[#args + 1] = signal[name]
-    end
-  end
+  for _, name in ipairs(OPTIONAL) do values.add(args, name, signal[name]) end
   server.call(unpack(args))
   local waitpoint = K.waitpoint(c.tag, signal.waitpoint_id)
   if signal.payload then
     local size = #signal.payload
     server.call('SET', K.signal_payload(id, signal.id), signal.payload)
-    record.set(c, id, rec, { signal_bytes = tonumber(rec.signal_bytes or 0) + size })
+    record.set(c, id, rec, 'signal_bytes', tonumber(rec.signal_bytes or 0) + size)
     server.call('HSET', waitpoint, 'signal_bytes', tonumber(point.signal_bytes or 0) + size)
   end
   local list = K.waitpoint_signals(c.tag, signal.waitpoint_id)
@@ -60,7 +55,7 @@ function signals.record(c, id, rec, point, signal, effect, most)
     'st', signal.source_type, 'sr', signal.source_identity, 'ef', effect)
 end
 
--- A recorded signal as conditions see it, or nil when it is gone.
+-- A recorded signal as conditions see it, or nil if it is gone.
 function signals.recall(id, signal_id, key)
   local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',
     'source_identity')

@@ -1,10 +1,9 @@
--- Whether a failed attempt is retried, when, and the transition itself.
+-- Whether and when a failed attempt is retried, and the transition itself.
 
 local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
-
 local BACKOFF_NUMBERS = { 'delay_ms', 'initial_delay_ms', 'multiplier', 'max_delay_ms' }
 
--- A part of a policy, if it is there; one of another type makes the policy unreadable.
+-- A part of a policy, if present; the wrong type makes the policy unreadable.
 local function part(holder, name, wanted)
   if holder[name] == cjson.null then holder[name] = nil end
   assert(holder[name] == nil or type(holder[name]) == wanted)
@@ -22,40 +21,40 @@ local function read(stored)
   return policy
 end
 
--- Without a policy that can be read, a failure is the last one.
+-- Without a readable policy, a failure is final.
 function retry.policy(c, id)
   local ok, policy = pcall(read, record.policy(c, id) or {})
   return ok and policy or nil
 end
 
 function retry.on_timeout(policy)
-  return type(policy) == 'table'
-    and (policy.retry_on_timeout == true or values.lists(policy.retryable_categories or {}, 'timeout'))
+  return type(policy) == 'table' and (policy.retry_on_timeout == true
+    or values.contains(policy.retryable_categories or {}, 'timeout'))
 end
 
 function retry.allowed(rec, policy, category)
   if type(policy) ~= 'table' or NEVER[category] then return false end
   local categories = policy.retryable_categories or {}
-  if #categories > 0 and not values.lists(categories, category) then return false end
+  if #categories > 0 and not values.contains(categories, category) then return false end
   return tonumber(rec.retry_count or 0) < tonumber(policy.max_retries or 3)
 end
 
--- Spreads a delay over its upper half. Scripts see the same math.random on every
--- run, so the draw comes from a hash of what is unique to this failure.
+-- Spreads a delay over its upper half. Scripts see the same math.random on every run, so the draw
+-- comes from a hash of what is unique to this failure.
 local function jittered(delay, seed)
   local low = math.ceil(delay / 2)
   local draw = tonumber(string.sub(server.sha1hex(seed), 1, 8), 16) / 4294967296
   return low + math.floor(draw * (delay - low + 1))
 end
 
-function retry.backoff_ms(policy, n, seed)
+local function backoff_ms(policy, n, seed)
   local backoff = policy.backoff or {}
   local delay
   if backoff.type == 'fixed' then
     delay = tonumber(backoff.delay_ms)
   else
-    -- 0 times an overflow is not a number, so nothing is left to multiply.
     delay = tonumber(backoff.initial_delay_ms or 1000)
+    -- 0 times an overflow is not a number.
     if delay > 0 then delay = delay * tonumber(backoff.multiplier or 2) ^ n end
     delay = math.min(delay, tonumber(backoff.max_delay_ms or 60000))
   end
@@ -67,21 +66,19 @@ end
 -- Ends the attempt and parks the execution until its backoff is over.
 function retry.schedule(c, id, rec, policy, failure)
   local count = tonumber(rec.retry_count or 0)
-  local due = c:after(retry.backoff_ms(policy, count, rec.lease .. c.now))
+  local due = c:after(backoff_ms(policy, count, rec.lease .. c.now))
   local next_index = record.attempt_count(rec)
   record.archive(c, id, rec, 'ended_failure', {
-    ended_at = c.now, failure_reason = failure.reason, failure_category = failure.category,
+    failure_reason = failure.reason, failure_category = failure.category,
     ended_by = failure.ended_by, delay_until = due, next_attempt_index = next_index,
   })
   streams.close(c, id, rec, failure.stream_reason or 'attempt_failure')
   lease.leave_indexes(c, id, rec)
   record.clear(c, id, rec, 'blocking_detail', 'lease_expired_at', 'lease_revoked_at',
     'lease_revoke_reason')
-  local fields = {
-    'delay_until', due, 'retry_count', count + 1, 'last_transition_at', c.now,
-  }
-  record.tell(c, id, rec, fields, 'failure_reason', failure.reason)
-  record.tell(c, id, rec, fields, 'failure_category', failure.category)
+  local fields = { 'delay_until', due, 'retry_count', count + 1, 'last_transition_at', c.now }
+  record.add_or_clear(c, id, rec, fields, 'failure_reason', failure.reason)
+  record.add_or_clear(c, id, rec, fields, 'failure_category', failure.category)
   record.transition(c, id, rec, S.delayed('b', 't'), unpack(fields))
   events.emit_lease(c, 'released', id, rec, 'r', 'failed_retry_scheduled', 'du', due)
   waiting.enter(c, id, rec)

@@ -1,17 +1,17 @@
 -- Finding claimable executions of a lane and turning them into leases.
 
--- What nobody can take now (a live grant, a grace, a record that cannot be read) must not hide
--- what stands behind it: a claim looks this much further, and at most this far into an index.
+-- Executions that cannot be claimed now (a live grant, a grace period, an unreadable record) must
+-- not hide those after them: a claim looks this much further, at most this far into one index, and
+-- at most at this many candidates of all indexes together.
 local LOOK_AHEAD = 16
 local MAX_LOOKED = 256
--- And at most at so many of all indexes together.
 local MAX_CANDIDATES = 1024
--- A claim takes no more once it has this many bytes of payloads and tags.
+-- A claim stops once its payloads and tags have this many bytes.
 local MAX_BYTES = 4194304
 local DEFAULT_RECLAIM_CAP = 1000
--- A memo has room for so many requests of one process, as many as may be under way at a time.
+-- How many requests a worker process may have under way, and how much of each request's id is
+-- kept. A chance match finds no leases of the request.
 local REMEMBERED = 128
--- So much of a request's id stands there. Who finds it by chance finds no leases of the request.
 local TRACE = 8
 
 local NONE = {}
@@ -23,33 +23,13 @@ function claiming.offered(csv)
   return set
 end
 
--- The required tokens that are not offered, as a sorted CSV; nil when all are.
+-- The required tokens that are not offered, as a sorted CSV, or nil.
 function claiming.missing(required, offered)
-  if not required then return nil end
-  local absent = {}
-  for token in string.gmatch(required, '[^,]+') do
-    if not offered[token] then absent[#absent + 1] = token end
+  local absent
+  for token in string.gmatch(required or '', '[^,]+') do
+    if not offered[token] then absent = absent and absent .. ',' .. token or token end
   end
-  if #absent == 0 then return nil end
-  return table.concat(absent, ',')
-end
-
--- Whether all required tokens are offered.
-local function covers(offered, required)
-  for token in string.gmatch(required, '[^,]+') do
-    if not offered[token] then return false end
-  end
-  return true
-end
-
--- Adds the best of one index; nil when it is empty, else whether it may hold more.
-local function append(candidates, key, limit)
-  local found = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    candidates[#candidates + 1] = { id = found[i], score = tonumber(found[i + 1]), key = key }
-  end
-  if #found == 0 then return nil end
-  return #found == 2 * limit
+  return absent
 end
 
 local function best_first(a, b)
@@ -57,14 +37,14 @@ local function best_first(a, b)
   return a.id < b.id
 end
 
--- Whether the lane has no settings, no requirements and no lost executions here.
+-- Whether the lane has no settings, no signatures and nothing to reclaim here.
 local function is_plain(c, lane)
   local tag = c.tag
   if server.call('EXISTS', K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'reclaimable'),
       K.lane(tag, lane, 'config')) > 0 then
     return false
   end
-  c:is_ordinary(lane)
+  c:use_defaults(lane)
   return true
 end
 
@@ -73,7 +53,7 @@ local function covered(c, want, offered)
   if not want.covered then
     want.covered = {}
     for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'))) do
-      if covers(offered, signature) then want.covered[#want.covered + 1] = signature end
+      if not claiming.missing(signature, offered) then want.covered[#want.covered + 1] = signature end
     end
     local indexes_seen = 2 + 2 * #want.covered
     want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
@@ -81,30 +61,33 @@ local function covered(c, want, offered)
   return want.covered
 end
 
--- Ids of eligible and reclaimable executions this worker could take, best first; the index of
--- each in the same order, or none when all are eligible without requirements; and the indexes that
--- may hold more than these, with the place of their last one here.
+-- Ids of executions that this worker could claim, best first; the index of each, in the same order,
+-- or none if all are eligible without requirements; and the indexes that may hold more, with the
+-- position of their last one here.
 local function candidates(c, want, offered, limit)
   local eligible = K.eligible(c.tag, want.lane)
   if want.plain then
     local ids = server.call('ZRANGE', eligible, 0, limit - 1)
     return ids, NONE, #ids == limit and { [eligible] = limit } or NONE
   end
-  covered(c, want, offered)
+  local signatures = covered(c, want, offered)
   limit = math.min(limit, want.most_looked)
   local found, crowded, sources = {}, {}, 0
   local function add(key)
-    local more = append(found, key, limit)
-    if more ~= nil then sources = sources + 1 end
-    if more then crowded[key] = true end
-    return more ~= nil
+    local page = server.call('ZRANGE', key, 0, limit - 1, 'WITHSCORES')
+    for i = 1, #page, 2 do
+      found[#found + 1] = { id = page[i], score = tonumber(page[i + 1]), key = key }
+    end
+    if #page > 0 then sources = sources + 1 end
+    if #page == 2 * limit then crowded[key] = true end
+    return #page > 0
   end
   local function add_both(signature)
-    local waits = add(K.eligible(c.tag, want.lane, signature))
-    return add(K.reclaimable(c.tag, want.lane, signature)) or waits
+    local any = add(K.eligible(c.tag, want.lane, signature))
+    return add(K.reclaimable(c.tag, want.lane, signature)) or any
   end
   add_both()
-  for _, signature in ipairs(covered(c, want, offered)) do
+  for _, signature in ipairs(signatures) do
     if not add_both(signature) then
       server.call('SREM', K.lane(c.tag, want.lane, 'sigs'), signature)
     end
@@ -119,7 +102,7 @@ local function candidates(c, want, offered, limit)
   return ids, stand_in, crowded
 end
 
--- How an execution in this state can be taken, or nil when it cannot.
+-- How an execution in this state can be claimed, or nil.
 function claiming.mode(c, rec)
   if rec.state == S.NEW then return 'fresh' end
   if S.is_runnable(rec.state) and S.is_eligible(rec.state) then
@@ -137,33 +120,40 @@ function claiming.reclaim_cap(rec, fallback)
   return tonumber(rec.max_reclaim_count or fallback or DEFAULT_RECLAIM_CAP)
 end
 
--- The cap that ended the execution, or nil. A caller's own cap is not on the record, but the
--- count had reached it.
-function claiming.ended_at_cap(rec, fallback)
-  if not S.is_terminal(rec.state) or rec.ended_by ~= 'reclaim_cap' then return nil end
-  return math.min(claiming.reclaim_cap(rec, fallback), tonumber(rec.lease_reclaim_count or 0))
+-- The error if an execution has no lost lease to reclaim, or nil. One that ended at its cap says so
+-- again; a caller's own cap is not on the record, but the count had reached it.
+function claiming.reclaim_problem(c, rec, fallback)
+  if S.is_terminal(rec.state) and rec.ended_by == 'reclaim_cap' then
+    local cap = math.min(claiming.reclaim_cap(rec, fallback), tonumber(rec.lease_reclaim_count or 0))
+    return reply.err('max_retries_exhausted', values.text(cap))
+  end
+  if not S.is_lease_lost(rec.state) or c:is_closed(rec.lane_id) then
+    return reply.err('execution_not_reclaimable')
+  end
 end
 
--- The answer of a reclaim at the cap.
-function claiming.cap_reached(cap)
-  return reply.err('max_retries_exhausted', string.format('%d', cap))
-end
-
--- Ends an execution that lost its worker too often.
-function claiming.end_at_cap(c, id, rec)
-  -- What an earlier attempt failed of did not end the execution.
+-- Ends an execution that has reached its reclaim cap, and returns the cap; nil otherwise.
+local function end_at_cap(c, id, rec, fallback)
+  local cap = claiming.reclaim_cap(rec, fallback)
+  if tonumber(rec.lease_reclaim_count or 0) < cap then return nil end
+  -- The category of an earlier failure did not end the execution.
   record.clear(c, id, rec, 'failure_category')
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'max_reclaims_exceeded', stream_reason = 'max_reclaims_exceeded',
     fields = { 'failure_reason', 'max_reclaims_exceeded', 'ended_by', 'reclaim_cap' },
   })
+  return cap
 end
 
--- Opens the lease in the given mode, leaving every index of the old state.
+function claiming.cap_problem(c, id, rec, fallback)
+  local cap = end_at_cap(c, id, rec, fallback)
+  return cap and reply.err('max_retries_exhausted', values.text(cap))
+end
+
+-- Leaves every index of the old state and opens the lease.
 function claiming.take(c, id, rec, mode, grant)
   if mode == 'reclaimed' then
     record.archive(c, id, rec, 'interrupted_reclaimed', {
-      ended_at = c.now,
       failure_reason = S.is_lease_revoked(rec.state) and 'lease_revoked' or 'lease_expired',
     })
     streams.close(c, id, rec, 'reclaimed')
@@ -179,8 +169,8 @@ end
 
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
--- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, the
--- execution's deadline, why it was resumed. Callers ignore further parts, here and in the row.
+-- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
+-- the execution, why it was resumed. Callers ignore further parts, here and in the row.
 local function optional_parts(c, id, rec, mode)
   if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at)
       and rec.namespace == 'default' and mode ~= 'resumed' then
@@ -188,7 +178,7 @@ local function optional_parts(c, id, rec, mode)
   end
   local left = rec.time_left
   if rec.attempt_timeout_ms and not left then
-    -- The answer of an earlier call, given again.
+    -- The repeated answer of an earlier call.
     local timer = server.call('ZSCORE', K.index(c.tag, 'attempt_timeout'), id)
     left = timer and math.max(1, tonumber(timer) - c.now)
   end
@@ -211,18 +201,10 @@ function claiming.row(c, id, rec, mode)
   }
 end
 
--- Four hex digits that make a request's prefixes into the ids of one claim.
-local suffixes = {}
-local function suffix(number)
-  local known = suffixes[number]
-  if not known then
-    known = string.format('%04x', number)
-    suffixes[number] = known
-  end
-  return known
-end
+-- Four hex digits that turn a request's prefixes into the ids of one claim.
+local suffix_of = values.memo(function(number) return string.format('%04x', number) end)
 
--- The claims of an earlier call with the same request, as far as their leases live, in order.
+-- The claims of an earlier call with the same request whose leases are still live, in order.
 local function replayed(c, want)
   local found = {}
   local leases = K.worker_leases(c.tag, record.instance_of(want.worker))
@@ -251,12 +233,12 @@ function claiming.remaining(c, lane, offered)
   end
   local total = count()
   for _, signature in ipairs(waiting.signatures(K.lane(c.tag, lane, 'sigs'))) do
-    if covers(offered, signature) then total = total + count(signature) end
+    if not claiming.missing(signature, offered) then total = total + count(signature) end
   end
   return total
 end
 
--- The latest request stands first. The ids are not noted: the worker's leases tell them.
+-- Latest request first. The worker's leases tell what it claimed.
 local function note_request(memo, want, known)
   server.call('SET', memo, string.sub(want.lease_prefix, 1, TRACE)
     .. string.sub(known, 1, (REMEMBERED - 1) * TRACE), 'PX', want.ttl)
@@ -266,14 +248,14 @@ local function is_repeat(known, want)
   return string.find(known, string.sub(want.lease_prefix, 1, TRACE), 1, true) ~= nil
 end
 
--- Takes one candidate if it is claimable now; true when it stays where it stands.
+-- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
 local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
-  -- A new execution without a time limit has nothing that could be unreadable here.
+  -- A new execution without a time limit has no other field that a claim computes with.
   if rec and (rec.state ~= S.NEW or rec.attempt_timeout_ms) then record.check(id, rec) end
   local mode = rec and claiming.mode(c, rec)
   if not mode then
-    -- A lost execution in its lane's grace stays; anything else has no business here.
+    -- A lost execution in its lane's grace period stays; anything else does not belong here.
     if rec and S.is_lease_expired(rec.state) then return true end
     c:zrem(key, id)
     return false
@@ -282,11 +264,8 @@ local function consider(c, want, offered, id, key, rows)
       or claiming.missing(rec.required_capabilities, offered) then
     return true
   end
-  if mode == 'reclaimed' and tonumber(rec.lease_reclaim_count or 0) >= claiming.reclaim_cap(rec) then
-    claiming.end_at_cap(c, id, rec)
-    return false
-  end
-  want.suffix = suffix(#rows)
+  if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
+  want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)
   local row = claiming.row(c, id, rec, mode)
   rows[#rows + 1] = row
@@ -295,14 +274,14 @@ local function consider(c, want, offered, id, key, rows)
   return false
 end
 
--- `consider`, but a record that cannot be read stays where it is and hides nobody.
-local function stays(...)
+-- `consider`, where an unreadable record stays in its index.
+local function is_passed_over(...)
   local ok, answer = try(consider, ...)
   return not ok or answer
 end
 
--- Considers the best candidates, `limit` of each index. Returns how many claimable ones stay in
--- indexes seen whole, the indexes that may hold more, and how many in each nobody can take now.
+-- Considers the best candidates, `limit` of each index. Returns how many claimable ones are left in
+-- indexes seen whole, the indexes that may hold more, and how many of each cannot be claimed now.
 local function look(c, want, offered, limit, rows)
   local best, stand_in, crowded = candidates(c, want, offered, limit)
   local eligible = K.eligible(c.tag, want.lane)
@@ -312,8 +291,8 @@ local function look(c, want, offered, limit, rows)
     if #rows == want.max then
       if not crowded[key] then left = left + 1 end
     else
-      if stays(c, want, offered, best[i], key, rows) then stuck[key] = (stuck[key] or 0) + 1 end
-      -- Unseen ones of this index may be better than what follows: look further first, or leave
+      if is_passed_over(c, want, offered, best[i], key, rows) then stuck[key] = (stuck[key] or 0) + 1 end
+      -- Unseen ones of this index may be better than the following: look further first, or leave
       -- the rest to the next claim.
       if crowded[key] == i and #rows < want.max and (limit < want.most_looked or #rows > 0) then
         break
@@ -323,8 +302,8 @@ local function look(c, want, offered, limit, rows)
   return left, crowded, stuck
 end
 
--- Claims up to want.max executions of a lane. A repeat of the same request gives
--- the same claims. Returns the rows and how many claimable ones stay behind.
+-- Claims up to want.max executions of a lane; a repeated request gets the same claims. Returns the
+-- rows and how many claimable executions are left.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
@@ -344,13 +323,13 @@ function claiming.many(c, want)
   c:flush()
   if #rows > 0 then note_request(memo, want, known) end
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
-  -- Who goes on from a completion was awake before: others were woken then.
+  -- A worker that claims while it completes was awake before; others were woken then.
   if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
   return rows, left
 end
 
--- Reads the claim arguments that start at `first`: lane, worker, capabilities CSV,
--- lease ttl, max, lease id prefix, attempt id prefix.
+-- The claim arguments from `first` on: lane, worker, capabilities CSV, lease ttl, max, lease id
+-- prefix, attempt id prefix.
 function claiming.wanted(args, first)
   return {
     lane = args[first], worker = args[first + 1], capabilities = args[first + 2],

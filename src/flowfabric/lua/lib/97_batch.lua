@@ -1,9 +1,9 @@
 -- Calls that take many executions at once.
 
--- What a call with several items may carry. The engine's own callers send about half the bytes.
+-- Limits of a call with several items. The engine's own callers send about half the bytes.
 local MAX_ITEMS, MAX_BYTES = 256, 8388608
 
--- The error of a call that would block the server for too long, or nil.
+-- The error if a call would block the server for too long, or nil.
 function batch.excess(args, count)
   if count <= 1 then return nil end
   if count > MAX_ITEMS then return reply.err('batch_too_large', MAX_ITEMS .. ' items') end
@@ -12,14 +12,31 @@ function batch.excess(args, count)
   end
 end
 
--- One answer per id from `first` on. A record that cannot be handled answers
--- `error:<why>`: it must not undo or hide what the call does for the others.
+-- One answer per id from `first` on. An id that cannot be handled answers `error:<why>` and does
+-- not affect the others.
 function batch.each(ids, first, handle)
   local answers = {}
   for i = first, #ids do
     local ok, answer = try(handle, ids[i])
-    if not ok then answer = 'error:' .. answer end
-    answers[#answers + 1] = answer
+    answers[#answers + 1] = ok and answer or not ok and 'error:' .. answer
   end
   return answers
+end
+
+-- Registers `handle(c, id, args)`, which answers one word for each id from argument `first` on.
+function batch.register_function(name, first, handle, flags)
+  register(name, function(keys, args)
+    local c = Context.open(keys[1])
+    return reply.ok(batch.each(args, first, function(id) return handle(c, id, args) end))
+  end, flags)
+end
+
+-- Calls `handle(tag, names)` for each partition in the arguments: tag, number of names, names.
+function batch.each_place(args, first, handle)
+  local at = first
+  while at <= #args do
+    local last = at + 1 + tonumber(args[at + 1])
+    handle(args[at], values.slice(args, at + 2, last))
+    at = last + 1
+  end
 end

@@ -1,9 +1,9 @@
--- Which indexes a partition may have, and which of them it has.
+-- Which indexes a partition may have, and which exist.
 
--- Those of a partition that hold execution ids by time.
+-- Indexes of a partition that hold execution ids by time.
 indexes.TIMERS = { 'lease_expiry', 'attempt_timeout', 'execution_deadline', 'suspension_timeout' }
 
--- Those of a lane that hold execution ids; of the claimable there may be more, by signature.
+-- Indexes of a lane that hold execution ids; claimable ones are also indexed by signature.
 indexes.OF_LANE = {
   'eligible', 'delayed', 'active', 'reclaimable', 'suspended', 'terminal', 'blocked:dependencies',
   'blocked:budget', 'blocked:quota', 'blocked:route', 'blocked:operator', 'blocked:lane',
@@ -21,15 +21,15 @@ local function find(names, first, last, found)
   find(names, middle + 1, last, found)
 end
 
--- Those of the keys that exist, in order. Few do, so halves that do not are told by one command.
+-- The keys that exist, in order. Most do not, so one command tells it of many.
 function indexes.existing(names)
   local found = {}
   for first, last in values.pieces(names) do find(names, first, last, found) end
   return found
 end
 
--- Adds the names of a lane's indexes. They are built here, because looking into every lane of
--- every partition would push out the names that are kept.
+-- Adds the names of a lane's indexes. Built here: a look into every lane of every partition would
+-- displace the names that are kept.
 function indexes.add_lane(names, tag, lane)
   local part = K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':'
   for _, suffix in ipairs(indexes.OF_LANE) do names[#names + 1] = part .. suffix end

@@ -1,0 +1,1 @@
+"""The event feed: one reader, its cursor, completions and subscriptions. Knows no storage."""

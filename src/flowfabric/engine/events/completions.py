@@ -1,0 +1,195 @@
+"""Waiting for executions to end: one reader serves every waiter of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Generator, Iterable
+
+from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.forks import forget_on_fork, leave_behind
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.engine.events.reader import FeedReader
+from flowfabric.engine.events.source import FeedSource
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 1.0
+_NUDGE_S = 0.001
+_RECHECK_S = 15.0
+"""A waiter that missed its event for whatever reason reads the state again after this time."""
+
+_ENDED = frozenset(
+    {
+        PublicState.COMPLETED,
+        PublicState.FAILED,
+        PublicState.CANCELLED,
+        PublicState.EXPIRED,
+        PublicState.SKIPPED,
+    }
+)
+
+Waiters = dict[str, list[asyncio.Future[None]]]
+"""Who waits, by execution."""
+
+
+class CompletionWatch:
+    """Follows the feeds of the executions that are waited for.
+
+    A waiter notes the end of the feed, then reads the state: an execution that ends after that
+    read has its entry after the noted position, so no completion is missed.
+    """
+
+    def __init__(
+        self,
+        source: FeedSource,
+        read_state: Callable[[ExecutionId], Awaitable[PublicState]],
+    ) -> None:
+        self._source = source
+        self._read_state = read_state
+        self._watchers: dict[str, _Watcher] = {}
+        forget_on_fork(self)
+
+    async def wait_ended(self, execution_id: ExecutionId) -> None:
+        """Return when the execution has ended, sometimes earlier: read its state then."""
+        feed = execution_id.tag[1:-1]
+        key = "" if self._source.waits_across_feeds else feed
+        watcher = self._watchers.get(key)
+        if watcher is None:
+            watcher = self._watchers[key] = _Watcher(self._source)
+        with watcher.waiter(feed, execution_id) as ended:
+            # Both leave in one write and are answered in this order.
+            _, state = await asyncio.gather(watcher.follow(feed), self._read_state(execution_id))
+            if state not in _ENDED:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_RECHECK_S):
+                        await ended
+
+    @property
+    def waiting(self) -> int:
+        """How many executions are waited for."""
+        return sum(len(of) for each in self._watchers.values() for of in each.waiters.values())
+
+    async def aclose(self) -> None:
+        """Stop reading; whoever still waits gets an error."""
+        watchers, self._watchers = self._watchers, {}
+        for watcher in watchers.values():
+            await watcher.aclose()
+
+    def forget(self) -> None:
+        """In a forked child: the parent's readers stay the parent's."""
+        leave_behind(self._watchers)
+        self._watchers = {}
+
+
+class _Watcher:
+    """Reads some feeds while anyone waits for their executions."""
+
+    def __init__(self, source: FeedSource) -> None:
+        self._source = source
+        self._reader = FeedReader(source)
+        self.waiters: dict[str, Waiters] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._nudging: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def waiter(self, feed: str, execution_id: str) -> Generator[asyncio.Future[None]]:
+        ended = asyncio.get_running_loop().create_future()
+        of_feed = self.waiters.setdefault(feed, {})
+        of_feed.setdefault(execution_id, []).append(ended)
+        try:
+            yield ended
+        finally:
+            of_feed[execution_id].remove(ended)
+            if not of_feed[execution_id]:
+                del of_feed[execution_id]
+            if not of_feed:
+                del self.waiters[feed]
+                self._reader.positions.pop(feed, None)
+
+    async def follow(self, feed: str) -> None:
+        """Read this feed from its end on."""
+        if feed not in self._reader.positions:
+            last = await self._source.last_position(feed)
+            if feed not in self.waiters:
+                return
+            self._reader.positions.setdefault(feed, last)
+        loop = asyncio.get_running_loop()
+        if self._task is None:
+            self._task = loop.create_task(self._run())
+        elif feed not in self._reader.reading and self._nudging is None:
+            self._nudging = loop.create_task(self._nudge())
+
+    async def _nudge(self) -> None:
+        """The read under way waits for other feeds: end it, so that the next has the new ones."""
+        try:
+            while self._task and not self._reader.positions.keys() <= self._reader.reading:
+                await self._reader.interrupt()
+                # The read may not have reached the server yet: try until it has changed.
+                await asyncio.sleep(_NUDGE_S)
+        except TransportError as error:
+            log.debug("the reader of the feeds was not interrupted: %s", error)
+        finally:
+            self._nudging = None
+
+    async def _run(self) -> None:
+        pause, wait_s = _FIRST_PAUSE_S, _WAIT_S
+        try:
+            while self.waiters:
+                try:
+                    await self._read(wait_s)
+                    if not wait_s:
+                        # Entries may have been trimmed, or lost, during the outage.
+                        self._wake(self.waiters)
+                    pause, wait_s = _FIRST_PAUSE_S, _WAIT_S
+                except EngineError as error:
+                    log.debug("event feed lost, reading again: %s", error)
+                    await asyncio.sleep(pause)
+                    pause, wait_s = min(pause * 2, _LAST_PAUSE_S), 0.0
+        finally:
+            self._task = None
+            reader, self._reader = self._reader, FeedReader(self._source)
+            reader.close()
+
+    async def _read(self, wait_s: float) -> None:
+        positions = self._reader.positions
+        if not positions:
+            # A waiter is about to note its position.
+            await asyncio.sleep(_NUDGE_S)
+            return
+        found, gaps = await self._reader.read(list(positions), wait_s)
+        for feed, entries in found.items():
+            if feed in positions:
+                positions[feed] = self._source.position(entries[-1])
+            of_feed = self.waiters.get(feed, {})
+            for entry in entries:
+                if (ended := self._source.completed(entry)) in of_feed:
+                    _wake(of_feed[ended])
+        self._wake(gaps)
+
+    def _wake(self, feeds: Iterable[str]) -> None:
+        for feed in feeds:
+            for waiting in self.waiters.get(feed, {}).values():
+                _wake(waiting)
+
+    async def aclose(self) -> None:
+        tasks = [task for task in (self._task, self._nudging) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for of_feed in self.waiters.values():
+            for waiting in of_feed.values():
+                for ended in waiting:
+                    if not ended.done():
+                        ended.set_exception(TransportError("transport", "the client was closed"))
+
+
+def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:
+    for ended in waiting:
+        if not ended.done():
+            ended.set_result(None)

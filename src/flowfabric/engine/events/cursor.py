@@ -1,0 +1,105 @@
+"""Positions in event feeds, and the bytes a subscriber keeps of them (12 §11.3)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+
+from flowfabric.core.errors import ValidationError
+
+Position = tuple[int, int]
+"""Milliseconds and sequence number of an entry. Reading continues strictly after it."""
+
+BEGINNING: Position = (0, 0)
+LAST_SEQ = 2**64 - 1
+
+_ONE_FEED = 0x01
+_MANY_FEEDS = 0x11
+_FAMILIES = ("fp", "b", "q")
+"""Flow, budget and quota partitions, by their number in a cursor."""
+_SINGLE = struct.Struct(">BQQ")
+_HEAD = struct.Struct(">BQH")
+_ENTRY = struct.Struct(">BHQQ")
+
+
+def position_of(entry_id: str) -> Position:
+    """The position of an entry id, `<ms>-<seq>`."""
+    ms, _, seq = entry_id.partition("-")
+    return int(ms), int(seq)
+
+
+def entry_id(position: Position) -> str:
+    """The entry id of a position."""
+    return f"{position[0]}-{position[1]}"
+
+
+def before(position: Position) -> Position:
+    """The position just before an entry."""
+    ms, seq = position
+    return (ms, seq - 1) if seq else (ms - 1, LAST_SEQ)
+
+
+class FeedCursor(msgspec.Struct, frozen=True):
+    """A position in each feed; a feed that is not listed stands at the base time.
+
+    Feeds have names such as `fp:7`. With `only`, the cursor is about that feed alone.
+    """
+
+    base: int = 0
+    positions: Mapping[str, Position] = {}
+    only: str | None = None
+
+    def position(self, feed: str) -> Position:
+        return self.positions.get(feed, (self.base, 0))
+
+    def encode(self) -> bytes:
+        """The bytes to keep."""
+        if self.only is not None:
+            return _SINGLE.pack(_ONE_FEED, *self.position(self.only))
+        listed = sorted((*_numbers(feed), *at) for feed, at in self.positions.items())
+        head = _HEAD.pack(_MANY_FEEDS, self.base, len(listed))
+        return head + b"".join(_ENTRY.pack(*each) for each in listed)
+
+    @classmethod
+    def decode(cls, cursor: bytes | str, only: str | None = None) -> Self:
+        """The cursor of these bytes, or of their text; anything else is `invalid_cursor`."""
+        raw = cursor if isinstance(cursor, bytes) else _from_text(cursor)
+        try:
+            if only is not None:
+                kind, ms, seq = _SINGLE.unpack(raw)
+                if kind == _ONE_FEED:
+                    return cls(0, {only: (ms, seq)}, only)
+            else:
+                kind, base, count = _HEAD.unpack_from(raw)
+                listed = list(_ENTRY.iter_unpack(raw[_HEAD.size :]))
+                if kind == _MANY_FEEDS and len(listed) == count:
+                    return cls(base, {f"{_FAMILIES[f]}:{n}": (ms, seq) for f, n, ms, seq in listed})
+        except (struct.error, IndexError):
+            pass
+        raise _invalid("is not a cursor of this subscription")
+
+
+def _numbers(feed: str) -> tuple[int, int]:
+    family, _, number = feed.partition(":")
+    return _FAMILIES.index(family), int(number)
+
+
+def _from_text(cursor: str) -> bytes:
+    try:
+        return base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise _invalid("is neither the bytes of a cursor nor their text") from None
+
+
+def cursor_text(raw: bytes) -> str:
+    """The bytes of a cursor as text for a URL or a header."""
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def _invalid(problem: str) -> ValidationError:
+    return ValidationError("invalid_cursor", problem)

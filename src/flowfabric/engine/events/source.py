@@ -1,0 +1,110 @@
+"""What storage provides so that the readers of this folder work on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from flowfabric.engine.api.events import Event
+from flowfabric.engine.events.cursor import Position
+
+StoredEntry = Any
+"""An entry as storage returns it; only its source takes it apart."""
+
+Pages = Mapping[str, Sequence[StoredEntry]]
+"""New entries by feed, oldest first."""
+
+
+class FeedState(msgspec.Struct, frozen=True):
+    """How far a feed reaches."""
+
+    last: Position
+    oldest: Position
+    """Just before the oldest entry that is left, or `last` if none is."""
+    trimmed: Position
+    """The newest entry that was trimmed, as far as storage can tell."""
+
+
+class FeedLink(Protocol):
+    """A connection that waits for entries. It dials when it is first used."""
+
+    async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        """At most `count` entries per feed after these positions; waits if there are none.
+
+        A transport error, or a read that is cancelled, drops the connection; the next read dials.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End the wait of a read early."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection for good; a read fails."""
+        ...
+
+
+class FeedSource(Protocol):
+    """The feeds of a deployment: `fp:7` of a partition, `worker:<namespace>` of a registry."""
+
+    @property
+    def waits_across_feeds(self) -> bool:
+        """Whether one blocking read covers several feeds."""
+        ...
+
+    async def partition_feeds(self) -> Sequence[str]:
+        """The feeds of all partitions, or of those that may have entries."""
+        ...
+
+    async def clock_ms(self) -> int:
+        """The time that entries are stamped with; of the slowest clock if there are several."""
+        ...
+
+    async def last_position(self, feed: str) -> Position:
+        """The newest entry of a feed, or `BEGINNING`. Its call leaves before it first waits."""
+        ...
+
+    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
+        """How far each feed reaches; None for one that was never written."""
+        ...
+
+    def open(self) -> FeedLink:
+        """A link of its own for a reader."""
+        ...
+
+    def position(self, entry: StoredEntry) -> Position:
+        """Where an entry stands in its feed."""
+        ...
+
+    def completed(self, entry: StoredEntry) -> str | None:
+        """The execution that the entry reports as ended, if it does."""
+        ...
+
+    def decode(self, feed: str, entry: StoredEntry) -> Event:
+        """The event; `CorruptionError` for an entry that cannot be read."""
+        ...
+
+    async def tagged(self, execution_ids: Collection[str], tags: Mapping[str, str]) -> set[str]:
+        """Those of the executions that have all these tags."""
+        ...
+
+    async def join_group(
+        self, group: str, member: str, lease_ms: int, start: str
+    ) -> tuple[str, list[str]]:
+        """Enter a group, or stay in it; the cursor it started from and its live members.
+
+        A lease of 0 ms leaves the group.
+        """
+        ...
+
+    async def lease_feed(
+        self, feed: str, group: str, member: str, lease_ms: int, done: Position | None
+    ) -> tuple[bool, Position | None]:
+        """Take or renew a feed for a member of a group, and store what it has processed.
+
+        Whether the member has the feed now, and the position to continue from, if one is stored.
+        A lease of 0 ms returns the feed.
+        """
+        ...

@@ -1,0 +1,218 @@
+"""What people ask of the engine, read through its interface alone, so every backend has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from flowfabric.core.contracts.executions import (
+    AttemptRecord,
+    ExecutionInfo,
+    ExecutionSummary,
+    LeaseSummary,
+    WhyWaiting,
+)
+from flowfabric.core.contracts.suspension import OpenWaitpoint
+from flowfabric.core.errors import NotFoundError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import LifecyclePhase, PublicState
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import Event
+from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.waitpoints import LastWait
+
+_PAGE = 1000
+_PAGES = 10
+"""Pages read unless the caller asks for everything: about a second of work."""
+_NEVER = 2**63
+
+Entry_co = TypeVar("Entry_co", covariant=True)
+T = TypeVar("T")
+
+
+class _Page(Protocol[Entry_co]):
+    @property
+    def entries(self) -> Sequence[Entry_co]: ...
+    @property
+    def next_cursor(self) -> str | None: ...
+
+
+async def _every(read: Callable[[str], Awaitable[_Page[T]]]) -> list[T]:
+    found: list[T] = []
+    cursor: str | None = ""
+    while cursor is not None:
+        page = await read(cursor)
+        found += page.entries
+        cursor = page.next_cursor
+    return found
+
+
+class ExecutionListing(msgspec.Struct, frozen=True):
+    """The newest executions, and how many there are in each state."""
+
+    rows: list[ExecutionSummary]
+    states: Counter[str]
+    complete: bool
+    """Whether every execution was read, or only the first pages."""
+    now_ms: int
+
+
+async def list_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:
+    """The newest executions that match; without a limit, all of them."""
+    found: list[ExecutionSummary] = []
+    states: Counter[str] = Counter()
+    cursor: str | None = ""
+    pages = 0
+    while cursor is not None and (limit is None or pages < _PAGES):
+        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+        states.update(row.public_state.value for row in page.executions)
+        found += page.executions
+        found.sort(key=lambda row: (-int(row.created_at), row.execution_id))
+        del found[limit or len(found) :]
+        cursor = page.next_cursor
+        pages += 1
+    return ExecutionListing(found, states, cursor is None, await backend.meta.server_time_ms())
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """What an execution waits for."""
+
+    execution_id: ExecutionId
+    execution_kind: str
+    lane_id: str
+    namespace: str
+    public_state: PublicState
+    reason: str
+    since: int | None
+    """When it was suspended; None if it is not."""
+    until: int | None
+    """When the wait times out; None if it does not."""
+    waitpoints: list[OpenWaitpoint]
+
+
+async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
+    """All open waitpoints; those of the current suspension first."""
+    found = await _every(
+        lambda after: backend.waitpoints.list_pending_waitpoints(execution_id, after, _PAGE)
+    )
+    return sorted(found, key=lambda one: (one.state != "active", one.created_at, one.waitpoint_key))
+
+
+async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, LastWait | None]:
+    """What one execution waits for, in any state, and its newest suspension."""
+    info, waitpoints, last = await asyncio.gather(
+        backend.reads.read_execution_info(execution_id),
+        read_open_waitpoints(backend, execution_id),
+        backend.waitpoints.read_last_wait(execution_id),
+    )
+    current = last if info.public_state is PublicState.SUSPENDED else None
+    wait = Wait(
+        execution_id=execution_id,
+        execution_kind=info.execution_kind,
+        lane_id=info.lane_id,
+        namespace=info.namespace,
+        public_state=info.public_state,
+        reason="" if current is None else current.reason,
+        since=None if current is None else current.since,
+        until=None if current is None else current.until,
+        waitpoints=waitpoints,
+    )
+    return wait, last
+
+
+async def list_waits(
+    backend: Backend, *, lane: str | None, namespace: str | None, limit: int
+) -> tuple[list[Wait], int]:
+    """Suspended executions, soonest timeout first, and how many the limit left out."""
+    entries = await _every(
+        lambda cursor: backend.suspensions.list_suspended(cursor=cursor, limit=_PAGE)
+    )
+    reads = backend.reads
+    entries = [
+        one
+        for one in entries
+        if (lane is None or one.lane_id == lane)
+        and (
+            namespace is None or await reads.get_execution_namespace(one.execution_id) == namespace
+        )
+    ]
+    entries.sort(key=lambda one: (one.timeout_at or _NEVER, one.suspended_at, one.execution_id))
+    read = await asyncio.gather(
+        *(_read_if_suspended(backend, one.execution_id) for one in entries[:limit])
+    )
+    return [wait for wait in read if wait is not None], max(0, len(entries) - limit)
+
+
+async def _read_if_suspended(backend: Backend, execution_id: ExecutionId) -> Wait | None:
+    """None if it was answered or deleted since it was listed."""
+    try:
+        wait, _ = await read_wait(backend, execution_id)
+    except NotFoundError:
+        return None
+    return wait if wait.public_state is PublicState.SUSPENDED else None
+
+
+class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about one execution."""
+
+    execution: ExecutionInfo
+    lease: LeaseSummary | None
+    tags: Mapping[str, str]
+    policy: ExecutionPolicy
+    attempts: list[AttemptRecord]
+    history: list[Event]
+    payload: bytes | None
+    result: bytes | None
+    why_not_running: WhyWaiting | None
+    """None if it has finished."""
+    waitpoints: list[OpenWaitpoint]
+    """Open waitpoints, without their tokens."""
+    wait: LastWait | None
+    """The newest suspension, open or closed."""
+    now_ms: int
+
+    @property
+    def running(self) -> bool:
+        """Whether a worker holds a live lease on it."""
+        return self.lease is not None and self.lease.expires_at > self.now_ms
+
+
+async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionDetail:
+    """Read it all. Raises `execution_not_found` if the execution is deleted meanwhile."""
+    reads = backend.reads
+    (info, result), snapshot, policy, context, now = await asyncio.gather(
+        reads.read_outcome(execution_id),
+        reads.describe_execution(execution_id),
+        reads.read_execution_policy(execution_id),
+        reads.read_execution_context(execution_id),
+        backend.meta.server_time_ms(),
+    )
+    attempts, history, why, waitpoints, wait = await asyncio.gather(
+        reads.read_attempts(execution_id),
+        reads.read_execution_history(execution_id),
+        reads.explain_execution(execution_id),
+        read_open_waitpoints(backend, execution_id),
+        backend.waitpoints.read_last_wait(execution_id),
+    )
+    if snapshot is None:
+        raise NotFoundError("execution_not_found", str(execution_id))
+    finished = info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL
+    return ExecutionDetail(
+        execution=info,
+        lease=snapshot.current_lease,
+        tags=snapshot.tags,
+        policy=policy,
+        attempts=attempts,
+        history=history,
+        payload=context.input_payload or None,
+        result=result,
+        why_not_running=None if finished else why,
+        waitpoints=waitpoints,
+        wait=wait,
+        now_ms=now,
+    )

@@ -1,0 +1,224 @@
+"""The event feeds as Valkey stores them: one stream per partition and per worker registry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from flowfabric.core.errors import CorruptionError, TransportError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.events import Event
+from flowfabric.engine.events.cursor import BEGINNING, Position, before, entry_id, position_of
+from flowfabric.engine.events.source import FeedState, Pages
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.library import read_primaries
+from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.valkey.transport import Connection
+
+_GRACE_S = 2.0
+_POLL_S = 0.05
+_ALL_AT_ONCE = 1024
+_LIST_EVERY_S = 1.0
+_GROUPS = "{fp:0}"
+"""Where the members of groups are registered."""
+
+Entry = tuple[bytes, Sequence[bytes]]
+
+
+class ValkeyFeeds:
+    """`FeedSource` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+        self._used: tuple[float, list[str]] | None = None
+
+    @property
+    def waits_across_feeds(self) -> bool:
+        # A blocking read cannot span the slots of a cluster.
+        return not self._calls.transport.is_cluster
+
+    async def partition_feeds(self) -> Sequence[str]:
+        count = self._calls.counts.flow
+        if count <= _ALL_AT_ONCE and self.waits_across_feeds:
+            return [f"fp:{number}" for number in range(count)]
+        if self._used is None or time.monotonic() - self._used[0] > _LIST_EVERY_S:
+            used = [f"fp:{number}" for number in await self._places.partitions_in_use()]
+            self._used = time.monotonic(), used
+        return self._used[1]
+
+    async def clock_ms(self) -> int:
+        clocks: dict[str, Any] = await self._calls.transport.call_all_primaries("TIME")
+        return min(int(s) * 1000 + int(us) // 1000 for s, us in clocks.values())
+
+    async def last_position(self, feed: str) -> Position:
+        key = _key(feed)
+        last: Any = await self._calls.transport.call(
+            "XREVRANGE", key, "+", "-", "COUNT", 1, key=key
+        )
+        return position_of(last[0][0].decode()) if last else BEGINNING
+
+    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
+        found = await asyncio.gather(*(self._info(feed) for feed in feeds))
+        maxlen = 0
+        if any(raw and raw[b"max-deleted-entry-id"] != b"0-0" for raw in found):
+            libraries = (await read_primaries(self._calls.transport)).values()
+            maxlen = min((each.events_maxlen for each in libraries if each is not None), default=0)
+        return [None if raw is None else _state(raw, maxlen) for raw in found]
+
+    async def _info(self, feed: str) -> Any:
+        key = _key(feed)
+        try:
+            return await self._calls.transport.call("XINFO", "STREAM", key, key=key)
+        except TransportError as error:
+            if "no such key" in error.message:
+                return None
+            raise
+
+    def open(self) -> _FeedLink:
+        return _FeedLink(self._calls)
+
+    def position(self, entry: Entry) -> Position:
+        return position_of(entry[0].decode())
+
+    def completed(self, entry: Entry) -> str | None:
+        # Every entry of a partition begins with its type and its execution.
+        flat = entry[1]
+        return flat[3].decode() if flat[1] == b"completion" else None
+
+    def decode(self, feed: str, entry: Entry) -> Event:
+        return decode_entry(feed, *entry)
+
+    async def tagged(self, execution_ids: Collection[str], tags: Mapping[str, str]) -> set[str]:
+        ids = [ExecutionId.trusted(each) for each in execution_ids]
+        wanted = [value.encode() for value in tags.values()]
+        found = await asyncio.gather(*(self._tags(each, tags) for each in ids))
+        return {each for each, stored in zip(ids, found, strict=True) if stored == wanted}
+
+    async def _tags(self, execution_id: ExecutionId, names: Collection[str]) -> list[bytes] | None:
+        key = keys.tags(execution_id.tag, execution_id)
+        try:
+            return list(await self._calls.read(f"{execution_id}: tags", "HMGET", key, *names))
+        except CorruptionError:
+            return None
+
+    # --- groups -----------------------------------------------------------------------------
+
+    async def join_group(
+        self, group: str, member: str, lease_ms: int, start: str
+    ) -> tuple[str, list[str]]:
+        return await self._calls.ask(
+            *("ff_group_join", _GROUPS, (group, member, lease_ms, start)),
+            lambda reply: (text(reply[2]), [text(each) for each in reply[3]]),
+            op="subscribe",
+        )
+
+    async def lease_feed(
+        self, feed: str, group: str, member: str, lease_ms: int, done: Position | None
+    ) -> tuple[bool, Position | None]:
+        args = (group, member, lease_ms, *(("", "") if done is None else done))
+        return await self._calls.ask(
+            *("ff_group_lease", f"{{{feed}}}", args),
+            lambda reply: (reply[2] == 1, position_of(text(reply[3])) if reply[3] else None),
+            op="subscribe",
+        )
+
+
+class _FeedLink:
+    """Blocks on a connection of its own; polls where one read cannot cover the feeds."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+        self._conn: Connection | None = None
+        self._client_id = 0
+        self._closed = False
+
+    async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        # In a cluster only a call of the transport finds out that a slot has moved.
+        if self._calls.transport.is_cluster and (len(positions) > 1 or not wait_s):
+            return await self._poll(positions, count, wait_s)
+        try:
+            return await self._block(positions, count, wait_s)
+        except BaseException:
+            # A read given up would answer the next one.
+            self._drop("the read was given up")
+            raise
+
+    async def _block(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        conn = self._conn
+        if conn is None or not conn.is_open:
+            conn = self._conn = await self._calls.transport.blocking(_tag(next(iter(positions))))
+            self._client_id = await conn.submit(("CLIENT", "ID"))
+        if self._closed:
+            raise TransportError("transport", "the subscription was closed")
+        block = ("BLOCK", int(wait_s * 1000)) if wait_s else ()
+        names = {_key(feed): feed for feed in positions}
+        command = (
+            "XREAD",
+            "COUNT",
+            count,
+            *block,
+            "STREAMS",
+            *names,
+            *map(entry_id, positions.values()),
+        )
+        reply: Any = await conn.submit(command, wait_s + _GRACE_S)
+        return {} if not reply else {names[key.decode()]: page for key, page in reply.items()}
+
+    async def _poll(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        replies: list[Any] = await asyncio.gather(
+            *(
+                self._calls.transport.call(
+                    *("XREAD", "COUNT", count, "STREAMS", _key(feed), entry_id(at)), key=_key(feed)
+                )
+                for feed, at in positions.items()
+            )
+        )
+        found = zip(positions, replies, strict=True)
+        pages = {feed: next(iter(reply.values())) for feed, reply in found if reply}
+        if not pages and wait_s:
+            await asyncio.sleep(_POLL_S)
+        return pages
+
+    async def interrupt(self) -> None:
+        if self._client_id:
+            await self._calls.transport.call(
+                "CLIENT", "UNBLOCK", self._client_id, key="", replay_safe=True
+            )
+
+    def _drop(self, why: str) -> None:
+        conn, self._conn, self._client_id = self._conn, None, 0
+        if conn is not None:
+            conn.abort(why)
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop("the reader was closed")
+
+
+def _tag(feed: str) -> str:
+    return f"{{{feed.removeprefix('worker:')}}}"
+
+
+def _key(feed: str) -> str:
+    return keys.worker_events(_tag(feed)) if feed.startswith("worker:") else keys.events(_tag(feed))
+
+
+def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
+    last = position_of(raw[b"last-generated-id"].decode())
+    deleted = position_of(raw[b"max-deleted-entry-id"].decode())
+    first = raw[b"first-entry"]
+    oldest = before(position_of(first[0].decode())) if first else last
+    if raw[b"entries-added"] == raw[b"length"]:
+        trimmed = BEGINNING
+    elif deleted > BEGINNING and raw[b"length"] < maxlen:
+        # Trimming by age deletes its newest entry; trimming by length leaves no such trace,
+        # but only a full feed is trimmed so.
+        trimmed = deleted
+    else:
+        trimmed = oldest
+    return FeedState(last, oldest, trimmed)

@@ -1,0 +1,49 @@
+"""An outage is one event for all scanners of a process, and is told once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from flowfabric.core.errors import TransportError
+
+log = logging.getLogger(__name__)
+
+UNREACHABLE = frozenset({"transport", "timeout", "busy_loading", "cluster"})
+"""Kinds of transport errors that concern every scanner alike."""
+
+
+class Outage:
+    """Cycles that failed because the server could not be reached.
+
+    The first one is a warning, the first that works again an info; those between are counted.
+    """
+
+    def __init__(self) -> None:
+        self.failed_cycles = 0
+        self._ended_at: float | None = None
+
+    def noticed(self, error: TransportError, started: float) -> None:
+        """A cycle that began at `started`, on the loop's clock, did not reach the server."""
+        if not self.failed_cycles and self._ended_at is not None and started < self._ended_at:
+            # This cycle began before the last outage ended.
+            return
+        self.failed_cycles += 1
+        if self.failed_cycles == 1:
+            log.warning(
+                "scanners cannot reach the server: %s",
+                error,
+                extra={"action": "scanners_cut_off", "error": str(error)},
+            )
+
+    def over(self) -> None:
+        """A cycle worked."""
+        if not self.failed_cycles:
+            return
+        failed, self.failed_cycles = self.failed_cycles, 0
+        self._ended_at = asyncio.get_running_loop().time()
+        log.info(
+            "scanners reach the server again after %d failed cycles",
+            failed,
+            extra={"action": "scanners_reconnected", "failed_cycles": failed},
+        )
