@@ -48,7 +48,7 @@ async def test_closing_ends_a_connection_that_is_being_made(mute: Mute, socket: 
     await mute.called.wait()
     async with asyncio.timeout(3):
         await app.aclose()
-        with pytest.raises(ff.TransportError, match="closed meanwhile"):
+        with pytest.raises(ff.TransportError, match="the application was closed"):
             await client
         await mute.left.wait()
     gc.collect()

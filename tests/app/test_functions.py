@@ -136,7 +136,7 @@ def test_pickling_says_what_to_send_instead(app: ff.Fabric) -> None:
     run = app.get_run("{fp:86}:1a2b1268-b662-4711-b95c-649666dadb1d")
     with ff.SyncFabric(app) as sync:
         for handle in (run, sync.get_run(run.id)):
-            with pytest.raises(TypeError, match=r"send `str\(run\.id\)`"):
+            with pytest.raises(TypeError, match=r"Send `str\(run\.id\)`"):
                 pickle.dumps(handle)
 
 

@@ -150,7 +150,7 @@ async def test_an_option_that_does_not_exist_is_refused() -> None:
 
 async def test_one_idempotency_key_does_not_stand_for_a_batch() -> None:
     nowhere = ff.Fabric("valkey://127.0.0.1:1")
-    with pytest.raises(ValidationError, match="idempotency_key: One key cannot stand for many"):
+    with pytest.raises(ValidationError, match="idempotency_key: A batch cannot share one key"):
         await nowhere.named("greet", idempotency_key="k").submit_many([["Ada"], ["Grace"]])
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a task: fits calls to them, and converts what a worker decodes."""
+"""The parameters of a task: checks calls against them and converts decoded arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Arguments:
-    """What a task's function takes from a submitter, and what it returns."""
+    """The parameters and the return type of a task's function."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._name = name
@@ -29,7 +29,7 @@ class Arguments:
         self._shape([self._signature.parameters[each] for each in names])
 
     def _takes_context(self, hints: dict[str, Any], is_async: bool) -> bool:  # noqa: FBT001
-        """Whether the worker passes a context; refuses parameters that no submission could fill."""
+        """Whether the worker passes a context; refuses parameters that cannot be submitted."""
         found = False
         for position, parameter in enumerate(self._signature.parameters.values()):
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -95,7 +95,7 @@ class Arguments:
         if not self._by_position_only:
             given = list(bound.arguments.items())
             return (), dict(given[self.takes_context :])
-        # Some parameters have no name that a call could use, so all go by position.
+        # Some parameters are positional-only, so all are sent by position.
         known = self._signature.parameters
         by_name = [name for name in kwargs if known[name].kind is inspect.Parameter.KEYWORD_ONLY]
         if by_name:

@@ -38,10 +38,10 @@ R = TypeVar("R")
 
 
 class Fabric(AsyncClosing):
-    """An application: its tasks, and the deployment they run on.
+    """An application: its tasks and the deployment they run on.
 
-    Without a url it uses `FF_URL`, else `FF_HOST`, else an embedded Valkey under `./.flowfabric`
-    that all processes of the project share.
+    Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey under
+    `./.flowfabric` that all processes of the project share.
 
     >>> app = Fabric()
     >>> @app.task(retry=Retry(3), timeout="5m")
@@ -67,9 +67,9 @@ class Fabric(AsyncClosing):
     def task(self) -> TaskDecorator:
         """Registers a function, `async def` or `def`, as a task: `@app.task` or `@app.task(…)`.
 
-        `timeout` limits one attempt, `deadline` the whole execution, `retention` is how long it
-        is kept after its end; `retry=3` is short for `Retry(3)`. The worker fills a first
-        parameter annotated `Context`, or `SyncContext` in a `def` function.
+        `timeout` limits one attempt, `deadline` the whole execution; `retention` is how long it is
+        kept after its end; `retry=3` is short for `Retry(3)`. The worker passes a first parameter
+        annotated `Context`, or `SyncContext` in a `def` function.
 
         >>> @app.task(retry=3, timeout="5m")
         ... async def greet(ctx: Context, name: str) -> str:
@@ -89,7 +89,7 @@ class Fabric(AsyncClosing):
     async def client(self) -> Client:
         """The connected client of this application and event loop."""
         opening = self._opening
-        # A client belongs to the loop it was made in; one of a loop that ended is of no use.
+        # A client belongs to the loop that it was made in.
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
             self._client = None
             opening = self._opening = asyncio.create_task(self._open())
@@ -98,11 +98,11 @@ class Fabric(AsyncClosing):
         try:
             client = await asyncio.shield(opening)
         except BaseException as error:
-            # A connection that could not be made is tried again by the next caller.
+            # The next caller tries to connect again.
             if opening.done() and self._opening is opening:
                 self._opening = None
             if opening.cancelled() and not _asked_to_stop():
-                raise TransportError("transport", "the application was closed meanwhile") from error
+                raise TransportError("transport", "the application was closed") from error
             raise
         if self._opening is opening:
             self._client = client
@@ -141,14 +141,14 @@ class Fabric(AsyncClosing):
         """Submit many executions of one task in few round trips.
 
         Each call is a list of positional arguments or a mapping of named ones. If one of them
-        does not fit, nothing is sent. If the engine or the connection fails half-way,
-        `SubmitManyError` says which calls were stored.
+        does not fit, nothing is sent. If only some calls could be stored, raises
+        `SubmitManyError`.
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
         task = self._task(task)
         if task.idempotency_key is not None:
-            problem = "One key cannot stand for many calls. Submit them one by one."
+            problem = "A batch cannot share one key. Submit the calls one by one."
             raise invalid_input("idempotency_key", problem)
         if not isinstance(calls, Iterable):
             raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
@@ -166,7 +166,7 @@ class Fabric(AsyncClosing):
             outcomes = await client.submit_many(new)
         except EngineError as error:
             if len(new) <= BATCH and not getattr(error, "ambiguous", False):
-                # It was one call, and the engine refused it.
+                # One round trip, which the engine refused.
                 raise
             unsure = {n: self._run(task, e.execution_id) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
@@ -198,7 +198,7 @@ class Fabric(AsyncClosing):
     def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> Run[Any]:
         """A handle on an execution by its id; with its task, results are typed.
 
-        This sends nothing: an id that does not exist raises an error on the first use.
+        This sends nothing: an id that does not exist raises an error on first use.
 
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
@@ -223,9 +223,9 @@ class Fabric(AsyncClosing):
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
-        Without `lanes` it serves every lane that a task names. `batch` is the most executions
-        one call claims or completes. When a task blocks the event loop for longer than
-        `block_limit`, three leases unless set, the worker releases the other executions it holds.
+        Without `lanes` it serves the lanes of all tasks. `batch` limits how many executions one
+        call claims or completes. If a task blocks the event loop for longer than `block_limit`
+        (default: three leases), the worker releases its other executions.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
         served = lanes or tuple(named)
@@ -257,10 +257,7 @@ class Fabric(AsyncClosing):
         self.location.close()
 
     async def disconnect(self) -> None:
-        """Close connections, also one that is being made; the next use makes a new one.
-
-        The embedded server keeps running.
-        """
+        """Close connections; the next use opens new ones. The embedded server keeps running."""
         opening, self._client, self._opening = self._opening, None, None
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
             return

@@ -1,4 +1,4 @@
-"""Live output of a handler: whatever it writes, as frames that others can follow."""
+"""Live output of a handler, as frames that others can follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowfabric.sdk.task import ClaimedTask
 
 _FRAME_BYTES = 65_536
 _NUMBER_BYTES = 64
-"""Room for the number of a part, which counts against the size of its frame."""
+"""Room for the metadata of a part, which counts towards the size of its frame."""
 _CONTINUES = 0b1000_0000
 _CONTINUES_MASK = 0b1100_0000
 
@@ -24,8 +24,7 @@ _CONTINUES_MASK = 0b1100_0000
 async def write_output(task: ClaimedTask, data: Any, frame_type: str, mode: FrameMode) -> None:
     """Write bytes, text or any value that JSON can represent. Large data takes several frames.
 
-    Such frames carry `{"part": 1, "of": 3}` as metadata. Waits only while a lot of output is
-    still being sent.
+    Such frames carry `{"part": 1, "of": 3}` as metadata. Waits only while much output is unsent.
     """
     if isinstance(data, bytes):
         raw, encoding = data, "binary"
@@ -45,7 +44,7 @@ async def write_output(task: ClaimedTask, data: Any, frame_type: str, mode: Fram
 
 
 def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
-    """Pieces that fit a frame; text is cut between characters, so that each piece is text."""
+    """Pieces that fit a frame; text is cut between characters."""
     start = 0
     while start < len(raw):
         end = start + _FRAME_BYTES - _NUMBER_BYTES
@@ -56,9 +55,9 @@ def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
 
 
 class OutputStream:
-    """Output of one mode and type; what was written in the block is stored at its end.
+    """Output of one mode and type; leaving the block waits until it is stored.
 
-    A block that raises leaves storing to the end of the run, so that nothing hides the error.
+    If the block raises, the output is stored at the end of the run instead.
     """
 
     def __init__(self, task: ClaimedTask, frame_type: str, mode: FrameMode) -> None:

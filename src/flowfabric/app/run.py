@@ -1,4 +1,4 @@
-"""A submitted execution, seen from the submitter."""
+"""Handles on submitted executions."""
 
 from __future__ import annotations
 
@@ -26,19 +26,18 @@ _SHOWN_BYTES = 200
 
 
 class UnexpectedResult(FlowFabricError):
-    """The stored result is not what the task's annotation says: another version wrote it."""
+    """The stored result does not fit the task's annotation: another version wrote it."""
 
     def __init__(
         self, kind: str, execution_id: ExecutionId, stored: bytes, expected: Any, problem: str
     ) -> None:
         super().__init__(kind, execution_id, stored, expected, problem)
         self.kind = kind
-        """The task; empty when the handle was made without one."""
+        """The task; empty if the handle was made without one."""
         self.execution_id = execution_id
         self.stored = stored
-        """The result as it is stored."""
         self.expected = expected
-        """The return annotation of the task here."""
+        """The task's return annotation in this program."""
         self.problem = problem
 
     def __str__(self) -> str:
@@ -49,16 +48,15 @@ class UnexpectedResult(FlowFabricError):
         named = f"{self.kind} " if self.kind else ""
         return (
             f"{named}{self.execution_id}: the stored result {shown}{more} does not fit "
-            f"{expected}: {self.problem} — correct the task's return annotation, or read "
-            "`stored`"
+            f"{expected}: {self.problem}. Correct the task's return annotation, or read `stored`."
         )
 
 
 class Run(Generic[R_co]):
-    """A handle on one execution: its state, its result, its output, and ways to act on it.
+    """A handle on one execution: its state, result and output, and ways to act on it.
 
-    It uses the connection of its application, in whatever event loop. To keep it, keep
-    `str(run.id)`: `app.get_run(id)` makes another one.
+    It works in every event loop. To store it, store `str(run.id)`: `app.get_run(id)` makes
+    another one.
     """
 
     __slots__ = ("_connect", "_kind", "_returns", "duplicate", "id")
@@ -80,24 +78,23 @@ class Run(Generic[R_co]):
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
 
     async def state(self) -> PublicState:
-        """Where the execution is now."""
+        """The execution's current state."""
         return await (await self._connect()).backend.reads.read_execution_state(self.id)
 
     async def info(self) -> ExecutionInfo:
-        """Everything an operator would see of it."""
+        """Everything that operators see."""
         return await (await self._connect()).backend.reads.read_execution_info(self.id)
 
     async def wait(self, timeout: Duration | None = None) -> Outcome:
-        """Wait until it has ended, however it ended."""
+        """Wait until it has ended, in whatever state."""
         return await (await self._connect()).wait(self.id, timeout)
 
     async def result(self, timeout: Duration | None = None) -> R_co:
-        """Wait for the result. `ExecutionFailed` and its siblings tell why there is none.
+        """Wait for the result. Without one, raises `ExecutionFailed` or another `RunError`.
 
-        After `timeout`, seconds or text such as `"5m"`, it is a `TimeoutError`; the execution goes
-        on.
-
-        A result that the task's return annotation does not fit is an `UnexpectedResult`.
+        After `timeout`, in seconds or text such as `"5m"`, raises `TimeoutError`; the execution
+        continues. A result that does not fit the task's return annotation raises
+        `UnexpectedResult`.
         """
         outcome = await (await self._connect()).success(self.id, timeout)
         try:
@@ -109,7 +106,7 @@ class Run(Generic[R_co]):
             ) from error
 
     async def cancel(self, reason: str = "") -> None:
-        """End it deliberately; a running handler learns of it with its next renewal."""
+        """Cancel it; a running handler stops at its next lease renewal."""
         if not isinstance(reason, str):
             raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
         await (await self._connect()).cancel(self.id, reason)
@@ -132,7 +129,7 @@ class Run(Generic[R_co]):
     ) -> SignalOutcome:
         """Answer a wait as an operator; the handler can trust `decided_by`.
 
-        Pass whom you have authenticated. Each person decides once per signal name.
+        Pass the person you authenticated. Each person decides once per signal name.
 
         >>> await run.approve("approval", decided_by="ada")
         """
@@ -147,7 +144,7 @@ class Run(Generic[R_co]):
         after: str = "0-0",
         visibility: Visibility = "all",
     ) -> Tail:
-        """The handler's output as it comes, until the execution has ended.
+        """The handler's live output, until the execution has ended.
 
         >>> async for frame in run.stream():
         ...     print(frame.payload.decode(), end="")
@@ -169,6 +166,5 @@ class Run(Generic[R_co]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a run cannot be pickled: send `str(run.id)`, and make a handle of it with "
-            "`app.get_run(id)`"
+            "A run cannot be pickled. Send `str(run.id)`; `app.get_run(id)` makes a new handle."
         )

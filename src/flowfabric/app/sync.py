@@ -1,4 +1,4 @@
-"""The application object for code without an event loop."""
+"""The application for code without an event loop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SyncAppWorker(SyncTwin[AppWorker]):
 
     @property
     def config(self) -> WorkerConfig:
-        """How the worker is set up."""
+        """The worker's settings."""
         return self._target.config
 
     def _call(self, use: Callable[[AppWorker], Coroutine[Any, Any, T]]) -> T:
@@ -145,10 +145,10 @@ class SyncFabric(SyncTwin[Fabric], Closing):
     disconnect = blocking(Fabric.disconnect)
 
     def client(self) -> SyncClient:
-        """The client of this application. It closes with this object."""
+        """The client of this application; it is closed with this object."""
         return SyncClient(self._target.client, self._portal)
 
     def close(self) -> None:
-        """Close connections and end the private thread. The application itself stays usable."""
+        """Close connections and stop the private thread. The application stays usable."""
         # Not `aclose`: the embedded server belongs to the application.
         self._portal.close(self._target.disconnect)

@@ -13,7 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from math import inf
-from typing import Any, Final, TypeAlias, TypedDict, cast
+from typing import Any, Final, TypeAlias, TypedDict, Unpack, cast
 
 from libvalkey import Reader, ReplyError, pack_command
 
@@ -44,12 +44,15 @@ _PUSHES: Final = frozenset({b"message", b"pmessage", b"smessage", b"sunsubscribe
 
 
 class DialOptions(TypedDict, total=False):
-    """What all connections to a deployment share; `dial` has the defaults."""
+    """What all connections to a deployment share."""
 
     name: str
     connect_timeout: float
     request_timeout: float
     max_in_flight: int
+
+
+Watcher: TypeAlias = Callable[["Connection"], None]
 
 
 class Connection(asyncio.Protocol):
@@ -62,17 +65,15 @@ class Connection(asyncio.Protocol):
     def __init__(
         self,
         peer: str,
-        *,
-        timeout: float = REQUEST_TIMEOUT,
-        max_in_flight: int = MAX_IN_FLIGHT,
+        options: DialOptions,
         on_push: OnPush | None = None,
-        on_lost: Callable[[Connection], None] | None = None,
-        on_demoted: Callable[[Connection], None] | None = None,
+        on_lost: Watcher | None = None,
+        on_demoted: Watcher | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.peer = peer
-        self._timeout = timeout
-        self._max_in_flight = max_in_flight
+        self._timeout = options.get("request_timeout", REQUEST_TIMEOUT)
+        self._max_in_flight = options.get("max_in_flight", MAX_IN_FLIGHT)
         self._on_push = on_push
         self._on_lost = on_lost
         self._on_demoted = on_demoted
@@ -186,7 +187,7 @@ class Connection(asyncio.Protocol):
                     continue
                 future, _ = sent.popleft()
                 if isinstance(reply, ReplyError):
-                    self._refuse(future, faults.from_reply(str(reply)))
+                    self._refuse(future, str(reply))
                 # An abandoned call keeps its slot, so its reply is dropped here.
                 elif not future.done():
                     future.set_result(reply)
@@ -197,7 +198,8 @@ class Connection(asyncio.Protocol):
         if self._retiring:
             self._leave_if_idle()
 
-    def _refuse(self, future: asyncio.Future[Reply], error: TransportError) -> None:
+    def _refuse(self, future: asyncio.Future[Reply], text: str) -> None:
+        error = faults.from_reply(text)
         if not future.done():
             future.set_exception(error)
         if self._on_demoted is not None and faults.is_from_replica(error):
@@ -345,30 +347,21 @@ def _is_push(reply: Reply) -> bool:
 async def dial(
     address: Address,
     *,
-    name: str = "flowfabric",
-    connect_timeout: float = CONNECT_TIMEOUT,
-    request_timeout: float = REQUEST_TIMEOUT,
-    max_in_flight: int = MAX_IN_FLIGHT,
     on_push: OnPush | None = None,
-    on_lost: Callable[[Connection], None] | None = None,
-    on_demoted: Callable[[Connection], None] | None = None,
+    on_lost: Watcher | None = None,
+    on_demoted: Watcher | None = None,
+    **options: Unpack[DialOptions],
 ) -> Connection:
     """Open one connection: RESP3, login, client name, database.
 
     `on_demoted` is called when the server refuses a call because it is a replica.
     """
-    conn = Connection(
-        address.peer,
-        timeout=request_timeout,
-        max_in_flight=max_in_flight,
-        on_push=on_push,
-        on_lost=on_lost,
-        on_demoted=on_demoted,
-    )
+    conn = Connection(address.peer, options, on_push, on_lost, on_demoted)
+    timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
     try:
-        async with asyncio.timeout(connect_timeout):
+        async with asyncio.timeout(timeout):
             await _open_socket(conn, address)
-            await _greet(conn, address, name, connect_timeout)
+            await _greet(conn, address, options.get("name", "flowfabric"), timeout)
     except BaseException as error:
         conn.abort("the handshake failed")
         if isinstance(error, TransportError) and error.ambiguous:

@@ -140,26 +140,24 @@ def spawn_server(binary: str, server_lock: int) -> None:
         os._exit(127)
 
 
-class Watch:
-    """Stops the server after its last user, or notices that it exited by itself."""
+def watch_server(server_lock: int) -> int:
+    """Block until the server has exited, and stop it after its last user.
 
-    def __init__(self, server_lock: int) -> None:
-        self._server_lock = server_lock
-        self._ended = threading.Event()
+    Returns its exit code, negative for a signal.
+    """
+    exited = threading.Event()
 
-    def run(self) -> int:
-        """Block until the server has exited; its exit code, negative for a signal."""
-        # In a thread, because neither wait can be interrupted safely when the other one ends.
-        threading.Thread(target=self._end_when_unused, daemon=True).start()
-        _, status = os.wait()
-        self._ended.set()
-        return os.waitstatus_to_exitcode(status)
-
-    def _end_when_unused(self) -> None:
+    def stop_when_unused() -> None:
         fcntl.flock(os.open(".", os.O_RDONLY), fcntl.LOCK_EX)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            signal_server(self._server_lock, number)
-            self._ended.wait(STOP_SECONDS)
+            signal_server(server_lock, number)
+            exited.wait(STOP_SECONDS)
+
+    # In a thread, because neither wait can be interrupted safely when the other one ends.
+    threading.Thread(target=stop_when_unused, daemon=True).start()
+    _, status = os.wait()
+    exited.set()
+    return os.waitstatus_to_exitcode(status)
 
 
 def _detach() -> None:
@@ -191,7 +189,7 @@ def main(binary: str, folder: int, report: int) -> None:
     _remove_leftovers()
     spawn_server(binary, server_lock)
     _tell(report, "up\n")
-    code = Watch(server_lock).run()
+    code = watch_server(server_lock)
     # A log rewrite outlives a killed server.
     os.killpg(0, signal.SIGUSR1)
     _remove(SOCKET)

@@ -24,6 +24,7 @@ from flowfabric.valkey.connection import (
     DialOptions,
     OnPush,
     Reply,
+    Watcher,
     dial,
 )
 from flowfabric.valkey.reads import is_read
@@ -235,9 +236,7 @@ class Link:
             self._pause = 0.0
         self._start()
 
-    async def _dial(
-        self, on_push: OnPush | None, on_lost: Callable[[Connection], None]
-    ) -> Connection:
+    async def _dial(self, on_push: OnPush | None, on_lost: Watcher) -> Connection:
         return await dial(
             self.address,
             on_push=on_push,
