@@ -13,7 +13,6 @@ from flowfabric.core.conditions import (
     AllOf,
     Condition,
     Count,
-    Seen,
     SignalName,
     Single,
     contributors,
@@ -209,8 +208,7 @@ class Waits:
         found = await asyncio.gather(*(self._task.wait_signals(wait) for wait in past))
         signals = {signal.signal_id: signal for some in found for signal in some}
         accepted = sorted(signals.values(), key=lambda signal: signal.accepted_at)
-        met = contributors(condition, [_seen(signal) for signal in accepted])
-        return [signals[seen.signal_id] for seen in met]
+        return contributors(condition, accepted)
 
     async def _of(self, keys: Sequence[str]) -> list[PastWait]:
         """The earlier waits under these keys, the latest first."""
@@ -218,16 +216,15 @@ class Waits:
             return []
         if self._past is None:
             past = await self._task.past_waits(*keys)
-            if any(self._is_stale(wait) for wait in past):
+            current = self._task.attempt_index
+            stale = [w for w in past if w.state == "pending" and w.attempt_index < current]
+            for wait in stale:
                 # Close them to new answers, then read those that arrived before.
-                for wait in filter(self._is_stale, past):
-                    await self._task.close_waitpoint(wait.waitpoint_id, "attempt_ended")
+                await self._task.close_waitpoint(wait.waitpoint_id, "attempt_ended")
+            if stale:
                 past = await self._task.past_waits(*keys)
             self._past = sorted(past, key=lambda wait: wait.closed_at, reverse=True)
         return [wait for wait in self._past if wait.waitpoint_key in keys]
-
-    def _is_stale(self, wait: PastWait) -> bool:
-        return wait.state == "pending" and wait.attempt_index < self._task.attempt_index
 
     async def _park(
         self, condition: Condition, keys: Sequence[str], timeout: Limit, reason: str
@@ -291,13 +288,3 @@ def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
 
 def _pending(wait: PastWait) -> PendingWaitpoint:
     return PendingWaitpoint(wait.waitpoint_id, wait.waitpoint_key, wait.waitpoint_token)
-
-
-def _seen(signal: ResumeSignal) -> Seen:
-    return Seen(
-        signal.signal_id,
-        signal.waitpoint_key,
-        signal.signal_name,
-        signal.source_type,
-        signal.source_identity,
-    )

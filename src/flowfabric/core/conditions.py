@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -84,6 +84,9 @@ class Seen(msgspec.Struct, frozen=True):
     signal_name: str
     source_type: str = ""
     source_identity: str = ""
+
+
+S = TypeVar("S", bound=Seen)
 
 
 def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
@@ -326,9 +329,9 @@ def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
             return False
 
 
-def contributors(condition: Condition, accepted: Sequence[Seen]) -> list[Seen]:
+def contributors(condition: Condition, accepted: Sequence[S]) -> list[S]:
     """Those signals, in order, that brought the condition nearer until it was met; else none."""
-    taken: list[Seen] = []
+    taken: list[S] = []
     weight = 0
     for seen in accepted:
         more = _weight(condition, [*taken, seen])

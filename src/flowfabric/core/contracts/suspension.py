@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
+from flowfabric.core.conditions import Seen
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
@@ -134,19 +135,14 @@ class Resumed(msgspec.Struct, frozen=True):
     public_state: PublicState
 
 
-class ResumeSignal(msgspec.Struct, frozen=True, kw_only=True):
+class ResumeSignal(Seen, frozen=True, kw_only=True):
     """A signal that helped to satisfy the condition."""
 
-    signal_id: str
-    signal_name: str
     signal_category: str
-    source_type: str
-    source_identity: str
     correlation_id: str
     accepted_at: int
     payload: bytes | None
     payload_encoding: str
-    waitpoint_key: str = ""
 
 
 class OpenWaitpoint(msgspec.Struct, frozen=True, kw_only=True):
