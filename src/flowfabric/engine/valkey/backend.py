@@ -8,24 +8,8 @@ from contextlib import AsyncExitStack
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Absent, refuse_missing
-from flowfabric.engine.api.claims import Claims
-from flowfabric.engine.api.events import Events
-from flowfabric.engine.api.executions import Executions
-from flowfabric.engine.api.lanes import Lanes
-from flowfabric.engine.api.leases import Leases
-from flowfabric.engine.api.listings import Listings
-from flowfabric.engine.api.meta import Meta
-from flowfabric.engine.api.places import Places
-from flowfabric.engine.api.reads import Reads
-from flowfabric.engine.api.secrets import Secrets
-from flowfabric.engine.api.signals import Signals
-from flowfabric.engine.api.streams import Streams
-from flowfabric.engine.api.suspensions import Suspensions
-from flowfabric.engine.api.upkeep import Upkeep
-from flowfabric.engine.api.waitpoints import Waitpoints
-from flowfabric.engine.api.wakeups import Wakeups
-from flowfabric.engine.api.workers import Workers
 from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
@@ -76,19 +60,11 @@ def check_settings() -> None:
     configured_secret()
 
 
-class ValkeyBackend(ClosedOnce):
+class ValkeyBackend(ClosedOnce, Backend):
     """The engine on Valkey. One object per event loop; it owns its connections."""
 
-    flows: Absent
-    steps: Absent
-    budgets: Absent
-    quotas: Absent
-
     def __init__(
-        self,
-        transport: Transport,
-        counts: PartitionCounts,
-        limits: Limits | None = None,
+        self, transport: Transport, counts: PartitionCounts, limits: Limits | None = None
     ) -> None:
         super().__init__()
         calls = FunctionCalls(transport, counts, limits or limits_from_env())
@@ -98,27 +74,28 @@ class ValkeyBackend(ClosedOnce):
         self.max_payload_bytes = calls.limits.max_payload_bytes
         self.calls = calls
         self.stream_pool = StreamPool(transport)
-        self.places: Places = places
+        self.places = places
         executions = ValkeyExecutions(calls, places)
         workers = ValkeyWorkers(calls, places)
-        self.executions: Executions = executions
-        self.workers: Workers = workers
-        self.reads: Reads = ValkeyReads(calls, workers)
+        self.executions = executions
+        self.workers = workers
+        self.reads = ValkeyReads(calls, workers)
         events = FeedEvents(ValkeyFeeds(calls, places), counts, self.reads.read_execution_state)
-        self.listings: Listings = ValkeyListings(calls, places)
-        self.claims: Claims = ValkeyClaims(calls, executions)
-        self.wakeups: Wakeups = ValkeyWakeups(calls, places)
-        self.leases: Leases = ValkeyLeases(calls, places)
-        self.lanes: Lanes = ValkeyLanes(calls, places)
-        self.suspensions: Suspensions = ValkeySuspensions(calls, places)
-        self.waitpoints: Waitpoints = ValkeyWaitpoints(calls)
-        self.signals: Signals = ValkeySignals(calls)
-        self.secrets: Secrets = ValkeySecrets(calls)
-        self.streams: Streams = ValkeyStreams(calls, self.stream_pool)
-        self.events: Events = events
+        self.listings = ValkeyListings(calls, places)
+        self.claims = ValkeyClaims(calls, executions)
+        self.wakeups = ValkeyWakeups(calls, places)
+        self.leases = ValkeyLeases(calls, places)
+        self.lanes = ValkeyLanes(calls, places)
+        self.suspensions = ValkeySuspensions(calls, places)
+        self.waitpoints = ValkeyWaitpoints(calls)
+        self.signals = ValkeySignals(calls)
+        self.secrets = ValkeySecrets(calls)
+        self.streams = ValkeyStreams(calls, self.stream_pool)
+        self.events = events
         self._subscriptions = events
-        self.upkeep: Upkeep = ValkeyUpkeep(calls, places)
-        self.meta: Meta = ValkeyMeta(calls, self.stream_pool, self)
+        self.upkeep = ValkeyUpkeep(calls, places)
+        self.meta = ValkeyMeta(calls, self.stream_pool, self)
+        self.flows, self.steps, self.budgets, self.quotas = (Absent() for _ in range(4))
         refuse_missing(self)
         audit(self)
 
@@ -134,11 +111,11 @@ class ValkeyBackend(ClosedOnce):
         revive: Revive | None = None,
         mint_secret: MintSecret | None = None,
     ) -> ValkeyBackend:
-        """Dial a deployment and check that it fits; with `prepare_with` set it up first.
+        """Connect to a deployment and check that it fits; with `prepare_with`, set it up first.
 
-        Who can `revive` the server owns it: it is the private one of this project.
+        A caller that can `revive` the server owns it: no other project uses that server.
         """
-        # Local mistakes first: they must not cost a connection, nor wait for one.
+        # Settings first: a mistake in them must not cost a connection.
         limits = limits or limits_from_env()
         ceiling_from_env()
         if prepare_with is not None:
@@ -152,12 +129,7 @@ class ValkeyBackend(ClosedOnce):
             if prepare_with is None:
                 counts = await join(transport, owned=owned)
             else:
-                await prepare(
-                    transport,
-                    prepare_with,
-                    owned=owned,
-                    mint_secret=mint_secret,
-                )
+                await prepare(transport, prepare_with, owned=owned, mint_secret=mint_secret)
                 await report_collisions(transport, prepare_with)
                 counts = prepare_with
         except BaseException:

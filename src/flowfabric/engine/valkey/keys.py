@@ -1,6 +1,8 @@
-"""Every key name; `lua/lib/20_keys.lua` builds the same ones, and a test compares the two."""
+"""Every key name. `lua/lib/20_keys.lua` builds the same ones; a test compares the two."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 CONFIG_PARTITIONS = "ff:config:partitions"
 LANES = "ff:idx:lanes"
@@ -12,69 +14,53 @@ PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADER = "ff:leader:scanners"
 LEADERS = "ff:leader:others"
-"""Which process scans for all."""
-
+"""The process that runs the scanners."""
 _EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
 
 
 def lane_part(lane: str) -> str:
-    """A lane name as one part of a key: `:` separates parts, so it is escaped."""
+    """A lane name with `:` escaped, which separates the parts of a key."""
     return lane.replace("%", "%25").replace(":", "%3A") if ":" in lane or "%" in lane else lane
 
 
 def lane_of(part: str) -> str:
-    """The lane that `lane_part` made a part of a key."""
+    """The lane that `lane_part` escaped."""
     return part.replace("%3A", ":").replace("%25", "%")
 
 
-def _exec(tag: str, execution_id: str, part: str) -> str:
-    return f"ff:exec:{tag}:{execution_id}:{part}"
+def _of_execution(part: str) -> Callable[[str, str], str]:
+    def name(tag: str, execution_id: str) -> str:
+        return f"ff:exec:{tag}:{execution_id}:{part}"
+
+    return name
 
 
-def core(tag: str, execution_id: str) -> str:
-    """The execution record."""
-    return _exec(tag, execution_id, "core")
-
-
-def payload(tag: str, execution_id: str) -> str:
-    """The input bytes; absent when empty."""
-    return _exec(tag, execution_id, "payload")
-
-
-def result(tag: str, execution_id: str) -> str:
-    """The result bytes; absent when the execution returned none."""
-    return _exec(tag, execution_id, "result")
-
-
-def policy(tag: str, execution_id: str) -> str:
-    """The policy JSON frozen at creation."""
-    return _exec(tag, execution_id, "policy")
-
-
-def tags(tag: str, execution_id: str) -> str:
-    """The user's tags."""
-    return _exec(tag, execution_id, "tags")
-
-
-def history(tag: str, execution_id: str) -> str:
-    """The newest unusual lease events."""
-    return _exec(tag, execution_id, "history")
-
-
-def grant(tag: str, execution_id: str) -> str:
-    """The one pending claim, resume or reclaim grant."""
-    return _exec(tag, execution_id, "claim_grant")
-
-
-def steps(tag: str, execution_id: str) -> str:
-    """Durable step records."""
-    return _exec(tag, execution_id, "steps")
-
-
-def unresolved(tag: str, execution_id: str) -> str:
-    """Edges this execution still waits for."""
-    return _exec(tag, execution_id, "deps:unresolved")
+core = _of_execution("core")
+payload = _of_execution("payload")
+result = _of_execution("result")
+policy = _of_execution("policy")
+"""The policy JSON frozen at creation."""
+tags = _of_execution("tags")
+history = _of_execution("history")
+"""The newest unusual lease events."""
+grant = _of_execution("claim_grant")
+"""The one pending claim, resume or reclaim grant."""
+steps = _of_execution("steps")
+unresolved = _of_execution("deps:unresolved")
+"""Edges this execution still waits for."""
+suspension = _of_execution("suspension:current")
+"""The current or the last suspension."""
+marks = _of_execution("suspension:current:satisfied_set")
+"""How far the condition of a suspension is met."""
+satisfiers = _of_execution("suspension:current:satisfied_set:signals")
+"""The signals that contributed to it."""
+met = _of_execution("suspension:met")
+"""The last suspension whose condition was met before it began."""
+waitpoints = _of_execution("waitpoints")
+pending_waitpoints = _of_execution("waitpoints:pending")
+"""Those that no suspension has used yet."""
+signals = _of_execution("signals")
 
 
 def attempt(tag: str, execution_id: str, number: int | str) -> str:
@@ -98,43 +84,13 @@ def stream_meta(tag: str, execution_id: str, number: int | str) -> str:
 
 
 def stream_closed(tag: str, execution_id: str, number: int | str) -> str:
-    """Rings for the followers of a stream that ends."""
+    """Wakes the followers of a stream when it ends."""
     return f"{stream(tag, execution_id, number)}:closed"
 
 
-def suspension(tag: str, execution_id: str) -> str:
-    """The present or the last suspension."""
-    return _exec(tag, execution_id, "suspension:current")
-
-
-def marks(tag: str, execution_id: str) -> str:
-    """How far the condition of a suspension is met."""
-    return f"{suspension(tag, execution_id)}:satisfied_set"
-
-
-def satisfiers(tag: str, execution_id: str) -> str:
-    """The signals that contributed to it."""
-    return f"{suspension(tag, execution_id)}:satisfied_set:signals"
-
-
-def met(tag: str, execution_id: str) -> str:
-    """The last suspension whose condition was met before it began."""
-    return _exec(tag, execution_id, "suspension:met")
-
-
 def suspend_dedup(tag: str, execution_id: str) -> str:
-    """The answers that suspensions of an execution got, by idempotency key."""
+    """The outcomes of an execution's suspensions, by idempotency key."""
     return f"ff:dedup:suspend:{tag}:{execution_id}"
-
-
-def waitpoints(tag: str, execution_id: str) -> str:
-    """Every waitpoint of an execution."""
-    return _exec(tag, execution_id, "waitpoints")
-
-
-def pending_waitpoints(tag: str, execution_id: str) -> str:
-    """Those that no suspension has used yet."""
-    return f"{waitpoints(tag, execution_id)}:pending"
 
 
 def waitpoint(tag: str, waitpoint_id: str) -> str:
@@ -143,13 +99,8 @@ def waitpoint(tag: str, waitpoint_id: str) -> str:
 
 
 def waitpoint_signals(tag: str, waitpoint_id: str) -> str:
-    """The signals a waitpoint got."""
+    """The signals a waitpoint received."""
     return f"{waitpoint(tag, waitpoint_id)}:signals"
-
-
-def signals(tag: str, execution_id: str) -> str:
-    """Every signal of an execution."""
-    return _exec(tag, execution_id, "signals")
 
 
 def signal(execution_id: str, signal_id: str) -> str:
@@ -158,17 +109,17 @@ def signal(execution_id: str, signal_id: str) -> str:
 
 
 def signal_payload(execution_id: str, signal_id: str) -> str:
-    """What a signal carries."""
+    """The payload of a signal."""
     return f"{signal(execution_id, signal_id)}:payload"
 
 
 def signal_dedup(tag: str, waitpoint_id: str, key: str) -> str:
-    """Which signal of a waitpoint an idempotency key stands for."""
+    """The signal of a waitpoint that an idempotency key stands for."""
     return f"ff:sigdedup:{tag}:{waitpoint_id}:{key}"
 
 
 def approval_dedup(tag: str, waitpoint_id: str, key: str) -> str:
-    """The same for approvals, out of reach of token holders."""
+    """The same for approvals; token holders cannot reach it."""
     return signal_dedup(tag, "approval", f"{waitpoint_id}:{key}")
 
 
@@ -178,7 +129,7 @@ def secrets(tag: str) -> str:
 
 
 def idem(tag: str, namespace: str, key: str) -> str:
-    """Which execution an idempotency key stands for."""
+    """The execution that an idempotency key stands for."""
     return f"ff:idem:{tag}:{namespace}:{key}"
 
 
@@ -208,7 +159,7 @@ def worker_leases(tag: str, instance: str) -> str:
 
 
 def last_claim(tag: str, lane_id: str, instance: str) -> str:
-    """What a worker process claimed last, so that a repeated request finds its answer."""
+    """The last claim of a worker process, for the repeat of a lost reply."""
     return lane(tag, lane_id, f"claimed:{instance}")
 
 
@@ -218,7 +169,7 @@ def events(tag: str) -> str:
 
 
 def events_tag(feed: str) -> str:
-    """Whose event feed a key is."""
+    """The tag of a partition's event feed."""
     before, after = _EVENTS
     return feed.removeprefix(before).removesuffix(after)
 
@@ -244,7 +195,7 @@ def workers(tag: str) -> str:
 
 
 def worker_alive(tag: str, instance: str) -> str:
-    """There while a worker process sends heartbeats."""
+    """Exists while a worker process sends heartbeats."""
     return f"ff:worker:{tag}:{instance}:alive"
 
 
@@ -264,12 +215,12 @@ def wake(lane_id: str) -> str:
 
 
 def wake_channel(tag: str) -> str:
-    """The doorbell of a partition in a cluster; what it says is the lane."""
+    """The doorbell of a partition in a cluster; the message is the lane."""
     return f"{_WAKE}{tag}"
 
 
 def wake_tag(channel: str) -> str:
-    """Whose doorbell a channel is."""
+    """The tag of a partition's doorbell."""
     return channel.removeprefix(_WAKE)
 
 
