@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flowfabric.core.conditions import Condition
+import msgspec
+
+from flowfabric.core.conditions import (
+    Condition,
+    check_bindings,
+    check_tree,
+    check_types,
+    condition_json,
+    referenced_waitpoint_keys,
+)
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.suspension import (
     FreshWaitpoint,
@@ -15,10 +24,35 @@ from flowfabric.core.contracts.suspension import (
     SuspendOutcome,
     UsePending,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.errors import StateError, ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_text, validate_uuid
+from flowfabric.engine.api.arguments import (
+    MAX_EXACT,
+    fence_text,
+    flag,
+    instance,
+    listed,
+    one_of,
+    whole,
+)
 from flowfabric.engine.api.concern import Concern
 
+MAX_KEY_BYTES = 256
+"""The longest waitpoint key."""
 Binding = FreshWaitpoint | UsePending
+_FLAGS = (
+    *("consume_matched_signals", "retain_signal_buffer_until_closed"),
+    "close_waitpoint_on_resume",
+)
+_REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
+_BEHAVIORS = (
+    *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
+    "escalate",
+)
+_MAX_WAITPOINTS = 64
+_PAST_TOLERANCE_MS = 600_000
+_MAX_POINTER_BYTES = 65_536
+_policy_json = msgspec.json.Encoder().encode
 
 
 class Suspensions(Concern, Protocol):
@@ -39,32 +73,97 @@ class Suspensions(Concern, Protocol):
         continuation_metadata_pointer: str = "",
         idempotency_key: str | None = None,
     ) -> SuspendOutcome:
-        """Give the lease back until the condition, the timeout or an operator ends the pause.
+        """Release the lease until the condition, the timeout or an operator ends the pause.
 
-        Without `waitpoints` a fresh one is made for every key the condition names. A repeat with
-        the same idempotency key (default: the suspension id) gives the first answer; the empty
-        key means none, and then a lost reply cannot be repaired.
+        Without `waitpoints`, every key that the condition names gets a new one. A repeat with the
+        same idempotency key (default: the suspension id) returns the first answer. The empty key
+        means none; then a lost reply cannot be repaired.
         """
+        if instance(handle, Handle, "handle").kind == "suspended":
+            raise StateError("already_suspended", op="suspend")
+        check_types(condition)
+        bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
+        await self._check(condition, bindings, timeout_at)
+        behavior = "fail" if timeout_behavior is None else timeout_behavior
+        identity = new_uuid() if suspension_id is None else suspension_id
+        pointer = continuation_metadata_pointer
+        options: dict[str, Any] = {
+            "timeout_behavior": one_of(behavior, "timeout_behavior", _BEHAVIORS),
+            "behavior_given": timeout_behavior is not None,
+            "requested_by": one_of(requested_by, "requested_by", _REQUESTERS),
+            "idem": identity
+            if idempotency_key is None
+            else validate_text(idempotency_key, "idempotency_key"),
+            "policy": _policy(resume_policy),
+            "reason_code": validate_text(reason_code, "reason_code"),
+            "pointer": validate_text(
+                pointer, "continuation_metadata_pointer", limit=_MAX_POINTER_BYTES
+            ),
+            "suspension_id": validate_uuid(identity, "suspension_id"),
+            "waitpoints": [
+                ["pending", binding.waitpoint_id, ""]
+                if isinstance(binding, UsePending)
+                else ["fresh", binding.waitpoint_id, binding.waitpoint_key]
+                for binding in bindings
+            ],
+            "referenced": referenced_waitpoint_keys(condition),
+            "condition": condition_json(condition),
+        }
+        if timeout_at is not None:
+            options["timeout_at"] = timeout_at
+        return await self._suspend(handle, options)
+
+    async def _check(
+        self, condition: Condition, bindings: Sequence[Binding], timeout_at: int | None
+    ) -> None:
+        keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
+        check_bindings(condition, keys, timeout_given=timeout_at is not None)
+        if timeout_at is not None:
+            whole(timeout_at, "timeout_at", -MAX_EXACT)
+        try:
+            check_tree(condition)
+            _check_limits(bindings)
+        except ValidationError:
+            # A time long past is refused first, and only the engine's clock can tell.
+            if timeout_at is not None and timeout_at + _PAST_TOLERANCE_MS < await self._now_ms():
+                raise ValidationError("invalid_input", "timeout_at_in_past") from None
+            raise
+
+    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> SuspendOutcome:
+        """Store a suspension whose form was checked."""
+        ...
+
+    async def _now_ms(self) -> int:
+        """The engine's clock."""
         ...
 
     async def suspend_by_triple(
         self, execution_id: ExecutionId, fence: Fence, **arguments: Any
     ) -> SuspendOutcome:
         """`suspend` for services that hold a fence but no handle."""
-        ...
+        lease_id, epoch, attempt_id, index = fence_text(fence).split("/")
+        handle = Handle(
+            execution_id=execution_id,
+            lease=f"{lease_id}/{epoch}",
+            attempt=f"{attempt_id}/{index}",
+            lease_ttl_ms=0,
+            lane_id="default",
+            worker_instance_id="",
+        )
+        return await self.suspend(handle, **arguments)
 
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
     ) -> Resumed:
-        """End a pause by hand, whatever its condition says."""
+        """End a pause by hand, whatever its condition."""
         ...
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
-        """Carry out what due suspensions want; each is checked again."""
+        """Apply the timeout behavior of due suspensions; each is checked again."""
         ...
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
-        """Close pending waitpoints that nobody used in time; each is checked again."""
+        """Close pending waitpoints that were not used in time; each is checked again."""
         ...
 
     async def list_suspended(
@@ -72,3 +171,51 @@ class Suspensions(Concern, Protocol):
     ) -> SuspendedPage:
         """Suspended executions by partition, timeout and id; those without a timeout last."""
         ...
+
+
+def _fresh(condition: Condition) -> list[Binding]:
+    """A new waitpoint for every key the condition names; one of its own when it names none."""
+    keys = referenced_waitpoint_keys(condition)
+    if keys:
+        return [FreshWaitpoint(new_uuid(), key) for key in keys]
+    return _named([FreshWaitpoint(new_uuid())])
+
+
+def _named(bindings: Sequence[Binding]) -> list[Binding]:
+    """The bindings; a primary one without a key is named after its id."""
+    named: list[Binding] = listed(bindings, "waitpoints")[:]
+    for binding in named:
+        if not isinstance(binding, FreshWaitpoint | UsePending):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid_input("waitpoints", "must be FreshWaitpoint or UsePending")
+    if named and isinstance(named[0], FreshWaitpoint) and not named[0].waitpoint_key:
+        identity = named[0].waitpoint_id
+        named[0] = FreshWaitpoint(identity, f"wpk:{identity}")
+    return named
+
+
+def _check_limits(bindings: Sequence[Binding]) -> None:
+    if len(bindings) > _MAX_WAITPOINTS:
+        raise ValidationError("invalid_input", "too_many_waitpoints")
+    seen: set[tuple[str, str]] = set()
+    for binding in bindings:
+        names = [("id", validate_uuid(binding.waitpoint_id, "waitpoint_id"))]
+        if isinstance(binding, FreshWaitpoint):
+            key = validate_text(binding.waitpoint_key, "waitpoint_key", limit=_MAX_POINTER_BYTES)
+            if len(key.encode()) > MAX_KEY_BYTES:
+                raise ValidationError("invalid_input", "waitpoint_key_too_long")
+            names.append(("key", key))
+        for name in names:
+            if name in seen:
+                raise ValidationError("invalid_input", f"duplicate_waitpoint_binding: {name[1]}")
+            seen.add(name)
+
+
+def _policy(given: ResumePolicy | None) -> str:
+    policy = ResumePolicy() if given is None else instance(given, ResumePolicy, "resume_policy")
+    for name in _FLAGS:
+        flag(getattr(policy, name), name)
+    if policy.resume_target != "runnable":
+        raise invalid_input("resume_policy", "resume_target must be runnable")
+    if policy.resume_delay_ms is not None:
+        whole(policy.resume_delay_ms, "resume_delay_ms", 0)
+    return _policy_json(policy).decode()

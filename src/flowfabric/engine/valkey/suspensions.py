@@ -8,100 +8,43 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.conditions import (
-    Condition,
-    check_bindings,
-    check_tree,
-    check_types,
-    condition_json,
-    referenced_waitpoint_keys,
-)
-from flowfabric.core.contracts.leases import Fence, Handle
+from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     AlreadySatisfiedSuspension,
-    FreshWaitpoint,
     Resumed,
-    ResumePolicy,
     Suspended,
     SuspendedEntry,
     SuspendedPage,
     SuspendOutcome,
     SuspensionDetails,
-    UsePending,
     WaitpointDetails,
 )
-from flowfabric.core.errors import StateError, ValidationError, invalid_input
-from flowfabric.core.ids import (
-    ExecutionId,
-    WaitpointToken,
-    new_uuid,
-    stored_id,
-    validate_text,
-    validate_uuid,
-)
+from flowfabric.core.errors import ValidationError
+from flowfabric.core.ids import ExecutionId, WaitpointToken, stored_id
 from flowfabric.core.state import PublicState
 from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless, raw
-from flowfabric.engine.api.arguments import (
-    MAX_EXACT,
-    each_stored,
-    fence_text,
-    flag,
-    instance,
-    listed,
-    one_of,
-    partition_number,
-    whole,
-)
+from flowfabric.engine.api.arguments import each_stored, one_of, partition_number, whole
 from flowfabric.engine.api.suspensions import Suspensions
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text
+from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
-from flowfabric.engine.valkey.waitpoints import MAX_KEY_BYTES
-
-_policy_json = msgspec.json.Encoder().encode
-
-_FLAGS = (
-    *("consume_matched_signals", "retain_signal_buffer_until_closed"),
-    "close_waitpoint_on_resume",
-)
-
-_REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
-
-_BEHAVIORS = (
-    *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
-    "escalate",
-)
-
-_MAX_WAITPOINTS = 64
 
 _SUSPENDED_PARTS = (
     *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
 )
 
 _UNREADABLE_PARTS = 4
-
-# Parts of a row that names a place only: its suspension has just ended, or is unreadable.
+# Parts of a row without a suspension: it has just ended.
 _PLACE_PARTS = 3
-
-Binding = FreshWaitpoint | UsePending
-
 _pack = msgspec.msgpack.Encoder().encode
 
 _TRIGGERS = ("signal", "operator", "auto_resume")
-
-_PAST_TOLERANCE_MS = 600_000
-
-_MAX_POINTER_BYTES = 65_536
-
 _Row = tuple[tuple[int, str], list[Any]]
-"""Where it stands, and what is stored."""
-
+"""The position of an entry, and what is stored."""
 _LANES_AT_ONCE = 500
-
-_EXPIRED_AT_ONCE = 20  # Each may close that many waitpoints.
-
+_EXPIRED_AT_ONCE = 20  # Each may close up to 64 waitpoints.
 _MAX_PAGE = 1000
 
 
@@ -112,88 +55,17 @@ class ValkeySuspensions(Suspensions):
         self._calls = calls
         self._places = places
 
-    async def suspend(
-        self,
-        handle: Handle,
-        *,
-        condition: Condition,
-        waitpoints: Sequence[Binding] | None = None,
-        suspension_id: str | None = None,
-        reason_code: str = "waiting_for_signal",
-        requested_by: str = "worker",
-        timeout_at: int | None = None,
-        timeout_behavior: str | None = None,
-        resume_policy: ResumePolicy | None = None,
-        continuation_metadata_pointer: str = "",
-        idempotency_key: str | None = None,
-    ) -> SuspendOutcome:
-        if instance(handle, Handle, "handle").kind == "suspended":
-            raise StateError("already_suspended", op="suspend")
+    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> SuspendOutcome:
         execution_id = self._calls.checked(handle.execution_id)
-        check_types(condition)
-        bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
-        await self._check_suspend(condition, bindings, timeout_at)
-        options = _options(
-            reason_code, requested_by, timeout_behavior, resume_policy, idempotency_key
-        )
-        options["pointer"] = validate_text(
-            continuation_metadata_pointer, "continuation_metadata_pointer", limit=_MAX_POINTER_BYTES
-        )
-        identity = (
-            new_uuid() if suspension_id is None else validate_uuid(suspension_id, "suspension_id")
-        )
-        options["idem"] = identity if idempotency_key is None else idempotency_key
-        options["suspension_id"] = identity
-        options["waitpoints"] = [_binding(binding) for binding in bindings]
-        options["referenced"] = referenced_waitpoint_keys(condition)
-        options["condition"] = condition_json(condition)
-        if timeout_at is not None:
-            options["timeout_at"] = timeout_at
-        reply = await self._calls.fcall(
-            "ff_suspend",
-            execution_id.tag,
-            (execution_id, proof(handle), _pack(options)),
+        return await self._calls.ask(
+            *("ff_suspend", execution_id.tag, (execution_id, proof(handle), _pack(options))),
+            lambda reply: _suspend_outcome(handle, reply),
             op="suspend",
             replay_safe=bool(options["idem"]),
         )
-        with decoding(reply, "ff_suspend", "suspend", execution_id):
-            return _suspend_outcome(handle, reply)
 
-    async def suspend_by_triple(
-        self, execution_id: ExecutionId, fence: Fence, **arguments: Any
-    ) -> SuspendOutcome:
-        execution_id = self._calls.checked(execution_id)
-        lease_id, epoch, attempt_id, index = fence_text(fence).split("/")
-        handle = Handle(
-            execution_id=execution_id,
-            lease=f"{lease_id}/{epoch}",
-            attempt=f"{attempt_id}/{index}",
-            lease_ttl_ms=0,
-            lane_id="default",
-            worker_instance_id="",
-        )
-        return await self.suspend(handle, **arguments)
-
-    async def _check_suspend(
-        self, condition: Condition, bindings: Sequence[Binding], timeout_at: int | None
-    ) -> None:
-        keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
-        check_bindings(condition, keys, timeout_given=timeout_at is not None)
-        if timeout_at is not None:
-            # Whether it is past is for the engine's clock to say.
-            whole(timeout_at, "timeout_at", -MAX_EXACT)
-        try:
-            check_tree(condition)
-            _check_limits(bindings)
-        except ValidationError:
-            # A time long past is refused first, by the engine's clock. A call that goes through
-            # has it checked there; one that stops here has to ask.
-            if (
-                timeout_at is not None
-                and timeout_at + _PAST_TOLERANCE_MS < await self._calls.server_time_ms()
-            ):
-                raise ValidationError("invalid_input", "timeout_at_in_past") from None
-            raise
+    async def _now_ms(self) -> int:
+        return await self._calls.server_time_ms()
 
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
@@ -202,12 +74,13 @@ class ValkeySuspensions(Suspensions):
         whole(resume_delay_ms, "resume_delay_ms", 0)
         execution_id = self._calls.checked(execution_id)
         args = (execution_id, trigger_type, resume_delay_ms)
-        # Repeating it would find the execution resumed: the caller reads the state instead.
-        reply = await self._calls.fcall(
-            "ff_resume", execution_id.tag, args, op="resume_execution", replay_safe=False
+        return await self._calls.ask(
+            *("ff_resume", execution_id.tag, args),
+            lambda reply: Resumed(PublicState(text(reply[2]))),
+            op="resume_execution",
+            # A repeat would find the execution resumed; the caller reads the state instead.
+            replay_safe=False,
         )
-        with decoding(reply, "ff_resume", "resume_execution", execution_id):
-            return Resumed(PublicState(text(reply[2])))
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         names, tag = each_stored(ids, "ids"), self._calls.checked_tag(tag)
@@ -325,84 +198,6 @@ def _parse_cursor(cursor: str) -> tuple[int, int, str]:
     with reading_cursor():
         partition, score, execution_id = opened(cursor, 3)
         return int(partition), int(score), ExecutionId.parse(execution_id)
-
-
-def _fresh(condition: Condition) -> list[Binding]:
-    """A new waitpoint for every key the condition names; one of its own when it names none."""
-    keys = referenced_waitpoint_keys(condition)
-    if keys:
-        return [FreshWaitpoint(new_uuid(), key) for key in keys]
-    return _named([FreshWaitpoint(new_uuid())])
-
-
-def _named(bindings: Sequence[Binding]) -> list[Binding]:
-    """The bindings; a primary one without a key is named after its id."""
-    named: list[Binding] = listed(bindings, "waitpoints")[:]
-    for binding in named:
-        if not isinstance(binding, FreshWaitpoint | UsePending):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid_input("waitpoints", "must be FreshWaitpoint or UsePending")
-    if named and isinstance(named[0], FreshWaitpoint) and not named[0].waitpoint_key:
-        identity = named[0].waitpoint_id
-        named[0] = FreshWaitpoint(identity, f"wpk:{identity}")
-    return named
-
-
-def _check_limits(bindings: Sequence[Binding]) -> None:
-    if len(bindings) > _MAX_WAITPOINTS:
-        raise ValidationError("invalid_input", "too_many_waitpoints")
-    ids: set[str] = set()
-    keys: set[str] = set()
-    for binding in bindings:
-        validate_uuid(binding.waitpoint_id, "waitpoint_id")
-        _refuse_twice(binding.waitpoint_id, ids)
-        if isinstance(binding, FreshWaitpoint):
-            validate_text(binding.waitpoint_key, "waitpoint_key", limit=_MAX_POINTER_BYTES)
-            if len(binding.waitpoint_key.encode()) > MAX_KEY_BYTES:
-                raise ValidationError("invalid_input", "waitpoint_key_too_long")
-            _refuse_twice(binding.waitpoint_key, keys)
-
-
-def _refuse_twice(name: str, seen: set[str]) -> None:
-    if name in seen:
-        raise ValidationError("invalid_input", f"duplicate_waitpoint_binding: {name}")
-    seen.add(name)
-
-
-def _options(
-    reason_code: str,
-    requested_by: str,
-    timeout_behavior: str | None,
-    resume_policy: ResumePolicy | None,
-    idempotency_key: str | None,
-) -> dict[str, Any]:
-    """What needs no look at the condition."""
-    behavior = "fail" if timeout_behavior is None else timeout_behavior
-    one_of(behavior, "timeout_behavior", _BEHAVIORS)
-    one_of(requested_by, "requested_by", _REQUESTERS)
-    if idempotency_key is not None:
-        validate_text(idempotency_key, "idempotency_key")
-    policy = ResumePolicy()
-    if resume_policy is not None:
-        policy = instance(resume_policy, ResumePolicy, "resume_policy")
-        for name in _FLAGS:
-            flag(getattr(policy, name), name)
-    if policy.resume_target != "runnable":
-        raise invalid_input("resume_policy", "resume_target must be runnable")
-    if policy.resume_delay_ms is not None:
-        whole(policy.resume_delay_ms, "resume_delay_ms", 0)
-    return {
-        "policy": _policy_json(policy).decode(),
-        "reason_code": validate_text(reason_code, "reason_code"),
-        "requested_by": requested_by,
-        "timeout_behavior": behavior,
-        "behavior_given": timeout_behavior is not None,
-    }
-
-
-def _binding(binding: Binding) -> list[str]:
-    if isinstance(binding, UsePending):
-        return ["pending", binding.waitpoint_id, ""]
-    return ["fresh", binding.waitpoint_id, binding.waitpoint_key]
 
 
 def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> SuspendOutcome:

@@ -44,15 +44,13 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
+from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
 from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
 from flowfabric.engine.valkey.damage import Damage
 
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
-
-MAX_KEY_BYTES = 256
-
 log = logging.getLogger(__name__)
 
 _OPEN = frozenset({"pending", "active"})
