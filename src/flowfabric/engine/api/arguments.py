@@ -15,7 +15,6 @@ from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
 MAX_EXACT = 2**53 - 1
 """The largest whole number the engine computes with exactly."""
-
 _I64_MAX = 2**63 - 1
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1

@@ -77,7 +77,6 @@ _MAY_LACK = {
     "reconcile_sibling_cancel_group project_flow_summary",
 }
 """By noun: the operations of spec 12 §2 that a backend may lack."""
-
 # Spec 12 §3 fixes the order. `flag=operation` where the two have different names.
 _FLAGS = """
 executions cancel_execution change_priority replay_execution

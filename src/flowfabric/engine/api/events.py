@@ -15,9 +15,7 @@ from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
 """`now` (or empty), `start` for the oldest entry, a time in milliseconds, or a cursor."""
-
 Family = Literal["completion", "lease", "signal", "flow", "operator", "worker"]
-
 _GAINS = frozenset({"acquired", "renewed", "reclaimed"})
 _LOSSES = frozenset({"released", "expired", "revoked"})
 LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}

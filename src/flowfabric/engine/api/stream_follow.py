@@ -14,7 +14,6 @@ from flowfabric.core.errors import LimitError, TransportError
 from flowfabric.core.ids import ExecutionId
 
 log = logging.getLogger(__name__)
-
 _PAGE = 500
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 2.0

@@ -15,14 +15,12 @@ from flowfabric.engine.events.reader import FeedReader
 from flowfabric.engine.events.source import FeedSource
 
 log = logging.getLogger(__name__)
-
 _WAIT_S = 5.0
 _FIRST_PAUSE_S = 0.05
 _LAST_PAUSE_S = 1.0
 _NUDGE_S = 0.001
 _RECHECK_S = 15.0
 """A waiter that missed its event for whatever reason reads the state again after this time."""
-
 _ENDED = frozenset(
     {
         PublicState.COMPLETED,
@@ -32,7 +30,6 @@ _ENDED = frozenset(
         PublicState.SKIPPED,
     }
 )
-
 Waiters = dict[str, list[asyncio.Future[None]]]
 """Who waits, by execution."""
 

@@ -14,10 +14,8 @@ from flowfabric.core.errors import ValidationError
 
 Position = tuple[int, int]
 """Milliseconds and sequence number of an entry. Reading continues strictly after it."""
-
 BEGINNING: Position = (0, 0)
 LAST_SEQ = 2**64 - 1
-
 _ONE_FEED = 0x01
 _MANY_FEEDS = 0x11
 _FAMILIES = ("fp", "b", "q")

@@ -16,7 +16,6 @@ from flowfabric.engine.api.events import (
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T", CompletionEvent, LeaseEvent, SignalEvent, WorkerEvent)
-
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "completion": ("completion",),
     "acquired": ("lease",),

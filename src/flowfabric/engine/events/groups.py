@@ -16,7 +16,6 @@ from flowfabric.engine.events.selection import FeedSelection
 from flowfabric.engine.events.source import FeedSource, FeedState
 
 log = logging.getLogger(__name__)
-
 _LEASE_MS = 30_000
 _RENEW_S = 10.0
 _LOOK_S = 1.0

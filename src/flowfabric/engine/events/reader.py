@@ -10,7 +10,6 @@ from flowfabric.engine.events.cursor import BEGINNING, FeedCursor, Position
 from flowfabric.engine.events.source import FeedSource, FeedState, StoredEntry
 
 log = logging.getLogger(__name__)
-
 _QUEUE = 1024
 """How many entries one read returns, about: what is read and not processed yet."""
 

@@ -12,7 +12,6 @@ from flowfabric.engine.events.cursor import Position
 
 StoredEntry = Any
 """An entry as storage returns it; only its source takes it apart."""
-
 Pages = Mapping[str, Sequence[StoredEntry]]
 """New entries by feed, oldest first."""
 

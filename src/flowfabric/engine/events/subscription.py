@@ -21,7 +21,6 @@ from flowfabric.engine.events.source import FeedSource, FeedState
 _WAIT_S = 1.0
 _BASE_EVERY_S = 1.0
 _UNSURE_AFTER_S = 30.0
-
 T = TypeVar("T")
 
 

@@ -26,7 +26,6 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Reads
 
 log = logging.getLogger(__name__)
-
 Method = Callable[..., Any]
 Layer = Callable[[Method], Method]
 _OPERATOR_CALLS = {

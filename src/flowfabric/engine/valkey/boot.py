@@ -23,13 +23,10 @@ from flowfabric.valkey.connect import check_server
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
-
 _LANES_VARIABLE = "FF_LANES"
 MintSecret = Callable[[], str]
 """Gives the waitpoint secret of a deployment that nobody configured one for."""
-
 _FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
-
 # One atomic create-if-absent of all three counts: two first boots cannot mix theirs.
 _CREATE_COUNTS = """
 if redis.call('EXISTS', KEYS[1]) == 0 then

@@ -30,7 +30,6 @@ from flowfabric.valkey.reads import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
 log = logging.getLogger(__name__)
-
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
 _SHOWN = 12
 _MAX_TOLD = 1000

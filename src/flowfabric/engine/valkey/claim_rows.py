@@ -15,7 +15,6 @@ from flowfabric.engine.valkey.calls import text, unreadable
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
-
 log = logging.getLogger(__name__)
 
 

@@ -10,7 +10,6 @@ from flowfabric.engine.valkey import keys
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
-
 _LEVELS = {
     CollisionGrade.CLEAN: logging.DEBUG,
     CollisionGrade.WATCH: logging.INFO,

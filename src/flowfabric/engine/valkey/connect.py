@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 Place: TypeAlias = Address | str
 """An address or its url."""
-
 _DATA_FILES: Final = ("appendonlydir", "valkey.sock")
-
 log = logging.getLogger(__name__)
 
 

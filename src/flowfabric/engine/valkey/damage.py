@@ -12,7 +12,6 @@ from flowfabric.core.ids import ExecutionId, stored_id
 from flowfabric.core.text import lossless
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 

@@ -69,7 +69,6 @@ from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
 """Public states as replies spell them."""
-
 Outcomes = list[EngineError | None]
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 _PARTS_AT_ONCE = 3

@@ -25,7 +25,6 @@ _ALL_AT_ONCE = 1024
 _LIST_EVERY_S = 1.0
 _GROUPS = "{fp:0}"
 """Where the members of groups are registered."""
-
 Entry = tuple[bytes, Sequence[bytes]]
 
 

@@ -18,10 +18,7 @@ from flowfabric.core.contracts.streams import (
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
-from flowfabric.engine.api.arguments import (
-    held,
-    whole,
-)
+from flowfabric.engine.api.arguments import held, whole
 from flowfabric.engine.api.frames import U32, U64
 from flowfabric.engine.valkey.calls import proof, text
 

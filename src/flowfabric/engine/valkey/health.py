@@ -11,7 +11,6 @@ from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
-
 _NEARLY_FULL = 0.9
 _MIB = 1024 * 1024
 # What INFO says of a disk that makes the server refuse writes.
@@ -19,8 +18,6 @@ _DISK = {
     "aof_last_write_status": "the last write to the append-only file failed",
     "rdb_last_bgsave_status": "the last snapshot failed",
 }
-
-
 Facts = dict[str, dict[str, str]]
 """By server, what it says of itself."""
 

@@ -17,7 +17,6 @@ from flowfabric.engine.valkey.page_cursor import given_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, keep_lanes
 
 _LANE_STATES = ("active", "paused", "draining", "disabled")
-
 _STORE_LANE = """#!lua flags=allow-oom
 local before = redis.call('HGET', KEYS[1], 'state')
 for i = 1, #ARGV, 2 do
@@ -29,7 +28,6 @@ for i = 1, #ARGV, 2 do
 end
 return before
 """
-
 _FAN_OUT = 16
 
 

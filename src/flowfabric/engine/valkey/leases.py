@@ -35,11 +35,8 @@ from flowfabric.engine.valkey.record import Record
 
 Due = tuple[int, ExecutionId]
 """When a lease expires, and whose it is: the order of the listing."""
-
 _CHUNK = 500
-
 _MAX_PAGE = 10_000
-
 _RENEW_BATCH = 256
 
 

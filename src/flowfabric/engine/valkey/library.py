@@ -20,10 +20,8 @@ from flowfabric.valkey.transport import Ask, Transport
 log = logging.getLogger(__name__)
 LIBRARY_VERSION = 13
 """Rises whenever a function's arguments, reply or the set of names change."""
-
 MIN_CLIENT = 9
 """The oldest library version whose callers this library still serves."""
-
 _EVENTS_MAXLEN = 10_000
 # Feed length, cluster, extended: what older versions do not say of themselves.
 _SETTINGS_BEFORE_3 = (_EVENTS_MAXLEN, 0, 0)

@@ -36,9 +36,7 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 
 _PUBLIC_STATES = tuple(state.value for state in PublicState)
-
 _MAX_PAGE = 1000
-
 _LANE_INDEXES = {
     "eligible": "eligible",
     "delayed": "delayed",
@@ -53,12 +51,9 @@ _LANE_INDEXES = {
     "blocked_operator": "blocked:operator",
     "blocked_lane": "blocked:lane",
 }
-
 # These are kept apart by what the executions require.
 _BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
-
 _CHUNK = 200
-
 _MAX_EXAMINED = 10_000
 
 

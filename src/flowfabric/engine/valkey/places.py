@@ -23,25 +23,18 @@ from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.valkey.transport import Transport
 
 T = TypeVar("T")
-
 # A plain SADD is refused at the memory limit, and then no worker could start that frees memory.
 _ADD = """#!lua flags=allow-oom
 return redis.call('SADD', KEYS[1], unpack(ARGV))
 """
-
 _AT_ONCE = 500
-
 # A process goes on registering what it used in the last so many seconds.
 _FORGET_S = 300.0
-
 _REPEAT_S = 10.0
-
 KEPT = "kept"
 """The stamp of a lane that was declared or has settings: it stays although it is empty."""
-
 ANYWHERE = "*"
 """Stands for all partitions where the registry speaks of a lane as a whole."""
-
 MAX_LANES = 10_000
 """How many lanes a deployment may have at a time."""
 

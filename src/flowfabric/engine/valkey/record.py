@@ -34,8 +34,6 @@ _ENDED = {
     TerminalOutcome.EXPIRED: AttemptRecordState.ENDED_FAILURE,
     TerminalOutcome.CANCELLED: AttemptRecordState.ENDED_CANCELLED,
 }
-
-
 _FAILED = frozenset({AttemptRecordState.ENDED_FAILURE, AttemptRecordState.INTERRUPTED_RECLAIMED})
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),

@@ -32,18 +32,12 @@ from flowfabric.engine.api.secrets import (
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
-
 Found = tuple[str, str]
 """What seeding found on one partition: the status, and its current kid."""
-
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
-
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
-
 _FAN_OUT = 16
-
 FIRST_KID = "k1"
-
 log = logging.getLogger(__name__)
 
 

@@ -10,7 +10,6 @@ from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.valkey.transport import Transport
 
 Version = tuple[int, int, int]
-
 _HOLES: dict[tuple[int, int], dict[int, str]] = {
     (8, 0): {
         1: "CVE-2024-31449",
@@ -28,7 +27,6 @@ _HOLES: dict[tuple[int, int], dict[int, str]] = {
     (9, 0): {3: "CVE-2025-67733", 4: "CVE-2026-23631"},
 }
 """By release series: the patch level that fixes holes in the scripting engine."""
-
 _LOOPBACK = re.compile(r"-?(127\.[\d.]+|::1|localhost)").fullmatch
 _version = re.compile(r"^valkey_version:(\d+)\.(\d+)\.(\d+)", re.MULTILINE).search
 

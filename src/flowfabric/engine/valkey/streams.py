@@ -20,21 +20,10 @@ from flowfabric.core.contracts.streams import (
     Visibility,
 )
 from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
-from flowfabric.core.errors import (
-    EngineError,
-    TransportError,
-    ValidationError,
-    invalid_input,
-)
+from flowfabric.core.errors import EngineError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
-from flowfabric.engine.api.arguments import (
-    checked_text,
-    instance,
-    listed,
-    one_of,
-    whole,
-)
+from flowfabric.engine.api.arguments import checked_text, instance, listed, one_of, whole
 from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
 from flowfabric.engine.api.stream_follow import StreamFollower
 from flowfabric.engine.api.streams import Streams
@@ -46,21 +35,14 @@ from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.transport import Connection
 
 _TAIL_GRACE_S = 0.5
-
 # Parts of the reply that tells of another document; every other reply is longer.
 _MOVED_PARTS = 5
-
 T = TypeVar("T")
-
 _VISIBILITIES = ("all", "exclude_best_effort")
-
 # How soon a close is noticed that rings no bell: of an execution that does not exist yet.
 _UNNOTICED_S = 0.1
-
 _pack = msgspec.msgpack.Encoder().encode
-
 _MERGE_TRIES = 8
-
 SUMMARY_MAX_BYTES = 262_144
 
 

@@ -34,12 +34,10 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 _SUSPENDED_PARTS = (
     *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
 )
-
 _UNREADABLE_PARTS = 4
 # Parts of a row without a suspension: it has just ended.
 _PLACE_PARTS = 3
 _pack = msgspec.msgpack.Encoder().encode
-
 _TRIGGERS = ("signal", "operator", "auto_resume")
 _Row = tuple[tuple[int, str], list[Any]]
 """The position of an entry, and what is stored."""

@@ -15,7 +15,6 @@ from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
 from flowfabric.engine.valkey.places import ANYWHERE, ValkeyPlaces
 
 _WORKERS_AT_ONCE = 200
-
 _LANES_SEARCHED = 100
 
 

@@ -52,9 +52,7 @@ from flowfabric.engine.valkey.damage import Damage
 
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
 log = logging.getLogger(__name__)
-
 _OPEN = frozenset({"pending", "active"})
-
 _MAX_PAGE = 1000
 
 

@@ -7,12 +7,7 @@ from typing import Any, Literal
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import invalid_input
-from flowfabric.core.ids import (
-    new_uuid,
-    validate_lanes,
-    validate_namespace,
-    validate_worker_id,
-)
+from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, flag, positive_ms, whole
@@ -26,17 +21,13 @@ _MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
     b"marked": "marked",
     b"not_registered": "not_registered",
 }
-
 _REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
     b"registered": "registered",
     b"refreshed": "refreshed",
 }
-
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
-
 _READ_AHEAD = 100
-
 _REASON_BYTES = 256
 
 
