@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from flowfabric.core.contracts.streams import AppendOutcome, Frame
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.frame_writer import FrameWriter
-from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.api.streams import StreamFollower, Streams
 from tests.support.engine import Engine, refused
 from tests.support.streams import append, frames, payloads
 
@@ -80,16 +80,16 @@ class Recorder:
         self.sizes: list[int] = []
 
     async def append_frames(
-        self, handle: Handle, frames: Sequence[Frame], **how: Any
+        self, handle: Handle, frames: Sequence[Frame], **options: Any
     ) -> AppendOutcome:
         self.sizes.append(len(frames))
-        return await self._backend.streams.append_frames(handle, frames, **how)
+        return await self._backend.streams.append_frames(handle, frames, **options)
 
 
 async def test_bursts_leave_in_batches(engine: Engine) -> None:
     handle = await engine.running()
     recorder = Recorder(engine.backend)
-    writer = FrameWriter(recorder, handle)
+    writer = FrameWriter(cast("Streams", recorder), handle)
     for number in range(1000):
         await writer.write(Frame(payload=b"%d" % number))
     await writer.flush()

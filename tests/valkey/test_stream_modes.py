@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import pytest
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import BestEffort
-from flowfabric.engine.valkey.streams import Summaries
 from tests.conformance.test_stream_modes import document, live, patch
 from tests.support.engine import Engine, refused, unchanged
 from tests.support.server import TestServer
@@ -207,16 +207,22 @@ async def test_another_client_goes_on_with_the_document(engine: Engine, valkey: 
     assert await document(engine, handle) == b'{"a":1,"b":2,"c":3}'
 
 
+def remember(engine: Engine, summaries: int) -> None:
+    """Forget every summary, and remember this many from now on."""
+    streams = cast("Any", engine.backend.streams)
+    streams._summaries = lru_cache(summaries)(streams._summaries.__wrapped__)
+
+
 async def test_a_forgotten_summary_is_read_again(engine: Engine) -> None:
     handle = await engine.running()
     await patch(engine, handle, '{"a":1}')
-    engine.backend.streams._summaries = Summaries()  # pyright: ignore[reportAttributeAccessIssue]
+    remember(engine, 64)
     assert (await patch(engine, handle, '{"b":2}')).summary_version == 2
     assert await document(engine, handle) == b'{"a":1,"b":2}'
 
 
 async def test_only_the_latest_summaries_are_remembered(engine: Engine) -> None:
-    engine.backend.streams._summaries = Summaries(size=2)  # pyright: ignore[reportAttributeAccessIssue]
+    remember(engine, 2)
     handles = [await engine.running() for _ in range(4)]
     for number in range(1, 4):
         for handle in handles:

@@ -11,8 +11,7 @@ from flowfabric.core.errors import TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.reads import Reads
-from flowfabric.engine.api.stream_follow import StreamFollower
-from flowfabric.engine.api.streams import Streams
+from flowfabric.engine.api.streams import StreamFollower, Streams
 
 _RETRY_S = 0.2
 

@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self, Unpack
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import (
     AppendOutcome,
-    BestEffort,
     Frame,
-    FrameMode,
+    StreamedFrame,
     StreamFrames,
     SummaryDocument,
     Visibility,
 )
-from flowfabric.core.cursors import START
+from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor
+from flowfabric.core.errors import LimitError, TransportError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.merge_patch import PATCH_KIND
 from flowfabric.engine.api.concern import Concern
-from flowfabric.engine.api.frames import MAX_FRAME_BYTES
-from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.api.frames import AppendOptions
 
-SUMMARY_MAX_BYTES = 262_144
+log = logging.getLogger(__name__)
+_PAGE = 500
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 2.0
 
 
 class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
 
     async def append_frame(
-        self,
-        handle: Handle,
-        frame: Frame,
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        patch_kind: str = PATCH_KIND,
-        summary_max_bytes: int = SUMMARY_MAX_BYTES,
-        seq: int | None = None,
+        self, handle: Handle, frame: Frame, **options: Unpack[AppendOptions]
     ) -> AppendOutcome:
-        """Add one frame; see `append_frames`."""
-        ...
+        """Append one frame; see `append_frames`."""
+        return await self.append_frames(handle, (frame,), **options)
 
     async def append_frames(
-        self,
-        handle: Handle,
-        frames: Sequence[Frame],
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        patch_kind: str = PATCH_KIND,
-        summary_max_bytes: int = SUMMARY_MAX_BYTES,
-        seq: int | None = None,
+        self, handle: Handle, frames: Sequence[Frame], **options: Unpack[AppendOptions]
     ) -> AppendOutcome:
-        """Add frames, all or nothing, in one step that also proves the lease.
-
-        `seq` numbers the last frame: an append whose seq is not higher than the highest accepted
-        one is not written again, so send the next only when the one before was answered.
-        `retention_maxlen` keeps exactly that many newest frames; 0 keeps about 10 000, and
-        without one the execution's policy decides.
-        """
+        """Append frames, all or nothing, in one step that also proves the lease."""
         ...
 
     async def read_summary(
@@ -82,7 +61,7 @@ class Streams(Concern, Protocol):
         count_limit: int = 100,
         visibility: Visibility = "all",
     ) -> StreamFrames:
-        """Frames of a closed range, both ends included, and whether the stream is closed."""
+        """Frames of a range, both ends included, and whether the stream has ended."""
         ...
 
     async def tail_stream(
@@ -95,7 +74,7 @@ class Streams(Concern, Protocol):
         count_limit: int = 50,
         visibility: Visibility = "all",
     ) -> StreamFrames:
-        """Frames behind `after`; waits for some, or for the close, up to `block_ms`."""
+        """Frames after `after`; waits up to `block_ms` for one, or for the end of the stream."""
         ...
 
     def follow_stream(
@@ -106,9 +85,77 @@ class Streams(Concern, Protocol):
         after: str = START.text,
         visibility: Visibility = "all",
     ) -> StreamFollower:
-        """Every frame from `after` on, live, until the stream is closed.
+        """Every frame after `after`, live, until the stream ends.
 
-        >>> async for frame in backend.follow_stream(execution_id, 0):  # doctest: +SKIP
+        >>> async for frame in backend.streams.follow_stream(execution_id, 0):  # doctest: +SKIP
         ...     print(frame.payload)
         """
-        ...
+        return StreamFollower(self, execution_id, attempt_index, after, visibility)
+
+
+class StreamFollower:
+    """Iterates over the frames of one attempt until the stream ends, also over lost connections.
+
+    Then `closed_reason` and `closed_at` are set. `position` is where a later follower can
+    continue; `truncated` tells whether frames may have been trimmed before they were read.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        after: str,
+        visibility: Visibility,
+    ) -> None:
+        self._streams = streams
+        self._target = (execution_id, attempt_index)
+        self._visibility: Visibility = visibility
+        self._next = StreamCursor.parse(after).after()
+        self._ready: deque[StreamedFrame] = deque()
+        self.position = self._next
+        self.closed_at: int | None = None
+        self.closed_reason: str | None = None
+        self.truncated = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamedFrame:
+        while not self._ready:
+            if self.closed_at is not None:
+                raise StopAsyncIteration
+            await self._fetch()
+        frame = self._ready.popleft()
+        self.position = frame.id
+        return frame
+
+    async def _fetch(self) -> None:
+        page = await self._tail()
+        self.truncated = self.truncated or page.truncated
+        self._ready.extend(page.frames)
+        # Closed, and the page was empty: nothing can follow.
+        if page.closed_at is not None and page.next_cursor == self._next:
+            self.closed_at, self.closed_reason = page.closed_at, page.closed_reason
+            self.position = self._next
+        self._next = page.next_cursor
+
+    async def _tail(self) -> StreamFrames:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._streams.tail_stream(
+                    *self._target,
+                    after=self._next,
+                    block_ms=MAX_TAIL_BLOCK_MS,
+                    count_limit=_PAGE,
+                    visibility=self._visibility,
+                )
+            except (TransportError, LimitError) as error:
+                if not error.retryable:
+                    raise
+                log.debug("follower continues after %s despite: %s", self._next, error)
+                advised = error.retry_after_ms if isinstance(error, LimitError) else None
+            # Many followers of one server must not return at the same moment.
+            await asyncio.sleep((advised / 1000 if advised else pause) * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(pause * 2, _LAST_PAUSE_S)

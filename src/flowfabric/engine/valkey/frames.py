@@ -1,4 +1,4 @@
-"""Frames on the wire: limits, arguments, replies."""
+"""Frames as the functions take and return them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from flowfabric.core.contracts.streams import (
     Frame,
     FrameMode,
     StreamedFrame,
+    StreamFrames,
     SummaryDocument,
 )
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
-from flowfabric.engine.api.arguments import held, whole
-from flowfabric.engine.api.frames import U32, U64
+from flowfabric.engine.api.arguments import held
+from flowfabric.engine.api.frames import Append
 from flowfabric.engine.valkey.calls import proof, text
 
 _MODES: dict[str, str] = {"durable": "d", "summary": "s", "best_effort": "b"}
@@ -44,13 +45,23 @@ class Page(msgspec.Struct):
     newest: str | None
     followed: bool
 
-    def truncated_after(self, position: str) -> bool:
-        """Whether frames from the position on may have been trimmed away."""
-        if not self.trimmed:
-            return False
+    def after(self, earlier: Page) -> Page:
+        """This page with the frames of the one before it."""
+        self.frames[:0] = earlier.frames
+        self.examined = self.examined or earlier.examined
+        return self
+
+    def result(self, position: str, asked: str) -> StreamFrames:
+        """What a read from `asked` returns; `position` is where it stands without frames."""
         # With nothing retained, all up to the last frame ever written are gone.
-        first_left = self.oldest or self.newest
-        return first_left is not None and _order(first_left) > _order(position)
+        oldest = self.oldest or self.newest
+        return StreamFrames(
+            frames=tuple(self.frames),
+            next_cursor=self.examined or position,
+            closed_at=self.closed_at,
+            closed_reason=self.closed_reason,
+            truncated=self.trimmed and oldest is not None and _order(oldest) > _order(asked),
+        )
 
 
 def _order(entry: str) -> tuple[int, int]:
@@ -60,28 +71,17 @@ def _order(entry: str) -> tuple[int, int]:
     return int(ms), int(seq)
 
 
-def append_args(
-    handle: Handle,
-    frames: Sequence[Frame],
-    mode: FrameMode,
-    retention_maxlen: int | None,
-    settings: bytes,
-    seq: int | None,
-) -> list[Any]:
-    """The arguments of one append."""
-    if retention_maxlen is not None:
-        whole(retention_maxlen, "retention_maxlen", 0, U32)
-    if seq is not None:
-        whole(seq, "seq", 0, U64)
+def append_args(handle: Handle, frames: Sequence[Frame], append: Append) -> list[Any]:
+    """The arguments of one append; those of a patch get their document later."""
     proof(held(handle))
     args: list[Any] = [
         handle.execution_id,
         handle.lease,
         handle.attempt,
-        _MODES[mode],
-        "" if retention_maxlen is None else retention_maxlen,
-        settings,
-        "" if seq is None else seq,
+        _MODES[append.mode],
+        "" if append.retention_maxlen is None else append.retention_maxlen,
+        _pack(append.live()) if append.mode == "best_effort" else b"",
+        "" if append.seq is None else append.seq,
     ]
     for frame in frames:
         args += (frame.name, frame.payload, _extra(frame))
@@ -89,7 +89,7 @@ def append_args(
 
 
 def _extra(frame: Frame) -> bytes:
-    """Only what differs from the defaults is stored."""
+    """What differs from the defaults; nothing else is stored."""
     extra: list[Any] = []
     if frame.encoding != "utf8":
         extra += ("e", frame.encoding)

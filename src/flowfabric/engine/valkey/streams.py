@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import (
     AppendOutcome,
-    BestEffort,
     Frame,
-    FrameMode,
     StreamFrames,
     SummaryDocument,
     Visibility,
@@ -23,9 +21,8 @@ from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behi
 from flowfabric.core.errors import EngineError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
-from flowfabric.engine.api.arguments import checked_text, instance, listed, one_of, whole
-from flowfabric.engine.api.frames import MAX_FRAME_BYTES, U32, check_frames, knobs
-from flowfabric.engine.api.stream_follow import StreamFollower
+from flowfabric.engine.api.arguments import listed, one_of, whole
+from flowfabric.engine.api.frames import U32, Append, AppendOptions
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refused
@@ -35,15 +32,15 @@ from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.transport import Connection
 
 _TAIL_GRACE_S = 0.5
-# Parts of the reply that tells of another document; every other reply is longer.
+# Parts of a reply that carries a newer document; every other reply is longer.
 _MOVED_PARTS = 5
 T = TypeVar("T")
 _VISIBILITIES = ("all", "exclude_best_effort")
-# How soon a close is noticed that rings no bell: of an execution that does not exist yet.
+# How often to look for the end of a stream whose execution does not exist yet: no bell rings.
 _UNNOTICED_S = 0.1
 _pack = msgspec.msgpack.Encoder().encode
 _MERGE_TRIES = 8
-SUMMARY_MAX_BYTES = 262_144
+_SUMMARIES = 64  # How many summaries a process remembers.
 
 
 class ValkeyStreams(Streams):
@@ -52,59 +49,17 @@ class ValkeyStreams(Streams):
     def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:
         self._calls = calls
         self._pool = pool
-        self._summaries = Summaries()
-
-    async def append_frame(
-        self,
-        handle: Handle,
-        frame: Frame,
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        patch_kind: str = PATCH_KIND,
-        summary_max_bytes: int = SUMMARY_MAX_BYTES,
-        seq: int | None = None,
-    ) -> AppendOutcome:
-        return await self.append_frames(
-            handle,
-            (frame,),
-            mode=mode,
-            best_effort=best_effort,
-            retention_maxlen=retention_maxlen,
-            max_payload_bytes=max_payload_bytes,
-            patch_kind=patch_kind,
-            summary_max_bytes=summary_max_bytes,
-            seq=seq,
-        )
+        self._summaries = lru_cache(_SUMMARIES)(_Summary)
 
     async def append_frames(
-        self,
-        handle: Handle,
-        frames: Sequence[Frame],
-        *,
-        mode: FrameMode = "durable",
-        best_effort: BestEffort | None = None,
-        retention_maxlen: int | None = None,
-        max_payload_bytes: int = MAX_FRAME_BYTES,
-        patch_kind: str = PATCH_KIND,
-        summary_max_bytes: int = SUMMARY_MAX_BYTES,
-        seq: int | None = None,
+        self, handle: Handle, frames: Sequence[Frame], **options: Unpack[AppendOptions]
     ) -> AppendOutcome:
-        whole(max_payload_bytes, "max_payload_bytes", 0, U32)
-        whole(summary_max_bytes, "summary_max_bytes", 0, U32)
-        checked_text(patch_kind, "patch_kind")
-        effort = BestEffort()
-        if best_effort is not None:
-            effort = instance(best_effort, BestEffort, "best_effort")
+        append = Append(**options)
         frames = listed(frames, "frames")
-        check_frames(frames, mode, max_payload_bytes)
-        if mode == "summary":
-            args = append_args(handle, frames, mode, retention_maxlen, b"", seq)
-            return await self._append_patches(handle, frames, args, patch_kind, summary_max_bytes)
-        settings = b"" if mode == "durable" else _pack(knobs(effort))
-        args = append_args(handle, frames, mode, retention_maxlen, settings, seq)
+        append.check(frames)
+        args = append_args(handle, frames, append)
+        if append.mode == "summary":
+            return await self._append_patches(handle, frames, args, append)
         return await self._append(handle, args, append_outcome)
 
     async def _append(
@@ -117,19 +72,14 @@ class ValkeyStreams(Streams):
         )
 
     async def _append_patches(
-        self,
-        handle: Handle,
-        frames: Sequence[Frame],
-        args: list[Any],
-        patch_kind: str,
-        max_bytes: int,
+        self, handle: Handle, frames: Sequence[Frame], args: list[Any], append: Append
     ) -> AppendOutcome:
-        """Merges here, where integers stay exact, and commits against the version it merged on."""
-        known = self._summaries.of(handle)
+        """Merge here, where integers stay exact, and commit against the version merged on."""
+        known = self._summaries(handle.attempt)
         async with known.lock:
             for _ in range(_MERGE_TRIES):
                 try:
-                    merged = _patched(known.document, frames, patch_kind, max_bytes)
+                    merged = _patched(known.document, frames, append)
                 except EngineError as error:
                     await self._refuse(handle, known, args, error)
                     continue
@@ -140,15 +90,13 @@ class ValkeyStreams(Streams):
                         known.version, known.document = outcome.summary_version, merged
                     return outcome
                 known.version, known.document = outcome
-        raise ValidationError("invalid_input", "the summary is written by too many at once")
+        raise ValidationError("invalid_input", "too many writers change this summary at once")
 
     async def _refuse(
         self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
     ) -> None:
-        """Raise why the patches cannot be merged, unless the document was not the latest.
-
-        Whoever may not write at all is told that first.
-        """
+        """Raise why the patches cannot be merged, unless the document was not the latest."""
+        # Without the right to write, this raises that first.
         await self._append(handle, [*args[:5], "", ""], append_outcome)
         stored = await self.read_summary(handle.execution_id, handle.attempt_index)
         if stored is None or stored.version == known.version:
@@ -180,7 +128,7 @@ class ValkeyStreams(Streams):
 
         async def read(conn: Connection) -> StreamFrames:
             found = await reader.collect(conn, first.first(), last.last(), count_limit)
-            return found.shown(first.text, first.first())
+            return found.result(first.text, first.first())
 
         with self._pool.permit(waits=False):
             return await self._connected(reader, read)
@@ -211,27 +159,17 @@ class ValkeyStreams(Streams):
                 )
                 position = found.examined or position
                 left = deadline - loop.time()
-                ended = found.page.closed_at is not None or self._pool.draining
+                ended = found.closed_at is not None or self._pool.draining
                 if found.frames or ended or left <= 0:
-                    return found.shown(position, asked)
-                pause = left if found.page.followed else min(left, _UNNOTICED_S)
+                    return found.result(position, asked)
+                pause = left if found.followed else min(left, _UNNOTICED_S)
                 news = reader.await_news(conn, position, pause)
                 await self._pool.await_news(conn, news)
                 if self._pool.draining:
-                    return found.shown(position, asked)
+                    return found.result(position, asked)
 
         with self._pool.permit(waits=block_ms > 0):
             return await self._connected(reader, wait)
-
-    def follow_stream(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        *,
-        after: str = START.text,
-        visibility: Visibility = "all",
-    ) -> StreamFollower:
-        return StreamFollower(self, execution_id, attempt_index, after, visibility)
 
     def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
         whole(index, "attempt_index", 0, U32)
@@ -239,7 +177,7 @@ class ValkeyStreams(Streams):
         return _Reader(self._calls, self._calls.checked(execution_id), index, visibility)
 
     async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:
-        """Read on a pooled connection, once more after an outage; a read is never ambiguous."""
+        """Read on a pooled connection, again after an outage; a read is never ambiguous."""
         for again in (True, False):
             try:
                 async with self._pool.connection(reader.tag) as conn:
@@ -249,56 +187,42 @@ class ValkeyStreams(Streams):
                 waitable = error.passing and error.kind != "timeout"
                 if not (again and waitable) or self._pool.closed:
                     raise
-            # The client's own connection rides the outage out, and learns where the key has moved.
+            # The client's own connection waits the outage out and learns where the key has moved.
             await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
         raise AssertionError("unreachable")
 
 
 class _Summary:
-    """The summary of one attempt as this process last wrote it."""
+    """The summary of one attempt as this process last wrote it; the store has the last word."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: str) -> None:
+        self.attempt = attempt
         self.version = 0
         self.document = EMPTY
         self.lock = asyncio.Lock()
 
 
-class Summaries:
-    """Summaries that this process writes, the latest ones. The store decides whether they hold."""
-
-    def __init__(self, size: int = 64) -> None:
-        self._size = size
-        self._known: OrderedDict[str, _Summary] = OrderedDict()
-
-    def of(self, handle: Handle) -> _Summary:
-        """What is known of the attempt's summary; at first that it is empty."""
-        known = self._known.pop(handle.attempt, None) or _Summary()
-        self._known[handle.attempt] = known
-        while len(self._known) > self._size:
-            self._known.popitem(last=False)
-        return known
-
-
 def _patch_outcome(reply: list[Any]) -> AppendOutcome | tuple[int, bytes]:
-    """What was appended, or the version and document that the patches have to be merged on."""
+    """What was appended, or the newer version and document to merge the patches on."""
     if len(reply) > _MOVED_PARTS:
         return append_outcome(reply)
     return int(reply[3]), bytes(reply[4])
 
 
-def _patched(document: bytes, frames: Sequence[Frame], patch_kind: str, max_bytes: int) -> bytes:
-    if patch_kind != PATCH_KIND:
-        raise invalid_input("patch_kind", f"unsupported patch_kind {patch_kind!r}")
+def _patched(document: bytes, frames: Sequence[Frame], append: Append) -> bytes:
+    if append.patch_kind != PATCH_KIND:
+        raise invalid_input("patch_kind", f"unsupported patch_kind {append.patch_kind!r}")
     merged = merge(document, *(parse_patch(frame.payload) for frame in frames))
-    if len(merged) > max_bytes:
+    if len(merged) > append.summary_max_bytes:
         raise ValidationError(
-            "retention_limit_exceeded", f"the summary is limited to {max_bytes} bytes"
+            "retention_limit_exceeded",
+            f"the summary is {len(merged)} bytes long; the limit is {append.summary_max_bytes}",
         )
     return merged
 
 
 class _Reader:
-    """Reads one stream, on a connection that is used for nothing else meanwhile."""
+    """Reads one stream on a connection of its own."""
 
     def __init__(
         self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: Visibility
@@ -312,20 +236,13 @@ class _Reader:
 
     async def collect(
         self, conn: Connection, first: str, last: str, count: int, *, follow: bool = False
-    ) -> _Found:
-        """Goes on past filtered frames until enough visible ones, or the end, are reached."""
-        found = _Found(await self._page(conn, first, last, count, follow=follow))
-        while found.page.more and len(found.frames) < count:
-            found.add(
-                await self._page(
-                    conn,
-                    behind(found.examined or first),
-                    last,
-                    count - len(found.frames),
-                    follow=follow,
-                )
-            )
-        return found
+    ) -> Page:
+        """Read past filtered frames until there are enough visible ones, or no more frames."""
+        page = await self._page(conn, first, last, count, follow=follow)
+        while page.more and len(page.frames) < count:
+            start, missing = behind(page.examined or first), count - len(page.frames)
+            page = (await self._page(conn, start, last, missing, follow=follow)).after(page)
+        return page
 
     async def _page(
         self, conn: Connection, first: str, last: str, count: int, *, follow: bool
@@ -348,32 +265,9 @@ class _Reader:
         raise refused(reply, "read_stream", function="ff_stream_read", execution_id=self._target[0])
 
     async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
-        """Blocks until a frame is appended, the stream closes, or the time is over."""
+        """Block until a frame is appended, the stream ends, or the time is over."""
         await conn.call(
             *("XREAD", "COUNT", 1, "BLOCK", max(1, int(seconds * 1000)), "STREAMS"),
             *(self.stream, self.closed, position, "0-0"),
             timeout=seconds + _TAIL_GRACE_S,
-        )
-
-
-class _Found:
-    """What one or more pages of a range held."""
-
-    def __init__(self, page: Page) -> None:
-        self.page = page
-        self.frames = page.frames
-        self.examined = page.examined
-
-    def add(self, page: Page) -> None:
-        self.frames += page.frames
-        self.examined = page.examined or self.examined
-        self.page = page
-
-    def shown(self, position: str, asked: str) -> StreamFrames:
-        return StreamFrames(
-            frames=tuple(self.frames),
-            next_cursor=self.examined or position,
-            closed_at=self.page.closed_at,
-            closed_reason=self.page.closed_reason,
-            truncated=self.page.truncated_after(asked),
         )
