@@ -11,7 +11,6 @@ import pytest
 from flowfabric.engine.api.meta import Grade
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.embedded_checks import check_secret_file
-from flowfabric.engine.valkey.keys import LEADER
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, read_library
 from flowfabric.engine.valkey.security import scripting_finding
 from flowfabric.scanners import ScannerSettings
@@ -53,7 +52,7 @@ async def live(engine: Engine, *lanes: str) -> None:
     await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=lanes or ["default"]
     )
-    await engine.backend.transport.call("SET", LEADER, "host:12:uuid", "PX", 60_000)
+    assert await engine.backend.leadership.acquire("", "host:12:uuid", 60_000)
 
 
 async def test_all_is_well(cli: Cli, engine: Engine) -> None:
@@ -99,7 +98,7 @@ async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
         process = supervisor.leadership.identity.rpartition(":")[0]
 
         async def listed() -> bool:
-            return bool(await engine.backend.transport.call("EXISTS", keys.LEADERS))
+            return bool(await engine.backend.leadership.leaders())
 
         await until(listed)
         _, found = await examined(cli)

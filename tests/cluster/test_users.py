@@ -238,7 +238,7 @@ async def test_the_users_can_do_no_more(deployment: Deployment) -> None:
             ],
             submit: [
                 ("HGETALL", SECRET),
-                ("SET", "ff:leader:scanners", "me"),
+                ("SET", "ff:leader:{scanners}", "me"),
                 ("HSET", "ff:signal:x", "a", "b"),
             ],
         }

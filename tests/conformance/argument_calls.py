@@ -17,6 +17,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.listings import Filter
 from flowfabric.engine.api.upkeep import Upkeep
 from tests.support.engine import LANE, TTL, Engine
@@ -39,7 +40,9 @@ _OFFERED = {
     *("mark_lease_expired_if_due", "promote_delayed", "expire_execution", "trim_retention"),
     *("reconcile_execution_index", "used_partitions"),
 }
-SCANNERS = {name for name in vars(Upkeep) if not name.startswith("_")} - _OFFERED | {
+_NO_ARGUMENTS = {"forget_idle_lanes", "leaders"}
+_INTERNAL = {*vars(Upkeep), *vars(Leadership)} - _OFFERED - _NO_ARGUMENTS
+SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "wait_ready",
     "ring_waiting",
     "occupied_partitions",

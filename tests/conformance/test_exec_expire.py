@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.api.upkeep import Index
 from tests.support.engine import Engine, unchanged
 from tests.support.executions import expire_attempt, expire_deadline, promote
 
@@ -22,10 +23,10 @@ def timeouts(**retry: Any) -> dict[str, Any]:
 
 async def test_a_past_deadline_expires_at_the_first_scan(engine: Engine) -> None:
     execution_id = await engine.create(execution_deadline_at=1)
-    scan = await engine.backend.upkeep.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
+    scan = await engine.backend.upkeep.scan_due([Index(execution_id.tag, "execution_deadline")], 50)
     assert [page.ids for page in scan.pages] == [[execution_id]]
     assert await expire_deadline(engine, execution_id) == "expired"
-    scan = await engine.backend.upkeep.scan_due({execution_id.tag: ["execution_deadline"]}, 50)
+    scan = await engine.backend.upkeep.scan_due([Index(execution_id.tag, "execution_deadline")], 50)
     assert list(scan.pages) == []
 
 

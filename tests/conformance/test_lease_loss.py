@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flowfabric.core.contracts.leases import AlreadySatisfied
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.upkeep import Index
 from tests.support.engine import TTL, Engine, refused, untouched
 from tests.support.leases import event_types, grant, lapsed, mark, paused, running
 
@@ -21,15 +20,11 @@ async def test_a_lapsed_lease_is_found_by_the_due_scan_once(engine: Engine) -> N
     handle = await engine.running()
     tag = handle.execution_id.tag
     await engine.advance(TTL + 1)
-    pages = await engine.backend.upkeep.scan_due({tag: ["lease_expiry"]}, 50)
-    assert [page.ids for page in _pages(pages)] == [[handle.execution_id]]
+    scan = await engine.backend.upkeep.scan_due([Index(tag, "lease_expiry")], 50)
+    assert [page.ids for page in scan.pages] == [[handle.execution_id]]
     await mark(engine, [handle.execution_id])
-    assert _pages(await engine.backend.upkeep.scan_due({tag: ["lease_expiry"]}, 50)) == []
-
-
-def _pages(scanned: Any) -> list[Any]:
-    """The pages of a scan, whether or not it also tells what is armed."""
-    return list(getattr(scanned, "pages", scanned))
+    scan = await engine.backend.upkeep.scan_due([Index(tag, "lease_expiry")], 50)
+    assert scan.pages == []
 
 
 async def test_the_expected_lease_is_compared(engine: Engine) -> None:

@@ -11,9 +11,9 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import index_reconciler
-from flowfabric.scanners.base import ScanResult, Scope
+from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.index_reconciler import IndexReconciler
-from flowfabric.scanners.territory import read_territory
+from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import TTL, Engine
 from tests.support.executions import CODES, Case
@@ -24,7 +24,9 @@ TIMED = {"timeout_policy": {"attempt_timeout_ms": 60_000}}
 
 
 async def _cycle(reconciler: IndexReconciler, backend: ValkeyBackend) -> ScanResult:
-    return await reconciler.scan(backend, Scope(await read_territory(backend)))
+    cycle = Cycle(backend, await TerritoryMap(backend, 0).current())
+    await reconciler.scan(cycle)
+    return cycle.result()
 
 
 async def _commands(backend: ValkeyBackend) -> int:
@@ -284,7 +286,7 @@ async def test_only_so_many_at_rest_in_a_cycle_but_all_in_turn(
     monkeypatch.setattr(index_reconciler, "_AT_REST_PER_CYCLE", 2)
     monkeypatch.setattr(index_reconciler, "_READ_AT_REST_PER_CYCLE", 1)
     ids = await _spread(engine.backend, 9, 30)
-    monkeypatch.setattr("flowfabric.scanners.places._AT_ONCE_PARTITIONS", 2)
+    monkeypatch.setattr(index_reconciler, "_SURVEYED_AT_ONCE", 2)
     reconciler = await _at_rest(engine.backend)
     before = await _commands(engine.backend)
     await _cycle(reconciler, engine.backend)
@@ -399,7 +401,7 @@ async def test_a_malformed_signature_and_what_stands_under_it(engine: Engine) ->
 async def test_more_lanes_than_a_survey_looks_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.scanners.places._AT_ONCE_LANES", 3)
+    monkeypatch.setattr("flowfabric.scanners.partition_walk._MAX_LANES_SEARCHED", 3)
     lanes = [f"lane-{number:02}" for number in range(20)]
     home = engine.new_id()
     ids = {

@@ -7,20 +7,23 @@ from typing import Any
 
 import pytest
 
+from flowfabric.engine.api.leadership import Leader
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.keys import LEADER, LEADERS
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor
-from flowfabric.scanners.leader import Leader, Leadership, read_leaders
+from flowfabric.scanners.leader import LeaderElection
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.scanning import DEFAULTS, QUICK, create_delayed, running, until
 from tests.support.server import TestServer
 
 REPOSITORY = Path(__file__).parents[2]
+LEASE = keys.leader(keys.LEADERS_TAG, "")
+DUTIES = keys.leaders(keys.LEADERS_TAG)
 
 
 async def _owner(backend: ValkeyBackend) -> bytes | None:
-    found: Any = await backend.transport.call("GET", LEADER)
+    found: Any = await backend.transport.call("GET", LEASE)
     return found
 
 
@@ -64,7 +67,7 @@ async def test_a_clean_stop_hands_over(engine: Engine) -> None:
 async def test_a_stop_leaves_a_foreign_lease_alone(engine: Engine) -> None:
     async with running(engine.backend) as supervisor:
         await supervisor.leadership.scanning.wait()
-        await engine.backend.transport.call("SET", LEADER, "another", "PX", 60_000)
+        await engine.backend.transport.call("SET", LEASE, "another", "PX", 60_000)
     assert await _owner(engine.backend) == b"another"
 
 
@@ -72,14 +75,14 @@ async def test_steps_back_when_another_holds_the_lease(engine: Engine) -> None:
     settings = ScannerSettings(leader_ttl_s=0.2)
     async with running(engine.backend, settings) as supervisor:
         await supervisor.leadership.scanning.wait()
-        await engine.backend.transport.call("SET", LEADER, "another", "PX", 60_000)
+        await engine.backend.transport.call("SET", LEASE, "another", "PX", 60_000)
         await until(lambda: not supervisor.leadership.scanning.is_set())
-        assert not supervisor.leadership.holds
+        assert not supervisor.leadership.is_leader
 
 
 async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine: Engine) -> None:
     well = True
-    leadership = Leadership(engine.backend, ttl_s=0.2, healthy=lambda: well)
+    leadership = LeaderElection(engine.backend, ttl_s=0.2, healthy=lambda: well)
     stop = asyncio.Event()
     task = asyncio.create_task(leadership.run(stop))
     await leadership.scanning.wait()
@@ -90,29 +93,29 @@ async def test_a_process_without_progress_gives_the_lease_up_but_goes_on(engine:
 
     await until(free)
     assert leadership.scanning.is_set()
-    await engine.backend.transport.call("SET", LEADER, "another", "PX", 500)
+    await engine.backend.transport.call("SET", LEASE, "another", "PX", 500)
     await until(lambda: not leadership.scanning.is_set())
     well = True
-    await until(lambda: leadership.holds)
+    await until(lambda: leadership.is_leader)
     stop.set()
     await task
 
 
-async def test_without_memory_for_the_lease_it_scans_all_the_same(engine: Engine) -> None:
+async def test_a_full_server_still_grants_the_lease(engine: Engine) -> None:
+    """Only scanning frees memory again."""
     call = engine.backend.transport.call
-    leadership = Leadership(engine.backend, ttl_s=0.2, healthy=lambda: True)
+    leadership = LeaderElection(engine.backend, ttl_s=0.2, healthy=lambda: True)
     stop = asyncio.Event()
     await call("CONFIG", "SET", "maxmemory", "1")
     try:
         task = asyncio.create_task(leadership.run(stop))
         await leadership.scanning.wait()
-        assert not leadership.holds
+        assert leadership.is_leader
     finally:
         await call("CONFIG", "SET", "maxmemory", "0")
-    await until(lambda: leadership.holds)
     stop.set()
     await task
-    await leadership.release()
+    await leadership.resign()
 
 
 async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -> None:
@@ -121,7 +124,7 @@ async def test_two_at_once_have_one_effect(engine: Engine, valkey: TestServer) -
     apart = ScannerSettings(intervals_s=QUICK.intervals_s, disabled=frozenset({"doorbell"}))
     async with other, running(engine.backend) as one, running(other, apart) as two:
         await asyncio.gather(one.leadership.scanning.wait(), two.leadership.scanning.wait())
-        assert one.leadership.key != two.leadership.key, "both scan"
+        assert one.leadership.duty != two.leadership.duty, "both scan"
 
         async def all_done() -> bool:
             done = [s.status()["delayed_promoter"].processed for s in (one, two)]
@@ -140,7 +143,7 @@ async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -
     async with other, running(engine.backend, alike) as one:
         await one.leadership.scanning.wait()
         async with running(other, alike) as two:
-            await create_delayed(engine, 5, in_ms=20)
+            await create_delayed(engine, 5, in_ms=500)
             await until(lambda: one.status()["delayed_promoter"].processed == 5)
             assert two.status()["delayed_promoter"].cycles == 0
             assert not two.status()["delayed_promoter"].stuck
@@ -157,8 +160,7 @@ async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -
 async def test_processes_with_other_duties_have_another_leader(
     engine: Engine, settings: ScannerSettings, accept: ScannerFilter | None
 ) -> None:
-    key = ScannerSupervisor(engine.backend, settings, accept).leadership.key
-    assert key.startswith(LEADER + ":")
+    assert ScannerSupervisor(engine.backend, settings, accept).leadership.duty
 
 
 def _process(supervisor: ScannerSupervisor) -> str:
@@ -166,43 +168,43 @@ def _process(supervisor: ScannerSupervisor) -> str:
 
 
 async def test_every_leader_is_found(engine: Engine, valkey: TestServer) -> None:
-    assert await read_leaders(engine.backend) == []
+    assert await engine.backend.leadership.leaders() == []
     other = await ValkeyBackend.connect(parse_url(valkey.url))
     # So long a lease is not renewed meanwhile: it is listed when it is taken.
     apart = ScannerSettings(disabled=frozenset({"doorbell"}), leader_ttl_s=3600)
 
     async def found() -> bool:
-        return len(await read_leaders(engine.backend)) == 2
+        return len(await engine.backend.leadership.leaders()) == 2
 
     async with other, running(other, apart) as partial:
         await partial.leadership.scanning.wait()
         async with running(engine.backend) as whole:
             await until(found)
-            assert await read_leaders(engine.backend) == [
+            assert await engine.backend.leadership.leaders() == [
                 Leader(_process(whole), partial=False),
                 Leader(_process(partial), partial=True),
             ]
-    assert await read_leaders(engine.backend) == [], "the lease counts, not the list"
-    names: Any = await engine.backend.transport.call("SMEMBERS", LEADERS)
-    assert list(names) == [partial.leadership.key.encode()]
+    assert await engine.backend.leadership.leaders() == [], "the lease counts, not the list"
+    names: Any = await engine.backend.transport.call("SMEMBERS", DUTIES)
+    assert list(names) == [partial.leadership.duty.encode()]
 
 
 async def test_a_lost_list_is_written_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.scanners.leader._LIST_AGAIN_S", 0.1)
+    monkeypatch.setattr("flowfabric.scanners.leader._ACQUIRE_AGAIN_S", 0.1)
     settings = ScannerSettings(disabled=frozenset({"doorbell"}), leader_ttl_s=3)
 
     async def found() -> bool:
-        return len(await read_leaders(engine.backend)) == 1
+        return len(await engine.backend.leadership.leaders()) == 1
 
     async with running(engine.backend, settings):
         await until(found)
-        await engine.backend.transport.call("DEL", LEADERS)
+        await engine.backend.transport.call("DEL", DUTIES)
         await until(found)
 
 
 async def test_the_usual_lease_is_not_listed(engine: Engine) -> None:
     async with running(engine.backend) as supervisor:
         await supervisor.leadership.scanning.wait()
-    assert await engine.backend.transport.call("EXISTS", LEADERS) == 0
+    assert await engine.backend.transport.call("EXISTS", DUTIES) == 0

@@ -12,7 +12,7 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.lanes import LaneSettings
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.keys import PLACES, wake
+from flowfabric.engine.valkey.keys import LANES_TAG, PLACES, wake
 from flowfabric.engine.valkey.places import MAX_LANES
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S
@@ -157,10 +157,13 @@ async def test_a_lane_that_somebody_registers_stays(
         await worker.places.register_again()
         assert await sweep(engine) == ["default", "served"]
         # Registered between the look and the removal.
-        stamps = (await engine.backend.places.places_in_use())["{fp:7}"]
+        places: Any = engine.backend.places
+        stamp = (await places.places_in_use())["{fp:7}"]["served"]
         await engine.advance(MINUTE_MS + 1)
         await worker.places.register_again()
-        assert await engine.backend.upkeep.forget_places("{fp:7}", stamps) == 0
+        args = ("7", "served", stamp)
+        reply = await engine.backend.calls.fcall("ff_forget_places", LANES_TAG, args, op="test")
+        assert reply[2] == 0
         await engine.advance(MINUTE_MS + 1)
         assert await sweep(engine) == ["default"]
 

@@ -11,7 +11,7 @@ from flowfabric.core.errors import NotFoundError, TransportError, ValidationErro
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings, ScannerSupervisor
-from flowfabric.scanners.base import ScanResult, Scope
+from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
@@ -33,7 +33,7 @@ class _Gate:
         self.release = asyncio.Event()
         self.inside = self.most = 0
 
-    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
+    async def scan(self, cycle: Cycle) -> None:
         self.inside += 1
         self.most = max(self.most, self.inside)
         self.entered.set()
@@ -41,7 +41,6 @@ class _Gate:
             await self.release.wait()
         finally:
             self.inside -= 1
-        return ScanResult()
 
 
 class _Faulty:
@@ -52,11 +51,10 @@ class _Faulty:
     def __init__(self) -> None:
         self.faults = 3
 
-    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
+    async def scan(self, cycle: Cycle) -> None:
         if self.faults:
             self.faults -= 1
             raise RuntimeError("a fault of the scanner itself")
-        return ScanResult()
 
 
 async def test_a_crashed_scanner_is_started_again(
@@ -125,7 +123,7 @@ async def test_stop_while_another_process_leads(engine: Engine, valkey: TestServ
         await until(asks)
         await follower.stop(timeout=3600)
         assert not follower.leadership.scanning.is_set()
-        assert leader.leadership.holds
+        assert leader.leadership.is_leader
 
 
 async def _looks_at_the_lease(backend: ValkeyBackend) -> int:
@@ -220,12 +218,10 @@ class _CutOff:
     name = "index_reconciler"
     lost = True
 
-    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
-        if self.lost:
-            for number in range(3):
-                error = TransportError("transport", "the connection was lost", ambiguous=True)
-                scope.trouble("partition not readable", error, partition=f"{{fp:{number}}}")
-        return ScanResult(errors=3 * self.lost)
+    async def scan(self, cycle: Cycle) -> None:
+        for number in range(3 * self.lost):
+            error = TransportError("transport", "the connection was lost", ambiguous=True)
+            cycle.failed("partition not readable", error, partition=f"{{fp:{number}}}")
 
 
 async def test_an_outage_within_a_cycle_is_an_outage_too(

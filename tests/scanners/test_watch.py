@@ -67,47 +67,48 @@ async def test_idle_with_something_armed_far_ahead(engine: Engine) -> None:
 async def _watch(engine: Engine) -> tuple[DueWatch, Territory]:
     scanners = [LeaseExpiry(), DelayedPromoter()]
     watch = DueWatch(engine.backend, {s.name: s.indexes for s in scanners}, 60.0)
-    territory = Territory({engine.new_id().tag: frozenset({"default"})})
+    territory = {engine.new_id().tag: frozenset({"default"})}
     for scanner in scanners:
-        indexes = {tag: list(scanner.indexes(lanes)) for tag, lanes in territory.lanes.items()}
-        scanned = [(tag, index) for tag, names in indexes.items() for index in names]
-        watch.learn(scanned, await engine.backend.upkeep.scan_due(indexes, 50))
+        indexes = scanner.indexes(territory)
+        watch.learn(indexes, await engine.backend.upkeep.scan_due(indexes, 50))
     return watch, territory
 
 
 async def test_unknown_indexes_must_be_scanned(engine: Engine) -> None:
     watch = DueWatch(engine.backend, {"lease_expiry": LeaseExpiry().indexes}, 60.0)
-    assert not await watch.quiet("lease_expiry", Territory({"{fp:0}": frozenset({"default"})}))
+    assert await watch.idle_since("lease_expiry", {"{fp:0}": frozenset({"default"})}) is None
 
 
 async def test_one_look_covers_every_scanner(engine: Engine) -> None:
     watch, territory = await _watch(engine)
     before = await _commands(engine.backend)
-    assert await watch.quiet("delayed_promoter", territory)
+    seen = await watch.idle_since("delayed_promoter", territory, 0.0)
+    assert seen is not None
+    assert await watch.idle_since("lease_expiry", territory, seen - 1) == seen
     assert await _commands(engine.backend) - before == 2, "one EXISTS, and INFO itself"
-    assert watch.covered_at("lease_expiry") is not None
+    assert await watch.idle_since("lease_expiry", territory, seen) != seen, "not a new look"
 
 
 async def test_an_index_that_appears_is_scanned(engine: Engine) -> None:
     watch, territory = await _watch(engine)
-    assert await watch.quiet("lease_expiry", territory)
+    assert await watch.idle_since("lease_expiry", territory) is not None
     held = await engine.running()
-    assert not await watch.quiet("delayed_promoter", territory)
-    assert not await watch.quiet("lease_expiry", territory)
+    assert await watch.idle_since("delayed_promoter", territory) is None
+    assert await watch.idle_since("lease_expiry", territory) is None
     await engine.backend.executions.complete(held)
 
 
 async def test_an_earlier_entry_of_another_process_is_seen(engine: Engine) -> None:
     await create_delayed(engine, 1, in_ms=3_600_000)
     watch, territory = await _watch(engine)
-    assert await watch.quiet("delayed_promoter", territory)
+    assert await watch.idle_since("delayed_promoter", territory) is not None
     due = watch.next_due("delayed_promoter")
     assert due is not None
     assert due > asyncio.get_running_loop().time() + 3000
     (soon,) = await create_delayed(engine, 1, in_ms=30)
 
     async def due_now() -> bool:
-        return not await watch.quiet("delayed_promoter", territory)
+        return await watch.idle_since("delayed_promoter", territory) is None
 
     await until(due_now, timeout=2)
     assert await engine.backend.upkeep.promote_delayed(soon.tag, "default", [soon]) == ["promoted"]
@@ -116,10 +117,12 @@ async def test_an_earlier_entry_of_another_process_is_seen(engine: Engine) -> No
 async def test_a_clock_not_heard_of_for_long_is_not_trusted(engine: Engine) -> None:
     await create_delayed(engine, 1, in_ms=3_600_000)
     watch, territory = await _watch(engine)
-    assert await watch.quiet("delayed_promoter", territory)
-    watch._trust_s = 0
-    assert not await watch.quiet("delayed_promoter", territory)
-    assert await watch.quiet("lease_expiry", territory), "nothing armed needs no clock"
+    assert await watch.idle_since("delayed_promoter", territory) is not None
+    watch._clock_trust_s = 0
+    assert await watch.idle_since("delayed_promoter", territory) is None
+    assert await watch.idle_since("lease_expiry", territory) is not None, (
+        "nothing armed needs no clock"
+    )
 
 
 async def test_an_unreadable_index_concerns_its_own_scanner_only(engine: Engine) -> None:
@@ -127,6 +130,8 @@ async def test_an_unreadable_index_concerns_its_own_scanner_only(engine: Engine)
     await engine.backend.transport.call("SET", key, "garbage")
     watch, territory = await _watch(engine)
     for _ in range(2):
-        assert not await watch.quiet("lease_expiry", territory), "the scan counts the error"
-        assert await watch.quiet("delayed_promoter", territory)
+        assert await watch.idle_since("lease_expiry", territory) is None, (
+            "the scan counts the error"
+        )
+        assert await watch.idle_since("delayed_promoter", territory) is not None
     await engine.backend.transport.call("DEL", key)

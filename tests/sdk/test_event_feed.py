@@ -17,7 +17,6 @@ from flowfabric.engine.api.events import (
     LeaseEvent,
     WorkerEvent,
 )
-from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.event_feed import EventFeed
@@ -230,7 +229,7 @@ async def test_ordinary_code_is_told_again_what_is_wrong(
                         next(trimmed)
 
     async def trim() -> None:
-        await engine.backend.upkeep.trim_events(keys.events(handle.execution_id.tag), 2**53)
+        await engine.backend.upkeep.trim_events(handle.execution_id.tag, 2**53)
 
     loop = asyncio.get_running_loop()
     await asyncio.to_thread(use)

@@ -21,9 +21,10 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.keys import LEADER, PARTITIONS, PLACES
+from flowfabric.engine.valkey.keys import LEADERS_TAG, PARTITIONS, PLACES
+from flowfabric.engine.valkey.keys import leader as leader_key
 from flowfabric.scanners import ScannerSettings
-from flowfabric.scanners.doorbell import Doorbell
+from flowfabric.scanners.doorbell import DoorbellScanner
 from flowfabric.scanners.due import DueScanner
 from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.scanner_thread import ScannerThread
@@ -70,7 +71,7 @@ async def clients(engine: Engine) -> int:
 
 
 async def leader(engine: Engine) -> Any:
-    return await engine.backend.transport.call("GET", LEADER)
+    return await engine.backend.transport.call("GET", leader_key(LEADERS_TAG, ""))
 
 
 def leads(engine: Engine) -> Any:
@@ -293,7 +294,7 @@ async def test_scanner_that_breaks_does_not_end_the_worker(
         broke.set()
         raise RuntimeError("a bug in a scanner")
 
-    for kind in (DueScanner, Doorbell):
+    for kind in (DueScanner, DoorbellScanner):
         monkeypatch.setattr(kind, "scan", broken)
     worker = await make_worker(scanners=True)
     async with serving(worker, {"job": nothing}) as runtime:

@@ -143,7 +143,7 @@ class Engine:
 
     async def trim_feed(self, execution_id: ExecutionId) -> None:
         """Trim everything that the feed of this execution's partition holds now."""
-        await self.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
+        await self.backend.upkeep.trim_events(execution_id.tag, 2**45)
 
     async def digest(self) -> dict[bytes, bytes]:
         """Every key that stays, with a hash of its content: `dump` in short, in one round trip."""

@@ -50,9 +50,13 @@ def new(n: int, **fields: Any) -> NewExecution:
     )
 
 
-async def placed(engine: Engine) -> dict[str, str]:
+async def unused_lane(engine: Engine) -> None:
     await engine.backend.places.register_places({"{fp:7}": ["mail"]})
-    return (await engine.backend.places.places_in_use())["{fp:7}"]
+    await engine.freeze(EPOCH + 60_001)
+
+
+async def led(engine: Engine) -> None:
+    assert await engine.backend.leadership.acquire("", "a:1:x", 60_000)
 
 
 async def nothing(_: Engine) -> None:
@@ -396,10 +400,14 @@ CASES: dict[str, Case] = {
     ),
     "forget_places": Case(
         "ff_forget_places",
-        placed,
-        lambda backend, stamps: backend.upkeep.forget_places("{fp:7}", stamps),
+        unused_lane,
+        lambda backend, _: backend.upkeep.forget_idle_lanes(),
         no_answer,
     ),
+    "lead": Case(
+        "ff_lead", nothing, lambda backend, _: backend.leadership.acquire("part", "a:1:x", 60_000)
+    ),
+    "resign": Case("ff_resign", led, lambda backend, _: backend.leadership.resign("", "a:1:x")),
     "ring_waiting": Case(
         "ff_ring_waiting",
         waiting,

@@ -52,6 +52,8 @@ CASES: dict[str, list[tuple[str, ...]]] = {
     "last_claim": [("default", "w-1"), ("a:b", "w-1")],
     "events": [()],
     **{name: [("billing",), ("a:b",)] for name in ("group", "group_members", "group_start")},
+    "leader": [("",), ("0f",)],
+    "leaders": [()],
 }
 
 

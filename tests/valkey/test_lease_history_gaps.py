@@ -59,7 +59,7 @@ async def test_events_that_were_trimmed_unread_are_never_passed_over_in_silence(
 
 async def test_a_feed_trimmed_to_nothing(engine: Engine) -> None:
     cursor, execution_id = await after_two(engine)
-    await engine.backend.upkeep.trim_events(keys.events(execution_id.tag), 2**45)
+    await engine.backend.upkeep.trim_events(execution_id.tag, 2**45)
     async with following(engine.backend, cursor) as history:
         error = await expired(history)
     async with following(engine.backend, error.details[0]) as history:
@@ -70,7 +70,7 @@ async def test_trimming_what_was_read_is_no_gap(engine: Engine) -> None:
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor
-    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
+    await engine.backend.upkeep.trim_events(engine.new_id().tag, 2**45)
     later = await lived(engine)
     async with following(engine.backend, kept) as history:
         assert [event.execution_id for event in await take(history, 2)] == [later, later]
@@ -91,7 +91,7 @@ async def test_an_old_trim_is_a_gap_only_for_a_cursor_from_before_it(
     newest = int(last.event_id.partition("/")[2].partition("-")[0])
     while await server_ms(backend) <= newest + 2:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    await backend.upkeep.trim_events(keys.events(engine.new_id().tag), newest + 1)
+    await backend.upkeep.trim_events(engine.new_id().tag, newest + 1)
     later = await lived(engine)
     # The feed is not named in the cursor: it stands at the cursor's time.
     cursor = FeedCursor(newest - 1 if missed else newest + 1).encode()
@@ -154,7 +154,7 @@ async def test_a_feed_is_as_long_as_the_loaded_library_says(private_engine: Engi
     code = library._assemble(cluster=False, events_maxlen=100)
     await engine.backend.transport.call("FUNCTION", "LOAD", "REPLACE", code)
     await lived(engine)
-    await engine.backend.upkeep.trim_events(keys.events(engine.new_id().tag), 2**45)
+    await engine.backend.upkeep.trim_events(engine.new_id().tag, 2**45)
     await lived(engine)
     async with following(engine.backend, "start") as history:
         kept = (await take(history, 2))[-1].cursor

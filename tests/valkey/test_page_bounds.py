@@ -6,8 +6,8 @@ import pytest
 
 from flowfabric.core.conditions import AllOf, Single
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.api.upkeep import Index, SurveyRequest
 from flowfabric.engine.valkey import keys
-from flowfabric.scanners.places import Place
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import assert_short, command, copy, uuids
 from tests.support.suspension import SECRET, Waits
@@ -82,12 +82,12 @@ async def test_expiring_a_page_of_waitpoints(engine: Engine) -> None:
 async def test_scanning_many_full_indexes(engine: Engine) -> None:
     tag = engine.new_id().tag
     members = [part for each in uuids(500) for part in (1, f"{tag}:{each}")]
-    names = [f"lane:l{n}:delayed" for n in range(200)]
+    indexes = [Index(tag, "delayed", f"l{n}") for n in range(200)]
     await command(engine, "ZADD", "filler", *members)
-    await copy(engine, "filler", (keys.index(tag, name) for name in names))
+    await copy(engine, "filler", (keys.lane(tag, index.lane, "delayed") for index in indexes))
 
     async def scan() -> None:
-        found = await engine.backend.upkeep.scan_due({tag: names}, 100)
+        found = await engine.backend.upkeep.scan_due(indexes, 100)
         assert [len(page.ids) for page in found.pages] == [100] * 200
 
     await assert_short(engine, "ff_scan_due", scan)
@@ -109,9 +109,8 @@ async def test_surveying_many_lanes_with_all_their_signatures(engine: Engine) ->
         await copy(engine, "entries", [keys.reclaimable(tag, "l7", requiring)])
 
     async def survey() -> None:
-        place = Place(tag)
-        place.take(await engine.backend.upkeep.survey_indexes(place.parts(lanes)))
-        assert len(place.names) == 6 * 64 + 2 * 128
+        (survey,) = await engine.backend.upkeep.survey_indexes([SurveyRequest(tag, lanes)])
+        assert len(survey.indexes) == 6 * 64 + 2 * 128
 
     await assert_short(engine, "ff_survey", survey)
 
@@ -181,28 +180,28 @@ async def test_registries_of_lanes(engine: Engine) -> None:
         backend.places.known_places.clear()
         await backend.places.register_places({tag: lanes})
 
-    async def look() -> None:
-        assert len(await backend.upkeep.idle_lanes(tag, lanes[:200])) == 200
-
     async def ring() -> None:
         assert await backend.wakeups.ring_waiting({tag: lanes[200:300]}) == 100
 
     async def forget() -> None:
-        places = await backend.places.places_in_use()
-        stamps = dict(list(places[tag].items())[:200])
-        assert await backend.upkeep.forget_places(tag, stamps) == len(stamps)
+        assert await backend.upkeep.forget_idle_lanes() == 399, "one has settings"
 
     async def set_lane() -> None:
         await backend.lanes.set_lane_config("lane1", reclaim_grace_ms=5)
 
     await assert_short(engine, "ff_register_places", register)
-    await assert_short(engine, "ff_idle_lanes", look)
     await assert_short(engine, "ff_set_lane", set_lane)
     for lane in lanes[200:300]:
         execution_id = ExecutionId(f"{tag}:{new_uuid()}")
         await engine.create(lane=lane, execution_id=execution_id)
     await assert_short(engine, "ff_ring_waiting", ring)
-    await assert_short(engine, "ff_forget_places", forget)
+
+    async def leave() -> None:
+        await register()
+        await engine.advance(60_001)
+
+    for function in ("ff_idle_lanes", "ff_forget_places"):
+        await assert_short(engine, function, forget, leave)
 
 
 async def test_the_registry_of_workers(engine: Engine) -> None:
@@ -220,13 +219,7 @@ async def test_the_registry_of_workers(engine: Engine) -> None:
         await command(engine, "SADD", keys.workers("{default}"), *uuids(1000))
 
     async def sweep() -> None:
-        cursor, swept = "0", 0
-        while True:
-            cursor, count = await backend.upkeep.sweep_workers("default", cursor)
-            swept += count
-            if cursor == "0":
-                break
-        assert swept == 1000
+        assert await backend.upkeep.sweep_workers("default") == 1000
 
     await assert_short(engine, "ff_worker_sweep", sweep, vanish)
 

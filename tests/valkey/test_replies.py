@@ -15,6 +15,7 @@ from flowfabric.core.contracts.suspension import Suspended
 from flowfabric.core.errors import ErrorClass, ReplyError, UnknownCodeError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.upkeep import Index
 from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.valkey.reads import READ_FUNCTIONS
@@ -124,6 +125,15 @@ CALLS: dict[str, tuple[str, Call]] = {
 }
 
 
+async def _purge(backend: ValkeyBackend) -> int:
+    backlog = keys.index("{fp:0}", "purge_backlog")
+    await backend.transport.call("HSET", backlog, "x", "0")
+    try:
+        return await backend.upkeep.purge("{fp:0}")
+    finally:
+        await backend.transport.call("DEL", backlog)
+
+
 # About no single execution.
 OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
     "list suspended": ("ff_list_suspended", lambda b: b.suspensions.list_suspended(partition=0)),
@@ -136,9 +146,9 @@ OTHERS: dict[str, tuple[str, Callable[[ValkeyBackend], Awaitable[Any]]]] = {
         lambda b: b.secrets.rotate_waitpoint_hmac_secret(0, "k2", SECRET),
     ),
     "kids": ("ff_list_kids", lambda b: b.secrets.list_waitpoint_hmac_kids()),
-    "due": ("ff_scan_due", lambda b: b.upkeep.scan_due({"{fp:0}": ["lease_expiry"]}, 1)),
+    "due": ("ff_scan_due", lambda b: b.upkeep.scan_due([Index("{fp:0}", "lease_expiry")], 1)),
     "time": ("ff_scan_due", lambda b: b.meta.server_time_ms()),
-    "purge": ("ff_purge", lambda b: b.upkeep.purge("{fp:0}")),
+    "purge": ("ff_purge", _purge),
     "ring": ("ff_ring_waiting", lambda b: b.wakeups.ring_waiting({"{fp:0}": ["default"]})),
 }
 # What answers one word per item takes any word.

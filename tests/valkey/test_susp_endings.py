@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.core.conditions import AllOf, Count, CountKind, Single
 from flowfabric.core.state import ExpireReason
+from flowfabric.engine.api.upkeep import Index
 from tests.support.engine import LANE, Engine, refused, untouched
 from tests.support.leases import event_types
 from tests.support.storage import indexes, record
@@ -176,7 +177,7 @@ async def test_a_lost_timer_is_found_again(engine: Engine) -> None:
     await call("DEL", f"ff:idx:{tag}:suspension_timeout")
     await engine.backend.upkeep.reconcile_execution_index(tag, [execution_id], "repair")
     await engine.advance(1001)
-    scan = await engine.backend.upkeep.scan_due({tag: ["suspension_timeout"]}, 10)
+    scan = await engine.backend.upkeep.scan_due([Index(tag, "suspension_timeout")], 10)
     assert scan.pages[0].ids == [execution_id]
     assert await waits.expire(execution_id) == "fail"
 

@@ -15,7 +15,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.api.upkeep import SurveyPart
+from flowfabric.engine.api.upkeep import Index, SurveyRequest
 from flowfabric.engine.valkey import keys
 from tests.support.engine import Engine
 from tests.support.suspension import Waits
@@ -101,18 +101,20 @@ TIMERS = {
 
 
 async def scan_due(w: World) -> None:
-    lanes = [f"lane:{side.lane}:delayed" for side in (w.bad, w.good)]
-    found = await w.engine.backend.upkeep.scan_due({w.tag: [*TIMERS, *lanes]}, 100)
+    timers = {Index(w.tag, index): name for index, name in TIMERS.items()}
+    lanes = [Index(w.tag, "delayed", side.lane) for side in (w.bad, w.good)]
+    found = await w.engine.backend.upkeep.scan_due([*timers, *lanes], 100)
     due = {page.index: page.ids for page in found.pages}
-    for index, name in TIMERS.items():
+    for index, name in timers.items():
         assert getattr(w.good, name) in due.get(index, ())
-    assert due.get(f"lane:{w.good.lane}:delayed") == [w.good.delayed]
+    assert due.get(lanes[1]) == [w.good.delayed]
 
 
 async def survey(w: World) -> None:
-    part = SurveyPart(w.tag, [w.bad.lane, w.good.lane], [], whole=True)
-    (found,) = await w.engine.backend.upkeep.survey_indexes([part])
-    assert {"lease_expiry", f"lane:{w.good.lane}:delayed"} <= set(found.names)
+    request = SurveyRequest(w.tag, [w.bad.lane, w.good.lane])
+    (found,) = await w.engine.backend.upkeep.survey_indexes([request])
+    wanted = {Index(w.tag, "lease_expiry"), Index(w.tag, "delayed", w.good.lane)}
+    assert wanted <= set(found.indexes)
 
 
 async def reconcile(w: World) -> None:
@@ -127,7 +129,8 @@ async def ring(w: World) -> None:
 
 async def idle(w: World) -> None:
     lanes = ["none", w.bad.lane, w.good.lane]
-    assert await w.engine.backend.upkeep.idle_lanes(w.tag, lanes) == ["none"]
+    reply = await w.engine.backend.calls.fcall("ff_idle_lanes", w.tag, lanes, op="test")
+    assert reply[2] == [b"none"]
 
 
 async def list_suspended(w: World) -> None:

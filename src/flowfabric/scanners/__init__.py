@@ -1,8 +1,8 @@
-"""Time-driven upkeep: one small scanner a file, one supervisor a process."""
+"""Background jobs: one small scanner per file, one supervisor per process."""
 
 from __future__ import annotations
 
-from flowfabric.scanners.filter import ScannerFilter
+from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor

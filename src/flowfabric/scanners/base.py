@@ -1,108 +1,111 @@
-"""What every scanner is, what it is given, and what it reports."""
+"""What a scanner is, and what it is given for one cycle."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.scanners.filter import ScannerFilter
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
 
 
 class ScanResult(msgspec.Struct, frozen=True):
-    """One cycle: subjects handled, failures, and whether the time budget ended it early."""
+    """What one cycle did, and whether it ran out of time."""
 
     processed: int = 0
     errors: int = 0
     more: bool = False
 
 
-class Tally:
-    """Counts while a cycle runs."""
+class Failure(NamedTuple):
+    """An engine call that failed; the scanner went on with the rest."""
 
-    __slots__ = ("errors", "more", "processed")
-
-    def __init__(self) -> None:
-        self.processed = 0
-        self.errors = 0
-        self.more = False
-
-    def result(self) -> ScanResult:
-        """What the cycle amounts to."""
-        return ScanResult(self.processed, self.errors, self.more)
+    what: str
+    error: EngineError
+    fields: dict[str, str]
 
 
-def _never() -> bool:
-    return False
-
-
-def _ignore(*_: object) -> None:
-    return None
-
-
-class Scope:
-    """Where one cycle may look, for how long, and whom it tells that it gets on."""
-
-    __slots__ = (
-        "_ends_at",
-        "_on_progress",
-        "_on_trouble",
-        "_stopped",
-        "filter",
-        "territory",
-        "thorough",
-        "watch",
-    )
+class Cycle:
+    """One pass of a scanner: where it may look, for how long, and what it has done so far."""
 
     def __init__(
         self,
+        backend: Backend,
         territory: Territory,
         *,
-        accept: ScannerFilter | None = None,
+        where: ScannerFilter | None = None,
         budget_s: float = 10.0,
-        stopped: Callable[[], bool] = _never,
-        on_progress: Callable[[], None] = _ignore,
-        on_trouble: Callable[[str, EngineError, Mapping[str, str]], None] = _ignore,
+        stop: asyncio.Event | None = None,
         watch: DueWatch | None = None,
         thorough: bool = False,
+        progress_at: float | None = None,
     ) -> None:
+        self.backend = backend
         self.territory = territory
-        self.filter = accept or ScannerFilter()
+        self.where = where or ScannerFilter()
         self.watch = watch
         self.thorough = thorough
-        """Leave no shortcut: an operator asked for a full look."""
+        """Take no shortcut: an operator asked for this cycle."""
+        self.progress_at = progress_at
+        """When the server last answered, on the loop's clock."""
+        self.processed = 0
+        self.errors = 0
+        self.more = False
+        self.failures: list[Failure] = []
+        self._stop = stop
         self._ends_at = asyncio.get_running_loop().time() + budget_s
-        self._stopped = stopped
-        self._on_progress = on_progress
-        self._on_trouble = on_trouble
 
-    def spent(self) -> bool:
-        """Whether the cycle must end: its time is over, or the process stops."""
-        return self._stopped() or asyncio.get_running_loop().time() >= self._ends_at
+    def out_of_time(self) -> bool:
+        """Whether the cycle must end now; the next one then starts at once."""
+        stopped = self._stop is not None and self._stop.is_set()
+        if stopped or asyncio.get_running_loop().time() >= self._ends_at:
+            self.more = True
+        return self.more
 
     def progress(self) -> None:
-        """Say that the server answered; a scanner that never does counts as stuck."""
-        self._on_progress()
+        """Note that the server answered; a scanner without progress counts as stuck."""
+        self.progress_at = asyncio.get_running_loop().time()
 
-    def trouble(self, what: str, error: EngineError, **fields: str) -> None:
-        """Say that the engine failed the scanner, which goes on with the rest."""
-        self._on_trouble(what, error, fields)
+    def failed(self, what: str, error: EngineError, **fields: str) -> None:
+        self.errors += 1
+        self.failures.append(Failure(what, error, fields))
+
+    @contextmanager
+    def surviving(self, what: str, **fields: str) -> Generator[None]:
+        """Count an engine error in the block and continue after it."""
+        try:
+            yield
+        except EngineError as error:
+            self.failed(what, error, **fields)
+
+    def result(self) -> ScanResult:
+        return ScanResult(self.processed, self.errors, self.more)
 
 
 class Scanner(Protocol):
-    """One kind of periodic upkeep. Every change it makes is an atomic engine call."""
+    """A background job. Every change it makes is an atomic engine call."""
 
     @property
     def name(self) -> str:
         """The name used in settings, logs and status."""
         ...
 
-    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
-        """One cycle over the scope."""
+    async def scan(self, cycle: Cycle) -> None:
+        """Do what is due in the cycle's territory."""
         ...
+
+
+async def wait_until(event: asyncio.Event, seconds: float) -> None:
+    """Sleep, but wake at once when the event is set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

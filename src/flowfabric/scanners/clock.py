@@ -1,4 +1,4 @@
-"""The server's time between two answers: good enough to decide when to ask, never what to do."""
+"""The server's time, estimated between two answers: good enough to decide when to ask again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ class ServerClock:
         self._seen_at: float | None = None
 
     def observe(self, server_ms: int) -> None:
-        """Take over what the server just said."""
         self._seen_at = asyncio.get_running_loop().time()
         self._offset_ms = server_ms - self._seen_at * 1000
 
     @property
     def age_s(self) -> float:
-        """Seconds since the server last told its time; infinite before the first."""
+        """Seconds since the last observation; infinite before the first."""
         if self._seen_at is None:
             return math.inf
         return asyncio.get_running_loop().time() - self._seen_at
 
     def now_ms(self) -> float:
-        """The server's time by our estimate."""
         return asyncio.get_running_loop().time() * 1000 + self._offset_ms
 
     def loop_time(self, server_ms: float) -> float:

@@ -1,28 +1,20 @@
-"""Delayed executions and retries become eligible when their time has come."""
+"""Delayed executions and retries become claimable when they are due."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.scanners.due import DueScanner, lane_indexes
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import Index
+from flowfabric.scanners.due import DueScanner
 
 
 class DelayedPromoter(DueScanner):
-    """Promotes due members of every lane's delayed index."""
+    """Promotes the due members of each lane's delayed index."""
 
     name = "delayed_promoter"
-    settled = frozenset(
-        {"promoted", "not_found_cleaned", "not_runnable_cleaned", "not_delayed_cleaned"}
-    )
-    left = frozenset({"not_yet_due"})
+    index = "delayed"
+    per_lane = True
 
-    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:
-        """One index per lane."""
-        return lane_indexes(lanes, "delayed")
-
-    async def act(
-        self, backend: ValkeyBackend, tag: str, lane: str, ids: Sequence[str]
-    ) -> list[str]:
-        """Promote what is due."""
-        return await backend.upkeep.promote_delayed(tag, lane, ids)
+    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
+        return await backend.upkeep.promote_delayed(index.tag, index.lane, ids)

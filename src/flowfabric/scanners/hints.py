@@ -1,13 +1,15 @@
-"""Delays that this process set itself end at their exact time, whoever runs the scanners."""
+"""Delays that this process set are promoted at their exact time, whichever process scans."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import logging
+from typing import NamedTuple
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
+from flowfabric.scanners.base import wait_until
 from flowfabric.scanners.clock import ServerClock
 
 log = logging.getLogger(__name__)
@@ -18,36 +20,40 @@ _HORIZON_MS = 600_000
 _CLOCK_TRUST_S = 30.0
 _TRIES = 3
 
-Hint = tuple[int, int, str, str, str]
-"""Due time, tries left (negative), lane, tag, execution id."""
+
+class _Hint(NamedTuple):
+    due_ms: int
+    tries: int
+    lane: str
+    tag: str
+    execution_id: str
 
 
 class DueHints:
-    """Promotes hinted executions when they are due. A hint that is lost costs only latency.
+    """Promotes hinted executions when they are due. A lost hint costs only latency.
 
     >>> hints.hint("default", execution_id.tag, execution_id, due_ms)  # doctest: +SKIP
     """
 
-    def __init__(self, backend: ValkeyBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._heap: list[Hint] = []
+        self._heap: list[_Hint] = []
         self._wake = asyncio.Event()
         self._clock = ServerClock()
         self._task: asyncio.Task[None] | None = None
 
     def hint(self, lane: str, tag: str, execution_id: str, due_ms: int) -> None:
-        """An execution of this lane and partition may be promoted at a server time."""
+        """Promote this execution when the server's time is `due_ms`."""
         if len(self._heap) < _MAX_HINTS:
-            heapq.heappush(self._heap, (due_ms, -_TRIES, lane, tag, execution_id))
+            heapq.heappush(self._heap, _Hint(due_ms, 0, lane, tag, execution_id))
             self._wake.set()
 
     def start(self) -> None:
-        """Begin to act on hints."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="ff-due-hints")
 
     async def stop(self) -> None:
-        """End; hints not yet due are left to the delayed promoter."""
+        """Stop; the delayed promoter takes care of the hints that are left."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -61,7 +67,7 @@ class DueHints:
             try:
                 await self._step()
             except EngineError as error:
-                log.debug("hints wait: %s", error, extra={"action": "hints_failed"})
+                log.debug("hints failed: %s", error, extra={"action": "hints_failed"})
                 await asyncio.sleep(1.0)
 
     async def _step(self) -> None:
@@ -71,42 +77,37 @@ class DueHints:
             await self._wake.wait()
             return
         if self._clock.age_s > _CLOCK_TRUST_S:
-            self._clock.observe(await self._backend.meta.server_time_ms())
+            await self._read_clock()
         now = self._clock.now_ms()
-        if self._heap[0][0] > now + _HORIZON_MS:
-            # Everything behind lies further ahead: the promoter's interval is exact enough.
-            self._heap.clear()
-            return
         # One more millisecond: the server rounds its time down.
-        wait = (self._heap[0][0] + 1 - now) / 1000
-        if wait > 0:
-            try:
-                async with asyncio.timeout(min(wait, _CLOCK_TRUST_S)):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            return
-        await self._promote(now)
+        wait_ms = self._heap[0].due_ms + 1 - now
+        if wait_ms > _HORIZON_MS:
+            # All others are due even later: the promoter's interval is exact enough.
+            self._heap.clear()
+        elif wait_ms > 0:
+            await wait_until(self._wake, min(wait_ms / 1000, _CLOCK_TRUST_S))
+        else:
+            await self._promote(now)
 
     async def _promote(self, now: float) -> None:
-        groups: dict[tuple[str, str], list[Hint]] = {}
-        while self._heap and self._heap[0][0] + 1 <= now:
+        groups: dict[tuple[str, str], list[_Hint]] = {}
+        while self._heap and self._heap[0].due_ms + 1 <= now:
             hint = heapq.heappop(self._heap)
-            group = groups.setdefault((hint[3], hint[2]), [])
+            group = groups.setdefault((hint.tag, hint.lane), [])
             group.append(hint)
             if len(group) == _BATCH:
                 break
-        early: list[Hint] = []
         for (tag, lane), group in groups.items():
             answers = await self._backend.upkeep.promote_delayed(
-                tag, lane, [hint[4] for hint in group]
+                tag, lane, [hint.execution_id for hint in group]
             )
-            early += [
-                hint for hint, answer in zip(group, answers, strict=True) if answer == "not_yet_due"
-            ]
-        if early:
-            # Our idea of the server's time is wrong, or the delay was changed since.
-            self._clock.observe(await self._backend.meta.server_time_ms())
-            for due, tries, lane, tag, execution_id in early:
-                if tries + 1 < 0:
-                    heapq.heappush(self._heap, (due, tries + 1, lane, tag, execution_id))
+            early = [h for h, a in zip(group, answers, strict=True) if a == "not_yet_due"]
+            if early:
+                # Our estimate of the server's time is wrong, or the delay was changed.
+                await self._read_clock()
+            for hint in early:
+                if hint.tries + 1 < _TRIES:
+                    heapq.heappush(self._heap, hint._replace(tries=hint.tries + 1))
+
+    async def _read_clock(self) -> None:
+        self._clock.observe(await self._backend.meta.server_time_ms())

@@ -1,77 +1,45 @@
-"""Finished executions and old events are deleted when their retention is over."""
+"""Finished executions, old events and empty lanes are deleted."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from flowfabric.core.errors import EngineError
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.scanners.base import ScanResult, Scope, Tally
-from flowfabric.scanners.due import DueScanner, lane_indexes
-from flowfabric.scanners.idle_lanes import forget_idle_lanes
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import Index
+from flowfabric.scanners.base import Cycle
+from flowfabric.scanners.due import DueScanner
 
 
 class RetentionTrimmer(DueScanner):
-    """Trims lanes' terminal indexes in order of due time, finishes large purges, ages the feeds."""
+    """Deletes executions at the end of their retention, and the entries of every feed by age."""
 
     name = "retention_trimmer"
+    index = "terminal"
+    per_lane = True
     page = 20
-    settled = frozenset({"purged", "purging", "not_terminal", "orphan_removed"})
-    left = frozenset({"not_due"})
 
     def __init__(self, events_retention_ms: int) -> None:
         super().__init__()
         self._events_retention_ms = events_retention_ms
 
-    def indexes(self, lanes: Iterable[str]) -> Mapping[str, str]:
-        """One index per lane, ordered by the end of retention."""
-        return lane_indexes(lanes, "terminal")
+    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
+        return await backend.upkeep.trim_retention(index.tag, index.lane, ids)
 
-    async def act(
-        self, backend: ValkeyBackend, tag: str, lane: str, ids: Sequence[str]
-    ) -> list[str]:
-        """Delete what is due, each execution with all its keys."""
-        return await backend.upkeep.trim_retention(tag, lane, ids)
-
-    async def scan(self, backend: ValkeyBackend, scope: Scope) -> ScanResult:
-        """Trim executions, then what large ones left behind, event feeds and empty lanes."""
-        trimmed = await super().scan(backend, scope)
-        tally = Tally()
-        tally.processed, tally.errors, tally.more = trimmed.processed, trimmed.errors, trimmed.more
-        oldest = max(0, await backend.meta.server_time_ms() - self._events_retention_ms)
-        for tag in scope.territory.tags:
-            if scope.spent():
-                tally.more = True
-                break
-            await self._finish(backend, scope, tag, oldest, tally)
-        try:
-            for namespace in await backend.places.namespaces_in_use():
-                await backend.upkeep.trim_events(keys.worker_events(f"{{{namespace}}}"), oldest)
-            await forget_idle_lanes(backend, scope)
-        except EngineError as error:
-            tally.errors += 1
-            scope.trouble("registries not trimmed", error)
-        return tally.result()
-
-    async def _finish(
-        self, backend: ValkeyBackend, scope: Scope, tag: str, oldest: int, tally: Tally
-    ) -> None:
-        backlog = keys.index(tag, "purge_backlog")
-        try:
-            owed: Any
-            owed, _ = await asyncio.gather(
-                backend.transport.call("EXISTS", backlog, key=backlog),
-                backend.upkeep.trim_events(keys.events(tag), oldest),
-            )
-            while owed:
-                owed = await backend.upkeep.purge(tag)
-                scope.progress()
-                if scope.spent():
-                    tally.more = tally.more or owed > 0
-                    return
-        except EngineError as error:
-            tally.errors += 1
-            scope.trouble("feed or purge failed", error, partition=tag)
+    async def scan(self, cycle: Cycle) -> None:
+        await super().scan(cycle)
+        upkeep = cycle.backend.upkeep
+        oldest = max(0, await cycle.backend.meta.server_time_ms() - self._events_retention_ms)
+        for tag in cycle.territory:
+            if cycle.out_of_time():
+                return
+            with cycle.surviving("feed not trimmed", partition=tag):
+                await upkeep.trim_events(tag, oldest)
+            with cycle.surviving("purge failed", partition=tag):
+                while await upkeep.purge(tag) and not cycle.out_of_time():
+                    cycle.progress()
+        with cycle.surviving("namespaces not readable"):
+            for namespace in await cycle.backend.places.namespaces_in_use():
+                with cycle.surviving("worker feed not trimmed", namespace=namespace):
+                    await upkeep.trim_worker_events(namespace, oldest)
+        with cycle.surviving("lane registry not trimmed"):
+            await upkeep.forget_idle_lanes()

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
 
 import msgspec
 
-from flowfabric.core.errors import EngineError, TransportError
-from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.scanners.base import Scanner, ScanResult, Scope
-from flowfabric.scanners.filter import ScannerFilter
-from flowfabric.scanners.leader import Leadership
-from flowfabric.scanners.territory import Territory, TerritoryMap
-from flowfabric.scanners.trouble import UNREACHABLE, Outage
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import ScannerFilter
+from flowfabric.scanners.base import Cycle, Failure, Scanner, ScanResult, wait_until
+from flowfabric.scanners.leader import LeaderElection
+from flowfabric.scanners.outage import Outage
+from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.watch import DueWatch
 
 log = logging.getLogger(__name__)
@@ -46,18 +44,18 @@ class ScannerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Shared(msgspec.Struct, frozen=True):
     """What the scanners of one process have in common."""
 
-    backend: ValkeyBackend
+    backend: Backend
     territory: TerritoryMap
     watch: DueWatch
-    accept: ScannerFilter
-    leadership: Leadership
+    where: ScannerFilter
+    leadership: LeaderElection
     stop: asyncio.Event
     restart_backoff_s: float
     outage: Outage
 
 
 class Runner:
-    """Runs one scanner at its interval for as long as this process should scan."""
+    """Runs one scanner at its interval while this process should scan."""
 
     def __init__(self, scanner: Scanner, interval_s: float, shared: Shared) -> None:
         self.scanner = scanner
@@ -67,22 +65,17 @@ class Runner:
         self._watched = shared.watch.watches(scanner.name)
         self._one_cycle = asyncio.Lock()
         self._pause_s = self._draw_pause()
-        # Times on the loop's clock; None before the first, because any number may be a time.
-        self._last_start: float | None = None
-        self._last_covered: float | None = None
-        self._progress_at: float | None = None
+        # When, on the loop's clock, the last look at everything began; None before the first.
+        self._last_look: float | None = None
         self._more = False
-        self._troubles = self._failed_cycles = 0
-        self._begun_at = 0.0
-        self._cut_off = False
+        self._cycle: Cycle | None = None
         self._cycles = self._processed = self._errors = self._restarts = 0
+        self._failed_cycles = 0
         self._last_duration_s = 0.0
 
     # --- status ---------------------------------------------------------------------
 
     def status(self) -> ScannerStatus:
-        """A picture of now."""
-        progress = _latest(self._progress_at, self._shared.watch.covered_at(self.name))
         return ScannerStatus(
             name=self.name,
             interval_s=self.interval_s,
@@ -91,30 +84,31 @@ class Runner:
             errors=self._errors,
             restarts=self._restarts,
             last_duration_s=self._last_duration_s,
-            last_progress_at=progress,
+            last_progress_at=self._progress_at,
             scanning=self._shared.leadership.scanning.is_set(),
-            stuck=self._stuck(progress),
+            stuck=self._is_stuck(),
         )
 
-    def _stuck(self, progress: float | None) -> bool:
-        leadership = self._shared.leadership
-        since = _latest(progress, leadership.since)
-        if not leadership.scanning.is_set() or self._shared.stop.is_set() or since is None:
-            return False
-        silent = asyncio.get_running_loop().time() - since
-        return silent > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
+    @property
+    def _progress_at(self) -> float | None:
+        return None if self._cycle is None else self._cycle.progress_at
 
-    def _progress(self) -> None:
-        self._progress_at = asyncio.get_running_loop().time()
+    def _is_stuck(self) -> bool:
+        leadership = self._shared.leadership
+        if not leadership.scanning.is_set() or self._shared.stop.is_set():
+            return False
+        since = [time for time in (self._progress_at, leadership.since) if time is not None]
+        silent_s = asyncio.get_running_loop().time() - max(since)
+        return silent_s > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
 
     # --- the supervised task --------------------------------------------------------
 
     async def run(self) -> None:
-        """Until stopped: whatever ends the cycles, they begin again after a pause."""
+        """Run cycles until stopped; whatever ends them, they start again after a pause."""
         stop = self._shared.stop
         while not stop.is_set():
             cycles = asyncio.get_running_loop().create_task(
-                self._cycle_for_ever(), name=f"ff-scanner-{self.name}"
+                self._run_cycles(), name=f"ff-scanner-{self.name}"
             )
             try:
                 await asyncio.wait([cycles])
@@ -123,7 +117,7 @@ class Runner:
                 await asyncio.wait([cycles])
                 raise
             if cycles.cancelled():
-                await self._sleep(_CANCELLED_PAUSE_S)
+                await wait_until(stop, _CANCELLED_PAUSE_S)
             elif (error := cycles.exception()) is not None:
                 self._restarts += 1
                 log.error(
@@ -137,130 +131,93 @@ class Runner:
                         "restart_count": self._restarts,
                     },
                 )
-                await self._sleep(self._shared.restart_backoff_s)
+                await wait_until(stop, self._shared.restart_backoff_s)
 
-    async def _cycle_for_ever(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _run_cycles(self) -> None:
         stop, scanning = self._shared.stop, self._shared.leadership.scanning
         while not stop.is_set():
             if not scanning.is_set():
-                await _either(stop, scanning)
-                continue
-            due = self._due_at()
-            if due is not None and (pause := due - loop.time()) > 0:
-                await self._sleep(pause)
-                continue
-            await self.cycle()
-            # A cycle that had to stop early goes on at once, but lets others in between.
-            await asyncio.sleep(0)
+                await _first_of(stop, scanning)
+            elif (pause := self._pause_left()) > 0:
+                await wait_until(stop, pause)
+            else:
+                await self.cycle()
+                # A cycle that ran out of time continues at once, after others had their turn.
+                await asyncio.sleep(0)
 
-    def _due_at(self) -> float | None:
-        """When the next cycle should start; None: now."""
-        covered = self._shared.watch.covered_at(self.name)
-        last = _latest(self._last_start, covered)
-        if self._more or last is None:
-            return None
-        # A look by another scanner counts as a cycle of ours.
-        if covered == last and covered not in (self._last_start, self._last_covered):
-            self._last_covered = covered
-            self._cycles += 1
-        due = last + self._pause_s
+    def _pause_left(self) -> float:
+        """Seconds until the next cycle should start."""
+        if self._more or self._last_look is None:
+            return 0.0
+        due = self._last_look + self._pause_s
         exact = self._shared.watch.next_due(self.name) if self._watched else None
         if exact is not None:
             # One more millisecond: the server rounds its time down.
-            soonest = last if self._last_start is None else self._last_start + _MIN_PAUSE_S
-            due = min(due, max(exact + 0.001, soonest))
-        return due
+            due = min(due, max(exact + 0.001, self._last_look + _MIN_PAUSE_S))
+        return due - asyncio.get_running_loop().time()
 
     def _draw_pause(self) -> float:
-        # Jitter only shortens: the interval is the longest that due work may wait.
+        # Jitter only shortens: due work waits for an interval at most.
         return max(_MIN_PAUSE_S, self.interval_s * random.uniform(0.9, 1.0))  # noqa: S311
-
-    async def _sleep(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._shared.stop.wait()
-        except TimeoutError:
-            pass
 
     # --- one cycle ------------------------------------------------------------------
 
     async def cycle(self, partition: str | None = None, *, thorough: bool = False) -> ScanResult:
-        """One cycle, over one partition where given; `thorough` takes no shortcut."""
+        """One cycle, over one partition if given; `thorough` takes no shortcut."""
         async with self._one_cycle:
-            loop = asyncio.get_running_loop()
+            loop, shared = asyncio.get_running_loop(), self._shared
             started = loop.time()
-            if partition is None:
-                # A look at one partition does not stand for one at all of them.
-                self._last_start = started
-                self._pause_s = self._draw_pause()
-                self._more = False
-            self._begun_at, self._cut_off = started, False
-            try:
-                result = await self._scan(partition, thorough=thorough)
-            except EngineError as error:
-                result = ScanResult(errors=1)
-                self._trouble("could not scan", error, {})
-            if not self._troubles and not self._cut_off:
-                self._shared.outage.over()
-            self._settle()
+            cycle = self._cycle = Cycle(
+                shared.backend,
+                {},
+                where=shared.where,
+                budget_s=max(1.0, self.interval_s),
+                stop=shared.stop,
+                watch=shared.watch,
+                thorough=thorough,
+                progress_at=self._progress_at,
+            )
+            with cycle.surviving("could not scan"):
+                await self._scan(cycle, partition, started)
+            if not cycle.failures:
+                cycle.progress()
             self._last_duration_s = loop.time() - started
             self._cycles += 1
-            self._processed += result.processed
-            self._errors += result.errors
-            self._more = self._more or result.more
-            self._log(result)
-            return result
+            self._processed += cycle.processed
+            self._errors += cycle.errors
+            self._more = (self._more and partition is not None) or cycle.more
+            self._report(cycle, started)
+            return cycle.result()
 
-    async def _scan(self, partition: str | None, *, thorough: bool) -> ScanResult:
-        shared = self._shared
-        territory = await shared.territory.current(fresh=thorough)
+    async def _scan(self, cycle: Cycle, partition: str | None, started: float) -> None:
+        last_look = self._last_look
+        if partition is None:
+            # A look at one partition does not replace one at all of them.
+            self._last_look, self._pause_s = started, self._draw_pause()
+        territory = await self._shared.territory.current(fresh=cycle.thorough)
         if partition is not None:
-            territory = Territory({partition: territory.lanes.get(partition, frozenset())})
-        elif self._watched and not thorough and await shared.watch.quiet(self.name, territory):
-            self._progress()
-            return ScanResult()
-        scope = Scope(
-            territory,
-            accept=shared.accept,
-            budget_s=max(1.0, self.interval_s),
-            stopped=shared.stop.is_set,
-            on_progress=self._progress,
-            on_trouble=self._trouble,
-            watch=shared.watch,
-            thorough=thorough,
-        )
-        return await self.scanner.scan(shared.backend, scope)
+            territory = {partition: territory.get(partition, frozenset())}
+        elif self._watched and not cycle.thorough:
+            idle = await self._shared.watch.idle_since(self.name, territory, last_look)
+            if idle is not None:
+                self._last_look = idle
+                return
+        cycle.territory = territory
+        await self.scanner.scan(cycle)
 
-    def _trouble(self, what: str, error: EngineError, fields: Mapping[str, str]) -> None:
-        """The engine failed the scanner. Told once: it says the same at every cycle."""
-        if isinstance(error, TransportError) and error.kind in UNREACHABLE:
-            # An outage is everybody's, wherever in its cycle it catches a scanner.
-            if not self._cut_off:
-                self._cut_off = True
-                self._shared.outage.noticed(error, self._begun_at)
-            return
-        first = not self._troubles and not self._failed_cycles
-        self._troubles += 1
-        log.log(
-            logging.WARNING if first else logging.DEBUG,
-            "scanner %s: %s: %s",
-            self.name,
-            what,
-            error,
-            extra={
-                "action": "scanner_failure",
-                "scanner": self.name,
-                "error": str(error),
-                **fields,
-            },
-        )
-
-    def _settle(self) -> None:
-        troubles, self._troubles = self._troubles, 0
-        if troubles:
+    def _report(self, cycle: Cycle, started: float) -> None:
+        """Log what happened. A failure that lasts is logged when it begins and when it ends."""
+        outages = [f for f in cycle.failures if Outage.causes(f.error)]
+        others = [f for f in cycle.failures if not Outage.causes(f.error)]
+        if outages:
+            self._shared.outage.noticed(outages[0].error, started)
+        elif not others:
+            self._shared.outage.ended()
+        for failure in others:
+            self._log_failure(failure, first=not self._failed_cycles and failure is others[0])
+        if others:
             self._failed_cycles += 1
-        elif self._failed_cycles:
+        elif self._failed_cycles and not outages:
             failed, self._failed_cycles = self._failed_cycles, 0
             log.info(
                 "scanner %s works again after %d failed cycles",
@@ -272,31 +229,40 @@ class Runner:
                     "failed_cycles": failed,
                 },
             )
-
-    def _log(self, result: ScanResult) -> None:
-        level = logging.INFO if result.processed or result.errors else logging.DEBUG
+        level = logging.INFO if cycle.processed or cycle.errors else logging.DEBUG
         if log.isEnabledFor(level):
             log.log(
                 level,
                 "%s: %d processed, %d errors",
                 self.name,
-                result.processed,
-                result.errors,
+                cycle.processed,
+                cycle.errors,
                 extra={
                     "action": "scanner_cycle",
                     "scanner": self.name,
-                    "processed": result.processed,
-                    "errors": result.errors,
+                    "processed": cycle.processed,
+                    "errors": cycle.errors,
                     "elapsed_ms": round(self._last_duration_s * 1000),
                 },
             )
 
+    def _log_failure(self, failure: Failure, *, first: bool) -> None:
+        log.log(
+            logging.WARNING if first else logging.DEBUG,
+            "scanner %s: %s: %s",
+            self.name,
+            failure.what,
+            failure.error,
+            extra={
+                "action": "scanner_failure",
+                "scanner": self.name,
+                "error": str(failure.error),
+                **failure.fields,
+            },
+        )
 
-def _latest(*times: float | None) -> float | None:
-    return max((time for time in times if time is not None), default=None)
 
-
-async def _either(*events: asyncio.Event) -> None:
+async def _first_of(*events: asyncio.Event) -> None:
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
 from flowfabric.scanners.base import Scanner, ScanResult
 from flowfabric.scanners.delayed_promoter import DelayedPromoter
-from flowfabric.scanners.doorbell import Doorbell
+from flowfabric.scanners.doorbell import DoorbellScanner
 from flowfabric.scanners.due import DueScanner
 from flowfabric.scanners.execution_deadline import ExecutionDeadline
-from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
-from flowfabric.scanners.leader import Leadership
+from flowfabric.scanners.leader import LeaderElection, duty_of
 from flowfabric.scanners.lease_expiry import LeaseExpiry
+from flowfabric.scanners.outage import Outage
 from flowfabric.scanners.pending_wp_expiry import PendingWpExpiry
 from flowfabric.scanners.retention_trimmer import RetentionTrimmer
 from flowfabric.scanners.runner import Runner, ScannerStatus, Shared
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.suspension_timeout import SuspensionTimeout
 from flowfabric.scanners.territory import TerritoryMap
-from flowfabric.scanners.trouble import Outage
-from flowfabric.scanners.watch import DueWatch, Indexes
+from flowfabric.scanners.watch import DueWatch
 from flowfabric.scanners.worker_sweeper import WorkerSweeper
 
 log = logging.getLogger(__name__)
 
 
 class ScannerSupervisor:
-    """The scanners of one process. Any number of processes may run one; one of them scans.
+    """The scanners of one process. Of all processes that have them, one scans at a time.
 
     >>> supervisor = ScannerSupervisor(backend)  # doctest: +SKIP
     >>> supervisor.start()  # doctest: +SKIP
@@ -44,55 +42,57 @@ class ScannerSupervisor:
 
     def __init__(
         self,
-        backend: ValkeyBackend,
+        backend: Backend,
         settings: ScannerSettings | None = None,
         filter: ScannerFilter | None = None,  # noqa: A002 - the spec's name for it
     ) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
-        accept = settings.filter if filter is None else filter
-        due: list[DueScanner] = [
+        where = settings.filter if filter is None else filter
+        watched: list[DueScanner | DoorbellScanner] = [
             LeaseExpiry(),
             DelayedPromoter(),
             AttemptTimeout(),
             ExecutionDeadline(),
             SuspensionTimeout(),
             PendingWpExpiry(),
+            DoorbellScanner(),
         ]
-        due = [scanner for scanner in due if scanner.name not in settings.disabled]
-        doorbell = Doorbell()
-        others: list[Scanner] = [
-            doorbell,
+        watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
+        scanners: list[Scanner] = [
+            *watched,
             IndexReconciler(),
             RetentionTrimmer(settings.events_retention_ms),
             WorkerSweeper(),
         ]
-        watched: dict[str, Indexes] = {s.name: s.indexes for s in (*due, doorbell)}
-        enabled = [*due, *(s for s in others if s.name not in settings.disabled)]
         self.hints = DueHints(backend)
-        """Feed it the delays this process sets; they then end at their exact time."""
-        self.leadership = Leadership(
+        """Tell it the delays this process sets; they then end at their exact time."""
+        self.leadership = LeaderElection(
             backend,
-            key=_leader_key(settings, accept),
+            duty=duty_of(where, settings.disabled),
             ttl_s=settings.leader_ttl_s,
-            healthy=self._healthy,
+            healthy=self._is_healthy,
         )
         self._stop = asyncio.Event()
         shared = Shared(
             backend,
             TerritoryMap(backend, settings.territory_refresh_s),
-            DueWatch(backend, watched, settings.clock_trust_s),
-            accept,
+            DueWatch(backend, {s.name: s.indexes for s in watched}, settings.clock_trust_s),
+            where,
             self.leadership,
             self._stop,
             settings.restart_backoff_s,
             Outage(),
         )
-        self._runners = {s.name: Runner(s, settings.interval(s.name), shared) for s in enabled}
+        self._runners = {
+            scanner.name: Runner(scanner, settings.interval(scanner.name), shared)
+            for scanner in scanners
+            if scanner.name not in settings.disabled
+        }
         self._backend = backend
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin. Once per object."""
+        """Start every scanner, once per object."""
         if self._tasks:
             return
         loop = asyncio.get_running_loop()
@@ -108,7 +108,7 @@ class ScannerSupervisor:
         )
 
     async def stop(self, timeout: float = 15) -> None:
-        """End every cycle at its next page and hand the lease over; abandons after `timeout`."""
+        """Stop every cycle at its next page and resign; abandon what runs after `timeout`."""
         self._stop.set()
         await self.hints.stop()
         tasks, self._tasks = self._tasks, []
@@ -117,7 +117,7 @@ class ScannerSupervisor:
         _, late = await asyncio.wait(tasks, timeout=timeout)
         if late:
             log.warning(
-                "%d scanners did not stop in %g s and are abandoned",
+                "%d scanners did not stop within %g s and were abandoned",
                 len(late),
                 timeout,
                 extra={"action": "scanners_abandoned"},
@@ -126,16 +126,15 @@ class ScannerSupervisor:
                 task.cancel()
             await asyncio.wait(late)
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self.leadership.holds:
-            try:
-                await self.leadership.release()
-            except EngineError as error:
-                # It lapses by itself; the next leader starts a few seconds later.
-                log.debug("leader lease not released: %s", error)
+        try:
+            await self.leadership.resign()
+        except EngineError as error:
+            # The lease expires; the next leader starts a few seconds later.
+            log.debug("leader lease not released: %s", error)
         log.info("scanners stopped", extra={"action": "scanners_stopped"})
 
     async def scan_once(self, name: str, partition: int | None = None) -> ScanResult:
-        """One full cycle of one scanner now, whoever leads; for tests and operators."""
+        """Run one full cycle of one scanner now, whichever process leads."""
         runner = self._runners.get(name)
         if runner is None:
             known = ", ".join(self._runners)
@@ -146,16 +145,8 @@ class ScannerSupervisor:
         return await runner.cycle(tag, thorough=True)
 
     def status(self) -> dict[str, ScannerStatus]:
-        """How each scanner is doing, by name."""
+        """The status of each scanner, by name."""
         return {name: runner.status() for name, runner in self._runners.items()}
 
-    def _healthy(self) -> bool:
+    def _is_healthy(self) -> bool:
         return not any(status.stuck for status in self.status().values())
-
-
-def _leader_key(settings: ScannerSettings, accept: ScannerFilter) -> str:
-    """Processes share a leader only when its scanners would do exactly their work."""
-    if accept.is_empty and not settings.disabled:
-        return keys.LEADER
-    what = repr((accept.namespace, accept.instance_tag, sorted(settings.disabled)))
-    return f"{keys.LEADER}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"

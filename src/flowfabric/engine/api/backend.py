@@ -10,6 +10,7 @@ from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.lanes import Lanes
+from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.meta import Meta
@@ -50,6 +51,7 @@ class Backend(Protocol):
     streams: Streams
     events: Events
     upkeep: Upkeep
+    leadership: Leadership
     meta: Meta
     flows: Absent
     steps: Absent

@@ -27,11 +27,8 @@ class Places(Concern, Protocol):
         """Register everything this process uses, whatever the server still remembers."""
         ...
 
-    async def places_in_use(self) -> dict[str, dict[str, str]]:
-        """The lanes of each partition's tag with the time of their last registration.
-
-        Under `ANYWHERE` stand those of lanes as a whole. What is malformed is told of once.
-        """
+    async def lanes_by_partition(self) -> dict[str, frozenset[str]]:
+        """The tag of every registered partition with the lanes registered there, in order."""
         ...
 
     async def used_partitions(self) -> list[str]:

@@ -2,34 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from flowfabric.core.errors import EngineError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.concern import Concern
 
 Mode = Literal["check", "repair"]
 
+ALL_EXECUTIONS = "all_executions"
+"""The index of every execution of a partition, by id."""
+
+
+class Index(NamedTuple):
+    """An index of a partition, or of one lane in it."""
+
+    tag: str
+    name: str
+    lane: str = ""
+
+    def __str__(self) -> str:
+        return f"lane:{self.lane}:{self.name}" if self.lane else self.name
+
 
 class DuePage(msgspec.Struct, frozen=True):
     """Due members of one index; a malformed one is as `core.text.lossless` gives it."""
 
-    tag: str
-    index: str
+    index: Index
     ids: list[str]
 
 
 class DueScan(msgspec.Struct, frozen=True):
-    """What a look at time-ordered indexes found. An index in none of the parts is empty."""
+    """What time-ordered indexes hold. An index that is in none of the parts is empty."""
 
     now_ms: int
     pages: list[DuePage]
-    armed: dict[tuple[str, str], int]
-    """The earliest time in each (tag, index) where nothing is due yet."""
-    unreadable: dict[tuple[str, str], str]
-    """Why a (tag, index) could not be read."""
+    armed: dict[Index, int]
+    """The earliest time in each index where nothing is due yet."""
+    unreadable: dict[Index, EngineError]
+
+
+class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects executions of one namespace, or with one tag; an empty filter selects all.
+
+    >>> ScannerFilter(namespace="acme", instance_tag=("region", "eu")).is_empty
+    False
+    """
+
+    namespace: str | None = None
+    instance_tag: tuple[str, str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.namespace is None and self.instance_tag is None
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -39,38 +67,50 @@ class Audit(msgspec.Struct, frozen=True):
     lanes: list[str]
 
 
-class SurveyPart(msgspec.Struct, frozen=True):
-    """What a survey is to look at in a partition."""
+class SurveyRequest(msgspec.Struct, frozen=True):
+    """A partition to survey, its lanes, and the indexes that the last survey found there."""
 
     tag: str
     lanes: Sequence[str]
-    known: Sequence[str]
-    """Indexes that existed before: they are found more cheaply."""
-    whole: bool
-    """Look at the indexes of the partition itself, too."""
+    known: Sequence[Index] = ()
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """What the indexes of a partition, or of some of its lanes, look like."""
+    """The state of a partition's indexes."""
 
     tag: str
-    looks: str
-    """The same as before when nothing was added to an index, lost from it or scored anew."""
-    executions: int
-    names: tuple[str, ...]
-    """The indexes that exist, after `ff:idx:T:`."""
+    fingerprint: str
+    """Changes when an entry is added, removed or scored anew; not when a lease is renewed."""
+    indexes: tuple[Index, ...]
+    """Those that exist, except the list of all executions."""
 
 
 class Upkeep(Concern, Protocol):
     """What scanners call: due timers, lapsed leases, retention, index repair."""
 
-    async def scan_due(
-        self, indexes: Mapping[str, Sequence[str]], limit: int, offset: int = 0
-    ) -> DueScan:
-        """Members of each partition's named indexes whose time has come.
+    async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
+        """Up to `limit` due members of each index, `offset` of them skipped.
 
-        In a cluster a call covers one partition. Name at most a few hundred indexes.
+        Raises only if no index could be read.
         """
+        ...
+
+    async def any_exists(self, indexes: Sequence[Index]) -> bool:
+        """Whether any of the indexes has entries: one cheap command on a single server."""
+        ...
+
+    async def earliest(self, index: Index) -> int | None:
+        """The earliest time in an index, None if it is empty, 0 if it cannot be read."""
+        ...
+
+    async def accepted(self, where: ScannerFilter, ids: Sequence[str]) -> list[str]:
+        """The executions that match, in order. One that cannot be read does not match."""
+        ...
+
+    async def accepted_waitpoints(
+        self, where: ScannerFilter, tag: str, ids: Sequence[str]
+    ) -> list[str]:
+        """The waitpoints whose executions match, in order."""
         ...
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
@@ -92,11 +132,15 @@ class Upkeep(Concern, Protocol):
         ...
 
     async def purge(self, tag: str) -> int:
-        """Go on deleting what trimmed executions left; how many executions are still to do."""
+        """Delete more of what trimmed executions left; returns how many are not done yet."""
         ...
 
-    async def trim_events(self, key: str, older_than_ms: int) -> int:
-        """Drop the entries of a feed from before a time."""
+    async def trim_events(self, tag: str, older_than_ms: int) -> int:
+        """Drop the entries of a partition's feed from before a time; returns how many."""
+        ...
+
+    async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int:
+        """Drop the entries of a namespace's worker feed from before a time."""
         ...
 
     async def reconcile_execution_index(
@@ -104,31 +148,32 @@ class Upkeep(Concern, Protocol):
     ) -> list[str]:
         """Compare executions with the indexes their records demand; repair where asked.
 
-        Entries under another lane than that of the record are found in so many lanes.
+        Entries under a wrong lane are found in up to 100 lanes.
         """
         ...
 
     async def audit_indexes(
         self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: Mode
     ) -> Audit:
-        """The same for who knows the lanes whose indexes exist in the partition."""
+        """The same, given the lanes to search for entries under a wrong lane."""
         ...
 
-    async def survey_indexes(self, parts: Sequence[SurveyPart]) -> list[Survey]:
-        """What these parts of partitions look like. In a cluster a call covers one partition."""
+    async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]:
+        """A survey of each partition."""
         ...
 
-    async def idle_lanes(self, tag: str, lanes: Sequence[str]) -> list[str]:
-        """Those of the lanes of which nothing is stored in a partition."""
+    async def list_index(self, index: Index, start: int, limit: int) -> list[str]:
+        """Members of an index from rank `start`, malformed ones as they are."""
         ...
 
-    async def forget_places(self, tag: str, stamps: Mapping[str, str]) -> int:
-        """Take lanes out of the registry whose stamp is still the same; how many left.
-
-        The tag is a partition's, or `ANYWHERE` for lanes that no partition has.
-        """
+    async def unlisted(self, tag: str, ids: Sequence[str]) -> list[str]:
+        """The executions that the partition's list of all executions lacks."""
         ...
 
-    async def sweep_workers(self, namespace: str, cursor: str = "0") -> tuple[str, int]:
-        """Take expired workers out of the index; the next cursor, `0` at the end, and how many."""
+    async def forget_idle_lanes(self) -> int:
+        """Take lanes out of the registry that are empty and were not registered for a minute."""
+        ...
+
+    async def sweep_workers(self, namespace: str) -> int:
+        """Take expired workers out of a namespace's registry; returns how many."""
         ...

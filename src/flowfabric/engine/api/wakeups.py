@@ -45,6 +45,6 @@ class Wakeups(Protocol):
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
         """Ring the doorbells of each partition's lanes that hold claimable work.
 
-        In a cluster a call covers one partition. Name at most a few hundred lanes.
+        Returns how many it rang. Raises after it has rung all that it could.
         """
         ...

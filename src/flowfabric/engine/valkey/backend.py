@@ -26,6 +26,7 @@ from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.lanes import ValkeyLanes
+from flowfabric.engine.valkey.leadership import ValkeyLeadership
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
@@ -94,6 +95,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.events = events
         self._subscriptions = events
         self.upkeep = ValkeyUpkeep(calls, places)
+        self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
         self.flows, self.steps, self.budgets, self.quotas = (Absent() for _ in range(4))
         refuse_missing(self)

@@ -11,9 +11,10 @@ from typing import Any
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import validate_namespace
 from flowfabric.core.partition import CollisionGrade, lane_collisions
-from flowfabric.core.text import lossless, plural, shown
+from flowfabric.core.text import plural, shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.meta import Finding, Grade
+from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import configured_counts
 from flowfabric.engine.valkey.health import health_findings
@@ -145,8 +146,8 @@ async def check_deployment(
         await _lanes(backend, transport, lanes),
         _collisions(backend, lanes),
         await _workers(backend, transport, lanes, namespace),
-        await _scanners(transport),
-        await _indexes(backend, transport),
+        await _scanners(backend),
+        await _indexes(backend),
     ]
 
 
@@ -258,16 +259,10 @@ async def _workers(
     return Finding("workers", Grade.OK, count)
 
 
-async def _scanners(transport: Transport) -> Finding:
-    listed: Any = await transport.call("SMEMBERS", keys.LEADERS, key=keys.LEADERS)
-    names = [keys.LEADER, *sorted(lossless(name) for name in listed if name.isascii())]
-    owners: list[Any] = await asyncio.gather(
-        *(transport.call("GET", name, key=name) for name in names)
-    )
+async def _scanners(backend: Backend) -> Finding:
     running = [
-        shown(lossless(owner)).rpartition(":")[0] + ("" if name == keys.LEADER else " for its part")
-        for name, owner in zip(names, owners, strict=True)
-        if owner is not None
+        f"{leader.process} for its part" if leader.partial else leader.process
+        for leader in await backend.leadership.leaders()
     ]
     if running:
         return Finding("scanners", Grade.OK, f"run by {', '.join(running)} (host:pid)")
@@ -279,14 +274,12 @@ async def _scanners(transport: Transport) -> Finding:
     )
 
 
-async def _indexes(backend: Backend, transport: Transport) -> Finding:
+async def _indexes(backend: Backend) -> Finding:
     examined = 0
     drifted: list[str] = []
     for tag in await backend.places.used_partitions():
-        key = keys.index(tag, "all_executions")
-        last = _SAMPLE - examined - 1
-        members: Any = await transport.call("ZRANGE", key, 0, last, key=key)
-        ids = [lossless(member) for member in members]
+        listed = Index(tag, ALL_EXECUTIONS)
+        ids = await backend.upkeep.list_index(listed, 0, _SAMPLE - examined)
         if ids:
             verdicts = await backend.upkeep.reconcile_execution_index(tag, ids, "check")
             pairs = zip(ids, verdicts, strict=True)

@@ -12,9 +12,8 @@ PLACES = f"ff:idx:{LANES_TAG}:places"
 NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
-LEADER = "ff:leader:scanners"
-LEADERS = "ff:leader:others"
-"""The process that runs the scanners."""
+LEADERS_TAG = "{scanners}"
+
 _EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
 
@@ -207,6 +206,16 @@ def worker_record(tag: str, instance: str) -> str:
 def worker_events(tag: str) -> str:
     """Which worker processes came and went."""
     return f"ff:worker:{tag}:events"
+
+
+def leader(tag: str, duty: str) -> str:
+    """The lease of the process that runs scanners; `duty` is empty if it runs all of them."""
+    return f"ff:leader:{tag}:{duty}" if duty else f"ff:leader:{tag}"
+
+
+def leaders(tag: str) -> str:
+    """The duties of processes that run only some scanners, or scan only some executions."""
+    return f"ff:leader:{tag}:duties"
 
 
 def wake(lane_id: str) -> str:

@@ -127,6 +127,13 @@ class ValkeyPlaces(Places):
         if known is None or not lanes <= known or self._repeat_is_due():
             await self.register_places({tag: lanes})
 
+    async def lanes_by_partition(self) -> dict[str, frozenset[str]]:
+        """The tag of every registered partition with the lanes registered there, in order."""
+        places, tags = await asyncio.gather(self.places_in_use(), self.used_partitions())
+        return {
+            tag: frozenset(places.get(tag, ())) for tag in sorted({*tags, *places} - {ANYWHERE})
+        }
+
     async def places_in_use(self) -> dict[str, dict[str, str]]:
         """The lanes of each partition's tag with the time of their last registration.
 

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-from flowfabric.core.ids import PartitionKey, validate_lane
+from flowfabric.core.errors import CorruptionError, EngineError
+from flowfabric.core.ids import ExecutionId, PartitionKey, is_uuid, validate_lane
 from flowfabric.core.state import ExpireReason
-from flowfabric.core.text import lossless, shown
+from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import each_stored, instance, one_of
-from flowfabric.engine.api.upkeep import Audit, DuePage, DueScan, Mode, Survey, SurveyPart, Upkeep
+from flowfabric.engine.api.upkeep import (
+    ALL_EXECUTIONS,
+    Audit,
+    DuePage,
+    DueScan,
+    Index,
+    Mode,
+    ScannerFilter,
+    Survey,
+    SurveyRequest,
+    Upkeep,
+)
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
-from flowfabric.engine.valkey.places import ANYWHERE, ValkeyPlaces
+from flowfabric.engine.valkey.groups import call_each, places_of, split
+from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces
 
 _WORKERS_AT_ONCE = 200
 _LANES_SEARCHED = 100
+_LAST_TIME = 2**53 - 1
+# What one call may cover, so that it never holds the server for long.
+_INDEXES_SCANNED = 200
+_INDEXES_SOUGHT = 1000
+_LANES_SURVEYED = 64
+_LANES_PER_PART = 4
+_LANES_CHECKED = 200
+# A process that creates an execution has registered its place at most 10 s before.
+_UNUSED_MS = 60_000
 
 
 class ValkeyUpkeep(Upkeep):
@@ -25,12 +48,122 @@ class ValkeyUpkeep(Upkeep):
         self._calls = calls
         self._places = places
 
-    async def scan_due(
-        self, indexes: Mapping[str, Sequence[str]], limit: int, offset: int = 0
-    ) -> DueScan:
-        places = [part for tag, names in indexes.items() for part in (tag, len(names), *names)]
-        args = (limit, offset, *places)
-        return await self._calls.ask("ff_scan_due", next(iter(indexes)), args, _due, op="scan_due")
+    # --- finding what is due ----------------------------------------------------------
+
+    async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
+        groups = self._groups(indexes, _INDEXES_SCANNED)
+        answers = await call_each(groups, lambda group: self._scan(group, limit, offset))
+        scans = [scan for _, scan in answers if isinstance(scan, DueScan)]
+        failed = {
+            index: scan
+            for group, scan in answers
+            if isinstance(scan, EngineError)
+            for index in group
+        }
+        if failed and not scans:
+            raise next(iter(failed.values()))
+        for scan in scans:
+            failed |= scan.unreadable
+        return DueScan(
+            max((scan.now_ms for scan in scans), default=0),
+            [page for scan in scans for page in scan.pages],
+            {index: score for scan in scans for index, score in scan.armed.items()},
+            failed,
+        )
+
+    async def _scan(self, group: list[Index], limit: int, offset: int) -> DueScan | EngineError:
+        names = {(index.tag, _name(index)): index for index in group}
+        args = (limit, offset, *places_of(names))
+
+        def decode(reply: list[Any]) -> DueScan:
+            def of(tag: bytes, name: bytes) -> Index:
+                return names[text(tag), text(name)]
+
+            pages = [
+                DuePage(of(tag, name), [lossless(member) for member in ids])
+                for tag, name, ids in reply[3]
+            ]
+            armed = {of(tag, name): int(score) for tag, name, score in reply[4]}
+            unreadable: dict[Index, EngineError] = {
+                of(tag, name): CorruptionError(
+                    "corruption", f"{keys.index(text(tag), text(name))}: {shown(lossless(why))}"
+                )
+                for tag, name, why in reply[5]
+            }
+            return DueScan(int(reply[2]), pages, armed, unreadable)
+
+        try:
+            return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
+        except EngineError as error:
+            return error
+
+    async def any_exists(self, indexes: Sequence[Index]) -> bool:
+        answers = await call_each(self._groups(indexes, _INDEXES_SOUGHT), self._exists)
+        return any(found for _, found in answers)
+
+    async def _exists(self, group: list[Index]) -> bool:
+        names = [_key(index) for index in group]
+        found: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
+        return found > 0
+
+    async def earliest(self, index: Index) -> int | None:
+        key = _key(index)
+        try:
+            found: Any = await self._calls.read(key, "ZRANGE", key, 0, 0, "WITHSCORES")
+        except CorruptionError:
+            return 0
+        # A damaged score may be infinite.
+        return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
+
+    def _groups(self, indexes: Iterable[Index], size: int) -> list[list[Index]]:
+        return split(indexes, size, apart=self._calls.transport.is_cluster)
+
+    # --- filters ----------------------------------------------------------------------
+
+    async def accepted(self, where: ScannerFilter, ids: Sequence[str]) -> list[str]:
+        if where.is_empty:
+            return list(ids)
+        verdicts = await asyncio.gather(*(self._accepts(where, member) for member in ids))
+        return [member for member, ok in zip(ids, verdicts, strict=True) if ok]
+
+    async def _accepts(self, where: ScannerFilter, member: str) -> bool:
+        try:
+            execution_id = self._calls.checked(ExecutionId.parse(member))
+            tag = execution_id.tag
+            if where.namespace is not None:
+                core = keys.core(tag, execution_id)
+                # Every record has a state; only then does an absent namespace mean the default.
+                found = await self._calls.read(member, "HMGET", core, "state", "namespace")
+                if found[0] is None or (found[1] or b"default") != where.namespace.encode():
+                    return False
+            if where.instance_tag is not None:
+                name, wanted = where.instance_tag
+                tags = keys.tags(tag, execution_id)
+                return await self._calls.read(member, "HGET", tags, name) == wanted.encode()
+        except EngineError:
+            return False
+        return True
+
+    async def accepted_waitpoints(
+        self, where: ScannerFilter, tag: str, ids: Sequence[str]
+    ) -> list[str]:
+        if where.is_empty:
+            return list(ids)
+        owners = await asyncio.gather(*(self._owner(tag, member) for member in ids))
+        ours = set(await self.accepted(where, sorted(set(owners))))
+        return [member for member, owner in zip(ids, owners, strict=True) if owner in ours]
+
+    async def _owner(self, tag: str, waitpoint_id: str) -> str:
+        if not is_uuid(waitpoint_id):
+            return ""
+        key = keys.waitpoint(tag, waitpoint_id)
+        try:
+            stored = await self._calls.read(key, "HGET", key, "execution_id")
+        except EngineError:
+            return ""
+        return lossless(stored or b"")
+
+    # --- acting on what is due --------------------------------------------------------
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
         names = each_stored(ids, "ids")
@@ -48,29 +181,90 @@ class ValkeyUpkeep(Upkeep):
         why = instance(reason, ExpireReason, "reason").value
         return await self._calls.ask_each("ff_expire", self._calls.checked_tag(tag), why, *names)
 
+    # --- retention --------------------------------------------------------------------
+
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
         names = each_stored(ids, "ids")
         place = self._calls.checked_tag(tag), validate_lane(lane_id)
         return await self._calls.ask_each("ff_trim", *place, *names)
 
     async def purge(self, tag: str) -> int:
+        if not await self._exists([Index(tag, "purge_backlog")]):
+            return 0
         return await self._calls.ask("ff_purge", tag, (), lambda reply: int(reply[3]), op="purge")
 
-    async def trim_events(self, key: str, older_than_ms: int) -> int:
-        edge = f"{older_than_ms}-0"
-        newest: Any = await self._calls.transport.call(
-            "XREVRANGE", key, f"({edge}", "-", "COUNT", 1, key=key
-        )
+    async def trim_events(self, tag: str, older_than_ms: int) -> int:
+        return await self._trim_feed(keys.events(tag), older_than_ms)
+
+    async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int:
+        return await self._trim_feed(keys.worker_events(f"{{{namespace}}}"), older_than_ms)
+
+    async def _trim_feed(self, key: str, older_than_ms: int) -> int:
+        edge, call = f"{older_than_ms}-0", self._calls.transport.call
+        newest = await self._calls.read(key, "XREVRANGE", key, f"({edge}", "-", "COUNT", 1)
         if not newest:
             return 0
         # Trimming leaves no trace, deleting does: subscribers tell by it what they missed.
-        deleted: Any = await self._calls.transport.call(
-            "XDEL", key, newest[0][0], key=key, replay_safe=True
-        )
-        trimmed: Any = await self._calls.transport.call(
-            "XTRIM", key, "MINID", edge, key=key, replay_safe=True
-        )
+        deleted: Any = await call("XDEL", key, newest[0][0], key=key, replay_safe=True)
+        trimmed: Any = await call("XTRIM", key, "MINID", edge, key=key, replay_safe=True)
         return int(deleted) + int(trimmed)
+
+    async def forget_idle_lanes(self) -> int:
+        places = await self._places.places_in_use()
+        lanes = places.pop(ANYWHERE, {})
+        edge = await self._calls.server_time_ms() - _UNUSED_MS
+        unused = [
+            (tag, lane)
+            for tag, stamps in places.items()
+            for lane, stamp in stamps.items()
+            if _is_before(stamp, edge)
+        ]
+        for group in split(unused, _LANES_CHECKED, apart=True):
+            tag = group[0][0]
+            idle = await self._calls.ask(
+                *("ff_idle_lanes", tag, [lane for _, lane in group]),
+                lambda reply: [text(lane) for lane in reply[2]],
+                op="idle_lanes",
+            )
+            await self._forget(tag, {lane: places[tag].pop(lane) for lane in idle})
+        used = {lane for stamps in places.values() for lane in stamps}
+        empty = {
+            lane: stamp
+            for lane, stamp in lanes.items()
+            if stamp != KEPT and lane not in used and _is_before(stamp, edge)
+        }
+        return await self._forget(ANYWHERE, empty)
+
+    async def _forget(self, tag: str, stamps: Mapping[str, str]) -> int:
+        """Take lanes out of the registry whose stamp is still the one that was read.
+
+        A process that begins to use a lane stamps it first, so a lane in use stays.
+        """
+        number = tag if tag == ANYWHERE else PartitionKey.trusted(tag).index_number
+        places = [(number, lane, stamp) for lane, stamp in stamps.items()]
+        forgotten = 0
+        for start in range(0, len(places), _LANES_CHECKED):
+            args = [part for place in places[start : start + _LANES_CHECKED] for part in place]
+            forgotten += await self._calls.ask(
+                *("ff_forget_places", keys.LANES_TAG, args),
+                lambda reply: int(reply[2]),
+                op="forget_places",
+            )
+        return forgotten
+
+    async def sweep_workers(self, namespace: str) -> int:
+        cursor, swept = "0", 0
+        while True:
+            cursor, count = await self._calls.ask(
+                *("ff_worker_sweep", f"{{{namespace}}}", (cursor, _WORKERS_AT_ONCE)),
+                lambda reply: (text(reply[2]), int(reply[3])),
+                op="sweep_workers",
+            )
+            swept += count
+            if cursor == "0":
+                return swept
+
+    # --- index repair -----------------------------------------------------------------
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Mode = "repair"
@@ -87,50 +281,65 @@ class ValkeyUpkeep(Upkeep):
         args = as_stored((mode, len(lanes), *lanes, *ids))
         return await self._calls.ask("ff_reconcile", tag, args, _audit, op="reconcile")
 
-    async def survey_indexes(self, parts: Sequence[SurveyPart]) -> list[Survey]:
-        surveys: list[Survey] = []
-        while len(surveys) < len(parts):
-            args: list[str | int] = []
-            for part in parts[len(surveys) :]:
-                args += (part.tag, int(part.whole), len(part.lanes), *part.lanes)
-                args += (len(part.known), *part.known)
-            surveys += await self._calls.ask(
-                "ff_survey", parts[0].tag, as_stored(args), _surveys, op="survey"
+    async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]:
+        parts = [part for request in requests for part in _survey_parts(request)]
+        found: dict[str, list[Survey]] = {request.tag: [] for request in requests}
+        for group in split(
+            parts, _LANES_SURVEYED // _LANES_PER_PART, apart=self._calls.transport.is_cluster
+        ):
+            surveyed = 0
+            # One call may answer for only some of the parts.
+            while surveyed < len(group):
+                args = as_stored(arg for _, part in group[surveyed:] for arg in part)
+                surveys = await self._calls.ask(
+                    "ff_survey", group[0][0], args, _surveys, op="survey"
+                )
+                surveyed += len(surveys)
+                for survey in surveys:
+                    found[survey.tag].append(survey)
+        return [
+            Survey(
+                tag,
+                " ".join(survey.fingerprint for survey in surveys),
+                tuple(index for survey in surveys for index in survey.indexes),
             )
-        return surveys
+            for tag, surveys in found.items()
+        ]
 
-    async def idle_lanes(self, tag: str, lanes: Sequence[str]) -> list[str]:
-        return await self._calls.ask(
-            *("ff_idle_lanes", tag, lanes),
-            lambda reply: [text(lane) for lane in reply[2]],
-            op="idle_lanes",
-        )
+    async def list_index(self, index: Index, start: int, limit: int) -> list[str]:
+        key = raw(_key(index))
+        found = await self._calls.read(_key(index), "ZRANGE", key, start, start + limit - 1)
+        return [lossless(member) for member in found]
 
-    async def forget_places(self, tag: str, stamps: Mapping[str, str]) -> int:
-        number = tag if tag == ANYWHERE else PartitionKey.trusted(tag).index_number
-        args = [part for lane, stamp in stamps.items() for part in (number, lane, stamp)]
-        return await self._calls.ask(
-            *("ff_forget_places", keys.LANES_TAG, args),
-            lambda reply: int(reply[2]),
-            op="forget_places",
-        )
-
-    async def sweep_workers(self, namespace: str, cursor: str = "0") -> tuple[str, int]:
-        return await self._calls.ask(
-            *("ff_worker_sweep", f"{{{namespace}}}", (cursor, _WORKERS_AT_ONCE)),
-            lambda reply: (text(reply[2]), int(reply[3])),
-            op="sweep_workers",
-        )
+    async def unlisted(self, tag: str, ids: Sequence[str]) -> list[str]:
+        if not ids:
+            return []
+        key = keys.index(tag, ALL_EXECUTIONS)
+        scores = await self._calls.read(key, "ZMSCORE", key, *as_stored(ids))
+        return [member for member, score in zip(ids, scores, strict=True) if score != 0]
 
 
-def _due(reply: list[Any]) -> DueScan:
-    pages = [
-        DuePage(text(tag), text(index), [lossless(member) for member in ids])
-        for tag, index, ids in reply[3]
-    ]
-    armed = {(text(tag), text(index)): int(score) for tag, index, score in reply[4]}
-    unreadable = {(text(tag), text(index)): shown(lossless(why)) for tag, index, why in reply[5]}
-    return DueScan(int(reply[2]), pages, armed, unreadable)
+def _name(index: Index) -> str:
+    """The name of an index after `ff:idx:T:`."""
+    if not index.lane:
+        return index.name
+    return f"lane:{keys.lane_part(index.lane)}:{index.name}"
+
+
+def _key(index: Index) -> str:
+    return keys.index(index.tag, _name(index))
+
+
+def _index(tag: str, name: str) -> Index:
+    if not name.startswith("lane:"):
+        return Index(tag, name)
+    _, lane, kind = name.split(":", 2)
+    return Index(tag, kind, keys.lane_of(lane))
+
+
+def _is_before(stamp: str, edge: int) -> bool:
+    """Whether a place was last registered before a time; an unreadable stamp counts as old."""
+    return not stamp.isdecimal() or int(stamp) < edge
 
 
 def _audit(reply: list[Any]) -> Audit:
@@ -138,10 +347,31 @@ def _audit(reply: list[Any]) -> Audit:
     return Audit(verdicts, [lossless(lane) for lane in reply[3]])
 
 
+def _survey_parts(request: SurveyRequest) -> list[tuple[str, list[str | int]]]:
+    """What one call can cover of a partition: a few lanes each, the first part with the rest."""
+    known: dict[str, list[str]] = {}
+    for index in request.known:
+        known.setdefault(index.lane, []).append(_name(index))
+    lanes = sorted({*request.lanes, *known} - {""})
+    parts: list[tuple[str, list[str | int]]] = []
+    for start in range(0, max(1, len(lanes)), _LANES_PER_PART):
+        chunk = lanes[start : start + _LANES_PER_PART]
+        names = [name for lane in chunk for name in known.get(lane, ())]
+        if not start:
+            names += known.get("", ())
+        head = (request.tag, int(not start))
+        parts.append((request.tag, [*head, len(chunk), *chunk, len(names), *names]))
+    return parts
+
+
 def _surveys(reply: list[Any]) -> list[Survey]:
     surveys = [
-        Survey(text(tag), text(looks), int(executions), tuple(lossless(name) for name in names))
-        for tag, looks, executions, names in reply[2]
+        Survey(
+            tag := text(each[0]),
+            text(each[1]),
+            tuple(_index(tag, lossless(name)) for name in each[2]),
+        )
+        for each in reply[2]
     ]
     if not surveys:
         raise ValueError(reply)

@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowfabric.core.errors import TransportError
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import validate_lane
 from flowfabric.engine.api.arguments import listed
 from flowfabric.engine.api.wakeups import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.groups import call_each, places_of, split
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.valkey.transport import Connection, Transport
 
 _GRACE_S = 2.0
 _PEEKED = 16
+_LANES_RUNG = 100
 
 
 class ValkeyWakeups:
@@ -69,11 +71,23 @@ class ValkeyWakeups:
         return count > 0
 
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
-        places = [part for tag, names in lanes.items() for part in (tag, len(names), *names)]
-        tag = next(iter(lanes))
-        return await self._calls.ask(
-            "ff_ring_waiting", tag, places, lambda reply: int(reply[2]), op="ring_waiting"
-        )
+        places = [(tag, lane) for tag, names in lanes.items() for lane in names]
+        groups = split(places, _LANES_RUNG, apart=self._calls.transport.is_cluster)
+        rings = 0
+        for _, answer in await call_each(groups, self._ring):
+            if isinstance(answer, EngineError):
+                raise answer
+            rings += answer
+        return rings
+
+    async def _ring(self, places: list[tuple[str, str]]) -> int | EngineError:
+        tag, args = places[0][0], places_of(places)
+        try:
+            return await self._calls.ask(
+                "ff_ring_waiting", tag, args, lambda reply: int(reply[2]), op="ring_waiting"
+            )
+        except EngineError as error:
+            return error
 
 
 class _ServerDoorbell:

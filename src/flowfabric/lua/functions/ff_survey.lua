@@ -3,8 +3,8 @@
 -- Keys: every index, core. Arguments: per partition: tag, whether to look at its own indexes
 --   (1 | 0), number of lanes, lanes, number of indexes that existed before, their names (after
 --   `ff:idx:T:`).
--- Replies: per partition [tag, fingerprint, number of executions, names of the indexes that exist],
---   for as many partitions as fit into one call; the caller asks for the others again.
+-- Replies: per partition [tag, fingerprint, names of the indexes that exist], for as many
+--   partitions as fit into one call; the caller asks for the others again.
 --   The fingerprint changes with every entry added, removed or scored anew; for an index with very
 --   many entries, only with their number. Lease renewals do not change it.
 -- Errors: none.
@@ -62,17 +62,17 @@ local function note(seen, name)
   seen.lines[#seen.lines + 1] = name .. '=' .. content
 end
 
--- Returns the number of executions; notes, while they are few, how many have a record.
+-- Notes the executions and, while they are few, how many have a record.
 local function note_executions(seen, tag)
   local ok, ids, content = try(entries, seen, seen.prefix .. 'all_executions', 'all_executions')
   if not ok then
     seen.lines[#seen.lines + 1] = 'unreadable ' .. ids
-    return 0
+    return
   end
   seen.lines[#seen.lines + 1] = content
   if not ids then
     seen.large = true
-    return tonumber(string.match(content, '%d+'))
+    return
   end
   local count, names = 0, {}
   for i, id in ipairs(ids) do names[i] = K.core(tag, id) end
@@ -80,16 +80,15 @@ local function note_executions(seen, tag)
     count = count + server.call('EXISTS', unpack(names, first, last))
   end
   seen.lines[#seen.lines + 1] = string.format('%d', count)
-  return #ids
 end
 
 local function survey(place, room)
-  local tag, executions = place.tag, 0
+  local tag = place.tag
   local seen = {
     prefix = K.index(tag, ''), done = {}, present = {}, lines = {}, more = {}, large = false,
     room = room,
   }
-  if place.whole then executions = note_executions(seen, tag) end
+  if place.whole then note_executions(seen, tag) end
   for _, name in ipairs(place.known) do note(seen, name) end
   for i, name in ipairs(seen.more) do seen.more[i] = seen.prefix .. name end
   for _, key in ipairs(indexes.existing(seen.more)) do note(seen, string.sub(key, #seen.prefix + 1)) end
@@ -99,7 +98,7 @@ local function survey(place, room)
     seen.lines[#seen.lines + 1] = ok and last[1] and last[1][1] or ''
   end
   table.sort(seen.lines)
-  return { tag, server.sha1hex(table.concat(seen.lines, '\n')), executions, seen.present }
+  return { tag, server.sha1hex(table.concat(seen.lines, '\n')), seen.present }
 end
 
 -- Adds the keys that may exist in a partition, without the known ones, and their partition.

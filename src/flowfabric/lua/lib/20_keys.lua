@@ -127,6 +127,10 @@ function K.worker_alive(tag, instance) return 'ff:worker:' .. tag .. ':' .. inst
 function K.worker_record(tag, instance) return 'ff:worker:' .. tag .. ':' .. instance .. ':caps' end
 function K.worker_events(tag) return 'ff:worker:' .. tag .. ':events' end
 
+-- Which processes run scanners; the tag is `{scanners}`.
+function K.leader(tag, duty) return 'ff:leader:' .. tag .. (duty ~= '' and ':' .. duty or '') end
+function K.leaders(tag) return 'ff:leader:' .. tag .. ':duties' end
+
 function K.wake(tag, lane)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end
   return 'ff:wake:' .. lane

@@ -1,29 +1,29 @@
-"""An outage is one event for all scanners of a process, and is told once."""
+"""An outage concerns all scanners of a process and is logged once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 
-from flowfabric.core.errors import TransportError
+from flowfabric.core.errors import EngineError, TransportError
 
 log = logging.getLogger(__name__)
 
-UNREACHABLE = frozenset({"transport", "timeout", "busy_loading", "cluster"})
-"""Kinds of transport errors that concern every scanner alike."""
+_KINDS = frozenset({"transport", "timeout", "busy_loading", "cluster"})
 
 
 class Outage:
-    """Cycles that failed because the server could not be reached.
-
-    The first one is a warning, the first that works again an info; those between are counted.
-    """
+    """Counts cycles that failed because the server was out of reach."""
 
     def __init__(self) -> None:
         self.failed_cycles = 0
         self._ended_at: float | None = None
 
-    def noticed(self, error: TransportError, started: float) -> None:
+    @staticmethod
+    def causes(error: EngineError) -> bool:
+        return isinstance(error, TransportError) and error.kind in _KINDS
+
+    def noticed(self, error: EngineError, started: float) -> None:
         """A cycle that began at `started`, on the loop's clock, did not reach the server."""
         if not self.failed_cycles and self._ended_at is not None and started < self._ended_at:
             # This cycle began before the last outage ended.
@@ -36,8 +36,7 @@ class Outage:
                 extra={"action": "scanners_cut_off", "error": str(error)},
             )
 
-    def over(self) -> None:
-        """A cycle worked."""
+    def ended(self) -> None:
         if not self.failed_cycles:
             return
         failed, self.failed_cycles = self.failed_cycles, 0

@@ -1,0 +1,45 @@
+"""Splitting work on many partitions into calls that the server answers quickly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T", bound=tuple[Any, ...])
+R = TypeVar("R")
+
+# Calls in flight at a time, so that other work gets in between.
+_IN_FLIGHT = 16
+
+
+def split(items: Iterable[T], size: int, *, apart: bool) -> list[list[T]]:
+    """Groups of at most `size` items, each of which begins with its partition's tag.
+
+    `apart` is for clusters, where one call covers one partition.
+    """
+    groups: list[list[T]] = []
+    for item in sorted(items) if apart else items:
+        if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != item[0]):
+            groups.append([])
+        groups[-1].append(item)
+    return groups
+
+
+async def call_each(
+    groups: list[list[T]], call: Callable[[list[T]], Awaitable[R]]
+) -> list[tuple[list[T], R]]:
+    """Each group with the answer to its call."""
+    answers: list[tuple[list[T], R]] = []
+    for start in range(0, len(groups), _IN_FLIGHT):
+        wave = groups[start : start + _IN_FLIGHT]
+        answers += zip(wave, await asyncio.gather(*map(call, wave)), strict=True)
+    return answers
+
+
+def places_of(pairs: Iterable[tuple[str, str]]) -> list[str | int]:
+    """Arguments that name things of partitions: per tag the number of names, then the names."""
+    names: dict[str, list[str]] = {}
+    for tag, name in pairs:
+        names.setdefault(tag, []).append(name)
+    return [arg for tag, own in names.items() for arg in (tag, len(own), *own)]
