@@ -1,4 +1,4 @@
-"""Batches of calls: their checks before sending, and the error for one stored in part."""
+"""Batches of calls: checks before sending, and the error for a batch that was stored in part."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_CALLS = (str, bytes, bytearray, memoryview)
 
 
 class SubmitManyError(FlowFabricError):
-    """A batch was stored in part. Each part stands by its position in `calls`.
+    """A batch was stored in part. Keys are positions in `calls`.
 
-    Submit again only what `errors` names, and of `unsure` what does not exist: `await run.state()`
-    answers `execution_not_found` for a call that was not stored.
+    Submit again only the calls in `errors`, and those in `unsure` that were not stored: for them
+    `await run.state()` raises `execution_not_found`.
 
     >>> try:
     ...     runs = await app.submit_many(greet, calls)
@@ -40,10 +40,10 @@ class SubmitManyError(FlowFabricError):
         self.errors = dict(errors)
         """Why the engine refused the others."""
         self.unsure = dict(unsure)
-        """Handles on calls that may or may not be stored: the server's answer was lost."""
+        """Handles on calls that may or may not have been stored: the reply was lost."""
 
     def with_runs(self, wrap: Callable[[Any], Any]) -> SubmitManyError:
-        """The same with every handle made into another one."""
+        """The same error with other handles."""
         runs = {position: wrap(run) for position, run in self.runs.items()}
         unsure = {position: wrap(run) for position, run in self.unsure.items()}
         return SubmitManyError(runs, self.errors, unsure)
@@ -55,12 +55,15 @@ class SubmitManyError(FlowFabricError):
             parts.append(f"{len(self.errors)} were refused, the first calls[{position}]: {error}")
         if self.unsure:
             why = f" ({self.__cause__})" if self.__cause__ is not None else ""
-            parts.append(f"of {len(self.unsure)} it is not known{why}: look with `run.state()`")
+            parts.append(
+                f"{len(self.unsure)} may or may not have been stored{why}: "
+                "check each with `run.state()`"
+            )
         return "; ".join(parts)
 
 
 def arguments_of(call: object, position: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the named arguments of one call of a batch."""
+    """The positional and named arguments of one call of a batch."""
     if isinstance(call, (list, tuple)):
         return tuple(cast("Sequence[Any]", call)), {}
     if isinstance(call, Mapping):
@@ -72,7 +75,7 @@ def arguments_of(call: object, position: int) -> tuple[tuple[Any, ...], dict[str
 
 
 def at_position(error: ValidationError, position: int) -> ValidationError:
-    """The same refusal, saying which call of the batch it is about."""
+    """The same error with the position of the call."""
     return ValidationError(
         error.code,
         f"calls[{position}]: {error.details[0]}",
@@ -93,9 +96,7 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
 def created(
     outcomes: Sequence[CreateOutcome | EngineError], handle: Callable[[CreateOutcome], T]
 ) -> list[T]:
-    """A handle for each outcome; `SubmitManyError` when only some are there, the refusal when
-    none is.
-    """
+    """A handle for each outcome. Raises `SubmitManyError` if only some calls were stored."""
     runs: dict[int, T] = {}
     errors: dict[int, EngineError] = {}
     for position, outcome in enumerate(outcomes):

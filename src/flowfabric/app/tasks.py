@@ -1,4 +1,4 @@
-"""Tasks: what `@app.task` makes of a function, and what `submit` takes."""
+"""Tasks: what `@app.task` returns and `submit` takes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SubmitOptions(TypedDict, total=False):
 class Task(Generic[P, R_co]):
     """A task to submit: a registered function, or the name of one that other programs define.
 
-    `P` are the arguments that a submission takes, `R` is what the run's result is.
+    `P` are the arguments of a submission, `R` is the type of the result.
 
     >>> run = await greet.submit("Ada")
     >>> run = await greet.options(priority=5, delay="1m").submit("Ada")
@@ -176,10 +176,9 @@ class Task(Generic[P, R_co]):
 
 
 class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
-    """A registered function. Calling it runs it in place; submitting it runs it on a worker.
+    """A registered function. Calling it runs it here; submitting it runs it on a worker.
 
-    `Q` and `D` are the parameters and the return type of the function itself: with the context,
-    and a coroutine for `async def`.
+    `Q` and `D` are the parameters, context included, and the return type of the function itself.
     """
 
     def __init__(
@@ -244,15 +243,10 @@ class TaskDecorator:
         task: TaskFunction[..., Any, ..., Any]
         task = TaskFunction(self._app, name, self._name, self._lane, self._policy)
         if task.name in self._app.tasks:
-            problem = (
-                f'A task named "{task.name}" is already registered. Pass name= to register both.'
-            )
-            raise ConfigError("task", problem, "name")
+            problem = f'A task named "{task.name}" is already registered.'
+            raise ConfigError("task", f"{problem} Pass name= to register both.", "name")
         self._app.tasks[task.name] = task
         return task
-
-
-# --- options ---------------------------------------------------------------------------------
 
 
 def _check(options: SubmitOptions) -> None:
@@ -285,7 +279,7 @@ def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
 
 
 def _policy(options: TaskOptions) -> ExecutionPolicy | None:
-    """The execution policy that the options stand for; None when all are defaults."""
+    """The execution policy of these options; None if all are defaults."""
     policy: dict[str, Any] = {}
     retry = options.get("retry")
     if retry is not None:
@@ -317,11 +311,8 @@ def _retry(given: object) -> Retry:
     raise ConfigError("task", problem, "retry")
 
 
-# --- functions -------------------------------------------------------------------------------
-
-
 def _name_of(given: object, name: object) -> str:
-    """The task's name. Refuses what a worker could not run, where it is defined."""
+    """The task's name; refuses what a worker could not run."""
     if not callable(given):
         raise ConfigError("task", f"{given!r} is not a function")
     called = getattr(given, "__name__", None)

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from flowfabric.app import codec
@@ -24,7 +23,6 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
 AnyTask = TaskFunction[..., Any, ..., Any]
-_Start = Callable[[ClaimedTask, list[Any], dict[str, Any]], Awaitable[Any]]
 
 
 class AppWorker:
@@ -43,7 +41,7 @@ class AppWorker:
         on_unknown_kind: Literal["fail", "release"] = "fail",
     ) -> None:
         if not tasks:
-            raise ConfigError("worker", "there are no tasks: decorate a function with @app.task()")
+            raise ConfigError("worker", "The app has no tasks. Decorate a function with @app.task.")
         self.config = config
         self._location = location
         self._tasks = tasks
@@ -61,8 +59,8 @@ class AppWorker:
         signals: bool = True,
         ready: Callable[[], None] | None = None,
     ) -> RunSummary:
-        """Serve until stopped, then drain; returns what was done."""
-        # Settings are checked there, before the embedded server starts.
+        """Serve until stopped, then wait for running tasks; returns what was done."""
+        # Checks settings before it starts the embedded server.
         worker = await Worker.connect(self.config, self._location.open)
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():
@@ -81,22 +79,23 @@ class AppWorker:
             await worker.aclose()
 
     def stop(self) -> None:
-        """End a run: no new claims, running handlers may finish."""
+        """Claim nothing more and return from `run` when running handlers have finished."""
         self._stop_asked = True
         if self._runtime is not None:
             self._runtime.stop()
 
     def give_back(self) -> int:
-        """From another thread, when the event loop is blocked and the process about to end: return
-        the leases of what runs, so that other workers need not wait until they lapse.
+        """Release every lease, from any thread, before a blocked process ends.
+
+        Other workers then need not wait until the leases expire.
         """
         return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
 
     # --- handlers -------------------------------------------------------------------------
 
     def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:
-        start = self._start_async(task) if task.is_async else self._start_in_thread(task)
-        arguments = task.arguments
+        arguments, function = task.arguments, task.function
+        signature = inspect.signature(function)
         loop = asyncio.get_running_loop()
 
         def context(claimed: ClaimedTask) -> Context | SyncContext:
@@ -109,44 +108,30 @@ class AppWorker:
                 args, kwargs = arguments.convert(*codec.decode_call(claimed.input_payload))
                 if arguments.takes_context:
                     args.insert(0, context(claimed))
-                call = start(claimed, args, kwargs)
+                if task.is_async:
+                    call = function(*args, **kwargs)
+                else:
+                    # Checked here, where it cannot be taken for an error of the handler.
+                    signature.bind(*args, **kwargs)
+                    call = self._in_thread(claimed, functools.partial(function, *args, **kwargs))
             except (ValueError, TypeError) as error:
                 raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
             result = await call
             try:
                 return None if result is None else codec.encode(result, "result")
             except ValidationError as error:
-                # The work is done, and another attempt would only do it again.
+                # The work is done, and another attempt would only repeat it.
                 reason = _unwritable(result) or error.details[0].replace(": ", " ", 1)
                 raise HandlerFailure(f"{task.name}: the {reason}", "permanent") from None
 
         return handle
-
-    @staticmethod
-    def _start_async(task: AnyTask) -> _Start:
-        function = task.function
-
-        def start(_: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
-            return function(*args, **kwargs)
-
-        return start
-
-    def _start_in_thread(self, task: AnyTask) -> _Start:
-        signature = inspect.signature(task.function)
-
-        def start(claimed: ClaimedTask, args: list[Any], kwargs: dict[str, Any]) -> Awaitable[Any]:
-            # Here, where a call that does not fit can be told from an error of the handler.
-            signature.bind(*args, **kwargs)
-            return self._in_thread(claimed, functools.partial(task.function, *args, **kwargs))
-
-        return start
 
     async def _in_thread(self, claimed: ClaimedTask, function: Callable[[], Any]) -> Any:
         call = self._threads.start(function)
         cancel_handler = claimed.on_lease_lost
 
         def lost(error: LeaseLost) -> None:
-            # At once and from the keeper's thread: the event loop may be blocked.
+            # From the keeper's thread, because the event loop may be blocked.
             call.interrupt(error)
             if cancel_handler is not None:
                 cancel_handler(error)
@@ -158,7 +143,7 @@ class AppWorker:
             return await asyncio.shield(call.future)
         except asyncio.CancelledError as cancelled:
             call.interrupt(claimed.lease_lost or cancelled)
-            # The permit stays taken until the thread has really stopped.
+            # Keep the permit until the thread has stopped.
             await asyncio.wait([call.future])
             if call.future.exception() is None:
                 return call.future.result()
@@ -167,31 +152,23 @@ class AppWorker:
     # --- in the background -------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        started = asyncio.Event()
+        started = asyncio.get_running_loop().create_future()
         self._background = background = asyncio.create_task(
-            self.run(signals=False, ready=started.set, grace_s=5.0)
+            self.run(signals=False, ready=lambda: started.set_result(None), grace_s=5.0)
         )
-        waiting = asyncio.create_task(started.wait())
         try:
-            await asyncio.wait([waiting, background], return_when=asyncio.FIRST_COMPLETED)
-            if not started.is_set():
+            await asyncio.wait([started, background], return_when=asyncio.FIRST_COMPLETED)
+            if not started.done():
                 await background
         except BaseException:
-            # Nobody will leave a block that was never entered.
+            # A block that was never entered is never left.
             self._background = None
             background.cancel()
             await asyncio.gather(background, return_exceptions=True)
             raise
-        finally:
-            waiting.cancel()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
         if self._background is not None:
             await self._background
@@ -199,9 +176,8 @@ class AppWorker:
 
 
 def _unwritable(result: object) -> str | None:
-    """What a handler most likely did wrong, when its result is no value at all."""
+    """The likely mistake behind a result that is not a value."""
     if inspect.iscoroutine(result):
-        # Nobody awaits it any more.
         result.close()
         return "result is a coroutine: await it, and return what it gives"
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
