@@ -132,7 +132,7 @@ async def test_an_embedded_server_that_came_too_late_is_let_go(
     got: list[Any] = []
     acquire = EmbeddedServer.acquire
 
-    def late() -> EmbeddedServer:
+    def late(*_: object, **__: object) -> EmbeddedServer:
         begun.set()
         go_on.wait(20)
         got.append(acquire())

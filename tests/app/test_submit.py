@@ -95,7 +95,7 @@ async def test_what_a_failed_server_left_open_can_be_looked_up(
     used = int(info.partition(b"used_memory:")[2].split()[0])
     await engine.backend.transport.call("CONFIG", "SET", "maxmemory", used + 500_000)
     try:
-        with pytest.raises(SubmitManyError, match=f"{COUNT} may or may not have been stored") as caught:
+        with pytest.raises(SubmitManyError, match=f"{COUNT} may or may not") as caught:
             await app.submit_many("greet", [["x" * 1000]] * COUNT)
     finally:
         await engine.backend.transport.call("CONFIG", "SET", "maxmemory", 0)
