@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from flowfabric.bench.arena import arena
-from flowfabric.bench.child import Plan
 from flowfabric.bench.command import Scenario, register
-from flowfabric.bench.figures import as_table, rounded
-from flowfabric.bench.processes import worker_process
-from flowfabric.bench.statistics import median_run, percentile
+from flowfabric.bench.report import as_table, median_run, percentile, rounded
+from flowfabric.bench.workers import Plan, worker_process
 from flowfabric.core.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def invoke(*arguments: str) -> Result:
 
 def test_help_names_every_scenario_and_defines_unbatched():
     text = invoke("--help").output
-    assert all(scenario in text for scenario in Scenario)
+    assert all(scenario in text for scenario in get_args(Scenario))
     assert "n / time of the whole" in text
 
 

@@ -16,12 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from flowfabric.bench.arena import arena
-from flowfabric.bench.command import register
-from flowfabric.bench.figures import as_table
-from flowfabric.bench.options import Options
-from flowfabric.bench.progress import ProgressBar
-from flowfabric.bench.run import measure
-from flowfabric.bench.scenarios import forgery
+from flowfabric.bench.command import measure, register
+from flowfabric.bench.report import Options, Progress, as_table
+from flowfabric.bench.scenarios import tokens
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.config import WorkerConfig
@@ -128,7 +125,7 @@ def test_recovery():
 
 async def test_idle():
     options = Options(n=20, workers=4, seconds=1.0)
-    with ProgressBar() as progress:
+    with Progress() as progress:
         report = await measure("idle", options, 1, progress)
     slower = {"submit_slowdown_pct", "submit_slowdown_same_lane_pct"}
     assert set(report) == ABOUT | slower | {"commands_per_s", "commands_per_s_100", "submit_per_s"}
@@ -143,7 +140,7 @@ def test_resume():
 
 
 async def test_stream():
-    with ProgressBar() as progress:
+    with Progress() as progress:
         report = await measure("stream", Options(n=2000, workers=12), 1, progress)
     slowdown = report.pop("call_slowdown_pct")
     _, _, lag_50, lag_99, crowd_50, crowd_99 = figures(
@@ -171,10 +168,10 @@ async def test_a_right_token_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPat
     """Here every forger hands in the real token, and the run does not end well."""
 
     def honest(_: object, target: Any, __: object) -> Any:
-        return target.execution_id, target.waitpoint_id, target.token
+        return target
 
-    monkeypatch.setattr(forgery, "_FORGERS", (honest,))
-    with ProgressBar() as progress, pytest.raises(FlowFabricError):
+    monkeypatch.setattr(tokens, "FORGERS", (honest,))
+    with Progress() as progress, pytest.raises(FlowFabricError):
         # The first one ends the wait, so the next is refused for another reason.
         await measure("tokens", Options(n=200), 1, progress)
 
@@ -182,13 +179,12 @@ async def test_a_right_token_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPat
 def test_forgeries_are_never_the_real_token():
     ids = [ExecutionId.parse(f"{{fp:1}}:{uuid.UUID(int=n)}") for n in range(3)]
     targets = [
-        forgery._Target(eid, str(uuid.UUID(int=n)), f"k1:{n:040x}") for n, eid in enumerate(ids)
+        tokens.Target(eid, str(uuid.UUID(int=n)), f"k1:{n:040x}") for n, eid in enumerate(ids)
     ]
-    real = {(target.execution_id, target.waitpoint_id, target.token) for target in targets}
-    made = list(forgery._forgeries(random.Random(7), targets, 2000))
+    made = list(tokens.forgeries(random.Random(7), targets, 2000))
     assert len(made) == 2000
-    assert real.isdisjoint(made)
-    assert len({token for _, _, token in made}) > 800
+    assert set(targets).isdisjoint(made)
+    assert len({forged.token for forged in made}) > 800
 
 
 async def test_what_is_so_on_purpose_is_nothing_to_warn_of(

@@ -336,6 +336,7 @@ CALLS: Mapping[str, Call] = {
     "list_pending_waitpoints": suspended,
     "list_suspended": fixed(partition=0),
     "list_waitpoint_hmac_kids": fixed(),
+    "feed_size": fixed(partition=0),
     "list_workers": fixed(),
     "mark_worker_dead": fixed(worker_instance_id="w-1"),
     "move_to_waiting_children": fenced(),

@@ -68,3 +68,14 @@ async def test_a_deployment_can_be_checked_through_the_interface(engine: Engine)
     found = {each.name: each for each in await engine.backend.meta.diagnose()}
     assert {"connection", "version", "eviction", "partitions", "indexes"} <= set(found)
     assert found["workers"].detail == "no live worker: nothing runs"
+
+
+async def test_what_the_store_spends(engine: Engine) -> None:
+    meta, eid = engine.backend.meta, await engine.create()
+    before, (entries, size) = await meta.usage(), await meta.feed_size(eid.partition)
+    await engine.backend.executions.cancel_execution(eid)
+    after, feed = await meta.usage(), await meta.feed_size(eid.partition)
+    assert after.commands > before.commands
+    assert (after.cpu_s >= before.cpu_s > 0, after.data_bytes > 0, after.blocked) == (True, True, 0)
+    assert feed[0] > entries
+    assert feed[1] > size

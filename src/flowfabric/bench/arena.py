@@ -1,4 +1,4 @@
-"""The private server a scenario runs on, and what can be read off it."""
+"""The private server a scenario runs on."""
 
 from __future__ import annotations
 
@@ -8,59 +8,65 @@ import logging
 import os
 import secrets
 import tempfile
-import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from pathlib import Path
 
-from flowfabric.bench.options import Aof
+from flowfabric.bench.command import Aof
 from flowfabric.core.partition import PartitionCounts, solo_partition
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.connect import open_backend, start_embedded
 
 LANE = "default"
 _END_S = 30.0
+_POLL_S = 0.001
 
 
 class Arena:
     """A server of its own with a prepared engine on it."""
 
-    def __init__(self, url: str, backend: ValkeyBackend) -> None:
+    def __init__(self, url: str, backend: Backend) -> None:
         self.url = url
         self.backend = backend
-        self.tag = f"{{fp:{solo_partition(LANE, backend.counts)}}}"
+        self.partition = solo_partition(LANE, backend.counts)
         """The partition that holds the lane's executions."""
+        self.tag = f"{{fp:{self.partition}}}"
 
     async def seed_secret(self) -> None:
         """Make waits possible: their tokens are signed."""
         await self.backend.secrets.seed_at_boot(secrets.token_hex(32))
 
-    async def info(self, section: str) -> dict[str, str]:
-        """The fields of one section of INFO."""
-        text = bytes(await self.backend.transport.call("INFO", section)).decode()
-        return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-
     async def server_cpu_s(self) -> float:
-        """Processor time of the thread that runs commands."""
-        cpu = await self.info("cpu")
-        return float(cpu["used_cpu_user_main_thread"]) + float(cpu["used_cpu_sys_main_thread"])
+        """Processor time of the server's main thread."""
+        return (await self.backend.meta.usage()).cpu_s
 
     async def until_done(self) -> None:
-        """Return when all that was submitted to the lane is claimed and completed."""
-        # What leaves the first index enters the second in the same step.
-        for index in (keys.eligible(self.tag, LANE), keys.index(self.tag, "lease_expiry")):
-            while await self.backend.transport.call("ZCARD", index, key=index):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        """Return when everything submitted to the lane is claimed and completed."""
+        # A claim moves an execution from the first to the second in one step.
+        await poll(self._nothing_waits)
+        await poll(self._nothing_runs)
+
+    async def _nothing_waits(self) -> bool:
+        return not await self.backend.wakeups.find_work(LANE, [self.tag])
+
+    async def _nothing_runs(self) -> bool:
+        lane = self.backend.listings.list_lane
+        return not (await lane(LANE, "active", partition=self.partition, limit=1)).executions
+
+
+async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Return when the condition holds."""
+    while not await condition():  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
 
 
 @contextlib.asynccontextmanager
 async def arena(aof: Aof) -> AsyncGenerator[Arena]:
-    """A fresh server, ended afterwards; its data goes with it."""
+    """A fresh server; it and its data are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="ff-bench-", ignore_cleanup_errors=True) as folder:
         server = await asyncio.to_thread(start_embedded, Path(folder), aof=aof)
         pid = server.pid
         try:
-            with _without_known_warnings():
+            with _without_persistence_warning():
                 backend = await open_backend(
                     server.url, prepare_with=PartitionCounts(), name="ff-bench"
                 )
@@ -68,23 +74,21 @@ async def arena(aof: Aof) -> AsyncGenerator[Arena]:
                     yield Arena(server.url, backend)
         finally:
             server.release()
-            # The folder may go only when nobody writes into it.
-            await _until_gone(pid)
+            # Remove the folder only after the server has stopped writing to it.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(poll(lambda: _gone(pid)), _END_S)
 
 
-async def _until_gone(pid: int | None) -> None:
-    deadline = time.monotonic() + _END_S
-    while pid is not None and time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return
-        await asyncio.sleep(0.005)
+async def _gone(pid: int | None) -> bool:
+    try:
+        return pid is None or os.kill(pid, 0) is not None
+    except ProcessLookupError:
+        return True
 
 
 @contextlib.contextmanager
-def _without_known_warnings() -> Generator[None]:
-    """A server that keeps no log on purpose is nothing to warn of."""
+def _without_persistence_warning() -> Generator[None]:
+    """The server has no append-only file on purpose."""
     log = logging.getLogger("flowfabric.engine.valkey.health")
 
     def other(record: logging.LogRecord) -> bool:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from flowfabric.bench.report import Options, Progress
+
+Aof = Literal["no", "everysec", "always"]
+# fmt: off
+Scenario = Literal[
+    "lifecycle", "floor", "latency", "memory", "idle",
+    "backlog", "recovery", "resume", "stream", "tokens",
+]
+# fmt: on
 
 _HELP = """Measure this machine on a private, temporary Valkey.
 
@@ -36,43 +46,39 @@ stream     n frames of one task and of ten, all stored; a frame until the tail
 tokens     n forged, cut, altered and misplaced waitpoint tokens are tried
 """
 
-
-class Scenario(StrEnum):
-    """What can be measured."""
-
-    LIFECYCLE = "lifecycle"
-    FLOOR = "floor"
-    LATENCY = "latency"
-    MEMORY = "memory"
-    IDLE = "idle"
-    BACKLOG = "backlog"
-    RECOVERY = "recovery"
-    RESUME = "resume"
-    STREAM = "stream"
-    TOKENS = "tokens"
-
-
-class AofChoice(StrEnum):
-    """How often the server flushes its append-only file."""
-
-    NO = "no"
-    EVERYSEC = "everysec"
-    ALWAYS = "always"
-
-
-_DEFAULTS: dict[Scenario, tuple[int, int]] = {
-    Scenario.LIFECYCLE: (20_000, 3),
-    Scenario.FLOOR: (20_000, 3),
-    Scenario.LATENCY: (1_000, 3),
-    Scenario.MEMORY: (20_000, 1),
-    Scenario.IDLE: (8_000, 1),
-    Scenario.BACKLOG: (1_000_000, 1),
-    Scenario.RECOVERY: (8, 3),
-    Scenario.RESUME: (1_000, 3),
-    Scenario.STREAM: (100_000, 3),
-    Scenario.TOKENS: (1_000_000, 1),
+_SCENARIOS: dict[Scenario, tuple[int, int, str]] = {
+    "lifecycle": (20_000, 3, "lifecycle_per_s"),
+    "floor": (20_000, 3, "lifecycle_per_s"),
+    "latency": (1_000, 3, "start_p50_ms"),
+    "memory": (20_000, 1, "bytes_waiting"),
+    "idle": (8_000, 1, "submit_slowdown_pct"),
+    "backlog": (1_000_000, 1, "ratio_p99"),
+    "recovery": (8, 3, "recovery_s"),
+    "resume": (1_000, 3, "p50_ms"),
+    "stream": (100_000, 3, "frames_per_s"),
+    "tokens": (1_000_000, 1, "per_s"),
 }
-"""How many executions, and how many runs."""
+"""The default of n and of repeat, and the figure whose median decides which run is reported."""
+
+
+async def measure(
+    scenario: Scenario, options: Options, repeat: int, progress: Progress
+) -> dict[str, str | float]:
+    """Run a scenario `repeat` times, each on a new server, and report the median run."""
+    from importlib import import_module  # noqa: PLC0415
+
+    from flowfabric.bench.report import median_run, rounded  # noqa: PLC0415
+
+    run = import_module(f"flowfabric.bench.scenarios.{scenario}").run
+    decides = "of_floor" if options.with_floor else _SCENARIOS[scenario][2]
+    figures = median_run([await run(options, progress) for _ in range(repeat)], decides)
+    return {
+        "scenario": scenario,
+        "n": options.n,
+        "aof": options.aof,
+        "repeat": repeat,
+        **{key: rounded(value) for key, value in figures.items()},
+    }
 
 
 def bench(
@@ -84,7 +90,7 @@ def bench(
             "--n", min=1, help="Executions, frames or tokens; each scenario has its own default."
         ),
     ] = None,
-    aof: Annotated[AofChoice, typer.Option(help="The server's append-only file.")] = AofChoice.NO,
+    aof: Annotated[Aof, typer.Option(help="The server's append-only file.")] = "no",
     repeat: Annotated[
         int | None, typer.Option(min=1, help="Runs; the median one is reported.")
     ] = None,
@@ -98,26 +104,21 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     for given, name in ((unbatched, "--unbatched"), (with_floor, "--with-floor")):
-        if given and scenario is not Scenario.LIFECYCLE:
+        if given and scenario != "lifecycle":
             raise typer.BadParameter(f"{name} belongs to the lifecycle scenario")
-    default_n, default_repeat = _DEFAULTS[scenario]
+    default_n, default_repeat, _ = _SCENARIOS[scenario]
 
     # Engine, event loop and tables are loaded for a run only: `flowfabric --help` stays quick.
     import uvloop  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
-    from flowfabric.bench.figures import as_table  # noqa: PLC0415
-    from flowfabric.bench.options import Options  # noqa: PLC0415
-    from flowfabric.bench.progress import ProgressBar  # noqa: PLC0415
-    from flowfabric.bench.run import measure  # noqa: PLC0415
+    from flowfabric.bench.report import Options, Progress, as_table  # noqa: PLC0415
     from flowfabric.core.errors import FlowFabricError  # noqa: PLC0415
 
-    options = Options(n=n or default_n, aof=aof.value, unbatched=unbatched, with_floor=with_floor)
+    options = Options(n=n or default_n, aof=aof, unbatched=unbatched, with_floor=with_floor)
     try:
-        with ProgressBar() as progress:
-            report = uvloop.run(
-                measure(scenario.value, options, repeat or default_repeat, progress)
-            )
+        with Progress() as progress:
+            report = uvloop.run(measure(scenario, options, repeat or default_repeat, progress))
     except FlowFabricError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flowfabric.bench.arena import arena
-from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
+from flowfabric.bench.report import Figures, Options, Progress
 
 _WARM_UP = 1024
 
@@ -19,8 +19,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     async with arena(options.aof) as at:
         raw = Raw(at, progress.advance)
         progress.begin("floor: warm-up", 3 * _WARM_UP)
-        await raw.send(raw.creations(_WARM_UP))
-        await raw.send(raw.completions(await raw.send(raw.claims(_WARM_UP))))
+        await raw.warm_up(_WARM_UP)
         progress.begin("floor: create, claim, complete", 3 * n)
         cpu = await at.server_cpu_s()
         create_s, _ = await _timed(raw, raw.creations(n))

@@ -1,18 +1,16 @@
-"""What workers cost that have nothing to do."""
+"""What idle workers cost."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import time
 from collections.abc import AsyncGenerator
+from statistics import median
 
 from flowfabric.bench.arena import LANE, Arena, arena
-from flowfabric.bench.child import Plan
-from flowfabric.bench.options import Figures, Options, Progress
-from flowfabric.bench.processes import worker_process
-from flowfabric.bench.tasks import BenchApp
+from flowfabric.bench.report import Figures, Options, Progress
+from flowfabric.bench.workers import BenchApp, Plan, worker_process
 
 _OTHER_LANE = "elsewhere"
 _PROCESSES = 2
@@ -25,12 +23,12 @@ async def run(options: Options, progress: Progress) -> Figures:
     """Count the commands of one idle worker and of many, and what the many cost a submitter."""
     workers, seconds = options.workers, options.seconds
     async with arena(options.aof) as at, arena(options.aof) as empty:
-        async with _crowd(at, 1, LANE, seconds):
-            one = await _commands_per_s(at, seconds, "one idle worker", progress)
-        async with _crowd(at, workers, _OTHER_LANE, seconds):
-            many = await _commands_per_s(at, seconds, f"{workers} idle workers", progress)
+        async with _idle_workers(at, 1, LANE, seconds):
+            one = await _commands_per_s(at, seconds, progress)
+        async with _idle_workers(at, workers, _OTHER_LANE, seconds):
+            many = await _commands_per_s(at, seconds, progress)
             rate, elsewhere = await _submit_both(empty, at, options.n, progress)
-        async with _crowd(at, workers, LANE, seconds):
+        async with _idle_workers(at, workers, LANE, seconds):
             _, same = await _submit_both(empty, at, options.n, progress)
     return {
         "commands_per_s": one,
@@ -42,43 +40,39 @@ async def run(options: Options, progress: Progress) -> Figures:
 
 
 @contextlib.asynccontextmanager
-async def _crowd(at: Arena, workers: int, lane: str, seconds: float) -> AsyncGenerator[None]:
-    """So many workers of a lane, spread over a few processes, each with its own connections."""
+async def _idle_workers(at: Arena, workers: int, lane: str, seconds: float) -> AsyncGenerator[None]:
+    """Workers of a lane, spread over a few processes, each with its own connections."""
     processes = min(_PROCESSES, workers)
-    shares = [workers // processes + (i < workers % processes) for i in range(processes)]
     async with contextlib.AsyncExitStack() as stack:
-        for share in shares:
+        for index in range(processes):
+            share = workers // processes + (index < workers % processes)
             plan = Plan(url=at.url, workers=share, lane=lane)
             await stack.enter_async_context(worker_process(plan))
         await asyncio.sleep(min(seconds, _SETTLE_S))
         yield
 
 
-async def _commands_per_s(at: Arena, seconds: float, title: str, progress: Progress) -> float:
-    """Commands the server ran for others, those inside functions included."""
-    progress.begin(f"idle: {title}", 10)
-    before, start = await _commands(at), time.perf_counter()
+async def _commands_per_s(at: Arena, seconds: float, progress: Progress) -> float:
+    """Commands that the server ran for the workers, those inside functions included."""
+    progress.begin("idle: count commands", 10)
+    before, start = (await at.backend.meta.usage()).commands, time.perf_counter()
     for _ in range(10):
         await asyncio.sleep(seconds / 10)
         progress.advance()
-    after, end = await _commands(at), time.perf_counter()
-    # One INFO of our own lies between the two readings.
+    after, end = (await at.backend.meta.usage()).commands, time.perf_counter()
+    # One of them was ours: it read the first figure.
     return (after - before - 1) / (end - start)
-
-
-async def _commands(at: Arena) -> int:
-    return int((await at.info("stats"))["total_commands_processed"])
 
 
 async def _submit_both(
     alone: Arena, crowded: Arena, n: int, progress: Progress
 ) -> tuple[float, float]:
-    """Submits per second without workers, and by how many percent they are slower beside them.
+    """Submits per second without workers, and how many percent slower they are beside them.
 
     One after the other, of a task that no worker can take. The two servers take turns, and the
-    median turn counts, so that whatever else the machine does matters little.
+    median turn counts, so that other load on the machine matters little.
     """
-    apps = (BenchApp(alone.url), BenchApp(crowded.url))
+    apps = BenchApp(alone.url), BenchApp(crowded.url)
     async with apps[0].fabric, apps[1].fabric:
         for app in apps:
             await _submit_some(app, _WARM_UP)
@@ -88,8 +82,8 @@ async def _submit_both(
         for _ in range(_TURNS):
             turns.append((await _submit_some(apps[0], size), await _submit_some(apps[1], size)))
             progress.advance()
-    rate = statistics.median(size / without for without, _ in turns)
-    return rate, 100 * (1 - statistics.median(without / beside for without, beside in turns))
+    rate = median(size / without for without, _ in turns)
+    return rate, 100 * (1 - median(without / beside for without, beside in turns))
 
 
 async def _submit_some(app: BenchApp, count: int) -> float:

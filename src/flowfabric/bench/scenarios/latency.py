@@ -6,11 +6,8 @@ import asyncio
 import time
 
 from flowfabric.bench.arena import arena
-from flowfabric.bench.child import Plan
-from flowfabric.bench.options import Figures, Options, Progress
-from flowfabric.bench.processes import worker_process
-from flowfabric.bench.statistics import percentile
-from flowfabric.bench.tasks import BenchApp
+from flowfabric.bench.report import Figures, Options, Progress, percentiles
+from flowfabric.bench.workers import BenchApp, Plan, worker_process
 
 _WARM_UP = 50
 _PAUSE_S = 0.003
@@ -18,22 +15,14 @@ _PAUSE_S = 0.003
 
 
 async def run(options: Options, progress: Progress) -> Figures:
-    """Submit one execution at a time to a worker that waits in a process of its own."""
+    """Submit one execution at a time to an idle worker in its own process."""
     async with arena(options.aof) as at:
         app = BenchApp(at.url)
         async with app.fabric, worker_process(Plan(url=at.url, concurrency=4)):
-            progress.begin("latency: warm-up", _WARM_UP)
-            for _ in range(_WARM_UP):
-                await _once(app, progress)
-            progress.begin("latency", options.n)
-            times = [await _once(app, progress) for _ in range(options.n)]
-    starts, results = zip(*times, strict=True)
-    return {
-        "start_p50_ms": percentile(starts, 50),
-        "start_p99_ms": percentile(starts, 99),
-        "result_p50_ms": percentile(results, 50),
-        "result_p99_ms": percentile(results, 99),
-    }
+            progress.begin("latency", _WARM_UP + options.n)
+            times = [await _once(app, progress) for _ in range(_WARM_UP + options.n)]
+    starts, results = zip(*times[_WARM_UP:], strict=True)
+    return {**percentiles(starts, "start_"), **percentiles(results, "result_")}
 
 
 async def _once(app: BenchApp, progress: Progress) -> tuple[float, float]:

@@ -6,11 +6,9 @@ import asyncio
 import time
 
 from flowfabric.bench.arena import Arena, arena
-from flowfabric.bench.child import Plan
-from flowfabric.bench.options import Figures, Options, Progress
-from flowfabric.bench.processes import worker_process
+from flowfabric.bench.report import Figures, Options, Progress
 from flowfabric.bench.scenarios import floor
-from flowfabric.bench.tasks import BenchApp, Count
+from flowfabric.bench.workers import BenchApp, Count, Plan, worker_process
 
 _WARM_UP = 1024
 _CHUNK = 4096
@@ -20,7 +18,7 @@ _PINGS = 2_000
 
 
 async def run(options: Options, progress: Progress) -> Figures:
-    """The figures of one run; with a floor measured right after it if asked."""
+    """The figures of one run, and of the floor right after it if asked."""
     async with arena(options.aof) as at:
         measure = _unbatched if options.unbatched else _batched
         figures = await measure(at, options.n, progress)
@@ -31,18 +29,15 @@ async def run(options: Options, progress: Progress) -> Figures:
 
 
 async def _batched(at: Arena, n: int, progress: Progress) -> Figures:
-    """Submit everything, then have one worker work it off, both in this process."""
+    """Submit everything, then run one worker until it is done, both in this process."""
     app = BenchApp(at.url)
     async with app.fabric:
         progress.begin("lifecycle: warm-up", _WARM_UP)
         await _submit(app, _WARM_UP, progress)
         await _process(at, app, _WARM_UP)
-        progress.begin("lifecycle: submit", n)
+        progress.begin("lifecycle", 2 * n)
         server, python = await at.server_cpu_s(), time.process_time()
-        start = time.perf_counter()
-        await _submit(app, n, progress)
-        submit_s = time.perf_counter() - start
-        progress.begin("lifecycle: process", n)
+        submit_s = await _submit(app, n, progress)
         process_s = await _process(at, app, n)
         progress.advance(n)
         server, python = await at.server_cpu_s() - server, time.process_time() - python
@@ -55,11 +50,13 @@ async def _batched(at: Arena, n: int, progress: Progress) -> Figures:
     }
 
 
-async def _submit(app: BenchApp, n: int, progress: Progress) -> None:
-    for start in range(0, n, _CHUNK):
-        size = min(_CHUNK, n - start)
+async def _submit(app: BenchApp, n: int, progress: Progress) -> float:
+    start = time.perf_counter()
+    for done in range(0, n, _CHUNK):
+        size = min(_CHUNK, n - done)
         await app.fabric.submit_many(app.noop, [()] * size)
         progress.advance(size)
+    return time.perf_counter() - start
 
 
 async def _process(at: Arena, app: BenchApp, n: int) -> float:
@@ -76,32 +73,28 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
         return (time.monotonic_ns() - count.first_ns) / 1e9
     finally:
         worker.stop()
-        # Should the worker have crashed, this raises why.
+        # Raises the reason if the worker crashed.
         await serving
 
 
 async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
-    """One execution a call; beside it the same where every call waits for the one before."""
+    """One execution per call, with many callers and with one."""
     figures = await _single_calls(at, n, _CALLERS, progress)
     serial = await _single_calls(at, n, 1, progress)
+    start = time.perf_counter()
+    for _ in range(_PINGS):
+        await at.backend.meta.ping()
+    ping_s = (time.perf_counter() - start) / _PINGS
     return {
         **figures,
         "callers": _CALLERS,
         "serial_per_s": serial["lifecycle_per_s"],
-        "ping_us": await _ping_us(at),
+        "ping_us": ping_s * 1e6,
     }
 
 
-async def _ping_us(at: Arena) -> float:
-    """What a round trip costs here when each waits for the one before."""
-    start = time.perf_counter()
-    for _ in range(_PINGS):
-        await at.backend.transport.call("PING")
-    return (time.perf_counter() - start) / _PINGS * 1e6
-
-
 async def _single_calls(at: Arena, n: int, callers: int, progress: Progress) -> Figures:
-    """Submit here and process in a worker process at the same time, one execution a call.
+    """Submit here and process in a worker process at the same time, one execution per call.
 
     Each caller submits, waits for the answer and submits again; the worker has as many slots,
     and each of them ends its execution and takes the next one.
@@ -109,10 +102,9 @@ async def _single_calls(at: Arena, n: int, callers: int, progress: Progress) -> 
     app = BenchApp(at.url)
     plan = Plan(url=at.url, concurrency=callers, batch=1, goal=_WARM_UP + n)
     async with app.fabric, worker_process(plan) as worker:
-        progress.begin("lifecycle: warm-up", _WARM_UP)
+        progress.begin(f"lifecycle: callers: {callers}", _WARM_UP + n)
         await _submit(app, _WARM_UP, progress)
         await at.until_done()
-        progress.begin(f"lifecycle: one execution a call, callers: {callers}", n)
         server = await at.server_cpu_s()
         start = time.perf_counter()
         rest = iter(range(n))

@@ -1,18 +1,17 @@
-"""How much memory of the server an execution takes while it waits, runs and has ended."""
+"""How much memory of the server an execution takes while it waits, runs and has finished."""
 
 from __future__ import annotations
 
 import asyncio
 
 from flowfabric.bench.arena import Arena, arena
-from flowfabric.bench.options import Figures, Options, Progress
 from flowfabric.bench.raw import Raw
-from flowfabric.engine.valkey import keys
+from flowfabric.bench.report import Figures, Options, Progress
 
 _PAYLOAD = b'{"text":"' + b"x" * 189 + b'"}'
 _WARM_UP = 256
 _SETTLED = 5
-"""So many equal readings in a row: tables are no longer being moved to larger ones."""
+"""Equal readings in a row: the server no longer moves its tables to larger ones."""
 _PAUSE_S = 0.05
 
 
@@ -22,8 +21,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     async with arena(options.aof) as at:
         raw = Raw(at, progress.advance)
         progress.begin("memory: warm-up", 3 * _WARM_UP)
-        await raw.send(raw.creations(_WARM_UP, _PAYLOAD))
-        await raw.send(raw.completions(await raw.send(raw.claims(_WARM_UP))))
+        await raw.warm_up(_WARM_UP, _PAYLOAD)
         progress.begin("memory: create, claim, complete", 3 * n)
         empty, _ = await _used(at)
         await raw.send(raw.creations(n, _PAYLOAD))
@@ -32,8 +30,7 @@ async def run(options: Options, progress: Progress) -> Figures:
         active, _ = await _used(at)
         await raw.send(raw.completions(rows))
         finished, feed = await _used(at)
-        events = keys.events(at.tag)
-        entries: int = await at.backend.transport.call("XLEN", events, key=events)
+        entries, _ = await at.backend.meta.feed_size(at.partition)
     return {
         "bytes_waiting": (waiting - empty) / n,
         "bytes_active": (active - empty) / n,
@@ -44,16 +41,11 @@ async def run(options: Options, progress: Progress) -> Figures:
 
 
 async def _used(at: Arena) -> tuple[int, int]:
-    """Bytes of data without connections, log buffers and the event feed; and of that feed."""
-    transport, feed_key = at.backend.transport, keys.events(at.tag)
+    """Bytes of data without the event feed, and of that feed."""
     seen: list[tuple[int, int]] = []
     while len(seen) < _SETTLED or len(set(seen[-_SETTLED:])) > 1:
-        memory = await at.info("memory")
-        feed: int | None = await transport.call(
-            "MEMORY", "USAGE", feed_key, "SAMPLES", 0, key=feed_key
-        )
-        beside = ("mem_clients_normal", "mem_aof_buffer")
-        used = int(memory["used_memory"]) - sum(int(memory[name]) for name in beside)
-        seen.append((used - (feed or 0), feed or 0))
+        used = (await at.backend.meta.usage()).data_bytes
+        _, feed = await at.backend.meta.feed_size(at.partition)
+        seen.append((used - feed, feed))
         await asyncio.sleep(_PAUSE_S)
     return seen[-1]

@@ -8,13 +8,12 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from flowfabric.bench.arena import LANE, Arena, arena
-from flowfabric.bench.options import Figures, Options, Progress
-from flowfabric.bench.statistics import percentile
+from flowfabric.bench.arena import LANE, Arena, arena, poll
+from flowfabric.bench.report import Figures, Options, Progress, percentile, percentiles
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.connect import open_backend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig
@@ -24,25 +23,31 @@ from flowfabric.sdk.worker import Worker
 _TOKEN = Frame(payload=b" a token of an LLM", frame_type="delta")
 _WRITERS = 10
 _FRAMES_PER_LAG = 100
-"""One lag is measured for so many frames written."""
 _PAUSE_S = 0.002
 _TURNS = 7
 
+Tasks = Sequence[ClaimedTask]
+
 
 async def run(options: Options, progress: Progress) -> Figures:
-    """Write `n` frames as fast as it goes, then single ones that tails wait for."""
+    """Write `n` frames as fast as possible, then single ones that tails wait for."""
     n, tails = options.n, options.workers
     samples = max(10, n // _FRAMES_PER_LAG)
     async with arena(options.aof) as at:
         config = WorkerConfig(max_concurrent_tasks=tails + _WRITERS + 1, scanners=False)
         async with await Worker.connect(config, at.url) as worker:
-            tasks = await _claimed(at, worker, tails)
-            progress.begin("stream: write", 2 * n)
+            count = max(tails, _WRITERS)
+            ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
+            await at.backend.executions.create_many(
+                [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
+            )
+            tasks = await worker.claim_many(count)
+            progress.begin("stream: write", 2)
             await _write(tasks[:1], n // 10)
             one = await _write(tasks[:1], n)
-            progress.advance(n)
+            progress.advance()
             ten = await _write(tasks[:_WRITERS], n)
-            progress.advance(n)
+            progress.advance()
             lag = await _lags(at, tasks[:1], samples, progress)
             crowd = await _lags(at, tasks, samples, progress)
             slowdown = await _slowdown(at, tasks, samples, progress)
@@ -50,24 +55,13 @@ async def run(options: Options, progress: Progress) -> Figures:
     return {
         "frames_per_s": one,
         "frames_per_s_10": ten,
-        "lag_p50_ms": percentile(lag, 50),
-        "lag_p99_ms": percentile(lag, 99),
-        "lag_p50_ms_100": percentile(crowd, 50),
-        "lag_p99_ms_100": percentile(crowd, 99),
+        **percentiles(lag, "lag_"),
+        **percentiles(crowd, "lag_", "_100"),
         "call_slowdown_pct": slowdown,
     }
 
 
-async def _claimed(at: Arena, worker: Worker, count: int) -> list[ClaimedTask]:
-    count = max(count, _WRITERS)
-    ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
-    await at.backend.executions.create_many(
-        [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
-    )
-    return await worker.claim_many(count)
-
-
-async def _write(tasks: Sequence[ClaimedTask], n: int) -> float:
+async def _write(tasks: Tasks, n: int) -> float:
     """Frames per second, all stored."""
     each = max(1, n // len(tasks))
 
@@ -82,17 +76,18 @@ async def _write(tasks: Sequence[ClaimedTask], n: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _tails(
-    at: Arena, tasks: Sequence[ClaimedTask], lags: asyncio.Queue[float]
-) -> AsyncGenerator[ValkeyBackend]:
-    """A client whose tails wait, one for each task; each frame's age goes to `lags`."""
+async def _tails(at: Arena, tasks: Tasks, lags: asyncio.Queue[float]) -> AsyncGenerator[Backend]:
+    """A client whose tails wait, one per task; each frame's age goes to `lags`."""
     backend = await open_backend(at.url, name="ff-bench-tails")
     backend.stream_pool.ceiling = max(len(tasks), backend.stream_pool.ceiling)
+
+    async def all_wait() -> bool:
+        return (await at.backend.meta.usage()).blocked >= len(tasks)
+
     async with Client(backend) as client:
         reading = [asyncio.create_task(_read(client, task, lags)) for task in tasks]
         try:
-            while int((await at.info("clients"))["blocked_clients"]) < len(tasks):  # noqa: ASYNC110
-                await asyncio.sleep(_PAUSE_S)
+            await poll(all_wait)
             yield backend
         finally:
             for task in reading:
@@ -106,42 +101,34 @@ async def _read(client: Client, task: ClaimedTask, lags: asyncio.Queue[float]) -
         lags.put_nowait((time.monotonic_ns() - int(frame.payload)) / 1e6)
 
 
-async def _lags(
-    at: Arena, tasks: Sequence[ClaimedTask], samples: int, progress: Progress
-) -> list[float]:
+async def _lags(at: Arena, tasks: Tasks, samples: int, progress: Progress) -> list[float]:
     """Milliseconds from writing a frame until the tail of its stream has it."""
-    lags: asyncio.Queue[float] = asyncio.Queue()
-    measured: list[float] = []
-    rng = random.Random()  # noqa: S311 - a test load
+    lags, measured = asyncio.Queue[float](), list[float]()
     progress.begin(f"stream: {len(tasks)} tails", samples)
     async with _tails(at, tasks, lags):
         for _ in range(samples):
             await asyncio.sleep(_PAUSE_S)
             frame = Frame(payload=b"%d" % time.monotonic_ns(), frame_type="delta")
-            await rng.choice(tasks).write_frame(frame)
+            await random.choice(tasks).write_frame(frame)  # noqa: S311 - a test load
             measured.append(await lags.get())
             progress.advance()
     return measured
 
 
-async def _slowdown(
-    at: Arena, tasks: Sequence[ClaimedTask], samples: int, progress: Progress
-) -> float:
-    """How much longer a call takes on the connection of a client whose tails all wait."""
+async def _slowdown(at: Arena, tasks: Tasks, samples: int, progress: Progress) -> float:
+    """How many percent longer a call takes on the connection of a client whose tails all wait."""
     progress.begin("stream: calls beside waiting tails", _TURNS)
     ratios: list[float] = []
     for _ in range(_TURNS):
-        async with _tails(at, tasks[:1], asyncio.Queue()) as backend:
-            alone = await _call_rate(backend, tasks[0], samples)
-        async with _tails(at, tasks, asyncio.Queue()) as backend:
-            beside = await _call_rate(backend, tasks[0], samples)
-        ratios.append(alone / beside)
+        alone = await _call_s(at, tasks[:1], samples)
+        ratios.append(await _call_s(at, tasks, samples) / alone)
         progress.advance()
     return 100 * (percentile(ratios, 50) - 1)
 
 
-async def _call_rate(backend: ValkeyBackend, task: ClaimedTask, calls: int) -> float:
-    start = time.perf_counter()
-    for _ in range(calls):
-        await backend.reads.read_execution_state(task.execution_id)
-    return calls / (time.perf_counter() - start)
+async def _call_s(at: Arena, tasks: Tasks, calls: int) -> float:
+    async with _tails(at, tasks, asyncio.Queue()) as backend:
+        start = time.perf_counter()
+        for _ in range(calls):
+            await backend.reads.read_execution_state(tasks[0].execution_id)
+        return time.perf_counter() - start

@@ -38,6 +38,19 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     advice: str = ""
 
 
+class StoreUsage(msgspec.Struct, frozen=True):
+    """What the store spends, over all its nodes."""
+
+    cpu_s: float
+    """Processor time of the threads that run commands."""
+    commands: int
+    """How many ran so far, those inside functions included."""
+    data_bytes: int
+    """Memory without that of connections and write buffers."""
+    blocked: int
+    """Connections that wait in a blocking read."""
+
+
 class Meta(Concern, Protocol):
     """The engine itself: is it there, what can it do, what time is it."""
 
@@ -70,6 +83,14 @@ class Meta(Concern, Protocol):
 
     async def log_findings(self) -> None:
         """Warn of server settings that put work at risk."""
+        ...
+
+    async def usage(self) -> StoreUsage:
+        """What the store spends; one command per node."""
+        ...
+
+    async def feed_size(self, partition: int) -> tuple[int, int]:
+        """Entries and bytes of a partition's event feed."""
         ...
 
     async def diagnose(self, namespace: str | None = None) -> list[Finding]:

@@ -25,7 +25,8 @@ Facts = dict[str, dict[str, str]]
 async def health_findings(transport: Transport) -> list[Finding]:
     """Of every primary; what a server does not show is passed over."""
     settings, facts = await asyncio.gather(
-        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"), _facts(transport)
+        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
+        _reported(transport),
     )
     findings = [_eviction(settings)]
     if settings:
@@ -151,14 +152,17 @@ async def _settings(transport: Transport, *names: str) -> Facts:
     }
 
 
-async def _facts(transport: Transport) -> Facts:
+async def _reported(transport: Transport) -> Facts:
     try:
-        replies: dict[str, Any] = await transport.call_all_primaries(
-            "INFO", "memory", "persistence", "replication"
-        )
+        return await server_facts(transport, "memory", "persistence", "replication")
     except EngineError as error:
         log.debug("the server's state is not readable: %s", error)
         return {}
+
+
+async def server_facts(transport: Transport, *sections: str) -> Facts:
+    """What the primaries report in these sections of INFO."""
+    replies: dict[str, Any] = await transport.call_all_primaries("INFO", *sections)
     return {
         server: dict(
             line.split(":", 1)

@@ -6,15 +6,16 @@ import asyncio
 
 from flowfabric.core.errors import TimeoutError_
 from flowfabric.core.version import VERSION
-from flowfabric.engine.api.arguments import seconds
+from flowfabric.engine.api.arguments import partition_number, seconds
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Capabilities, Identity, Version, supported
-from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp
+from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp, StoreUsage
+from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import prepare
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.diagnosis import check_deployment, check_server
-from flowfabric.engine.valkey.health import log_findings
+from flowfabric.engine.valkey.health import log_findings, server_facts
 from flowfabric.engine.valkey.library import LIBRARY_VERSION
 from flowfabric.engine.valkey.stream_pool import StreamPool
 
@@ -57,6 +58,27 @@ class ValkeyMeta(Meta):
 
     async def log_findings(self) -> None:
         await log_findings(self._calls.transport)
+
+    async def usage(self) -> StoreUsage:
+        sections = ("cpu", "stats", "memory", "clients")
+        nodes = (await server_facts(self._calls.transport, *sections)).values()
+
+        def total(*names: str) -> float:
+            return sum(float(facts[name]) for facts in nodes for name in names)
+
+        return StoreUsage(
+            cpu_s=total("used_cpu_user_main_thread", "used_cpu_sys_main_thread"),
+            commands=round(total("total_commands_processed")),
+            data_bytes=round(total("used_memory") - total("mem_clients_normal", "mem_aof_buffer")),
+            blocked=round(total("blocked_clients")),
+        )
+
+    async def feed_size(self, partition: int) -> tuple[int, int]:
+        calls = self._calls
+        feed = keys.events(f"{{fp:{partition_number(partition, calls.counts)}}}")
+        place = f"{feed}: event feed"
+        used = await calls.transport.call("MEMORY", "USAGE", feed, "SAMPLES", 0, key=feed)
+        return await calls.read(place, "XLEN", feed), used or 0
 
     async def diagnose(self, namespace: str | None = None) -> list[Finding]:
         transport = self._calls.transport

@@ -1,10 +1,66 @@
-"""What each figure means, for people."""
+"""What a scenario is given and what it reports: options, progress, figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Self
 
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
+
+from flowfabric.bench.command import Aof
+
+Figures = Mapping[str, float]
+"""The measured values of one run by key."""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one run of a scenario."""
+
+    n: int
+    aof: Aof = "no"
+    unbatched: bool = False
+    with_floor: bool = False
+    workers: int = 100
+    """How many idle workers `idle` starts, and how many tails `stream` does."""
+    seconds: float = 5.0
+    """How long `idle` counts commands."""
+
+
+class Progress:
+    """One bar on stderr for the current phase; nothing where stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._bar = Bar(
+            *(TextColumn("{task.description}"), BarColumn()),
+            *(MofNCompleteColumn(), TimeElapsedColumn()),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def begin(self, phase: str, total: int) -> None:
+        """Start a phase of `total` steps."""
+        self._bar.reset(self._task, total=total, description=phase)
+
+    def advance(self, steps: int = 1) -> None:
+        """Count steps of the phase."""
+        self._bar.advance(self._task, steps)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
 
 _MEANING: Mapping[str, tuple[str, str]] = {
     "submit_per_s": ("submitted", "/s"),
@@ -40,8 +96,8 @@ _MEANING: Mapping[str, tuple[str, str]] = {
     "recovery_s": ("killed worker also ran the scanners", "s"),
     "recovery_follower_s": ("killed worker did not", "s"),
     "lease_ttl_s": ("lease of the killed worker", "s"),
-    "p50_ms": ("signal → handler goes on, median", "ms"),
-    "p99_ms": ("signal → handler goes on, 99 %", "ms"),
+    "p50_ms": ("signal → handler resumes, median", "ms"),
+    "p99_ms": ("signal → handler resumes, 99 %", "ms"),
     "per_s": ("many at once", "/s"),
     "frames_per_s": ("frames of one task", "/s"),
     "frames_per_s_10": ("frames of ten tasks", "/s"),
@@ -58,12 +114,12 @@ _ABOUT = ("scenario", "n", "aof", "repeat")
 
 
 def rounded(value: float) -> float:
-    """As many digits as a measurement deserves."""
+    """At most four significant digits, or a whole number."""
     return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
 
 
 def as_table(report: Mapping[str, object]) -> Table:
-    """The figures of a report with the AOF setting beside each."""
+    """The figures of a report, each with the AOF setting."""
     repeat = report["repeat"]
     runs = "" if repeat == 1 else f", median of {repeat} runs"
     table = Table(title=f"{report['scenario']}: n = {report['n']:,}{runs}")
@@ -76,3 +132,27 @@ def as_table(report: Mapping[str, object]) -> Table:
         label, unit = _MEANING[key]
         table.add_row(label, f"{value:,}", unit, key, str(report["aof"]))
     return table
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that is at least as large as `percent` of all.
+
+    >>> percentile([4.0, 1.0, 3.0, 2.0], 50)
+    2.0
+    """
+    rank = max(1, math.ceil(len(values) * percent / 100))
+    return sorted(values)[rank - 1]
+
+
+def percentiles(values: Sequence[float], prefix: str = "", suffix: str = "") -> Figures:
+    """The median and the 99th percentile of milliseconds, under their keys."""
+    return {f"{prefix}p{each}_ms{suffix}": percentile(values, each) for each in (50, 99)}
+
+
+def median_run(runs: Sequence[Figures], key: str) -> Figures:
+    """The run with the median figure; the figures of a run belong together.
+
+    >>> median_run([{"a": 3.0}, {"a": 1.0}, {"a": 2.0}], "a")
+    {'a': 2.0}
+    """
+    return sorted(runs, key=lambda run: run[key])[(len(runs) - 1) // 2]

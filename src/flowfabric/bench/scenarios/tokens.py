@@ -1,0 +1,126 @@
+"""Whether a waitpoint can be signalled with a token that is not its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from flowfabric.bench.arena import LANE, Arena, arena
+from flowfabric.bench.report import Figures, Options, Progress
+from flowfabric.core.conditions import Single
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.suspension import Accepted, Suspended
+from flowfabric.core.errors import ConfigError, EngineError
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.api.claims import ClaimRequest
+
+_TARGETS = 16
+_SENDERS = 64
+_REPORT = 1000
+_HEX = "0123456789abcdef"
+_REFUSALS = frozenset({"invalid_token", "token_expired", "invalid_waitpoint_for_execution"})
+
+
+class Target(msgspec.Struct, frozen=True):
+    """An open waitpoint and its token."""
+
+    execution_id: ExecutionId
+    waitpoint_id: str
+    token: str
+
+    def with_token(self, token: str) -> Target:
+        """The same waitpoint with another token."""
+        return Target(self.execution_id, self.waitpoint_id, token)
+
+
+def _altered(rng: random.Random, target: Target, _: Target) -> Target:
+    token, at = target.token, rng.randrange(len(target.token))
+    other = rng.choice([digit for digit in _HEX if digit != token[at]])
+    return target.with_token(f"{token[:at]}{other}{token[at + 1 :]}")
+
+
+def _guessed(rng: random.Random, target: Target, _: Target) -> Target:
+    kid = target.token.partition(":")[0]
+    return target.with_token(f"{kid}:{rng.getrandbits(160):040x}")
+
+
+def _truncated(rng: random.Random, target: Target, _: Target) -> Target:
+    return target.with_token(target.token[: rng.randrange(1, len(target.token))])
+
+
+def _extended(rng: random.Random, target: Target, _: Target) -> Target:
+    more = rng.choices(_HEX + ":\0 ", k=rng.randrange(1, 9))
+    return target.with_token(target.token + "".join(more))
+
+
+FORGERS: Sequence[Callable[[random.Random, Target, Target], Target]] = (
+    *(_guessed, _altered, _truncated, _extended),
+    # The token of another waitpoint, the waitpoint of another execution, and no waitpoint.
+    lambda _, target, other: target.with_token(other.token),
+    lambda _, target, other: Target(target.execution_id, other.waitpoint_id, other.token),
+    lambda _, target, __: Target(target.execution_id, new_uuid(), target.token),
+)
+
+
+def forgeries(rng: random.Random, targets: Sequence[Target], n: int) -> Iterator[Target]:
+    """`n` tokens that belong to none of the targets."""
+    for number in range(n):
+        yield FORGERS[number % len(FORGERS)](rng, *rng.sample(targets, 2))
+
+
+async def run(options: Options, progress: Progress) -> Figures:
+    """Send `n` forged tokens to waitpoints that wait for any signal."""
+    async with arena(options.aof) as at:
+        await at.seed_secret()
+        targets = [await _target(at) for _ in range(_TARGETS)]
+        forged = forgeries(random.Random(), targets, options.n)  # noqa: S311 - a test load
+        progress.begin("tokens: forged", options.n)
+        start = time.perf_counter()
+        counts = await asyncio.gather(*(_send(at, forged, progress) for _ in range(_SENDERS)))
+        seconds = time.perf_counter() - start
+        # The real tokens still work, so the forged ones were refused for being forged.
+        for target in targets:
+            outcome = await _signal(at, target)
+            if not (isinstance(outcome, Accepted) and outcome.resumed):
+                raise ConfigError("bench", "a real token was refused, so the figures mean nothing")
+    tried, accepted = map(sum, zip(*counts, strict=True))
+    return {"tried": tried, "accepted": accepted, "per_s": tried / seconds}
+
+
+async def _signal(at: Arena, target: Target) -> object:
+    return await at.backend.signals.deliver_signal(
+        target.execution_id, target.waitpoint_id, target.token, "go"
+    )
+
+
+async def _target(at: Arena) -> Target:
+    """An execution that waits for any signal."""
+    backend, eid = at.backend, ExecutionId.solo(LANE, at.backend.counts)
+    await backend.executions.create_execution(
+        NewExecution(execution_id=eid, execution_kind="ask", lane_id=LANE)
+    )
+    request = ClaimRequest(LANE, "bench", f"bench-{new_uuid()}")
+    (claim,) = (await backend.claims.claim_many(request, at.tag, 1)).claims
+    outcome = await backend.suspensions.suspend(claim.handle, condition=Single("go"))
+    assert isinstance(outcome, Suspended)
+    details = outcome.details
+    return Target(eid, details.waitpoint_id, details.waitpoint_token.reveal())
+
+
+async def _send(at: Arena, forged: Iterator[Target], progress: Progress) -> tuple[int, int]:
+    tried = accepted = 0
+    for forgery in forged:
+        try:
+            await _signal(at, forgery)
+            accepted += 1
+        except EngineError as error:
+            if error.code not in _REFUSALS:
+                raise
+        tried += 1
+        if tried % _REPORT == 0:
+            progress.advance(_REPORT)
+    return tried, accepted
