@@ -15,7 +15,7 @@ from flowfabric.core.durations import Duration
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
 from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.client_signals import SignalOptions
 from flowfabric.sdk.tail import Tail
@@ -158,7 +158,7 @@ class Run(Generic[R_co]):
             visibility=visibility,
         )
 
-    async def _output(self) -> ValkeyBackend:
+    async def _output(self) -> Backend:
         return (await self._connect()).backend
 
     def __repr__(self) -> str:
