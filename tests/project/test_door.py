@@ -17,13 +17,7 @@ DOOR = "connect"
 COMMANDS = {"transport", "fcall", "fcall_ro"}
 
 STILL_BREAKING = {
-    "app/run.py",
-    "bench/arena.py",
     "bench/raw.py",
-    "bench/scenarios/lifecycle.py",
-    "bench/scenarios/memory.py",
-    "bench/scenarios/resume.py",
-    "bench/scenarios/stream.py",
     "sdk/client.py",
     "sdk/client_signals.py",
 }
