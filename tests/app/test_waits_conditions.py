@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import flowfabric as ff
 from flowfabric.core.conditions import (
+    AcceptedSignal,
     AllOf,
     Condition,
     Count,
     CountKind,
-    Seen,
     Single,
     contributors,
     satisfied,
@@ -42,7 +42,7 @@ conditions = st.recursive(
 )
 accepted = st.lists(
     st.builds(
-        Seen,
+        AcceptedSignal,
         st.uuids().map(str),
         st.sampled_from(KEYS),
         st.sampled_from(NAMES),
@@ -55,7 +55,9 @@ accepted = st.lists(
 
 
 @given(conditions, accepted)
-def test_contributors_are_just_enough_and_in_order(condition: Condition, seen: list[Seen]) -> None:
+def test_contributors_are_just_enough_and_in_order(
+    condition: Condition, seen: list[AcceptedSignal]
+) -> None:
     met = contributors(condition, seen)
     assert bool(met) == satisfied(condition, seen)
     if met:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from flowfabric.core.contracts.executions import CurrentAttempt
-from flowfabric.core.state import StateVector, violations
+from flowfabric.core.state import StateVector
 from tests.support.engine import LANE, TTL, Engine, refused
 from tests.support.executions import CODES, Case
+from tests.support.state_rules import violations
 
 
 async def test_missing_executions(engine: Engine) -> None:

@@ -14,11 +14,11 @@ from itertools import combinations_with_replacement, product
 import pytest
 
 from flowfabric.core.conditions import (
+    AcceptedSignal,
     AllOf,
     Condition,
     Count,
     CountKind,
-    Seen,
     Single,
     check_tree,
     condition_json,
@@ -124,7 +124,7 @@ async def compare(waits: Waits, tree: Condition, run: Run) -> None:
     bindings = [FreshWaitpoint(new_uuid(), key) for key in keys]
     parked = await waits.backend.suspensions.suspend(handle, condition=tree, waitpoints=bindings)
     assert isinstance(parked, Suspended)
-    accepted: list[Seen] = []
+    accepted: list[AcceptedSignal] = []
     for key, name, who in run:
         if key not in keys:
             continue
@@ -132,7 +132,7 @@ async def compare(waits: Waits, tree: Condition, run: Run) -> None:
             parked, name, at=keys.index(key), source_type="t", source_identity=who
         )
         assert isinstance(outcome, Accepted)
-        accepted.append(Seen(outcome.signal_id, key, name, "t", who))
+        accepted.append(AcceptedSignal(outcome.signal_id, key, name, "t", who))
         story = f"{condition_json(tree)} after {[s[1:] for s in run]}: {outcome.effect}"
         assert outcome.resumed == satisfied(tree, accepted), story
         if outcome.resumed:
@@ -177,7 +177,7 @@ async def test_buffered_signals_are_judged_alike(engine: Engine) -> None:
         pending = await waits.backend.waitpoints.create_waitpoint(handle, "a", 60_000)
         run = [signal for signal in random_runs(rng, 1)[0] if signal[0] == "a"]
         early = rng.randint(0, len(run))
-        accepted: list[Seen] = []
+        accepted: list[AcceptedSignal] = []
         for position, (_, name, who) in enumerate(run):
             if position == early and await parks(waits, handle, pending, tree, accepted):
                 break
@@ -185,7 +185,7 @@ async def test_buffered_signals_are_judged_alike(engine: Engine) -> None:
                 handle.execution_id, pending, name, source_type="t", source_identity=who
             )
             assert isinstance(outcome, Accepted)
-            accepted.append(Seen(outcome.signal_id, "a", name, "t", who))
+            accepted.append(AcceptedSignal(outcome.signal_id, "a", name, "t", who))
             if position >= early:
                 assert outcome.resumed == satisfied(tree, accepted), condition_json(tree)
                 if outcome.resumed:
@@ -198,7 +198,7 @@ async def parks(
     handle: Handle,
     pending: PendingWaitpoint,
     tree: Condition,
-    accepted: list[Seen],
+    accepted: list[AcceptedSignal],
 ) -> bool:
     """Suspends on the pending waitpoint; whether what it buffered was enough."""
     outcome = await waits.backend.suspensions.suspend(

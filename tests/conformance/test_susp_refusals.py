@@ -7,12 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.core.conditions import all_of_waitpoints
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.contracts.suspension import FreshWaitpoint, Suspended, UsePending
 from flowfabric.core.ids import new_uuid
 from tests.support.engine import Engine, refused, untouched
-from tests.support.suspension import GO, Waits
+from tests.support.suspension import GO, Waits, all_of_waitpoints
 
 
 def fence(handle: Handle, **changes: Any) -> Fence:

@@ -14,7 +14,6 @@ from flowfabric.core.conditions import (
     OperatorOnly,
     Single,
     TimeoutOnly,
-    all_of_waitpoints,
 )
 from flowfabric.core.contracts.suspension import (
     FreshWaitpoint,
@@ -24,7 +23,7 @@ from flowfabric.core.contracts.suspension import (
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import StateVector
 from tests.support.engine import Engine, refused, untouched
-from tests.support.suspension import GO, Waits
+from tests.support.suspension import GO, Waits, all_of_waitpoints
 
 
 async def test_what_people_see_of_it(engine: Engine) -> None:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo, ExecutionSnapshot
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import violations
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.event_entries import decode_entry
 from tests.model.model import Model
 from tests.model.parts import LEASED, Execution
+from tests.support.state_rules import violations
 
 _NO_INDEX = (":sigs", ":config", "all_executions")
 _LIVE_ATTEMPT = {"created", "started", "suspended"}

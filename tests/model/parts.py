@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import StateVector, index_suffix
+from flowfabric.core.state import StateVector
+from tests.support.state_rules import index_suffix
 
 RETENTION_MS = 86_400_000
 

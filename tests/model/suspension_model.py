@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flowfabric.core.conditions import (
+    AcceptedSignal,
     AllOf,
     Condition,
     Count,
     OperatorOnly,
-    Seen,
     Single,
     TimeoutOnly,
     accepts,
@@ -34,7 +34,7 @@ class Waitpoint:
     state: str
     expires_at: int | None
     suspension: Pause | None = None
-    signals: list[Seen] = field(default_factory=list[Seen])
+    signals: list[AcceptedSignal] = field(default_factory=list[AcceptedSignal])
     keys: dict[str, str] = field(default_factory=dict[str, str])
     """Idempotency keys and the signal each stands for."""
     close_reason: str | None = None
@@ -50,7 +50,7 @@ class Pause:
     timeout_at: int | None
     behavior: str
     delay: int
-    accepted: list[Seen] = field(default_factory=list[Seen])
+    accepted: list[AcceptedSignal] = field(default_factory=list[AcceptedSignal])
     contributed: list[str] = field(default_factory=list[str])
     closed: str | None = None
     trigger: str | None = None
@@ -212,7 +212,7 @@ class Run:
         waitpoint.state, waitpoint.close_reason = "closed", "never_committed"
         return "closed"
 
-    def signal(self, waitpoint: Waitpoint, seen: Seen, key: str, now: int) -> str:
+    def signal(self, waitpoint: Waitpoint, seen: AcceptedSignal, key: str, now: int) -> str:
         """What a signal with the right token does."""
         if key and key in waitpoint.keys:
             return f"duplicate {waitpoint.keys[key]}"
@@ -243,7 +243,7 @@ class Run:
         mine = waitpoint.state == "active" and waitpoint.suspension is self.pause
         return None if mine else "waitpoint_closed"
 
-    def _record(self, waitpoint: Waitpoint, seen: Seen, key: str) -> None:
+    def _record(self, waitpoint: Waitpoint, seen: AcceptedSignal, key: str) -> None:
         waitpoint.signals.append(seen)
         self.recorded += 1
         if key:
@@ -256,7 +256,7 @@ def _leaves(node: Condition) -> list[Single | Count]:
     return [] if isinstance(node, OperatorOnly | TimeoutOnly) else [node]
 
 
-def _hits(leaf: Single | Count, seen: Seen) -> tuple[bool, bool]:
+def _hits(leaf: Single | Count, seen: AcceptedSignal) -> tuple[bool, bool]:
     """Whether a leaf refers to the signal's waitpoint, and whether it accepts the signal."""
     keys = (leaf.waitpoint_key,) if isinstance(leaf, Single) else leaf.waitpoints
     return seen.waitpoint_key in keys, (
@@ -264,7 +264,7 @@ def _hits(leaf: Single | Count, seen: Seen) -> tuple[bool, bool]:
     )
 
 
-def _satisfier(leaf: Single | Count, seen: Seen) -> object:
+def _satisfier(leaf: Single | Count, seen: AcceptedSignal) -> object:
     if isinstance(leaf, Single):
         return True
     return {
@@ -274,7 +274,7 @@ def _satisfier(leaf: Single | Count, seen: Seen) -> object:
     }[leaf.count_kind.value]
 
 
-def _contribute(pause: Pause, seen: Seen) -> str:
+def _contribute(pause: Pause, seen: AcceptedSignal) -> str:
     """The effect of a signal that does not yet satisfy."""
     leaves = _leaves(pause.condition)
     hits = [_hits(leaf, seen) for leaf in leaves]

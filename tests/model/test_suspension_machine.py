@@ -18,12 +18,12 @@ from hypothesis.stateful import (
 )
 
 from flowfabric.core.conditions import (
+    AcceptedSignal,
     AllOf,
     Condition,
     Count,
     CountKind,
     OperatorOnly,
-    Seen,
     Single,
     TimeoutOnly,
     referenced_waitpoint_keys,
@@ -332,7 +332,7 @@ class Pauses(RuleBasedStateMachine):
     def signal(self, number: int, name: str, who: str, key: str) -> None:
         execution_id, run, waitpoint = self.some_waitpoint(number)
         identity = new_uuid()
-        seen = Seen(identity, waitpoint.key, name, "t", who)
+        seen = AcceptedSignal(identity, waitpoint.key, name, "t", who)
         expected = run.signal(waitpoint, seen, key, self.now)
         answer = self.ask(
             self.backend.signals.deliver_signal(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from flowfabric.core.conditions import Condition, Single
+from flowfabric.core.conditions import AllOf, Condition, Single
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     Accepted,
@@ -20,6 +21,11 @@ SECRET = "ab" * 32
 GO = Single("k", "go")
 Waitpoint = WaitpointDetails | PendingWaitpoint
 """Anything that carries a waitpoint's id and token."""
+
+
+def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
+    """Any signal on each of the waitpoints."""
+    return AllOf(tuple(Single(key) for key in keys))
 
 
 class Waits:

@@ -9,11 +9,13 @@ import pytest
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.core.state import AttemptRecordState, ExpireReason, violations
+from flowfabric.core.state import ExpireReason
 from tests.support.engine import LANE, Engine
 from tests.support.executions import POLICY
+from tests.support.state_rules import violations
 from tests.support.storage import indexes
 
+LIVE = ("created", "started", "suspended")
 STEPS = 150
 TERMINAL_INDEX = {f"lane:{LANE}:terminal"}
 
@@ -112,13 +114,12 @@ class Walk:
             assert set(held) == TERMINAL_INDEX
         attempts = await self.backend.reads.read_attempts(execution_id)
         assert len(attempts) == info.total_attempt_count
-        running = [a for a in attempts if not AttemptRecordState(a.attempt_state).terminal]
+        running = [a for a in attempts if a.attempt_state in LIVE]
         assert len(running) <= 1
         assert not (terminal and running)
         for attempt in attempts:
-            state = AttemptRecordState(attempt.attempt_state)
-            assert state.terminal == (attempt.ended_at is not None)
-            if state.terminal:
+            assert (attempt.attempt_state not in LIVE) == (attempt.ended_at is not None)
+            if attempt.attempt_state not in LIVE:
                 end = (attempt.attempt_state, attempt.ended_at)
                 assert self.ends.setdefault((execution_id, attempt.attempt_index), end) == end
         epoch = max((a.lease_epoch for a in attempts), default=0)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import flowfabric
-from flowfabric.core.state import CODE_LETTERS, StateVector, index_suffix, violations
+from flowfabric.core.state import CODE_LETTERS, StateVector
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import text
 from tests.support.engine import Engine
+from tests.support.state_rules import index_suffix, violations
 
 TAG = "{fp:42}"
 ID = "{fp:42}:11111111-2222-4333-8444-555555555555"

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core.state import (
-    AttemptState,
-    LifecyclePhase,
-    StateVector,
-    index_suffix,
-    violations,
-)
+from flowfabric.core.state import AttemptState, LifecyclePhase, StateVector
 from tests.conformance.test_exec_transitions import (
     OPERATIONS,
     TABLE,
     start,
 )
 from tests.support.engine import LANE, Engine
+from tests.support.state_rules import index_suffix, violations
 from tests.support.storage import indexes, record
 
 KEEPS_STATE = {"progress", "change_priority"}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from flowfabric.core.conditions import (
-    all_of_waitpoints,
-)
 from flowfabric.core.contracts.suspension import (
     ResumePolicy,
 )
 from tests.support.engine import LANE, Engine
 from tests.support.storage import indexes, record
-from tests.support.suspension import Waits
+from tests.support.suspension import Waits, all_of_waitpoints
 
 HOUR = 3_600_000
 SENTINEL = 9_999_999_999_999

@@ -31,9 +31,8 @@ from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
-    validate_execution_kind,
-    validate_idempotency_key,
     validate_lane,
+    validate_text,
 )
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.retry import Retry
@@ -262,7 +261,7 @@ def _check(options: SubmitOptions) -> None:
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
     if key is not None:
-        validate_idempotency_key(key)
+        validate_text(key, "idempotency_key")
     tags = options.get("tags")
     if tags is not None:
         if not isinstance(tags, Mapping):
@@ -327,7 +326,7 @@ def _name_of(given: object, name: object) -> str:
     if name == "":
         problem = "must not be empty; leave it out to use the function's name"
         raise ConfigError("task", problem, "name")
-    return validate_execution_kind(cast("str", called if name is None else name), "name")
+    return validate_text(cast("str", called if name is None else name), "name", required=True)
 
 
 def _is_object(given: object) -> bool:

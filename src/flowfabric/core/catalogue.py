@@ -1,7 +1,7 @@
-"""The error catalogue: every code, its class, its HTTP group and status, and what to do about it.
+"""The error catalogue: every code with its class, group, HTTP status and hint.
 
-The class belongs to the code, never to the group. One line per code:
-``code class[/http status] hint``; the status is only written where it differs from the group's.
+A line `# group status` starts a group. Each code has one line: `code class[/status] hint`, with a
+status only where it differs from the group's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class ErrorClass(StrEnum):
     COOPERATIVE = "C"  #: do the prescribed action, then stop
     EMPTY = "E"  #: nothing there, as expected
     SOFT = "S"  #: warn and continue
-    BUG = "B"  #: alert
+    BUG = "B"  #: report it
 
 
 class CatalogueEntry(NamedTuple):
-    """Everything the product knows about one error code."""
+    """One error code."""
 
     code: str
     error_class: ErrorClass
@@ -34,7 +34,8 @@ class CatalogueEntry(NamedTuple):
     hint: str
 
 
-_NOT_FOUND = """
+_CODES = """
+# not_found 404
 execution_not_found T Check the id; a finished execution is deleted when its retention ends.
 flow_not_found T Check the flow id; create the flow before adding to it.
 attempt_not_found T Check the attempt index; it must be below the execution's attempt count.
@@ -50,9 +51,7 @@ rotation_not_found T Check the rotation id; records are kept for 24 hours.
 scanner_not_found T Check the scanner name against the list of scanners.
 no_eligible_execution E Nothing is waiting here; ask again later.
 stream_not_found E The attempt wrote no output.
-"""
-
-_VALIDATION = """
+# validation 400
 invalid_input T Correct the named field and call again.
 invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
 invalid_policy_json T Correct the named policy field and submit again.
@@ -91,14 +90,10 @@ invalid_dependency T Name two members of this flow.
 invalid_args T Correct the arguments of the flow call.
 step_limit_exceeded T Record fewer steps, or split the work into child executions.
 invalid_offset T Pass an offset returned by an earlier read.
-"""
-
-_AUTH = """
+# auth 401
 unauthorized T/401 Send a valid API token.
 forbidden T/403 Use a token that is allowed to do this.
-"""
-
-_CONTENTION = """
+# contention 409
 execution_not_active T Stop work: the execution has moved on.
 execution_not_eligible I Skip it: the execution is not waiting to be claimed.
 execution_not_in_eligible_set I Skip it: someone else took it.
@@ -116,9 +111,7 @@ stale_graph_revision R Read the flow again and repeat with its current revision.
 idempotency_in_progress R The first request with this key is still running; repeat shortly.
 waitpoint_pending_use_buffer_script R Send the signal again; pending waitpoints buffer signals.
 execution_not_eligible_for_attempt R Ask for other work.
-"""
-
-_CONFLICT = """
+# conflict 409
 self_referencing_edge T An execution cannot depend on itself.
 cycle_detected T Remove the edge that closes the cycle.
 dependency_already_exists T The two are already joined; use the existing edge.
@@ -132,9 +125,7 @@ active_attempt_exists B Report this: an attempt is running outside a lease.
 idempotency_conflict T This key was used for another request; use a new key.
 duplicate_signal I The signal was delivered before.
 quota_attach_conflict T Detach the quota policy first.
-"""
-
-_STATE = """
+# state 409
 stale_lease T Stop work: another worker owns the execution.
 lease_expired T Stop work: the lease ran out before it was renewed.
 lease_revoked T Stop work: an operator revoked the lease.
@@ -169,64 +160,36 @@ resume_condition_not_met I More signals are needed.
 ok_already_applied I The call was applied before; nothing to do.
 stream_already_closed I The stream is closed; nothing to do.
 budget_override_not_allowed T This budget does not allow an override.
-"""
-
-_LIMIT = """
+# limit 429
 rate_limit_exceeded R Wait for the window to move on.
 concurrency_limit_exceeded R Wait until running work of this quota finishes.
 signature_limit_exceeded R Use fewer different sets of required capabilities on this lane.
 resource_exhausted R Wait for the given time and repeat, or raise the pool's limit.
 worker_at_capacity R Finish running tasks first, or raise max_concurrent.
 client_rate_limited R Slow down, or raise the client's rate limit.
-"""
-
-_BUG = """
+# bug 500
 attempt_not_in_created_state B Report this: the attempt record contradicts the call.
 invariant_violation B Report this with the message: the engine contradicted itself.
-"""
-
-_CORRUPTION = """
+# corruption 500
 corruption T Stored data is unreadable; inspect the named field before repairing it.
-"""
-
-_KEY_STORE = """
+# key_store 503
 hmac_secret_not_initialized T Seed the waitpoint secret, or restart the server so that it does.
 invalid_secret T The stored signing secret is broken; rotate to a new key.
-"""
-
-_AVAILABILITY = """
+# availability 503
 unavailable T This backend or build lacks the operation, or it is shutting down.
 timeout T/504 Decide whether to repeat; raise the deadline if the operation needs longer.
 retry_exhausted R/500 The store is contended; back off and repeat.
 transport T/500 Check that Valkey is reachable and healthy.
 library_version_conflict T Upgrade this process: the server runs a newer function library.
 valkey_version_too_low T Use Valkey 8.0 or newer.
-"""
-
-_SUBSCRIPTIONS = """
+# subscriptions 503
 stream_disconnected R Subscribe again from the given cursor.
 stream_backpressure I The consumer is slow; read faster or filter more.
 """
 
-_GROUPS: tuple[tuple[str, int, str], ...] = (
-    ("not_found", 404, _NOT_FOUND),
-    ("validation", 400, _VALIDATION),
-    ("auth", 401, _AUTH),
-    ("contention", 409, _CONTENTION),
-    ("conflict", 409, _CONFLICT),
-    ("state", 409, _STATE),
-    ("limit", 429, _LIMIT),
-    ("bug", 500, _BUG),
-    ("corruption", 500, _CORRUPTION),
-    ("key_store", 503, _KEY_STORE),
-    ("availability", 503, _AVAILABILITY),
-    ("subscriptions", 503, _SUBSCRIPTIONS),
-)
-
-#: What the detail words of refused values mean for whoever gave the value.
-DETAIL_WORDS: Mapping[str, str] = {
+_DETAIL_WORDS: Mapping[str, str] = {
     "Empty": "it must not be empty",
-    "TooLong": "64 bytes are the most",
+    "TooLong": "the limit is 64 bytes",
     "NonPrintable": "use printable ASCII characters only",
     "InvalidUuid": "a UUID has 32 lower-case hex digits, in groups of 8-4-4-4-12",
     "MissingTag": "an execution id looks like {fp:42}:<uuid>",
@@ -235,25 +198,25 @@ DETAIL_WORDS: Mapping[str, str] = {
     "MalformedBody": "a partition key looks like {fp:42}",
     "UnknownFamilyPrefix": "a partition key begins with {fp:, {b: or {q:",
     "InvalidIndex": "the number is 0 to 65535, without leading zeros",
-    "not_array": 'give a list, such as ["gpu"]',
-    "non_string_token": "each capability is a text",
+    "not_array": 'pass a list such as ["gpu"]',
+    "non_string_token": "every capability must be text",
     "empty_token": "a capability must not be empty",
-    "comma_in_token": "a capability holds no comma",
-    "control_or_whitespace": "a capability holds neither spaces nor control characters",
-    "too_many_tokens": "256 capabilities are the most",
-    "too_many_bytes": "4096 bytes are the most, all capabilities together",
+    "comma_in_token": "a capability must not contain a comma",
+    "control_or_whitespace": "a capability must not contain spaces or control characters",
+    "too_many_tokens": "the limit is 256 capabilities",
+    "too_many_bytes": "the limit is 4096 bytes for all capabilities together",
 }
 _word = re.compile(r"[a-z_]+: ?([A-Za-z_]+)(?:\([0-9]+\))?(?=$|: ['\"])").match
 
 
 def meaning(detail: str) -> str:
-    """What the word of a detail means; empty when it has none of those."""
+    """What the word in a detail means, or an empty text."""
     found = _word(detail)
-    return DETAIL_WORDS.get(found[1], "") if found else ""
+    return _DETAIL_WORDS.get(found[1], "") if found else ""
 
 
 def explained(detail: str) -> str:
-    """A detail with what its word means, if it has one of those.
+    """A detail with the meaning of its word.
 
     >>> explained("lane_id: Empty")
     'lane_id: Empty (it must not be empty)'
@@ -264,26 +227,28 @@ def explained(detail: str) -> str:
 
 def _build() -> dict[str, CatalogueEntry]:
     entries: dict[str, CatalogueEntry] = {}
-    for group, group_status, table in _GROUPS:
-        for line in table.strip().splitlines():
-            code, mark, hint = line.split(" ", 2)
-            letter, _, status = mark.partition("/")
-            entries[code] = CatalogueEntry(
-                code, ErrorClass(letter), group, int(status or group_status), hint
-            )
+    group, group_status = "", "0"
+    for line in _CODES.strip().splitlines():
+        code, mark, hint = line.split(" ", 2)
+        if code == "#":
+            group, group_status = mark, hint
+            continue
+        letter, _, status = mark.partition("/")
+        entries[code] = CatalogueEntry(
+            code, ErrorClass(letter), group, int(status or group_status), hint
+        )
     return entries
 
 
-#: Every known error code.
 CATALOGUE: dict[str, CatalogueEntry] = _build()
 
 
 class FaultKind(NamedTuple):
-    """What is known about one `kind` of transport fault."""
+    """One `kind` of transport fault."""
 
     retryable: bool
     passing: bool
-    """Usually over within seconds without anyone's help: the transport sends the call again."""
+    """It usually ends by itself within seconds: the transport repeats the call."""
     hint: str
 
 
@@ -304,7 +269,6 @@ cannot_persist R Valkey cannot write its disk and so refuses writes; free space 
 no_replicas P Too few replicas are in step (min-replicas-to-write); retry when they are.
 """
 
-#: Every kind of transport fault.
 FAULT_KINDS: dict[str, FaultKind] = {
     kind: FaultKind(mark != "T", mark == "P", hint)
     for kind, mark, hint in (line.split(" ", 2) for line in _FAULTS.strip().splitlines())

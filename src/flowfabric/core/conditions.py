@@ -1,8 +1,8 @@
-"""Resume conditions: what ends a suspension, its JSON form, its rules, and a pure evaluator."""
+"""Conditions that end a suspension: their JSON form, their rules, and how they are evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
@@ -12,7 +12,7 @@ from flowfabric.core.errors import ValidationError, invalid_input
 
 MAX_DEPTH = 4
 OPERATOR = "operator"
-"""The source type of approvals; a signal that presents a token cannot have it."""
+"""The source type of approvals; a signal with a token cannot have it."""
 
 
 class CountKind(StrEnum):
@@ -21,8 +21,8 @@ class CountKind(StrEnum):
     DISTINCT_WAITPOINTS = "DistinctWaitpoints"
     DISTINCT_SIGNALS = "DistinctSignals"
     DISTINCT_SOURCES = "DistinctSources"
-    """Pairs of `source_type` and `source_identity` as the senders give them. The holder of one
-    token can name several, so this does not prove that several people answered."""
+    """Pairs of `source_type` and `source_identity`. The holder of one token can claim several, so
+    this does not prove that several people answered."""
     DISTINCT_OPERATORS = "DistinctOperators"
     """Different people who decided through `approve`. Signals sent with a token do not count."""
 
@@ -44,7 +44,7 @@ def named(wanted: SignalName) -> tuple[str, ...]:
 
 
 class Single(msgspec.Struct, frozen=True):
-    """Satisfied by one signal on one waitpoint; without a name, by any signal."""
+    """Satisfied by one signal on one waitpoint; by any signal if no name is given."""
 
     waitpoint_key: str
     signal_name: SignalName = None
@@ -66,18 +66,18 @@ class Count(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorOnly(msgspec.Struct, frozen=True):
-    """No signal satisfies it; only an operator resumes."""
+    """Only an operator resumes the execution."""
 
 
 class TimeoutOnly(msgspec.Struct, frozen=True):
-    """No signal satisfies it; only the timeout ends it."""
+    """Only the timeout ends the wait."""
 
 
 Condition = Single | AllOf | Count | OperatorOnly | TimeoutOnly
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """An accepted signal as conditions see it."""
+class AcceptedSignal(msgspec.Struct, frozen=True):
+    """A signal with the fields that conditions compare."""
 
     signal_id: str
     waitpoint_key: str
@@ -86,16 +86,11 @@ class Seen(msgspec.Struct, frozen=True):
     source_identity: str = ""
 
 
-S = TypeVar("S", bound=Seen)
-
-
-def all_of_waitpoints(keys: Iterable[str]) -> AllOf:
-    """Any signal on each of the waitpoints."""
-    return AllOf(tuple(Single(key) for key in keys))
+S = TypeVar("S", bound=AcceptedSignal)
 
 
 def referenced_waitpoint_keys(condition: Condition) -> list[str]:
-    """The keys a condition names, depth first, each once."""
+    """The waitpoint keys in a condition, depth first, each once."""
     found: dict[str, None] = {}
 
     def visit(node: Condition) -> None:
@@ -126,13 +121,8 @@ def _matcher(name: SignalName) -> Any:
 
 def _plain(condition: Condition) -> Any:
     match condition:
-        case Single():
-            return {
-                "Single": {
-                    "waitpoint_key": condition.waitpoint_key,
-                    "matcher": _matcher(condition.signal_name),
-                }
-            }
+        case Single(key, name):
+            return {"Single": {"waitpoint_key": key, "matcher": _matcher(name)}}
         case AllOf():
             members = [_plain(member) for member in condition.members]
             return {"Composite": {"kind": "AllOf", "members": members}}
@@ -218,9 +208,9 @@ def _refuse(detail: str) -> ValidationError:
 
 
 def check_types(condition: Any, depth: int = 1) -> None:
-    """Refuse what no condition is made of; whether it makes sense is judged afterwards."""
+    """Refuse values of the wrong type. `check_tree` and `check_bindings` check the meaning."""
     if depth > MAX_DEPTH + 1:
-        return  # `check_tree` refuses it for its depth.
+        return  # `check_tree` refuses its depth.
     match condition:
         case Single():
             _check_kind(condition.waitpoint_key, str, "waitpoint_key")
@@ -262,7 +252,7 @@ def _encodable(text: str) -> bool:
 
 
 def has_empty_name(condition: Condition) -> bool:
-    """Whether a matcher asks for a signal without a name anywhere in the tree."""
+    """Whether a matcher in the tree has an empty name."""
     match condition:
         case Single() | Count():
             name = condition.signal_name
@@ -274,7 +264,7 @@ def has_empty_name(condition: Condition) -> bool:
 
 
 def check_tree(condition: Condition) -> None:
-    """Depth and shape of a composite, top down; the first failure is raised."""
+    """Check depth and shape of a composite, top down; raises the first problem."""
     if isinstance(condition, AllOf | Count):
         _check_node(condition, "<root>", 1)
 
@@ -311,8 +301,8 @@ def _check_count(node: Count, path: str) -> None:
 # --- evaluation ---------------------------------------------------------------------
 
 
-def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
-    """Whether the accepted signals satisfy the condition: pure, monotone, order-free."""
+def satisfied(condition: Condition, accepted: Sequence[AcceptedSignal]) -> bool:
+    """Whether the accepted signals satisfy the condition, in any order."""
     match condition:
         case Single():
             return any(
@@ -330,7 +320,7 @@ def satisfied(condition: Condition, accepted: Sequence[Seen]) -> bool:
 
 
 def contributors(condition: Condition, accepted: Sequence[S]) -> list[S]:
-    """Those signals, in order, that brought the condition nearer until it was met; else none."""
+    """The signals, in order, that contributed until the condition was met; empty if it is not."""
     taken: list[S] = []
     weight = 0
     for seen in accepted:
@@ -343,8 +333,8 @@ def contributors(condition: Condition, accepted: Sequence[S]) -> list[S]:
     return []
 
 
-def _weight(condition: Condition, accepted: Sequence[Seen]) -> int:
-    """How much was contributed to all nodes together."""
+def _weight(condition: Condition, accepted: Sequence[AcceptedSignal]) -> int:
+    """The number of contributions to all nodes together."""
     match condition:
         case AllOf():
             return sum(_weight(member, accepted) for member in condition.members)
@@ -354,7 +344,7 @@ def _weight(condition: Condition, accepted: Sequence[Seen]) -> int:
             return int(satisfied(condition, accepted))
 
 
-def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:
+def _satisfiers(node: Count, accepted: Sequence[AcceptedSignal]) -> set[object]:
     matching = [
         seen
         for seen in accepted
@@ -374,9 +364,9 @@ def _satisfiers(node: Count, accepted: Sequence[Seen]) -> set[object]:
 def check_bindings(
     condition: Condition, keys: Sequence[str | None], *, timeout_given: bool
 ) -> None:
-    """Rules between a condition and the waitpoints bound to it; None stands for a pending one.
+    """Check a condition against the keys of its waitpoints; None is the key of a pending one.
 
-    Raised in the order of the table: the first failure wins.
+    The order of the checks is specified: the first problem is raised.
     """
     if not keys:
         raise _refuse("waitpoints_empty")

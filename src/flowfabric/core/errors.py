@@ -1,9 +1,4 @@
-"""The exception tree.
-
-Every failure the product reports is a `FlowFabricError`. Failures with a code of the error
-catalogue are `EngineError`s, one subclass per group; decide on `.error_class` or `.retryable`,
-never on message text.
-"""
+"""The exceptions. Decide on `.error_class` or `.retryable`, never on message text."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import Literal
 from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, CatalogueEntry, ErrorClass, explained
 
 Verdict = Literal["succeeded", "failed", "superseded", "unknown"]
-"""What became of a call whose reply was lost."""
+"""What happened to a call whose reply was lost."""
 
 
 class FlowFabricError(Exception):
@@ -26,7 +21,7 @@ class FlowFabricError(Exception):
 
 
 class ConfigError(FlowFabricError):
-    """A setting is missing or wrong; nothing was attempted.
+    """A setting is missing or wrong; nothing was done.
 
     >>> str(ConfigError("worker", "must be positive", "lease_ttl_ms"))
     'config: worker.lease_ttl_ms: must be positive'
@@ -44,13 +39,12 @@ class ConfigError(FlowFabricError):
 
 
 class WorkerAtCapacity(FlowFabricError):
-    """The worker holds as many tasks as it may; claim again when one has finished."""
+    """The worker holds as many tasks as it may. Claim again when one has finished."""
 
     code = "worker_at_capacity"
 
     @property
     def retryable(self) -> bool:
-        """True: a permit is usually free within milliseconds."""
         return True
 
     def __str__(self) -> str:
@@ -58,7 +52,7 @@ class WorkerAtCapacity(FlowFabricError):
 
 
 class TaskFinishedError(FlowFabricError):
-    """A task was completed, failed, suspended or delayed before, so its lease is gone."""
+    """The task has already been completed, failed, suspended or delayed."""
 
     def __init__(self, execution_id: str = "", finished_by: str = "") -> None:
         super().__init__(execution_id, finished_by)
@@ -68,11 +62,11 @@ class TaskFinishedError(FlowFabricError):
     def __str__(self) -> str:
         task = f"task {self.execution_id}" if self.execution_id else "this task"
         how = f" by {self.finished_by}" if self.finished_by else ""
-        return f"{task} was already ended{how} — call one lease-releasing operation per task"
+        return f"{task} was already ended{how} — end a task only once"
 
 
 class LeaseLost(FlowFabricError):
-    """The worker no longer owns the execution; `code` is what ended the lease."""
+    """The worker no longer owns the execution; `code` says what ended the lease."""
 
     def __init__(self, code: str, reason: str = "", execution_id: str = "") -> None:
         super().__init__(code, reason, execution_id)
@@ -90,7 +84,7 @@ class LeaseLost(FlowFabricError):
 class PossiblySucceeded(FlowFabricError):
     """The reply was lost: the operation may or may not have taken effect.
 
-    `await error.verify()` reads the state and tells.
+    `await error.verify()` reads the state and returns what happened.
     """
 
     def __init__(self, op: str, execution_id: str = "", message: str = "") -> None:
@@ -105,7 +99,7 @@ class PossiblySucceeded(FlowFabricError):
         return type(self), self.args
 
     async def verify(self) -> Verdict:
-        """What became of the call: `superseded` means that someone else decided since."""
+        """What happened to the call; `superseded` if someone else has decided since."""
         return "unknown" if self.verifier is None else await self.verifier()
 
     def __str__(self) -> str:
@@ -115,25 +109,22 @@ class PossiblySucceeded(FlowFabricError):
 
 
 class RetryableError(FlowFabricError):
-    """Raise in a handler: the attempt failed, trying again may help."""
+    """Raise in a handler to fail the attempt; another attempt may succeed."""
 
     category = "transient"
 
     @property
     def retryable(self) -> bool:
-        """True: the handler says so."""
         return True
 
 
 class PermanentError(FlowFabricError):
-    """Raise in a handler: the execution has failed, trying again cannot help."""
+    """Raise in a handler to fail the execution; it is not retried."""
 
     category = "permanent"
 
 
-_UNKNOWN = CatalogueEntry(
-    "", ErrorClass.BUG, "bug", 500, "Report this: the code is not in the catalogue."
-)
+_UNKNOWN = CatalogueEntry("", ErrorClass.BUG, "bug", 500, "Report this: the code is unknown.")
 
 
 class EngineError(FlowFabricError):
@@ -155,17 +146,16 @@ class EngineError(FlowFabricError):
 
     @property
     def error_class(self) -> ErrorClass:
-        """What to do with it; decided by the code alone."""
+        """What to do about it; depends on the code alone."""
         return self._entry.error_class
 
     @property
     def group(self) -> str:
-        """The HTTP `group` field."""
+        """The group of its code."""
         return self._entry.group
 
     @property
     def retryable(self) -> bool:
-        """Whether the same call may succeed later."""
         return self.error_class is ErrorClass.RETRYABLE
 
     @property
@@ -185,7 +175,7 @@ class EngineError(FlowFabricError):
 
     @property
     def explanation(self) -> str:
-        """The details in one line, with what their words mean."""
+        """The details in one line, with the meaning of their words."""
         return ", ".join(map(explained, self.details))
 
     def __str__(self) -> str:
@@ -198,7 +188,7 @@ class NotFoundError(EngineError):
 
     @property
     def http_status(self) -> int:
-        """404, but 409 for a signal whose waitpoint is not there yet."""
+        # The waitpoint of an early signal may still be created.
         if self.code == "waitpoint_not_found" and self.op == "deliver_signal":
             return 409
         return super().http_status
@@ -207,7 +197,7 @@ class NotFoundError(EngineError):
 class ValidationError(EngineError):
     """The request breaks a rule; details name the field and the problem.
 
-    `undecodable` marks a value of the wrong type: over HTTP that is 422, a broken rule is 400.
+    `undecodable` marks a value of the wrong type: HTTP 422 instead of 400.
     """
 
     def __init__(self, code: str, *details: str, op: str = "", undecodable: bool = False) -> None:
@@ -216,7 +206,6 @@ class ValidationError(EngineError):
 
     @property
     def http_status(self) -> int:
-        """400, or 422 when the value does not decode into its type."""
         return 422 if self.undecodable else super().http_status
 
 
@@ -237,7 +226,7 @@ class StateError(EngineError):
 
 
 class BudgetExceeded(StateError):
-    """A usage report passed a hard limit: stop spending."""
+    """Usage passed a hard limit: stop spending."""
 
     def __init__(self, *details: str, op: str = "") -> None:
         super().__init__("budget_exceeded", *details, op=op)
@@ -250,7 +239,7 @@ class LimitError(EngineError):
 
     @property
     def retry_after_ms(self) -> int | None:
-        """How long to wait before repeating, when the refusal tells."""
+        """How long to wait before repeating, if known."""
         for detail in self.details:
             name, _, value = detail.partition("=")
             if name == "retry_after_ms":
@@ -259,15 +248,15 @@ class LimitError(EngineError):
 
 
 class BugError(EngineError):
-    """The engine contradicted itself: alert."""
+    """The engine contradicted itself: report it."""
 
 
 class CorruptionError(EngineError):
-    """Stored data cannot be read; never coerced to a default."""
+    """Stored data cannot be read."""
 
     @property
     def http_status(self) -> int:
-        """500, but 400 when the unreadable thing is a handle that the caller sent."""
+        # A handle comes from the caller.
         if self.details and self.details[0].startswith("handle_codec:"):
             return 400
         return super().http_status
@@ -286,12 +275,10 @@ class UnavailableError(EngineError):
 
     @property
     def retryable(self) -> bool:
-        """True when a shutdown closed the pool: another process can answer."""
         return self.shutting_down or super().retryable
 
     @property
     def hint(self) -> str:
-        """One sentence: what the user can do next."""
         if self.code != "unavailable":
             return super().hint
         if self.shutting_down:
@@ -300,17 +287,14 @@ class UnavailableError(EngineError):
 
 
 class TimeoutError_(EngineError):  # noqa: N801 - the name in the public exception tree
-    """A deadline passed; the caller decides whether to repeat."""
+    """A deadline passed."""
 
 
 class TransportError(EngineError):
-    """Valkey could not be asked, or its answer was lost or unusable.
+    """Valkey was unreachable, or its answer was lost or unusable.
 
-    `ambiguous` means the call was sent and may have taken effect.
+    `ambiguous` means that the call was sent and may have taken effect.
     """
-
-    #: Every fault kind.
-    KINDS = frozenset(FAULT_KINDS)
 
     def __init__(
         self, kind: str, message: str = "", *, ambiguous: bool = False, op: str = ""
@@ -325,13 +309,12 @@ class TransportError(EngineError):
 
     @property
     def error_class(self) -> ErrorClass:
-        """Retryable or terminal, by kind."""
         retryable = FAULT_KINDS[self.kind].retryable
         return ErrorClass.RETRYABLE if retryable else ErrorClass.TERMINAL
 
     @property
     def passing(self) -> bool:
-        """Whether the fault is usually over within seconds, without anyone's help."""
+        """Whether the fault usually ends by itself within seconds."""
         return FAULT_KINDS[self.kind].passing
 
     @property
@@ -341,22 +324,18 @@ class TransportError(EngineError):
 
     @property
     def hint(self) -> str:
-        """One sentence: what the user can do next."""
         if self.ambiguous:
             return "The call may have taken effect; read the state before repeating it."
         return FAULT_KINDS[self.kind].hint
 
     def __str__(self) -> str:
-        # The commonest kind has the name of the code; once is enough.
+        # One kind has the name of the code.
         parts = dict.fromkeys(part for part in (self.code, self.kind, self.message) if part)
         return f"{': '.join(parts)} — {self.hint}"
 
 
 class ReplyError(TransportError):
-    """A function answered what this version cannot read; repeating the call cannot help.
-
-    `function` and `execution_id` say which call it was; the id is empty for a batch.
-    """
+    """A function returned a reply that this version cannot read. Do not repeat the call."""
 
     def __init__(
         self,
@@ -376,14 +355,13 @@ class ReplyError(TransportError):
 
     @property
     def hint(self) -> str:
-        """One sentence: what the user can do next."""
         if self.ambiguous:
             return super().hint
         return "Processes of different versions share this server; bring them to one version."
 
 
 class UnknownCodeError(ReplyError):
-    """A function refused with a code that this version does not know; nothing was changed."""
+    """A function refused with a code that this version does not know. Nothing was changed."""
 
     def __init__(
         self,
@@ -428,13 +406,12 @@ def engine_error(
     function: str = "",
     execution_id: str = "",
 ) -> EngineError:
-    """Build the typed error for a code that a function answered.
+    """The typed error for a code that a function returned.
 
-    An unknown code is a bug of the deployment (mixed versions), never ignored; `function` and
-    `execution_id` are for its report.
+    An unknown code means that processes of different versions share the deployment.
     """
     if code == "transport":
-        kind = details[0] if details and details[0] in TransportError.KINDS else "other"
+        kind = details[0] if details and details[0] in FAULT_KINDS else "other"
         return TransportError(kind, ", ".join(details[1:]), op=op)
     if code == "budget_exceeded":
         return BudgetExceeded(*details, op=op)
@@ -447,5 +424,5 @@ def engine_error(
 def invalid_input(
     field: str, problem: str, *, op: str = "", undecodable: bool = False
 ) -> ValidationError:
-    """The common case of a refused argument: ``invalid_input: <field>: <problem>``."""
+    """The error for an invalid argument: `invalid_input: <field>: <problem>`."""
     return ValidationError("invalid_input", f"{field}: {problem}", op=op, undecodable=undecodable)

@@ -7,31 +7,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import NewType, Self, cast
+from typing import Self, cast
 from unicodedata import category
 
 from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
-from flowfabric.core.partition import (
-    PartitionCounts,
-    SoloPartitioner,
-    check_shards,
-    flow_partition,
-    shard_of_key,
-    shard_of_uuid,
-    shard_partition,
-    solo_partition,
-)
+from flowfabric.core.partition import PartitionCounts, flow_partition, solo_partition
 from flowfabric.core.text import shown
-
-FlowId = NewType("FlowId", str)
-BudgetId = NewType("BudgetId", str)
-QuotaPolicyId = NewType("QuotaPolicyId", str)
-LeaseId = NewType("LeaseId", str)
-AttemptId = NewType("AttemptId", str)
-SignalId = NewType("SignalId", str)
-WaitpointId = NewType("WaitpointId", str)
-SuspensionId = NewType("SuspensionId", str)
-EdgeId = NewType("EdgeId", str)
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 _U16_MAX = 65_535
@@ -59,16 +40,6 @@ def new_uuid() -> str:
         f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-"
         f"{_VARIANT[digits[16]]}{digits[17:20]}-{digits[20:]}"
     )
-
-
-def new_uuids(count: int) -> list[str]:
-    """`count` random UUIDs from one draw of the system's randomness."""
-    pool = os.urandom(16 * count).hex()
-    return [
-        f"{pool[i : i + 8]}-{pool[i + 8 : i + 12]}-4{pool[i + 13 : i + 16]}-"
-        f"{_VARIANT[pool[i + 16]]}{pool[i + 17 : i + 20]}-{pool[i + 20 : i + 32]}"
-        for i in range(0, 32 * count, 32)
-    ]
 
 
 def _index_of(text: str) -> int | None:
@@ -108,37 +79,9 @@ class ExecutionId(str):
         return str.__new__(cls, text)
 
     @classmethod
-    def for_flow(cls, flow_id: str, counts: PartitionCounts) -> Self:
-        """Mint an id for a member of a flow."""
-        return cls.deterministic_for_flow(flow_id, new_uuid(), counts)
-
-    @classmethod
-    def solo(
-        cls,
-        lane_id: str,
-        counts: PartitionCounts,
-        *,
-        shards: int = 1,
-        namespace: str = "",
-        idempotency_key: str = "",
-        partitioner: SoloPartitioner = solo_partition,
-    ) -> Self:
-        """Mint an id for an execution outside a flow.
-
-        `shards` is the shard count of a lane with placement ``spread``; the idempotency key then
-        decides the shard, so that a repeated submit reaches the same partition.
-        """
-        uuid = new_uuid()
-        index = partitioner(lane_id, counts)
-        if shards != 1:
-            check_shards(shards, counts)
-            shard = (
-                shard_of_key(namespace, idempotency_key, shards)
-                if idempotency_key
-                else shard_of_uuid(uuid, shards)
-            )
-            index = shard_partition(index, shard, counts)
-        return str.__new__(cls, f"{{fp:{index}}}:{uuid}")
+    def solo(cls, lane_id: str, counts: PartitionCounts) -> Self:
+        """Mint an id for an execution outside a flow."""
+        return str.__new__(cls, f"{{fp:{solo_partition(lane_id, counts)}}}:{new_uuid()}")
 
     @classmethod
     def deterministic_for_flow(cls, flow_id: str, uuid: str, counts: PartitionCounts) -> Self:
@@ -148,30 +91,15 @@ class ExecutionId(str):
 
     @classmethod
     def deterministic_solo(cls, lane_id: str, uuid: str, counts: PartitionCounts) -> Self:
-        """Name an execution outside a flow with the caller's own UUID, on the lane's home."""
+        """Name an execution outside a flow with the caller's own UUID."""
         index = solo_partition(lane_id, counts)
         return str.__new__(cls, f"{{fp:{index}}}:{validate_uuid(uuid, 'uuid')}")
 
     @classmethod
-    def mint_solo_many(
-        cls,
-        lane_id: str,
-        counts: PartitionCounts,
-        count: int,
-        *,
-        shards: int = 1,
-        partitioner: SoloPartitioner = solo_partition,
-    ) -> list[Self]:
+    def mint_solo_many(cls, lane_id: str, counts: PartitionCounts, count: int) -> list[Self]:
         """Mint `count` ids for executions outside a flow."""
-        home = partitioner(lane_id, counts)
-        make = str.__new__
-        uuids = new_uuids(count)
-        if shards == 1:
-            prefix = f"{{fp:{home}}}:"
-            return [make(cls, prefix + uuid) for uuid in uuids]
-        check_shards(shards, counts)
-        prefixes = [f"{{fp:{shard_partition(home, s, counts)}}}:" for s in range(shards)]
-        return [make(cls, prefixes[shard_of_uuid(uuid, shards)] + uuid) for uuid in uuids]
+        prefix = f"{{fp:{solo_partition(lane_id, counts)}}}:"
+        return [str.__new__(cls, prefix + new_uuid()) for _ in range(count)]
 
     @property
     def partition(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -221,8 +149,7 @@ def is_execution_id(text: str, tag: str) -> bool:
     return text.startswith(f"{tag}:") and _split_execution_id(text) is not None
 
 
-_FAMILIES = {"fp": "flow", "b": "budget", "q": "quota"}
-_PREFIXES = {"flow": "fp", "execution": "fp", "budget": "b", "quota": "q"}
+_FAMILIES = ("fp", "b", "q")
 
 
 class PartitionKey(str):
@@ -252,16 +179,6 @@ class PartitionKey(str):
     def trusted(cls, text: str) -> Self:
         """Wrap a value that the engine itself wrote, unchecked."""
         return str.__new__(cls, text)
-
-    @classmethod
-    def of(cls, family: str, index: int) -> Self:
-        """Build the key of a partition; `family` is flow, execution, budget or quota."""
-        return cls(f"{{{_PREFIXES[family]}:{index}}}")
-
-    @property
-    def family(self) -> str:
-        """``flow``, ``budget`` or ``quota``; the alias ``execution`` reads back as ``flow``."""
-        return _FAMILIES[self[1 : self.index(":")]]
 
     @property
     def index_number(self) -> int:
@@ -323,16 +240,6 @@ def fnv1a64(data: bytes) -> int:
     for byte in data:
         value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
     return value
-
-
-def capability_digest(csv: str) -> str:
-    """Eight hex digits that stand for a capability CSV in logs.
-
-    >>> capability_digest("cuda,gpu")
-    'c952a6c4'
-    """
-    value = fnv1a64(csv.encode())
-    return f"{(value >> 32) ^ (value & 0xFFFFFFFF):08x}"
 
 
 _LANE_MAX = 64
@@ -449,23 +356,6 @@ def validate_text(text: str, field: str, *, limit: int = _TEXT_MAX, required: bo
     if size > limit:
         raise invalid_input(field, f"must be at most {limit} bytes, got {size}")
     return text
-
-
-def validate_idempotency_key(
-    text: str, field: str = "idempotency_key", *, limit: int = _TEXT_MAX
-) -> str:
-    """An opaque key; the empty string means none. Signals allow fewer bytes: pass `limit`."""
-    return validate_text(text, field, limit=limit)
-
-
-def validate_execution_kind(text: str, field: str = "execution_kind") -> str:
-    """The name of the handler: non-empty, at most 1024 bytes."""
-    return validate_text(text, field, required=True)
-
-
-def validate_creator_identity(text: str, field: str = "creator_identity") -> str:
-    """Who submitted the execution: free text of at most 1024 bytes."""
-    return validate_text(text, field)
 
 
 def enc_hook(value: object) -> object:

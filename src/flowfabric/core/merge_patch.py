@@ -1,4 +1,4 @@
-"""JSON merge patch for summary documents, exact to the last digit."""
+"""JSON merge patch for summary documents."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import msgspec
 from flowfabric.core.errors import CorruptionError, ValidationError
 
 PATCH_KIND = "json-merge-patch"
-"""The only kind of patch there is."""
 
 NULL_SENTINEL = "__ff_null__"
-"""Stands for a literal null, which as such would remove the member."""
+"""Stands for a literal null; a real null removes the member."""
 
 EMPTY = b"{}"
 """The document before the first patch."""
@@ -35,11 +34,6 @@ def parse_patch(payload: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", patch)
 
 
-def check_depth(patch: dict[str, Any]) -> None:
-    """Refuse a patch of more than 17 levels of objects, the root included."""
-    _check(patch, 0, in_array=False)
-
-
 def merge(document: bytes, *patches: dict[str, Any]) -> bytes:
     """The document with the patches applied in order; sentinels become null."""
     try:
@@ -50,7 +44,7 @@ def merge(document: bytes, *patches: dict[str, Any]) -> bytes:
         raise CorruptionError("corruption", "summary: document: is not an object")
     merged = cast("dict[str, Any]", target)
     for patch in patches:
-        check_depth(patch)
+        _check_depth(patch, 0, in_array=False)
         merged = _merged(merged, patch)
     return msgspec.json.encode(_nulls(merged))
 
@@ -62,22 +56,18 @@ def _decode(source: bytes) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _check(value: Any, level: int, *, in_array: bool) -> None:
+def _check_depth(value: Any, level: int, *, in_array: bool) -> None:
+    """Refuse a patch of more than 17 levels of objects, the root included."""
+    if isinstance(value, list):
+        in_array, members = True, cast("list[Any]", value)
+    elif isinstance(value, dict):
+        members = list(cast("dict[str, Any]", value).values())
+    else:
+        return
     if level > (_MAX_NESTING if in_array else _MAX_LEVEL):
         raise ValidationError("invalid_input", "patch_depth_exceeded")
-    if isinstance(value, dict):
-        for member in cast("dict[str, Any]", value).values():
-            _check_inside(member, level, in_array=in_array)
-    elif isinstance(value, list):
-        for member in cast("list[Any]", value):
-            _check_inside(member, level, in_array=True)
-
-
-def _check_inside(member: Any, level: int, *, in_array: bool) -> None:
-    if isinstance(member, dict):
-        _check(member, level + 1, in_array=in_array)
-    elif isinstance(member, list):
-        _check(member, level + 1, in_array=True)
+    for member in members:
+        _check_depth(member, level + 1, in_array=in_array)
 
 
 def _merged(target: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:

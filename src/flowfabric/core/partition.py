@@ -8,11 +8,10 @@ from __future__ import annotations
 from binascii import crc_hqx
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Protocol
 
 import msgspec
 
-from flowfabric.core.errors import ConfigError, invalid_input
+from flowfabric.core.errors import ConfigError
 
 _MAX_COUNT = 65_535
 
@@ -44,14 +43,6 @@ class PartitionCounts(msgspec.Struct, frozen=True):
                 )
 
 
-class SoloPartitioner(Protocol):
-    """Chooses the home partition of a lane; must be deterministic and in range."""
-
-    def __call__(self, lane_id: str, counts: PartitionCounts, /) -> int:
-        """Return an index in ``0..counts.flow``."""
-        ...
-
-
 def _uuid_crc(uuid: str) -> int:
     return crc_hqx(bytes.fromhex(uuid.replace("-", "")), 0)
 
@@ -62,7 +53,7 @@ def flow_partition(flow_id: str, counts: PartitionCounts) -> int:
 
 
 def solo_partition(lane_id: str, counts: PartitionCounts) -> int:
-    """The home partition of a lane: the default solo partitioner."""
+    """The home partition of a lane."""
     return crc_hqx(lane_id.encode(), 0) % counts.flow
 
 
@@ -74,39 +65,6 @@ def budget_partition(budget_id: str, counts: PartitionCounts) -> int:
 def quota_partition(quota_policy_id: str, counts: PartitionCounts) -> int:
     """The partition of a quota policy."""
     return _uuid_crc(quota_policy_id) % counts.quota
-
-
-def check_shards(shards: int, counts: PartitionCounts) -> None:
-    """Refuse a shard count outside ``1..counts.flow``."""
-    if not 1 <= shards <= counts.flow:
-        raise invalid_input("shards", f"must be from 1 to {counts.flow}, got {shards}")
-
-
-def shard_of_uuid(uuid: str, shards: int) -> int:
-    """The shard of an execution in a lane that is spread over `shards` partitions."""
-    return _uuid_crc(uuid) % shards
-
-
-def shard_of_key(namespace: str, idempotency_key: str, shards: int) -> int:
-    """The shard of an execution with an idempotency key, so that every repeat meets the first."""
-    return crc_hqx(f"{namespace}\0{idempotency_key}".encode(), 0) % shards
-
-
-def shard_partition(home: int, shard: int, counts: PartitionCounts) -> int:
-    """The partition of one shard of a lane; shard 0 is the lane's home partition."""
-    return (home + shard) % counts.flow
-
-
-def lane_partitions(
-    lane_id: str,
-    counts: PartitionCounts,
-    shards: int = 1,
-    partitioner: SoloPartitioner = solo_partition,
-) -> list[int]:
-    """Every partition where a lane places executions outside a flow, home first."""
-    check_shards(shards, counts)
-    home = partitioner(lane_id, counts)
-    return [shard_partition(home, shard, counts) for shard in range(shards)]
 
 
 class CollisionGrade(StrEnum):
@@ -132,11 +90,7 @@ class LaneCollisions(msgspec.Struct, frozen=True):
         return self.affected / self.lanes if self.lanes else 0.0
 
 
-def lane_collisions(
-    lanes: Iterable[str],
-    counts: PartitionCounts,
-    partitioner: SoloPartitioner = solo_partition,
-) -> LaneCollisions:
+def lane_collisions(lanes: Iterable[str], counts: PartitionCounts) -> LaneCollisions:
     """Report lanes that share a home partition.
 
     >>> lane_collisions(["default", "workers-a"], PartitionCounts()).grade
@@ -145,7 +99,7 @@ def lane_collisions(
     by_partition: dict[int, list[str]] = {}
     names = sorted(set(lanes))
     for lane in names:
-        by_partition.setdefault(partitioner(lane, counts), []).append(lane)
+        by_partition.setdefault(solo_partition(lane, counts), []).append(lane)
     shared = {index: group for index, group in sorted(by_partition.items()) if len(group) > 1}
     affected = sum(map(len, shared.values()))
     return LaneCollisions(len(names), affected, shared, _grade(affected, len(names)))

@@ -8,15 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowfabric.core.conditions import (
+    AcceptedSignal,
     AllOf,
     Condition,
     Count,
     CountKind,
     OperatorOnly,
-    Seen,
     Single,
     TimeoutOnly,
-    all_of_waitpoints,
     check_bindings,
     check_tree,
     condition_json,
@@ -126,7 +125,6 @@ def test_referenced_keys_depth_first_each_once() -> None:
     )
     assert referenced_waitpoint_keys(tree) == ["b", "c", "a", "d", "e"]
     assert referenced_waitpoint_keys(OperatorOnly()) == []
-    assert all_of_waitpoints(["x", "y"]) == AllOf((Single("x"), Single("y")))
 
 
 # --- rules --------------------------------------------------------------------------------------
@@ -256,8 +254,8 @@ def test_good_trees(condition: Condition) -> None:
 
 def seen(
     key: str, name: str = "go", identity: str = "", source: tuple[str, str] = ("", "")
-) -> Seen:
-    return Seen(identity or f"{key}-{name}", key, name, *source)
+) -> AcceptedSignal:
+    return AcceptedSignal(identity or f"{key}-{name}", key, name, *source)
 
 
 def test_single_matches_by_exact_name() -> None:
@@ -305,7 +303,7 @@ def trees() -> st.SearchStrategy[Condition]:
 
 accepted = st.lists(
     st.builds(
-        Seen,
+        AcceptedSignal,
         st.sampled_from(["s1", "s2", "s3"]),
         st.sampled_from("abc"),
         st.sampled_from(["go", "no"]),
@@ -317,7 +315,7 @@ accepted = st.lists(
 
 
 @given(trees(), accepted)
-def test_monotone_and_order_free(condition: Condition, signals: list[Seen]) -> None:
+def test_monotone_and_order_free(condition: Condition, signals: list[AcceptedSignal]) -> None:
     verdict = satisfied(condition, signals)
     for order in list(permutations(signals))[:24]:
         assert satisfied(condition, order) == verdict

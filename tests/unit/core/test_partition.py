@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from flowfabric.core.errors import ConfigError, ValidationError
+from flowfabric.core.errors import ConfigError
 from flowfabric.core.partition import (
     PartitionCounts,
     budget_partition,
     crc16,
     flow_partition,
     lane_collisions,
-    lane_partitions,
     quota_partition,
-    shard_of_key,
     solo_partition,
 )
 
@@ -67,40 +63,17 @@ def test_the_largest_count_is_allowed() -> None:
     assert PartitionCounts(65_535, 65_535, 1).flow == 65_535
 
 
-@given(lane=st.text(min_size=1, max_size=64), flow=st.integers(1, 65_535))
-def test_a_pinned_lane_is_a_spread_lane_with_one_shard(lane: str, flow: int) -> None:
-    counts = PartitionCounts(flow=flow)
-    assert lane_partitions(lane, counts) == [solo_partition(lane, counts)]
-
-
-@given(st.data())
-def test_shards_are_distinct_and_in_range(data: st.DataObject) -> None:
-    counts = PartitionCounts(flow=data.draw(st.integers(1, 300)))
-    shards = data.draw(st.integers(1, counts.flow))
-    partitions = lane_partitions("bulk", counts, shards)
-    assert len(set(partitions)) == shards
-    assert all(0 <= index < counts.flow for index in partitions)
-    assert partitions[0] == solo_partition("bulk", counts)
-
-
-@pytest.mark.parametrize("shards", [0, 257])
-def test_shards_out_of_range(shards: int) -> None:
-    with pytest.raises(ValidationError, match="shards: must be from 1 to 256"):
-        lane_partitions("bulk", COUNTS, shards)
-
-
-def test_the_key_shard_separates_namespace_from_key() -> None:
-    # With a plain join, ("a", "bc") and ("ab", "c") would always share a shard.
-    assert shard_of_key("a", "bc", 65_535) != shard_of_key("ab", "c", 65_535)
+MANY = PartitionCounts(flow=1000)
 
 
 def spread(lanes: int, sharing: int) -> list[str]:
-    """Lanes of which `sharing` (2 or more) fall on one partition, under `by_name`."""
-    return [f"0-{n}" for n in range(sharing)] + [f"{n + 1}-" for n in range(lanes - sharing)]
-
-
-def by_name(lane_id: str, counts: PartitionCounts, /) -> int:
-    return int(lane_id.split("-", maxsplit=1)[0]) % counts.flow
+    """Lanes of which `sharing` (2 or more) have one home, and the others one each."""
+    home = solo_partition("lane-0", MANY)
+    names = [f"lane-{n}" for n in range(100_000)]
+    alone = {solo_partition(name, MANY): name for name in names}
+    del alone[home]
+    together = [name for name in names if solo_partition(name, MANY) == home]
+    return together[:sharing] + list(alone.values())[: lanes - sharing]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +90,13 @@ def by_name(lane_id: str, counts: PartitionCounts, /) -> int:
     ],
 )
 def test_collision_grades(lanes: int, sharing: int, grade: str) -> None:
-    report = lane_collisions(spread(lanes, sharing), PartitionCounts(flow=1000), by_name)
+    report = lane_collisions(spread(lanes, sharing), MANY)
     assert (report.lanes, report.affected, report.grade) == (lanes, sharing, grade)
     assert report.share == sharing / lanes
-    assert list(report.shared) == ([0] if sharing else [])
+    assert list(report.shared) == ([solo_partition("lane-0", MANY)] if sharing else [])
 
 
-def test_collisions_with_the_default_partitioner() -> None:
+def test_collisions_of_few_lanes() -> None:
     report = lane_collisions(["b", "a", "a"], PartitionCounts(flow=1))
     assert report.shared == {0: ["a", "b"]}
     assert lane_collisions(["default", "workers-a"], COUNTS).grade == "clean"

@@ -1,4 +1,4 @@
-"""Fences, handles, claims, grants and what lease operations answer."""
+"""Fences, handles, claims, grants and the results of lease operations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ _VERSION_2 = 0x02
 _FORMAT = 0x01
 _BACKENDS = {0x01: "valkey", 0x02: "postgres", 0x03: "sqlite"}
 _VALKEY = 0x01
+_NUMBERS = struct.Struct("<IQQ")
 
 
 class Fence(msgspec.Struct, frozen=True):
-    """Proof of ownership: the triple, and the attempt index the caller believes in.
-
-    Empty parts are unset; an empty fence is accepted only from an operator.
-    """
+    """Proof of ownership: lease, epoch and attempt. Only operators may pass an empty one."""
 
     lease_id: str = ""
     lease_epoch: int | None = None
@@ -32,14 +30,14 @@ class Fence(msgspec.Struct, frozen=True):
 
     @property
     def wire(self) -> str:
-        """The form the engine's functions compare."""
+        """The form that the functions compare."""
         epoch = "" if self.lease_epoch is None else self.lease_epoch
         index = "" if self.attempt_index is None else self.attempt_index
         return f"{self.lease_id}/{epoch}/{self.attempt_id}/{index}"
 
 
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
-    """The cookie a worker gets from a claim and passes to every worker operation."""
+    """What a claim returns and every operation of the worker takes."""
 
     execution_id: ExecutionId
     lease: str
@@ -52,7 +50,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wire(self) -> str:
-        """The fence as the engine's functions compare it."""
+        """The fence in the form that the functions compare."""
         return f"{self.lease}/{self.attempt}"
 
     @property
@@ -62,7 +60,7 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lease_epoch(self) -> int:
-        """Rises with every lease of the execution: a fencing token for external systems."""
+        """Grows with every lease of the execution; a fencing token for other systems."""
         return int(self.lease[37:])
 
     @property
@@ -82,28 +80,18 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def opaque(self) -> bytes:
-        """The handle as bytes, to be stored and turned back with `Handle.decode`."""
-
-        def text(value: str) -> bytes:
-            raw = value.encode()
-            return struct.pack("<I", len(raw)) + raw
-
-        return b"".join(
-            (
-                bytes((_VERSION_2, _FORMAT, _VALKEY)),
-                text(self.execution_id),
-                struct.pack("<I", self.attempt_index),
-                text(self.attempt_id),
-                text(self.lease_id),
-                struct.pack("<QQ", self.lease_epoch, self.lease_ttl_ms),
-                text(self.lane_id),
-                text(self.worker_instance_id),
-            )
+        """The handle as bytes, to be stored; `Handle.decode` reads them."""
+        numbers = _NUMBERS.pack(self.attempt_index, self.lease_epoch, self.lease_ttl_ms)
+        index, lease_numbers = numbers[:4], numbers[4:]
+        parts = (
+            *(_text(self.execution_id), index, _text(self.attempt_id), _text(self.lease_id)),
+            *(lease_numbers, _text(self.lane_id), _text(self.worker_instance_id)),
         )
+        return bytes((_VERSION_2, _FORMAT, _VALKEY)) + b"".join(parts)
 
     @classmethod
     def decode(cls, opaque: bytes, kind: HandleKind = "fresh") -> Handle:
-        """The handle these bytes stand for; malformed bytes are refused without a round trip."""
+        """The handle of these bytes; malformed bytes are `corruption`."""
         try:
             return _decode(opaque, kind)
         except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
@@ -115,6 +103,11 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"Handle({self.execution_id}, attempt {self.attempt_index}, kind={self.kind})"
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<I", len(raw)) + raw
 
 
 def _malformed(problem: str) -> FlowFabricError:
@@ -179,7 +172,7 @@ def _decode(opaque: bytes, kind: HandleKind) -> Handle:
 
 
 class ResumeCause(msgspec.Struct, frozen=True):
-    """Why an attempt goes on after a suspension."""
+    """Why an attempt continues after a suspension."""
 
     suspension_id: str
     trigger: str
@@ -189,7 +182,7 @@ class ResumeCause(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A claimed attempt with all its handler needs."""
+    """A claimed attempt with everything its handler needs."""
 
     handle: Handle
     execution_kind: str
@@ -200,7 +193,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     lease_expires_at: int
     attempt_timeout_ms: int | None
-    """What is left of the attempt's time: less than its policy says once it was resumed."""
+    """The time left for the attempt; a resumed one has less than its policy says."""
     execution_deadline_at: int | None = None
     resume_cause: ResumeCause | None = None
 
@@ -216,7 +209,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClaimedMany(msgspec.Struct, frozen=True):
-    """Claims of one call, and how many more this worker could have taken there."""
+    """The claims of one call, and how many more this worker could have taken."""
 
     claims: list[Claim]
     remaining: int
@@ -252,7 +245,7 @@ class Renewed(msgspec.Struct, frozen=True):
 
 
 class Revoked(msgspec.Struct, frozen=True):
-    """The lease was taken away."""
+    """The lease was revoked."""
 
     kind: ClassVar[Literal["revoked"]] = "revoked"
     lease_id: str
@@ -260,7 +253,7 @@ class Revoked(msgspec.Struct, frozen=True):
 
 
 class AlreadySatisfied(msgspec.Struct, frozen=True):
-    """There was nothing to do, and why."""
+    """There was nothing to do; `reason` says why."""
 
     kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
     reason: str
@@ -285,7 +278,7 @@ class NotReclaimable(msgspec.Struct, frozen=True):
 
 
 class ReclaimCapExceeded(msgspec.Struct, frozen=True):
-    """The execution lost its worker too often and has failed for good."""
+    """The execution lost its worker too often and failed."""
 
     kind: ClassVar[Literal["reclaim_cap_exceeded"]] = "reclaim_cap_exceeded"
     execution_id: ExecutionId
@@ -293,7 +286,7 @@ class ReclaimCapExceeded(msgspec.Struct, frozen=True):
 
 
 class GrantNotFound(msgspec.Struct, frozen=True):
-    """The grant is missing, expired, used, or another worker's."""
+    """The grant is missing, expired, used, or belongs to another worker."""
 
     kind: ClassVar[Literal["grant_not_found"]] = "grant_not_found"
     execution_id: ExecutionId

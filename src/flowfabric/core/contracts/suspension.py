@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from flowfabric.core.conditions import Seen
+from flowfabric.core.conditions import AcceptedSignal
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
@@ -135,7 +135,7 @@ class Resumed(msgspec.Struct, frozen=True):
     public_state: PublicState
 
 
-class ResumeSignal(Seen, frozen=True, kw_only=True):
+class ResumeSignal(AcceptedSignal, frozen=True, kw_only=True):
     """A signal that helped to satisfy the condition."""
 
     signal_category: str

@@ -22,11 +22,9 @@ from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import (
     ExecutionId,
-    validate_creator_identity,
-    validate_execution_kind,
-    validate_idempotency_key,
     validate_lane,
     validate_namespace,
+    validate_text,
 )
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tag_key
@@ -58,7 +56,7 @@ def check_size(payload: Any, field: str, limit: int) -> None:
 
 def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     """Refuse an execution that cannot be created as described."""
-    validate_execution_kind(item.execution_kind)
+    validate_text(item.execution_kind, "execution_kind", required=True)
     validate_lane(item.lane_id)
     validate_namespace(item.namespace)
     check_size(item.input_payload, "input_payload", max_payload_bytes)
@@ -69,9 +67,9 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
     if item.idempotency_key:
-        validate_idempotency_key(item.idempotency_key)
+        validate_text(item.idempotency_key, "idempotency_key")
     if item.creator_identity:
-        validate_creator_identity(item.creator_identity)
+        validate_text(item.creator_identity, "creator_identity")
     if item.tags:
         validate_creation_tags(item.tags)
     if item.delay_until is not None:

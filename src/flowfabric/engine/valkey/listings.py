@@ -12,9 +12,9 @@ from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
     is_execution_id,
-    validate_execution_kind,
     validate_lane,
     validate_namespace,
+    validate_text,
 )
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tag_filter
@@ -243,7 +243,7 @@ def _check_filter(where: Any) -> None:
     if where.namespace is not None:
         validate_namespace(where.namespace)
     if where.kind is not None:
-        validate_execution_kind(where.kind, "kind")
+        validate_text(where.kind, "kind", required=True)
     if where.tags:
         validate_tag_filter(where.tags)
 
