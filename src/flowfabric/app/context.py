@@ -115,8 +115,6 @@ class Context(HandlerInfo):
         """Report progress; `flowfabric show` displays it."""
         await self._claimed().update_progress(pct, message)
 
-    # --- waiting --------------------------------------------------------------------------
-
     def _own_waits(self) -> Waits:
         task = self._claimed()
         if self._waits is None:
@@ -187,8 +185,6 @@ class Context(HandlerInfo):
         """The signals that ended the last suspension of this attempt."""
         received = await self._claimed().resume_signals()
         return [Signal.of(signal, signal.waitpoint_key) for signal in received]
-
-    # --- output ---------------------------------------------------------------------------
 
     async def stream(
         self, data: Any, frame_type: str = "delta", mode: FrameMode = "durable"

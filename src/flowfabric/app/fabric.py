@@ -61,8 +61,6 @@ class Fabric(AsyncClosing):
         tasks = f"{count} task{'' if count == 1 else 's'}"
         return f"Fabric({self.location.peer}, namespace={self.namespace!r}, {tasks})"
 
-    # --- tasks --------------------------------------------------------------------------
-
     @property
     def task(self) -> TaskDecorator:
         """Registers a function, `async def` or `def`, as a task: `@app.task` or `@app.task(…)`.
@@ -83,8 +81,6 @@ class Fabric(AsyncClosing):
         >>> run = await app.named("resize", priority=5).submit("cat.png", 300)
         """
         return Task(self, name, options=options)
-
-    # --- submitting -----------------------------------------------------------------------
 
     async def client(self) -> Client:
         """The connected client of this application and event loop."""
@@ -206,8 +202,6 @@ class Fabric(AsyncClosing):
         wanted = self._task("" if task is None else task)
         return self._run(wanted, ExecutionId.parse(execution_id))
 
-    # --- working ----------------------------------------------------------------------------
-
     def worker(
         self,
         *,
@@ -248,8 +242,6 @@ class Fabric(AsyncClosing):
         twin = copy.copy(self)
         twin._client = twin._opening = None  # noqa: SLF001
         return twin
-
-    # --- ending -----------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Close connections and release the embedded server."""

@@ -19,8 +19,6 @@ from flowfabric.core.forks import forget_on_fork
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_HANDLED = 0x80
-"""Marks a signal's number as written by our handler."""
 _MARGIN_S = 5.0
 """How long a drain may take beyond its grace before the event loop is tested."""
 _BLOCKED_S = 3.0
@@ -40,8 +38,8 @@ class _Signals:
     """Receives SIGTERM and SIGINT even while the main thread is blocked in user code.
 
     The interpreter writes the number of each signal into a socket, which another thread reads. A
-    handler function alone would have to wait for the main thread. It writes too, in case user code
-    has replaced the wakeup descriptor.
+    handler function alone would have to wait for the main thread. It writes only if user code has
+    replaced the wakeup descriptor.
     """
 
     def __init__(self) -> None:
@@ -75,7 +73,6 @@ class _Signals:
 
     def arrivals(self) -> Generator[int]:
         """Each signal once, until removed."""
-        noted = handled = yielded = 0
         with self._reader, self._next or contextlib.nullcontext():
             while True:
                 try:
@@ -85,25 +82,19 @@ class _Signals:
                     continue
                 if not data:
                     return
-                number = data[0] & ~_HANDLED
-                if data[0] & _HANDLED:
-                    handled += 1
-                else:
-                    self._pass_on(data)
-                    noted += number in _SIGNALS
-                if max(noted, handled) > yielded:
-                    yielded += 1
-                    yield number
-
-    def _pass_on(self, data: bytes) -> None:
-        if self._next is not None:
-            # If its buffer is full, it wakes anyway.
-            with contextlib.suppress(OSError):
-                self._next.send(data)
+                if self._next is not None:
+                    # If its buffer is full, it wakes anyway.
+                    with contextlib.suppress(OSError):
+                        self._next.send(data)
+                if data[0] in _SIGNALS:
+                    yield data[0]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            self._writer.send(bytes((number | _HANDLED,)))
+        current = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        if current != self._writer.fileno():
+            signal.set_wakeup_fd(current)
+            with contextlib.suppress(OSError):
+                self._writer.send(bytes((number,)))
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -144,8 +144,6 @@ class Waits:
             key = f"{name}#{count}"
         return key
 
-    # --- handing out ----------------------------------------------------------------------
-
     async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
         """Id and token to hand out before the next `wait_for(name)`.
 
@@ -168,8 +166,6 @@ class Waits:
         """Whether this attempt can still suspend on it."""
         return wait.state == "pending" and wait.attempt_index == self._task.attempt_index
 
-    # --- waiting --------------------------------------------------------------------------
-
     async def wait(self, given: Condition, timeout: Limit, reason: str) -> list[Signal] | None:
         """Release the worker until the condition is met; returns the signals when the handler
         runs again, or None after a timeout.
@@ -183,7 +179,7 @@ class Waits:
                 raise Parked
             ended = await self._answered(condition, list(keys.values()))
             if ended is None:
-                ended = await self._park(condition, list(keys.values()), timeout, reason)
+                ended = await self._suspend(condition, list(keys.values()), timeout, reason)
         if isinstance(ended, _TimedOut):
             return None
         names = {key: name for name, key in keys.items()}
@@ -226,7 +222,7 @@ class Waits:
             self._past = sorted(past, key=lambda wait: wait.closed_at, reverse=True)
         return [wait for wait in self._past if wait.waitpoint_key in keys]
 
-    async def _park(
+    async def _suspend(
         self, condition: Condition, keys: Sequence[str], timeout: Limit, reason: str
     ) -> list[ResumeSignal]:
         options: dict[str, Any] = {"reason_code": reason}

@@ -91,8 +91,6 @@ class AppWorker:
         """
         return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
 
-    # --- handlers -------------------------------------------------------------------------
-
     def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:
         arguments, function = task.arguments, task.function
         signature = inspect.signature(function)
@@ -148,8 +146,6 @@ class AppWorker:
             if call.future.exception() is None:
                 return call.future.result()
             raise
-
-    # --- in the background -------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         started = asyncio.get_running_loop().create_future()

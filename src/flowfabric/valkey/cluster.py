@@ -128,8 +128,6 @@ class ClusterClient(Transport):
         leave_behind(self._refreshing, self._retiring)
         self._refreshing, self._retiring = None, set()
 
-    # -- one call -------------------------------------------------------------------------------
-
     def _link_of(self, key: str | bytes | None) -> Link | None:
         return None if key is None else self._routes[slot_of(key)]
 
@@ -211,8 +209,6 @@ class ClusterClient(Transport):
             raise TransportError("cluster", "not every slot has a primary")
         for reply in replies.values():
             check_pong(reply)
-
-    # -- the map --------------------------------------------------------------------------------
 
     def _route(self, slot: int | None) -> Link | None:
         if slot is not None:

@@ -166,8 +166,6 @@ class Connection(asyncio.Protocol):
         """The error of a call on a connection that has ended."""
         return faults.lost(self.peer, self.why, sent=False, kind=self._kind)
 
-    # -- called by the event loop ---------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         # Without a buffer, a write goes to the socket at once; some loops would otherwise wait for
@@ -222,8 +220,6 @@ class Connection(asyncio.Protocol):
         if not self._gone.done():
             self._gone.set_result(None)
 
-    # -- writing --------------------------------------------------------------------------------
-
     def _flush(self) -> None:
         transport = self._transport
         if transport is None:
@@ -254,8 +250,6 @@ class Connection(asyncio.Protocol):
             self._flush_due = self._stuck = False
         if chosen:
             transport.write(b"".join(chosen))
-
-    # -- deadlines ------------------------------------------------------------------------------
 
     def _set_alarm(self, at: float) -> None:
         if self._alarm is not None:
@@ -301,8 +295,6 @@ class Connection(asyncio.Protocol):
         ]
         self._unsent = deque(slot for slot, _ in kept)
         self._packed = deque(command for _, command in kept)
-
-    # -- ending ---------------------------------------------------------------------------------
 
     def _leave_if_idle(self) -> None:
         if not self._sent and not self._unsent:
