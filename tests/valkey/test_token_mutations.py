@@ -176,7 +176,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "dedup by id",
         SIGNAL,
-        "if not known and server.call('EXISTS', K.signal(id, signal_id)) == 1 then",
+        "if not known and server.call('EXISTS', K.signal(id, signal.id)) == 1 then",
         "if false then",
         test_susp_signal.test_a_signal_id_is_taken_once_per_execution,
     ),
@@ -228,8 +228,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "delay of the policy",
         SIGNAL,
-        "delay_ms = tonumber(policy.resume_delay_ms) or want.resume_delay_ms",
-        "delay_ms = want.resume_delay_ms",
+        "delay_ms = tonumber(policy.resume_delay_ms) or signal.resume_delay_ms",
+        "delay_ms = signal.resume_delay_ms",
         lambda e: stored_susp_resume.test_the_delay_of_the_policy_comes_first(e, 500, 0, 500),
     ),
     (

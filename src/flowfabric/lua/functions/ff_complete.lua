@@ -6,7 +6,14 @@
 -- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
 -- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
 -- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
-local PLAIN = { outcome = 's', reason = 'completed', stream_reason = 'attempt_success' }
+local function success(label, source)
+  return {
+    outcome = 's', reason = 'completed', stream_reason = 'attempt_success', source = source,
+    has_result = label ~= '0',
+    fields = #label > 1 and { 'result_encoding', string.sub(label, 2) } or nil,
+  }
+end
+local holder_success = values.memo(success)
 
 local function complete(c, id, text, source, label, result)
   local rec = record.read(c, id)
@@ -19,13 +26,9 @@ local function complete(c, id, text, source, label, result)
     local own = fence.own_attempt(c, id, rec, text)
     return own and own.state == 'ended_success' and 'completed' or problem
   end
-  local stored = label ~= '0'
-  ending.finish(c, id, rec, (stored or request) and {
-    outcome = 's', reason = 'completed', stream_reason = 'attempt_success',
-    fields = #label > 1 and { 'result_encoding', string.sub(label, 2) } or nil,
-    has_result = stored, source = request and 'operator_override' or nil,
-  } or PLAIN)
-  if stored then server.call('SET', K.result(c.tag, id), result) end
+  local how = request and success(label, 'operator_override') or holder_success(label)
+  ending.finish(c, id, rec, how)
+  if how.has_result then server.call('SET', K.result(c.tag, id), result) end
   operator.remember(c, id, rec, request, 'completed')
   return 'completed'
 end

@@ -164,19 +164,19 @@ local function create(c, id, kind, payload, encoding, opts)
   problem = signature and waiting.signature_excess(c, lane, signature)
   if problem then return problem end
 
-  local rec = { state = S.NEW, lane_id = lane, created_at = c.now }
+  local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now) }
   local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE
   if encoding ~= '' then
     server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', values.text(c.now), 'payload_encoding', encoding, unpack(fields))
+      'created_at', rec.created_at, 'payload_encoding', encoding, unpack(fields))
   else
     server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', values.text(c.now), unpack(fields))
+      'created_at', rec.created_at, unpack(fields))
   end
   if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
   if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end
-  c:zadd(K.index(c.tag, 'all_executions'), 0, id)
+  c:zadd(K.index(c.tag, 'all_executions'), '0', id)
   waiting.enter(c, id, rec)
   if rec.execution_deadline_at then
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)

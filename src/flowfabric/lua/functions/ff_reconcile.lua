@@ -1,4 +1,4 @@
--- ff_reconcile: compare executions with the indexes their records demand; repair on request.
+-- ff_reconcile: compare executions with the indexes that their records demand; repair on request.
 -- Keys: core, suspension, every lane index, timers, worker leases, all_executions, events.
 -- Arguments: check | repair, number of lanes, then the lanes whose indexes are searched for
 --   entries that do not belong there (those of the records always are), then execution ids.
@@ -9,14 +9,8 @@
 
 -- For an index whose score is not on the record.
 local ANY = 'any'
--- How far back the feed is searched for workers that may have held what has no record.
+-- How many entries of the feed are searched for workers that may have held a missing execution.
 local FEED = 1000
-
--- When the open suspension of a suspended record times out, or nil.
-local function suspension_timeout(c, id)
-  local found = server.call('HMGET', K.suspension(c.tag, id), 'timeout_at', 'closed_at')
-  return not found[2] and tonumber(found[1]) or nil
-end
 
 -- The attempt's timer: the score, or the times between which it lies.
 local function attempt_timer(id, rec)
@@ -25,18 +19,18 @@ local function attempt_timer(id, rec)
   local from = tonumber(rec.resumed_at or rec.attempt_started_at or rec.started_at)
   if not from then error(id .. ': started_at: is missing', 0) end
   local due = clock.after(from, timeout)
-  -- A resumed attempt has what it had left; the record tells only that it was not more.
+  -- A resumed attempt has what it had left, which is at most the whole timeout.
   return rec.resumed_at and { after = from, due = due } or due
 end
 
--- What an active record demands beyond its lane's active index.
+-- What an active record demands.
 local function demand_lease(c, id, rec, want)
   local expires = tonumber(rec.lease_expires_at) or ANY
   want[K.lane(c.tag, rec.lane_id, 'active')] = expires
   if S.is_leased(rec.state) then
     want[K.index(c.tag, 'lease_expiry')] = expires
   else
-    want[K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities)] = c:score(rec)
+    want[K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities)] = tonumber(c:score(rec))
   end
   if S.is_leased(rec.state) or S.is_lease_expired(rec.state) then
     want[K.worker_leases(c.tag, record.worker_instance(rec))] = true
@@ -44,19 +38,20 @@ local function demand_lease(c, id, rec, want)
   want[K.index(c.tag, 'attempt_timeout')] = attempt_timer(id, rec)
 end
 
--- The keys that must hold the execution, each with its score (true: a plain set), and the
--- suffix of its one lane index.
+-- The keys that must hold the execution, each with its score (true: a plain set), and the suffix of
+-- its one lane index.
 local function demanded(c, id, rec)
   local suffix = S.index_suffix(rec.state)
   local key, want = K.lane(c.tag, rec.lane_id, suffix), { [K.index(c.tag, 'all_executions')] = 0 }
   if suffix == 'active' then
     demand_lease(c, id, rec, want)
   elseif suffix == 'eligible' then
-    want[K.eligible(c.tag, rec.lane_id, rec.required_capabilities)] = c:score(rec)
+    want[K.eligible(c.tag, rec.lane_id, rec.required_capabilities)] = tonumber(c:score(rec))
   elseif suffix == 'delayed' then
     want[key] = tonumber(rec.delay_until) or ANY
   elseif suffix == 'suspended' then
-    local timeout = suspension_timeout(c, id)
+    local found = server.call('HMGET', K.suspension(c.tag, id), 'timeout_at', 'closed_at')
+    local timeout = not found[2] and tonumber(found[1]) or nil
     want[key] = suspension.score(timeout)
     want[K.index(c.tag, 'suspension_timeout')] = timeout
   elseif suffix == 'terminal' then
@@ -77,8 +72,8 @@ local function fits(held, wanted)
   return held == wanted
 end
 
--- Notes for every id of the piece whether a key holds it, and with which score. A key that cannot
--- be read fails those that must stand there, nobody else.
+-- Notes for every id of the piece whether a key holds it, and with which score. An unreadable key
+-- only fails the executions that must be in it.
 local function look_into(piece, key, command)
   if piece.looked[key] then return end
   piece.looked[key] = true
@@ -96,57 +91,32 @@ local function look_into(piece, key, command)
   end
 end
 
--- The indexes of the lanes that exist, and the signatures of each lane.
-local function look_into_lanes(c, piece, lanes)
-  local names, signatures = {}, {}
-  for lane in pairs(lanes) do
-    indexes.add_lane(names, c.tag, lane)
-    signatures[K.lane(c.tag, lane, 'sigs')] = lane
+local function look_into_lane(c, piece, lane)
+  local names, sigs = {}, K.lane(c.tag, lane, 'sigs')
+  local ok, signatures = try(waiting.signatures, sigs)
+  if not ok then piece.unreadable[sigs], signatures = signatures, {} end
+  for _, signature in ipairs(signatures) do
+    local eligible = K.eligible(c.tag, lane, signature)
+    piece.signatures[eligible] = { lane, signature }
+    values.append(names, { eligible, K.reclaimable(c.tag, lane, signature) })
   end
-  for _, key in ipairs(indexes.existing(names)) do
-    local lane = signatures[key]
-    if not lane then
-      look_into(piece, key, 'ZMSCORE')
-    else
-      local ok, stored = try(waiting.signatures, key)
-      if not ok then piece.unreadable[key] = stored end
-      local claimable = {}
-      for _, signature in ipairs(ok and stored or {}) do
-        piece.signatures[K.eligible(c.tag, lane, signature)] = { lane, signature }
-        claimable[#claimable + 1] = K.eligible(c.tag, lane, signature)
-        claimable[#claimable + 1] = K.reclaimable(c.tag, lane, signature)
-      end
-      for _, index in ipairs(indexes.existing(claimable)) do look_into(piece, index, 'ZMSCORE') end
-    end
-  end
+  indexes.add_lane(names, c.tag, lane)
+  names[#names] = nil
+  for _, key in ipairs(indexes.existing(names)) do look_into(piece, key, 'ZMSCORE') end
 end
 
--- Workers that took something lately: whose record is gone may still be in their sets.
-local function add_recent_workers(c, workers)
+-- Workers that claimed something lately: their sets may hold executions without a record.
+local function add_recent_workers(c, instances)
   local ok, entries = try(server.call, 'XREVRANGE', K.events(c.tag), '+', '-', 'COUNT', FEED)
   for _, entry in ipairs(ok and entries or {}) do
-    for i = 1, #entry[2], 2 do
-      if entry[2][i] == 'w' then workers[record.instance_of(entry[2][i + 1])] = true end
-    end
-  end
-end
-
-local function look_into_workers(c, piece, orphans)
-  local workers, names = {}, {}
-  for _, rec in pairs(piece.records) do
-    if rec.worker then workers[record.worker_instance(rec)] = true end
-  end
-  if piece.repair and orphans then add_recent_workers(c, workers) end
-  for instance in pairs(workers) do names[#names + 1] = K.worker_leases(c.tag, instance) end
-  for _, key in ipairs(indexes.existing(names)) do
-    piece.sets[key] = true
-    look_into(piece, key, 'SMISMEMBER')
+    local worker = values.fields(entry[2]).w
+    if worker then instances[record.instance_of(worker)] = true end
   end
 end
 
 -- Reads the records, then every key that could hold them: a command per key, not per record.
 local function read(c, piece, lanes, seen)
-  local here, orphans = {}, false
+  local here, instances, orphans = {}, {}, false
   for lane in pairs(lanes) do here[lane] = true end
   local problems = batch.each(piece.ids, 1, function(id)
     piece.held[id] = {}
@@ -154,6 +124,7 @@ local function read(c, piece, lanes, seen)
     piece.records[id] = rec
     if rec then
       here[rec.lane_id], seen[rec.lane_id] = true, true
+      if rec.worker then instances[record.worker_instance(rec)] = true end
     else
       orphans = true
     end
@@ -162,34 +133,34 @@ local function read(c, piece, lanes, seen)
   for i, id in ipairs(piece.ids) do piece.broken[id] = problems[i] end
   look_into(piece, K.index(c.tag, 'all_executions'), 'ZMSCORE')
   for _, timer in ipairs(indexes.TIMERS) do look_into(piece, K.index(c.tag, timer), 'ZMSCORE') end
-  look_into_lanes(c, piece, here)
-  -- Also where the lane does not know their signature.
+  for lane in pairs(here) do look_into_lane(c, piece, lane) end
   for _, rec in pairs(piece.records) do
+    -- The lane may not know the signature.
     local signature = rec.required_capabilities
     if signature then
       look_into(piece, K.eligible(c.tag, rec.lane_id, signature), 'ZMSCORE')
       look_into(piece, K.reclaimable(c.tag, rec.lane_id, signature), 'ZMSCORE')
     end
   end
-  look_into_workers(c, piece, orphans)
+  if piece.repair and orphans then add_recent_workers(c, instances) end
+  for instance in pairs(instances) do
+    look_into(piece, K.worker_leases(c.tag, instance), 'SMISMEMBER')
+  end
 end
 
--- What people call a key: names of the execution's own lane are short.
-local function label(c, rec, key)
-  local name = string.sub(key, #K.index(c.tag, '') + 1)
-  local own = 'lane:' .. K.lane_part(rec.lane_id) .. ':'
-  return string.sub(name, 1, #own) == own and string.sub(name, #own + 1) or name
-end
-
+-- The short names of keys, for people.
 local function labels(c, rec, keys)
-  local list = {}
-  for i, key in ipairs(keys) do list[i] = label(c, rec, key) end
+  local list, own = {}, 'lane:' .. K.lane_part(rec.lane_id) .. ':'
+  for i, key in ipairs(keys) do
+    local name = string.sub(key, #K.index(c.tag, '') + 1)
+    list[i] = string.sub(name, 1, #own) == own and string.sub(name, #own + 1) or name
+  end
   table.sort(list)
   return #list > 0 and table.concat(list, '+') or 'none'
 end
 
 local function leave(c, piece, id, key)
-  if piece.sets[key] then c:srem(key, id) else c:zrem(key, id) end
+  if piece.held[id][key] == true then c:srem(key, id) else c:zrem(key, id) end
 end
 
 local function enter(c, id, rec, key, wanted)
@@ -198,8 +169,7 @@ local function enter(c, id, rec, key, wanted)
   elseif wanted == true then
     c:sadd(key, id)
   else
-    local score = wanted == ANY and c.now or type(wanted) == 'table' and wanted.due or wanted
-    c:zadd(key, score, id)
+    c:zadd(key, wanted == ANY and c.now or type(wanted) == 'table' and wanted.due or wanted, id)
   end
 end
 
@@ -208,7 +178,6 @@ local function must_be_readable(piece, id, key)
   if why then error(id .. ': ' .. key .. ': ' .. why, 0) end
 end
 
--- Whether it stands where workers look: new, or lost by one of them.
 local function is_claimable(rec, suffix)
   return suffix == 'eligible' or (suffix == 'active' and not S.is_leased(rec.state))
 end
@@ -245,34 +214,31 @@ local function reconcile(c, piece, id)
   local want, suffix = demanded(c, id, rec)
   local wrong, missing = compare(c, piece, id, rec, want, suffix)
   if #wrong + #missing == 0 then return 'consistent' end
-  local told = labels(c, rec, wrong) .. '>' .. labels(c, rec, missing)
-  if not piece.repair then return 'drifted:' .. suffix .. ' ' .. told end
+  local drift = labels(c, rec, wrong) .. '>' .. labels(c, rec, missing)
+  if not piece.repair then return 'drifted:' .. suffix .. ' ' .. drift end
   for _, key in ipairs(wrong) do
     if want[key] == nil then leave(c, piece, id, key) end
   end
   for _, key in ipairs(missing) do enter(c, id, rec, key, want[key]) end
   if is_claimable(rec, suffix) then c:ring(rec.lane_id) end
-  return 'repaired:' .. told
+  return 'repaired:' .. drift
 end
 
 register('ff_reconcile', function(keys, args)
   local c = Context.open(keys[1])
-  local lanes, seen, replies, count = {}, {}, {}, tonumber(args[2])
+  local lanes, seen, replies, names, count = {}, {}, {}, {}, tonumber(args[2])
   for i = 3, 2 + count do lanes[args[i]] = true end
   for first, last in values.pieces(args, 3 + count) do
     local piece = {
-      ids = { unpack(args, first, last) },
-      repair = args[1] == 'repair', records = {}, broken = {}, held = {}, sets = {},
-      signatures = {}, looked = {}, unreadable = {},
+      ids = values.slice(args, first, last), repair = args[1] == 'repair', records = {},
+      broken = {}, held = {}, signatures = {}, looked = {}, unreadable = {},
     }
     read(c, piece, lanes, seen)
-    local answers = batch.each(piece.ids, 1, function(id) return reconcile(c, piece, id) end)
-    for _, answer in ipairs(answers) do replies[#replies + 1] = answer end
+    values.append(replies, batch.each(piece.ids, 1, function(id) return reconcile(c, piece, id) end))
     for _, stored in pairs(piece.repair and piece.signatures or {}) do
       c:release_signature(stored[1], stored[2])
     end
   end
-  local names = {}
   for lane in pairs(seen) do names[#names + 1] = lane end
   return reply.ok(replies, names)
 end, { 'allow-oom' })

@@ -21,9 +21,9 @@ local RESERVED_SIGNALS = 100
 local STAMP_EVERY_MS = 1000
 
 -- The error if the token does not allow to signal this waitpoint, or nil.
-local function unauthorised(c, id, rec, waitpoint_id, point, token)
+local function unauthorised(c, id, rec, signal, point, token)
   local secret, problem, code = tokens.secret_for(c, token)
-  if not problem and not tokens.proves(secret, code, waitpoint_id, point) then
+  if not problem and not tokens.proves(secret, code, signal.waitpoint_id, point) then
     problem = reply.err('invalid_token')
   end
   if problem then
@@ -37,17 +37,15 @@ local function unauthorised(c, id, rec, waitpoint_id, point, token)
 end
 
 -- The same for a caller that the engine vouches for.
-local function unknown(rec, id, point, want)
+local function unknown(rec, id, point, signal)
   if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
-  return granting.lane_problem(rec, want.lane or '')
+  return granting.lane_problem(rec, signal.lane or '')
 end
 
 -- The answer of the signal that this one repeats, or nil.
-local function earlier(id, signal_id, dedup)
+local function earlier(id, signal, dedup)
   local known = dedup and server.call('GET', dedup)
-  if not known and server.call('EXISTS', K.signal(id, signal_id)) == 1 then
-    known = signal_id
-  end
+  if not known and server.call('EXISTS', K.signal(id, signal.id)) == 1 then known = signal.id end
   return known and reply.ok('duplicate', known, server.call('HGET', K.signal(id, known), 'observed_effect'))
 end
 
@@ -74,32 +72,32 @@ local function destination(c, id, rec, point)
 end
 
 -- The error if a signal is one too many or too large, or nil.
-local function excess(c, id, rec, waitpoint_id, point, size, buffering, want, vouched)
+local function excess(c, id, rec, signal, point, buffering, vouched)
   local bytes, count = vouched and RESERVED_BYTES or 0, vouched and RESERVED_SIGNALS or 0
-  local all, own = MAX_BYTES + bytes, MAX_WAITPOINT_BYTES + bytes
+  local all, own, size = MAX_BYTES + bytes, MAX_WAITPOINT_BYTES + bytes, #(signal.payload or '')
   if tonumber(rec.signal_bytes or 0) + size > all then
     return reply.err('signal_bytes_exceeded', values.text(all))
   end
   if tonumber(point.signal_bytes or 0) + size > own then
     return reply.err('signal_bytes_exceeded', values.text(own))
   end
-  local most = want.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
+  local most = signal.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
   if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most + count then
     return reply.err('signal_limit_exceeded', values.text(most + count))
   end
   -- The condition is not known yet, so any buffered signal may satisfy it.
   if buffering
-      and server.call('LLEN', K.waitpoint_signals(c.tag, waitpoint_id)) >= want.maxlen + count then
-    return reply.err('signal_limit_exceeded', values.text(want.maxlen + count))
+      and server.call('LLEN', K.waitpoint_signals(c.tag, signal.waitpoint_id)) >= signal.maxlen + count then
+    return reply.err('signal_limit_exceeded', values.text(signal.maxlen + count))
   end
 end
 
-local function apply(c, id, rec, open, signal, verdict, want)
+local function apply(c, id, rec, open, signal, verdict)
   if verdict.satisfied then
     local policy = cjson.decode(open.resume_policy_json)
     suspension.resume(c, id, rec, open, {
       reason = 'resumed', condition_reason = 'satisfied', satisfied = true, trigger = 'signal',
-      closer = signal.id, delay_ms = tonumber(policy.resume_delay_ms) or want.resume_delay_ms,
+      closer = signal.id, delay_ms = tonumber(policy.resume_delay_ms) or signal.resume_delay_ms,
       after = ' after signal ' .. signal.name,
     })
   elseif verdict.fields then
@@ -110,40 +108,34 @@ local function apply(c, id, rec, open, signal, verdict, want)
 end
 
 record.register_function('ff_signal', record.checked, function(c, id, rec, args)
-  local waitpoint_id, signal_id, want = args[2], args[3], cmsgpack.unpack(args[5])
-  local point = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
-  local vouched, problem = args[8] == '1', nil
+  local signal, vouched, problem = cmsgpack.unpack(args[5]), args[8] == '1', nil
+  signal.waitpoint_id, signal.id, signal.payload = args[2], args[3], args[6] == '1' and args[7] or nil
+  local point = suspension.read_hash(K.waitpoint(c.tag, signal.waitpoint_id))
   if vouched then
-    problem = unknown(rec, id, point, want)
+    problem = unknown(rec, id, point, signal)
   else
-    problem = unauthorised(c, id, rec, waitpoint_id, point, args[4])
+    problem = unauthorised(c, id, rec, signal, point, args[4])
   end
   if problem then return problem end
-  local dedup = want.idempotency_key ~= '' and want.dedup_ttl_ms > 0
-    and (vouched and K.approval_dedup or K.signal_dedup)(c.tag, waitpoint_id, want.idempotency_key)
-  local before = earlier(id, signal_id, dedup)
+  local dedup = signal.idempotency_key ~= '' and signal.dedup_ttl_ms > 0
+    and (vouched and K.approval_dedup or K.signal_dedup)(c.tag, signal.waitpoint_id,
+      signal.idempotency_key)
+  local before = earlier(id, signal, dedup)
   if before then return before end
   local open, condition
   open, problem, condition = destination(c, id, rec, point)
   local buffering = open == 'buffer'
-  problem = problem
-    or excess(c, id, rec, waitpoint_id, point, #args[7], buffering, want, vouched)
+  problem = problem or excess(c, id, rec, signal, point, buffering, vouched)
   if problem then return problem end
 
-  local signal = {
-    id = signal_id, waitpoint_id = waitpoint_id, key = point.waitpoint_key, name = want.name,
-    signal_category = want.category, source_type = want.source_type,
-    source_identity = want.source_identity, correlation_id = want.correlation_id,
-    idempotency_key = want.idempotency_key, target_scope = want.target_scope,
-    created_at = want.created_at or c.now, payload_encoding = want.payload_encoding,
-    payload = args[6] == '1' and args[7] or nil,
-  }
+  signal.key, signal.signal_category = point.waitpoint_key, signal.category
+  signal.created_at = signal.created_at or c.now
   local verdict = { effect = 'buffered_for_pending_waitpoint' }
   if not buffering then
     verdict = signals.judge(c, id, condition, signal)
-    apply(c, id, rec, open, signal, verdict, want)
+    apply(c, id, rec, open, signal, verdict)
   end
-  if dedup then server.call('SET', dedup, signal_id, 'PX', want.dedup_ttl_ms) end
-  signals.record(c, id, rec, point, signal, verdict.effect, not buffering and want.maxlen)
-  return reply.ok('accepted', signal_id, verdict.effect)
+  if dedup then server.call('SET', dedup, signal.id, 'PX', signal.dedup_ttl_ms) end
+  signals.record(c, id, rec, point, signal, verdict.effect, not buffering and signal.maxlen)
+  return reply.ok('accepted', signal.id, verdict.effect)
 end, {})

@@ -70,12 +70,12 @@ function S.terminal(outcome, attempt, attempted)
   return 'tunn' .. outcome .. (attempted and 'z' or attempt)
 end
 
-function S.public(code)
+S.public = values.memo(function(code)
   if S.is_terminal(code) then return PUBLIC_TERMINAL[S.outcome(code)] or 'failed' end
   if S.is_suspended(code) then return 'suspended' end
   if S.is_active(code) then return 'active' end
   return S.is_runnable(code) and PUBLIC_RUNNABLE[eligibility(code)] or 'waiting'
-end
+end)
 
 -- The one lane index that holds an execution in this state.
 S.index_suffix = values.memo(function(code)

@@ -95,10 +95,10 @@ function Context:lane(lane)
   return known
 end
 
--- Lowest score first: higher priority, then older.
+-- Lowest score first: higher priority, then older. A number, or its text as stored.
 function Context:score(rec)
   local priority = tonumber(rec.priority or 0)
-  if priority == 0 then return tonumber(rec.created_at) end
+  if priority == 0 then return rec.created_at end
   return tonumber(rec.created_at) - priority * self:lane(rec.lane_id).weight
 end
 

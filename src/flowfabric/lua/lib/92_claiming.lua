@@ -16,17 +16,18 @@ local TRACE = 8
 
 local NONE = {}
 
-function claiming.offered(csv)
-  if csv == '' then return NONE end
+-- The set of the tokens in a CSV.
+claiming.offered = values.memo(function(csv)
   local set = {}
   for token in string.gmatch(csv, '[^,]+') do set[token] = true end
   return set
-end
+end)
 
 -- The required tokens that are not offered, as a sorted CSV, or nil.
 function claiming.missing(required, offered)
+  if not required then return nil end
   local absent
-  for token in string.gmatch(required or '', '[^,]+') do
+  for token in string.gmatch(required, '[^,]+') do
     if not offered[token] then absent = absent and absent .. ',' .. token or token end
   end
   return absent
@@ -226,28 +227,6 @@ local function replayed(c, want)
   return rows
 end
 
-function claiming.remaining(c, lane, offered)
-  local function count(signature)
-    return server.call('ZCARD', K.eligible(c.tag, lane, signature))
-      + server.call('ZCARD', K.reclaimable(c.tag, lane, signature))
-  end
-  local total = count()
-  for _, signature in ipairs(waiting.signatures(K.lane(c.tag, lane, 'sigs'))) do
-    if not claiming.missing(signature, offered) then total = total + count(signature) end
-  end
-  return total
-end
-
--- Latest request first. The worker's leases tell what it claimed.
-local function note_request(memo, want, known)
-  server.call('SET', memo, string.sub(want.lease_prefix, 1, TRACE)
-    .. string.sub(known, 1, (REMEMBERED - 1) * TRACE), 'PX', want.ttl)
-end
-
-local function is_repeat(known, want)
-  return string.find(known, string.sub(want.lease_prefix, 1, TRACE), 1, true) ~= nil
-end
-
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
 local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
@@ -307,9 +286,9 @@ end
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
-  local known = server.call('GET', memo) or ''
-  if known ~= '' and is_repeat(known, want) then
-    return replayed(c, want), claiming.remaining(c, want.lane, offered)
+  local known, trace = server.call('GET', memo) or '', string.sub(want.lease_prefix, 1, TRACE)
+  if string.find(known, trace, 1, true) then
+    return replayed(c, want), c:holds_work(want.lane) and 1 or 0
   end
   want.plain, want.most_looked, want.bytes = is_plain(c, want.lane), MAX_LOOKED, 0
   if c:is_closed(want.lane) then return {}, 0 end
@@ -321,7 +300,11 @@ function claiming.many(c, want)
     left, crowded, stuck = look(c, want, offered, limit, rows)
   end
   c:flush()
-  if #rows > 0 then note_request(memo, want, known) end
+  if #rows > 0 then
+    -- Latest request first. The worker's leases tell what each claimed.
+    local older = string.sub(known, 1, (REMEMBERED - 1) * TRACE)
+    server.call('SET', memo, trace .. older, 'PX', want.ttl)
+  end
   for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
   -- A worker that claims while it completes was awake before; others were woken then.
   if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
