@@ -50,7 +50,7 @@ def test_a_change_that_callers_notice_is_noticed(
     [
         ("ff_cancel", "end an execution deliberately", "cancel an execution"),
         ("ff_cancel", "local fields = {}", "local fields = { 'a', id }"),
-        ("ff_trim", "if due > c.now then", "if due >= c.now then"),
+        ("ff_trim", "> c.now then", ">= c.now then"),
     ],
 )
 def test_other_changes_are_not(tmp_path: Path, name: str, part: str, instead: str) -> None:

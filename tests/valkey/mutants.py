@@ -472,7 +472,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "due check of the trimmer",
         TRIM,
-        "if due > c.now then return 'not_due' end",
+        "if ending.purge_due(id, rec) > c.now then return 'not_due' end",
         "",
         trims_nothing_early,
     ),

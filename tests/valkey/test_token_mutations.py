@@ -45,6 +45,7 @@ TOKEN = "functions/ff_waitpoint_token.lua"
 ROTATE = "functions/ff_rotate_secret.lua"
 SEED = "functions/ff_seed_secret.lua"
 CLAIMING = "lib/92_claiming.lua"
+ENDING = "lib/85_ending.lua"
 
 forged = test_token_forgery.test_thousands_of_forgeries
 graces = test_token_secrets.test_every_past_kid_verifies_until_its_own_end
@@ -102,8 +103,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "current kid is never collected",
         TOKENS,
-        "if kid and kid ~= fields.current_kid\n",
-        "if kid\n",
+        "if kid and kid ~= fields.current_kid then",
+        "if kid then",
         stored_token_secrets.test_invariant_of_the_current_kid,
     ),
     # --- who may signal what ---
@@ -466,16 +467,16 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     ),
     (
         "abandoned suspensions close",
-        SUSPENSION,
-        "if open then suspension.close(c, id, open, { reason = reason }) end",
+        ENDING,
+        "if open then suspension.close(c, id, open, { reason = how.close_reason }) end",
         "",
         test_susp_endings.test_cancel_closes_everything,
     ),
     (
         "claims note the lease",
         CLAIMING,
-        "if suspended then suspension.claimed(c, id, rec) end",
-        "",
+        "if suspended then\n",
+        "if false then\n",
         test_susp_resume.test_the_same_attempt_goes_on_with_the_next_epoch,
     ),
 ]

@@ -11,7 +11,6 @@ local DEFAULT_MAXLEN = 10000
 local LARGEST_MAXLEN = 4294967295
 local SUMMARY_KEEP = 64
 
--- What is stored of the execution, or nil and the error.
 local function fenced(c, core, held, index)
   local found = server.call('HMGET', core, 'state', 'lease', 'attempt', 'lease_expires_at',
     'stream_maxlen')
@@ -68,7 +67,6 @@ local function continue_after(stream, last)
   server.call('XDEL', stream, last)
 end
 
--- The fields that every frame of one call shares; the summary version follows.
 local function shared_fields(mode, want)
   if mode == 'd' then return {} end
   if mode == 's' then return { 'm', 's', 'v', false } end

@@ -55,7 +55,6 @@ local function typed(value, wanted)
   return value
 end
 
--- Refuses limits that nothing enforces.
 local function unenforced(policy)
   if #(typed(policy.budget_ids, 'table') or NONE) > 0 then
     return reply.err('unavailable', 'budget_ids: budgets are not enforced yet; submit without them')
@@ -112,17 +111,16 @@ local function existing(c, id, lane, namespace, idem)
   end
   -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
-  if c:knows_lane(lane) then
+  if c.lanes[lane] then
     if server.call('EXISTS', core, backlog) == 0 then return nil end
   elseif server.call('EXISTS', core, backlog, K.lane(c.tag, lane, 'config')) == 0 then
-    c:use_defaults(lane)
+    c.lanes[lane] = Context.DEFAULTS
     return nil
   end
   if server.call('EXISTS', core) == 1 then return id end
   return nil, purging.finish(c, id)
 end
 
--- Applies options and policy to a record; returns the fields to store.
 local function specify(c, rec, lane, namespace, opts, policy)
   local fields = {}
   local function set(name, value)

@@ -28,7 +28,7 @@ local function contents(id, signal_ids, read)
 end
 
 record.register_function('ff_read_waits', record.read, function(c, id, rec, args)
-  local first, rows, wanted = values.number(id, 'run_from', rec.run_from) or 0, {}, {}
+  local first, rows, wanted = tonumber(rec.run_from or 0), {}, {}
   for i = 3, #args do wanted[args[i]] = true end
   local page, read = server.call('SSCAN', K.waitpoints(c.tag, id), args[2], 'COUNT', PAGE), { bytes = 0 }
   for _, waitpoint_id in ipairs(page[2]) do

@@ -23,7 +23,6 @@ local function attempt_timer(id, rec)
   return rec.resumed_at and { after = from, due = due } or due
 end
 
--- What an active record demands.
 local function demand_lease(c, id, rec, want)
   local expires = tonumber(rec.lease_expires_at) or ANY
   want[K.lane(c.tag, rec.lane_id, 'active')] = expires
@@ -55,8 +54,7 @@ local function demanded(c, id, rec)
     want[key] = suspension.score(timeout)
     want[K.index(c.tag, 'suspension_timeout')] = timeout
   elseif suffix == 'terminal' then
-    if not rec.completed_at then error(id .. ': completed_at: is missing', 0) end
-    want[key] = ending.purge_due(rec, tonumber(rec.completed_at))
+    want[key] = ending.purge_due(id, rec)
   else
     want[key] = suffix == 'blocked:dependencies' and tonumber(rec.created_at) or ANY
   end
@@ -148,7 +146,6 @@ local function read(c, piece, lanes, seen)
   end
 end
 
--- The short names of keys, for people.
 local function labels(c, rec, keys)
   local list, own = {}, 'lane:' .. K.lane_part(rec.lane_id) .. ':'
   for i, key in ipairs(keys) do
@@ -182,7 +179,6 @@ local function is_claimable(rec, suffix)
   return suffix == 'eligible' or (suffix == 'active' and not S.is_leased(rec.state))
 end
 
--- The keys that hold the record wrongly, and those that lack it.
 local function compare(c, piece, id, rec, want, suffix)
   local held, wrong, missing = piece.held[id], {}, {}
   for key, wanted in pairs(want) do

@@ -21,8 +21,8 @@ record.register_function('ff_replay', record.checked, function(c, id, rec, args)
   -- First, because the new run may have ended before the repeat arrives.
   if operator.answered(rec, args[6]) then return reply.ok('waiting') end
   if not S.is_terminal(rec.state) then return reply.err('execution_not_terminal') end
-  local policy = record.policy(c, id)
-  if not policy then return reply.err('corruption', id .. ': policy: is not a JSON object') end
+  local policy, readable = record.policy(c, id)
+  if not readable then return reply.err('corruption', id .. ': policy: is not a JSON object') end
   local count = tonumber(rec.replay_count or 0)
   if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then
     return reply.err('max_replays_exhausted')

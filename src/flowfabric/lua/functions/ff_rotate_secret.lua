@@ -24,5 +24,12 @@ register('ff_rotate_secret', function(keys, args)
   if current then
     server.call('HSET', store, 'previous_kid', current, 'previous_expires_at', expires)
   end
-  return reply.ok('rotated', current or '', tokens.collect(tag, now))
+  local removed, _, past = 0, tokens.kids(tag, now)
+  for old, expires_at in pairs(past) do
+    if not expires_at then
+      server.call('HDEL', store, 'secret:' .. old, 'expires_at:' .. old)
+      removed = removed + 1
+    end
+  end
+  return reply.ok('rotated', current or '', removed)
 end, { 'allow-oom' })

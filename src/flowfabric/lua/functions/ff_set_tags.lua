@@ -2,7 +2,6 @@
 -- Keys: core, tags. Arguments: execution_id, then key, value pairs (validated by the caller).
 -- Replies: number of pairs written. Errors: execution_not_found, tag_limit_exceeded. Events: none.
 local MAX_PAIRS = 128
--- All tags of one execution.
 local MAX_BYTES = 1048576
 
 reply.register_function('ff_set_tags', function(c, id, args)

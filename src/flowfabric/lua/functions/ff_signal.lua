@@ -20,7 +20,6 @@ local RESERVED_BYTES = 1048576
 local RESERVED_SIGNALS = 100
 local STAMP_EVERY_MS = 1000
 
--- The error if the token does not allow to signal this waitpoint, or nil.
 local function unauthorised(c, id, rec, signal, point, token)
   local secret, problem, code = tokens.secret_for(c, token)
   if not problem and not tokens.proves(secret, code, signal.waitpoint_id, point) then
@@ -64,14 +63,9 @@ local function destination(c, id, rec, point)
     return nil, reply.err('waitpoint_closed')
   end
   if not open.resume_condition_json then return nil, reply.err('waitpoint_not_found') end
-  local readable, condition = pcall(cjson.decode, open.resume_condition_json)
-  if not readable then
-    return nil, reply.err('corruption', id .. ': resume_condition_json: is not JSON')
-  end
-  return open, nil, condition
+  return open, nil, cjson.decode(open.resume_condition_json)
 end
 
--- The error if a signal is one too many or too large, or nil.
 local function excess(c, id, rec, signal, point, buffering, vouched)
   local bytes, count = vouched and RESERVED_BYTES or 0, vouched and RESERVED_SIGNALS or 0
   local all, own, size = MAX_BYTES + bytes, MAX_WAITPOINT_BYTES + bytes, #(signal.payload or '')
@@ -81,7 +75,7 @@ local function excess(c, id, rec, signal, point, buffering, vouched)
   if tonumber(point.signal_bytes or 0) + size > own then
     return reply.err('signal_bytes_exceeded', values.text(own))
   end
-  local most = signal.max_signals or suspension.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
+  local most = signal.max_signals or record.policy(c, id).max_signals_per_execution or DEFAULT_LIMIT
   if most > 0 and server.call('ZCARD', K.signals(c.tag, id)) >= most + count then
     return reply.err('signal_limit_exceeded', values.text(most + count))
   end

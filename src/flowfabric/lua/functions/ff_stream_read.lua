@@ -84,7 +84,7 @@ reply.register_function('ff_stream_read', function(c, id, args)
     if not meta[3] then closed_at, reason = ended_silently(c, id, index, rec) end
     if follow and rec and not closed_at then followed = streams.follow(c, id, rec, index) end
   end
-  local trimmed = (values.number(id, 'frame_count', meta[3]) or 0) > server.call('XLEN', stream)
+  local trimmed = tonumber(meta[3] or 0) > server.call('XLEN', stream)
   local oldest = trimmed and server.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
   return reply.ok(entries, examined, more, closed_at or false, reason or false, trimmed and 1 or 0,
     oldest and oldest[1] or false, meta[4] or false, followed and 1 or 0)

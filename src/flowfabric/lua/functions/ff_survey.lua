@@ -31,7 +31,6 @@ local function entries(seen, key, name)
   return ids, table.concat(ids, ' ')
 end
 
--- The content of one index as text; nil if it does not exist.
 local function content_of(seen, name)
   local key = seen.prefix .. name
   if string.find(name, ':config$') then

@@ -51,7 +51,6 @@ local function remember(c, id, want, rec, answer)
   return answer
 end
 
--- The pending waitpoint to use, or nil and the error.
 local function pending(c, id, rec, waitpoint_id)
   local found = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
   if not found then return nil, reply.err('waitpoint_not_found') end
@@ -65,7 +64,6 @@ local function pending(c, id, rec, waitpoint_id)
   return found
 end
 
--- The token of a waitpoint to create, or nil and the error.
 local function fresh(c, id, waitpoint_id, key)
   local known = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'execution_id')
   -- A closed waitpoint may be replaced, but only by its own execution.
@@ -100,10 +98,9 @@ local function bindings(c, id, rec, want)
   return bound, problem
 end
 
--- The suspension timeout: as given, or from the execution's policy.
 local function timeout(c, id, want)
   if want.timeout_at then return want.timeout_at, want.timeout_behavior end
-  local defaults = suspension.policy(c, id).suspension_policy
+  local defaults = record.policy(c, id).suspension_policy
   local after = type(defaults) == 'table' and tonumber(defaults.default_timeout_ms)
   if not after then return nil, want.timeout_behavior end
   return c:after(after),
@@ -182,7 +179,6 @@ local function write_suspension(c, id, rec, want, bound, behavior)
   server.call(unpack(args))
 end
 
--- The error if the arguments themselves are wrong, or nil.
 local function malformed(c, want)
   if want.timeout_at and want.timeout_at + PAST_TOLERANCE_MS < c.now then
     return reply.err('invalid_input', 'timeout_at_in_past')
@@ -199,9 +195,7 @@ local function refusal(c, id, rec, text)
   local proof = given.lease_id .. '/' .. given.epoch .. '/' .. given.attempt_id .. '/'
   local problem = fence.check(c, id, rec, proof, false, true)
   if problem then return problem end
-  local index = record.attempt_index(rec)
-  if not index then return reply.err('corruption', id .. ': attempt: has no index') end
-  if given.index ~= '' and tonumber(given.index) ~= index then
+  if given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec) then
     return reply.err('invalid_lease_for_suspend')
   end
   if suspension.open(c, id) then return reply.err('already_suspended') end

@@ -12,9 +12,7 @@ batch.register_function('ff_trim', 2, function(c, id, args)
     return rec and 'not_terminal' or 'orphan_removed'
   end
   -- The record decides: a damaged index must not delete anything early.
-  if not rec.completed_at then error(id .. ': completed_at: is missing', 0) end
-  local due = ending.purge_due(rec, tonumber(rec.completed_at))
-  if due > c.now then return 'not_due' end
+  if ending.purge_due(id, rec) > c.now then return 'not_due' end
   local attempts = record.attempt_count(rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),

@@ -71,15 +71,8 @@ function values.pieces(list, first)
   end
 end
 
--- Runs a command for a list of any length.
 function values.call(command, key, list)
   for first, last in values.pieces(list) do server.call(command, key, unpack(list, first, last)) end
-end
-
--- A stored number, or nil if there is none.
-function values.number(context, field, text)
-  if not text then return nil end
-  return tonumber(text) or error(context .. ': ' .. field .. ': is not a number', 0)
 end
 
 -- The fields of a hash from the server's flat list; `into` has their defaults.

@@ -91,7 +91,6 @@ function K.stream_meta(tag, id, index) return K.stream(tag, id, index) .. ':meta
 function K.stream_closed(tag, id, index) return K.stream(tag, id, index) .. ':closed' end
 function K.idem(tag, namespace, key) return 'ff:idem:' .. tag .. ':' .. namespace .. ':' .. key end
 
--- Suspensions, waitpoints and signals.
 function K.suspension(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':suspension:current' end
 function K.marks(tag, id) return K.suspension(tag, id) .. ':satisfied_set' end
 function K.satisfiers(tag, id) return K.suspension(tag, id) .. ':satisfied_set:signals' end

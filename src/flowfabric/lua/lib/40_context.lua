@@ -72,11 +72,8 @@ function Context:flush()
 end
 
 local DEFAULT_WEIGHT_MS = 1e12
-local DEFAULTS = { state = 'active', weight = DEFAULT_WEIGHT_MS, reclaim_grace = 0 }
-
--- For callers that have seen that a lane has no settings.
-function Context:use_defaults(lane) self.lanes[lane] = DEFAULTS end
-function Context:knows_lane(lane) return self.lanes[lane] ~= nil end
+-- The settings of a lane that has none stored.
+Context.DEFAULTS = { state = 'active', weight = DEFAULT_WEIGHT_MS, reclaim_grace = 0 }
 
 -- The partition's copy of the lane settings, or the defaults.
 function Context:lane(lane)

@@ -43,7 +43,6 @@ function record.problem(rec)
   end
 end
 
--- The same for the lease of an active execution.
 function record.lease_problem(rec)
   if not S.is_active(rec.state) or S.is_unowned(rec.state) then return nil end
   for _, name in ipairs(HELD) do
@@ -72,35 +71,26 @@ function record.checked_lease(c, id)
   return rec
 end
 
--- The policy frozen at creation: empty if there is none, nil if it cannot be read.
+-- The policy frozen at creation, empty without one; and whether it can be read.
 function record.policy(c, id)
-  local text = server.call('GET', K.policy(c.tag, id))
-  if not text then return {} end
-  local readable, policy = pcall(cjson.decode, text)
-  return readable and type(policy) == 'table' and policy or nil
+  local readable, policy = pcall(cjson.decode, server.call('GET', K.policy(c.tag, id)) or '{}')
+  readable = readable and type(policy) == 'table'
+  return readable and policy or {}, readable
 end
 
 function record.attempt_index(rec)
   return rec.attempt and tonumber(string.match(rec.attempt, '/(%d+)$')) or nil
 end
 
+function record.attempt_count(rec) return (record.attempt_index(rec) or -1) + 1 end
 function record.attempt_id(rec) return rec.attempt and string.sub(rec.attempt, 1, 36) or '' end
-
--- Every attempt takes the next index.
-function record.attempt_count(rec)
-  local index = record.attempt_index(rec)
-  return index and index + 1 or 0
-end
-
 function record.lease_id(rec) return rec.lease and string.sub(rec.lease, 1, 36) or '' end
 function record.epoch(rec) return rec.lease and tonumber(string.sub(rec.lease, 38)) or 0 end
 
--- The instance part of `<worker_id> <worker_instance_id>`.
 record.instance_of = values.memo(function(worker) return string.match(worker, ' (.*)$') or '' end)
 
 function record.worker_instance(rec) return rec.worker and record.instance_of(rec.worker) or '' end
 
--- Deletes those of the named fields that the record has.
 function record.clear(c, id, rec, ...)
   local args = { 'HDEL', K.core(c.tag, id) }
   for _, name in ipairs({ ... }) do
@@ -139,7 +129,6 @@ local ARCHIVED = {
   'previous_attempt_index', 'resumed_at', 'paused',
 }
 
--- Stores an ended attempt before the record describes the next one.
 function record.archive(c, id, rec, state, extra)
   local args = {
     'HSET', K.attempt(c.tag, id, record.attempt_index(rec)),

@@ -1,4 +1,5 @@
 -- The reply envelope of every function, and how functions for one execution are registered.
+-- Functions named `…_problem` and `…_excess` return an error reply, or nil.
 
 function reply.ok(...) return { 1, 'OK', ... } end
 function reply.duplicate(id) return { 1, 'DUPLICATE', id } end

@@ -9,7 +9,6 @@ local FREQUENT = { acquired = true, completion = true }
 local UNUSUAL = { expired = true, revoked = true, reclaimed = true, replayed = true }
 local UNUSUAL_RELEASE = { failed_retry_scheduled = true, suspend = true }
 
--- The fields of an entry start after the arguments of the command.
 local FIELDS_FROM = 7
 
 local function is_unusual(kind, args)
@@ -48,7 +47,6 @@ function events.emit(c, kind, id, rec, ...)
   end
 end
 
--- `emit` with the lease, attempt and worker of the record.
 function events.emit_lease(c, kind, id, rec, ...)
   return events.emit(c, kind, id, rec, 'L', rec.lease, 'A', rec.attempt, 'w', rec.worker, ...)
 end

@@ -37,7 +37,6 @@ function tokens.mint(c, waitpoint_id, key, created_at)
   return kid .. ':' .. code
 end
 
--- Whether a past kid still verifies.
 function tokens.in_grace(expires, now)
   local at = expires and string.match(expires, '^%d+$') and tonumber(expires)
   return at and at > 0 and at >= now
@@ -64,23 +63,15 @@ function tokens.proves(secret, code, waitpoint_id, point)
   return values.equal(made, code) and key and created_at and true or false
 end
 
-function tokens.stored(tag)
-  return values.fields(server.call('HGETALL', K.secrets(tag)))
-end
-
--- Removes kids that no longer verify, except the current one.
-function tokens.collect(tag, now)
-  local fields, gone, removed = tokens.stored(tag), {}, 0
+-- The current kid, and the past ones: each with the time until which it verifies, or false.
+function tokens.kids(tag, now)
+  local fields, past = values.fields(server.call('HGETALL', K.secrets(tag))), {}
   for name in pairs(fields) do
     local kid = string.match(name, '^secret:(.+)$') or string.match(name, '^expires_at:(.+)$')
-    if kid and kid ~= fields.current_kid
-        and not (fields['secret:' .. kid] and tokens.in_grace(fields['expires_at:' .. kid], now)) then
-      gone[kid] = true
+    if kid and kid ~= fields.current_kid then
+      local expires = fields['expires_at:' .. kid]
+      past[kid] = fields['secret:' .. kid] and tokens.in_grace(expires, now) and tonumber(expires) or false
     end
   end
-  for kid in pairs(gone) do
-    server.call('HDEL', K.secrets(tag), 'secret:' .. kid, 'expires_at:' .. kid)
-    removed = removed + 1
-  end
-  return removed
+  return fields.current_kid, past
 end

@@ -57,7 +57,6 @@ end
 
 function conditions.no_progress() return { counts = {}, seen = {} } end
 
--- The stored progress, as far as these marks and a decision need it.
 function conditions.progress(key, condition, made)
   local names, progress = {}, conditions.no_progress()
   each_leaf(condition, 'r', function(_, path) names[#names + 1] = path end)

@@ -52,7 +52,6 @@ local ATTEMPT_FIELDS = {
   'replay_requested_by', 'reclaim_reason', 'ended_by',
 }
 
--- How this attempt follows from the previous one, as a flat list of fields.
 local function lineage(rec, mode)
   local kind = mode == 'reclaimed' and 'reclaim' or LINEAGE[S.attempt(rec.state)] or 'initial'
   local fields = { 'attempt_type', kind }

@@ -4,7 +4,6 @@
 -- looks at each of them.
 local MAX_SIGNATURES = 128
 
--- The error if a new signature is one too many, or nil.
 function waiting.signature_excess(c, lane, signature)
   local key = K.lane(c.tag, lane, 'sigs')
   if server.call('SISMEMBER', key, signature) == 1 then return nil end
@@ -44,8 +43,8 @@ function waiting.enter(c, id, rec, score)
   c:zadd(K.lane(c.tag, rec.lane_id, suffix), score or c.now, id)
 end
 
--- Takes a runnable or suspended record out of its index.
 function waiting.leave(c, id, rec)
+  lease.drop_grant(c, id, rec)
   local suffix = S.index_suffix(rec.state)
   if suffix == 'eligible' then
     c:zrem(K.eligible(c.tag, rec.lane_id, rec.required_capabilities), id)

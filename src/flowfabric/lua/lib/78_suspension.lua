@@ -7,7 +7,6 @@ local MAX_DROPPED = 500
 -- How many waitpoints an execution may have, closed ones included.
 local MAX_WAITPOINTS = 10000
 
--- The error if that many new waitpoints are too many, or nil.
 function suspension.waitpoint_excess(c, id, count)
   if server.call('SCARD', K.waitpoints(c.tag, id)) + count > MAX_WAITPOINTS then
     return reply.err('waitpoint_limit_exceeded', values.text(MAX_WAITPOINTS))
@@ -28,16 +27,12 @@ function suspension.read_hash(key)
   return values.fields(flat)
 end
 
--- The open suspension, or nil.
 function suspension.open(c, id)
   local fields = suspension.read_hash(K.suspension(c.tag, id))
   if fields and not fields.closed_at then return fields end
 end
 
 function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT end
-
--- The execution's policy; empty if it cannot be read.
-function suspension.policy(c, id) return record.policy(c, id) or {} end
 
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)
   local args = { 'HSET', K.waitpoint(c.tag, waitpoint_id), 'state', 'closed', 'closed_at', c.now,
@@ -46,13 +41,11 @@ function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, s
   server.call(unpack(args))
 end
 
--- A waitpoint is no longer pending.
 function suspension.forget_pending(c, id, waitpoint_id)
   server.call('ZREM', K.index(c.tag, 'pending_waitpoint_expiry'), waitpoint_id)
   server.call('SREM', K.pending_waitpoints(c.tag, id), waitpoint_id)
 end
 
--- Closes the unused waitpoints of an execution that ends.
 function suspension.drop_pending(c, id, rec, reason)
   if not rec.waitpointed then return end
   local pending = K.pending_waitpoints(c.tag, id)
@@ -89,13 +82,6 @@ function suspension.close(c, id, open, how)
   end
 end
 
--- Closes the suspension of an execution that ends.
-function suspension.abandon(c, id, rec, reason)
-  local open = suspension.open(c, id)
-  if open then suspension.close(c, id, open, { reason = reason }) end
-  record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id')
-end
-
 -- Makes a suspended execution runnable, at once or after a delay, and closes the suspension.
 -- how: as for `close`; also delay_ms, and a text `after` it for operators.
 function suspension.resume(c, id, rec, open, how)
@@ -113,11 +99,6 @@ function suspension.resume(c, id, rec, open, how)
   waiting.enter(c, id, rec)
   suspension.close(c, id, open, how)
   if delay == 0 then c:ring(rec.lane_id) end
-end
-
--- Notes which lease a suspension led to.
-function suspension.claimed(c, id, rec)
-  server.call('HSET', K.suspension(c.tag, id), 'claimed_epoch', record.epoch(rec))
 end
 
 -- Why the attempt was resumed under its current lease; false if no suspension led to it.

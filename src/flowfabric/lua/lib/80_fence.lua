@@ -18,7 +18,6 @@ function fence.lease_problem(c, id, rec, marks)
   end
 end
 
--- The error if a given part is not that of the record, or nil.
 function fence.mismatch(rec, given)
   if given.lease_id ~= record.lease_id(rec) or tonumber(given.epoch) ~= record.epoch(rec)
       or (given.attempt_id ~= '' and given.attempt_id ~= record.attempt_id(rec))

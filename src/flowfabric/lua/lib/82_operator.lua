@@ -4,7 +4,6 @@
 
 local REMEMBERED = 4
 
--- The answer that this request got before, or nil.
 function operator.answered(rec, request)
   if not rec.operator_requests then return nil end
   local _, at = string.find(rec.operator_requests, request .. ' ', 1, true)
@@ -18,7 +17,6 @@ function operator.override(rec, source)
   return request, request and operator.answered(rec, request)
 end
 
--- Keeps the answer, if the call has a request id.
 function operator.remember(c, id, rec, request, answer)
   if not request then return end
   local text = request .. ' ' .. answer .. '\n' .. (rec.operator_requests or '')

@@ -12,7 +12,6 @@ local function tags_of(c, id, rec)
   return #text <= MAX_TAGS_BYTES and text or nil
 end
 
--- What the event says beyond outcome, reason and owner.
 local function extras(c, id, rec, how)
   if not (how.source or how.category or rec.tagged) then return how.has_result and RESULT or NONE end
   local fields = {}
@@ -23,8 +22,9 @@ local function extras(c, id, rec, how)
   return fields
 end
 
--- When an execution that ended at that moment is deleted.
-function ending.purge_due(rec, moment)
+-- When an ended execution is deleted; `moment`: when it ended, if the record does not say so yet.
+function ending.purge_due(id, rec, moment)
+  moment = moment or tonumber(rec.completed_at) or error(id .. ': completed_at: is missing', 0)
   return clock.after(moment, tonumber(rec.retention_ms or DEFAULT_RETENTION_MS))
 end
 
@@ -35,21 +35,21 @@ function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.is_active(rec.state)
   -- Before any write: a damaged record stops the call here.
-  local purge_due = values.text(ending.purge_due(rec, c.now))
+  local purge_due = values.text(ending.purge_due(id, rec, c.now))
   streams.close(c, id, rec, how.stream_reason)
   if held then
     lease.leave_indexes(c, id, rec)
   else
-    if S.is_suspended(rec.state) then suspension.abandon(c, id, rec, how.close_reason) end
+    local open = S.is_suspended(rec.state) and suspension.open(c, id)
+    if open then suspension.close(c, id, open, { reason = how.close_reason }) end
     waiting.leave(c, id, rec)
-    lease.drop_grant(c, id, rec)
     if rec.attempt and S.between_attempts(rec.state) then
       record.set(c, id, rec, 'between_attempts', '1')
     end
   end
   if rec.state ~= S.ACTIVE then
     record.clear(c, id, rec, 'blocking_detail', 'delay_until', 'lease_expired_at',
-      'lease_revoked_at', 'lease_revoke_reason')
+      'lease_revoked_at', 'lease_revoke_reason', 'current_suspension_id', 'current_waitpoint_id')
   end
   suspension.drop_pending(c, id, rec, how.close_reason or 'never_committed')
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end

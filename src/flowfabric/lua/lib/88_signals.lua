@@ -55,7 +55,6 @@ function signals.record(c, id, rec, point, signal, effect, most)
     'st', signal.source_type, 'sr', signal.source_identity, 'ef', effect)
 end
 
--- A recorded signal as conditions see it, or nil if it is gone.
 function signals.recall(id, signal_id, key)
   local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',
     'source_identity')

@@ -3,7 +3,6 @@
 local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
 local BACKOFF_NUMBERS = { 'delay_ms', 'initial_delay_ms', 'multiplier', 'max_delay_ms' }
 
--- A part of a policy, if present; the wrong type makes the policy unreadable.
 local function part(holder, name, wanted)
   if holder[name] == cjson.null then holder[name] = nil end
   assert(holder[name] == nil or type(holder[name]) == wanted)
@@ -23,7 +22,7 @@ end
 
 -- Without a readable policy, a failure is final.
 function retry.policy(c, id)
-  local ok, policy = pcall(read, record.policy(c, id) or {})
+  local ok, policy = pcall(read, (record.policy(c, id)))
   return ok and policy or nil
 end
 
@@ -63,7 +62,6 @@ local function backoff_ms(policy, n, seed)
   return delay
 end
 
--- Ends the attempt and parks the execution until its backoff is over.
 function retry.schedule(c, id, rec, policy, failure)
   local count = tonumber(rec.retry_count or 0)
   local due = c:after(backoff_ms(policy, count, rec.lease .. c.now))

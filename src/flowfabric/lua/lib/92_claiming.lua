@@ -16,7 +16,6 @@ local TRACE = 8
 
 local NONE = {}
 
--- The set of the tokens in a CSV.
 claiming.offered = values.memo(function(csv)
   local set = {}
   for token in string.gmatch(csv, '[^,]+') do set[token] = true end
@@ -45,7 +44,7 @@ local function is_plain(c, lane)
       K.lane(tag, lane, 'config')) > 0 then
     return false
   end
-  c:use_defaults(lane)
+  c.lanes[lane] = Context.DEFAULTS
   return true
 end
 
@@ -103,7 +102,6 @@ local function candidates(c, want, offered, limit)
   return ids, stand_in, crowded
 end
 
--- How an execution in this state can be claimed, or nil.
 function claiming.mode(c, rec)
   if rec.state == S.NEW then return 'fresh' end
   if S.is_runnable(rec.state) and S.is_eligible(rec.state) then
@@ -133,7 +131,6 @@ function claiming.reclaim_problem(c, rec, fallback)
   end
 end
 
--- Ends an execution that has reached its reclaim cap, and returns the cap; nil otherwise.
 local function end_at_cap(c, id, rec, fallback)
   local cap = claiming.reclaim_cap(rec, fallback)
   if tonumber(rec.lease_reclaim_count or 0) < cap then return nil end
@@ -151,7 +148,6 @@ function claiming.cap_problem(c, id, rec, fallback)
   return cap and reply.err('max_retries_exhausted', values.text(cap))
 end
 
--- Leaves every index of the old state and opens the lease.
 function claiming.take(c, id, rec, mode, grant)
   if mode == 'reclaimed' then
     record.archive(c, id, rec, 'interrupted_reclaimed', {
@@ -161,11 +157,12 @@ function claiming.take(c, id, rec, mode, grant)
     lease.leave_indexes(c, id, rec)
   else
     waiting.leave(c, id, rec)
-    lease.drop_grant(c, id, rec)
   end
   local suspended = rec.paused and string.sub(rec.paused, 1, 8) == 'suspend:'
   lease.open(c, id, rec, mode, grant)
-  if suspended then suspension.claimed(c, id, rec) end
+  if suspended then
+    server.call('HSET', K.suspension(c.tag, id), 'claimed_epoch', record.epoch(rec))
+  end
 end
 
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }

@@ -3,7 +3,6 @@
 local MAX_CAPABILITIES = 256
 local MAX_CAPABILITY_BYTES = 4096
 
--- What is wrong with the size of a list of capabilities, or nil.
 function granting.capability_excess(csv)
   local _, commas = string.gsub(csv, ',', '')
   if commas >= MAX_CAPABILITIES then return 'too_many_tokens' end

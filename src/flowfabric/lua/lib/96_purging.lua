@@ -32,7 +32,6 @@ local function delete_listings(c, id, room)
   end)
 end
 
--- Deletes attempts from the highest index down; returns how many are left.
 local function delete_attempts(c, id, count, room, output)
   local doomed = {}
   while count > 0 and #doomed < room do

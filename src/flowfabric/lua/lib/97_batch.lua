@@ -3,7 +3,6 @@
 -- Limits of a call with several items. The engine's own callers send about half the bytes.
 local MAX_ITEMS, MAX_BYTES = 256, 8388608
 
--- The error if a call would block the server for too long, or nil.
 function batch.excess(args, count)
   if count <= 1 then return nil end
   if count > MAX_ITEMS then return reply.err('batch_too_large', MAX_ITEMS .. ' items') end

@@ -21,7 +21,6 @@ local function find(names, first, last, found)
   find(names, middle + 1, last, found)
 end
 
--- The keys that exist, in order. Most do not, so one command tells it of many.
 function indexes.existing(names)
   local found = {}
   for first, last in values.pieces(names) do find(names, first, last, found) end
