@@ -108,7 +108,7 @@ class BrokenCauseError(Exception):
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (NamelessError("text"), "(an exception whose name cannot be shown): text"),
+        (NamelessError("text"), "The handler failed with an exception that cannot be described."),
         (BrokenTextError(), "BrokenTextError: (its message cannot be shown)"),
         (BrokenClassError(), "The handler failed with an exception that cannot be described."),
         (BrokenCauseError(), "The handler failed with an exception that cannot be described."),

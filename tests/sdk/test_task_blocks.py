@@ -16,7 +16,7 @@ from flowfabric.core.errors import (
     PermanentError,
     RetryableError,
 )
-from flowfabric.sdk.failures import failure_report
+from flowfabric.sdk.failures import describe
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 from tests.sdk.conftest import MakeWorker
@@ -193,7 +193,7 @@ def test_report_has_the_chain_first_and_the_place_after() -> None:
         except KeyError as error:
             raise ValueError("outer") from error
     except ValueError as error:
-        report = failure_report(error)
+        report = describe(error).report
         first, *where = report.splitlines()
         assert first == "ValueError: outer: KeyError: 'k'"
         assert where == []  # raised where it was caught: only our own frame
@@ -204,7 +204,7 @@ def test_report_has_the_chain_first_and_the_place_after() -> None:
     try:
         handler()
     except KeyError as error:
-        first, *where = failure_report(error).splitlines()
+        first, *where = describe(error).report.splitlines()
         assert first == "KeyError: 'k'"
         assert "in inner" in where[-2]
 
@@ -214,13 +214,13 @@ def test_report_fits_and_survives_anything() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no")
 
-    assert failure_report(Hostile()).startswith("Hostile: (its message cannot be shown)")
-    assert len(failure_report(ValueError("x" * 100_000)).encode()) <= 8192
+    assert describe(Hostile()).report.startswith("Hostile: (its message cannot be shown)")
+    assert len(describe(ValueError("x" * 100_000)).report.encode()) <= 8192
     loop = ValueError("a")
     loop.__cause__ = KeyError("b")
     loop.__cause__.__cause__ = loop
-    assert failure_report(loop) == "ValueError: a: KeyError: 'b'"
-    assert failure_report(SystemExit(3)) == "handler crashed: SystemExit: 3"
+    assert describe(loop).report == "ValueError: a: KeyError: 'b'"
+    assert describe(SystemExit(3)).report == "handler crashed: SystemExit: 3"
 
     def deep(n: int) -> None:
         if n:
@@ -229,7 +229,7 @@ def test_report_fits_and_survives_anything() -> None:
 
     with pytest.raises(ValueError, match="é") as caught:
         deep(200)
-    assert len(failure_report(caught.value).encode()) <= 8192
+    assert len(describe(caught.value).report.encode()) <= 8192
 
 
 # --- permits ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, ValidationError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
-from flowfabric.sdk.failures import HandlerFailure, failure_category, failure_report, loggable
+from flowfabric.sdk.failures import HandlerFailure, describe
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, Parked
@@ -99,32 +99,31 @@ class Endings:
         )
 
     async def fail(self, task: ClaimedTask, error: BaseException) -> None:
-        """Record what the handler raised; the stored policy decides on a retry."""
+        """Store what the handler raised; the stored policy decides on a retry."""
+        failure = describe(error)
         if task.finished_by is not None:
             # The handler ended its task and then raised: its own call stands.
             if not _has_parked(error):
-                message, cause = loggable(error)
                 log.error(
                     "%s raised after its task had ended: %s",
                     task.execution_kind,
-                    message,
-                    exc_info=cause,
+                    failure.log_message,
+                    exc_info=failure.exc_info,
                     extra={"action": "late_failure", "execution_id": task.execution_id},
                 )
             self.count(task.finished_by)
             return
-        message, cause = loggable(error)
         log.warning(
             "%s of %s failed: %s",
             task.execution_kind,
             task.execution_id,
-            message,
-            exc_info=cause,
+            failure.log_message,
+            exc_info=failure.exc_info,
             extra={"action": "task_failed", "execution_id": task.execution_id},
         )
         await self._settle_cancellation()
         try:
-            outcome = await task.fail(failure_report(error), failure_category(error))
+            outcome = await task.fail(failure.report, failure.category)
         except FlowFabricError as problem:
             self.abandon(task, problem)
             return

@@ -1,4 +1,4 @@
-"""Runs handlers: claims in batches, ends every attempt, drains cleanly."""
+"""Runs the handlers of claimed tasks and ends every attempt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from flowfabric.core.errors import LeaseLost
-from flowfabric.core.forks import end_child, generation
+from flowfabric.core.forks import end_child, forget_on_fork
 from flowfabric.scheduler.loop import ClaimLoop
 from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
 from flowfabric.sdk.loop_watch import LoopWatch, handled
@@ -28,7 +28,7 @@ _WIND_UP_S = 2.0
 
 
 class WorkerRuntime:
-    """Handler registry and claim loop over a worker.
+    """Runs registered handlers for the tasks that a worker claims.
 
     >>> runtime = WorkerRuntime(worker)
     >>> runtime.on("resize", resize)
@@ -42,6 +42,7 @@ class WorkerRuntime:
         self._handlers: dict[str, Handler] = {}
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
         self._cancels_handlers = False
+        self._forked = False
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._stopping = asyncio.Event()
@@ -61,6 +62,7 @@ class WorkerRuntime:
             batch=config.batch,
             listen_s=worker.claims.poll_s * looks,
         )
+        forget_on_fork(self)
 
     def on(self, kind: str, handler: Handler) -> None:
         """Register the handler of an execution kind; a second one replaces the first."""
@@ -68,7 +70,7 @@ class WorkerRuntime:
 
     @property
     def shutting_down(self) -> bool:
-        """Whether the run is ending: long handlers should come to a good stop."""
+        """Whether the run is ending, so that long handlers should stop soon."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
@@ -76,14 +78,18 @@ class WorkerRuntime:
         self._stopping.set()
         self._claiming.stop()
 
+    def forget(self) -> None:
+        """In a forked child: the handlers are the parent's."""
+        self._forked = True
+
     # --- the loop -----------------------------------------------------------------------
 
     async def run(
         self, *, grace_s: float = 30.0, on_shutdown: OnShutdown = "release"
     ) -> RunSummary:
-        """Serve until `stop()`; then drain: wait up to `grace_s`, give back what is left.
+        """Serve until `stop()`; then wait up to `grace_s` and give back what still runs.
 
-        Only a configuration or login problem ends it otherwise, as its error.
+        Only an error that no retry can cure, such as a wrong password, ends it otherwise.
         """
         self._endings.on_shutdown = on_shutdown
         current = asyncio.current_task()
@@ -106,12 +112,12 @@ class WorkerRuntime:
         finally:
             self.stop()
             if not self._running and not self._results.pending:
-                self._hurry()
-            # A claim under way brings leases that must be given an end.
+                self.worker.backend.meta.hurry()
+            # A claim under way brings leases that need an end.
             await asyncio.wait((claiming,), timeout=_WIND_UP_S)
             await self._drain(grace_s)
             keeper.find_stuck = None
-            self._hurry()
+            self.worker.backend.meta.hurry()
             for part in (scanning, claiming):
                 part.cancel()
             await asyncio.wait((scanning, claiming))
@@ -120,7 +126,6 @@ class WorkerRuntime:
         return self.summary
 
     async def _scan(self) -> None:
-        """Starts the scanners; work does not wait for them."""
         if self._scanners is not None:
             await asyncio.to_thread(self._scanners.start)
         await self._stopping.wait()
@@ -129,7 +134,7 @@ class WorkerRuntime:
 
     def _start(self, task: ClaimedTask) -> None:
         if not task.held.alive:
-            # The claim's answer waited too long, for instance behind code that blocked the loop.
+            # The claim's reply waited too long, for instance for code that blocked the loop.
             self._endings.abandon(task, LeaseLost("lease_expired", "it lapsed before the start"))
             return
         running = asyncio.create_task(self._handle(task))
@@ -149,7 +154,14 @@ class WorkerRuntime:
             if handler is None:
                 await self._endings.unknown(task)
                 return
-            result = await self._call(task, handler)
+            try:
+                if task.claim.attempt_timeout_ms is None:
+                    result = await handler(task)
+                else:
+                    result = await self._within_timeout(task, handler)
+            finally:
+                if self._forked:
+                    _leave_fork()
             if task.finished_by is None:
                 if task.wrote_output:
                     await task.flush_output()
@@ -157,40 +169,19 @@ class WorkerRuntime:
                 handed_on = True
             else:
                 self._endings.count(task.finished_by)
-        except Parked:
-            self._endings.count(task.finished_by or "suspend")
-        except asyncio.CancelledError as error:
-            await self._cancelled(task, error)
-        except BaseException as error:
-            # Python closes a coroutine with a GeneratorExit when its loop is gone.
-            if type(error) is GeneratorExit and not _runs(self._running.get(task)):
-                raise
-            # Whatever else a handler raises is its failure.
-            await self._endings.fail(task, error)
+        except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
+            await self._raised(task, error)
         finally:
-            # The context would keep the task, and the task this coroutine's: a cycle per execution
-            # for the garbage collector, a quarter of the worker's CPU time.
-            handled.set(None)
+            # It refers to the asyncio task, whose context refers to this task: a cycle per
+            # execution costs the garbage collector a quarter of the worker's CPU time.
+            task.on_lease_lost = None
             self._running.pop(task, None)
             if not handed_on and task.finished_by is None:
                 self._endings.abandon(task, RuntimeError("the worker was stopped"))
 
-    async def _call(self, task: ClaimedTask, handler: Handler) -> bytes | Encoded | None:
-        timeout, born = task.claim.attempt_timeout_ms, generation()
-        try:
-            if timeout is None:
-                return await handler(task)
-            return await self._within(task, handler, timeout / 1000)
-        finally:
-            # A GeneratorExit only ends a copy that nobody runs.
-            if generation() != born and type(error := sys.exception()) is not GeneratorExit:
-                end_child(error)
-
-    async def _within(
-        self, task: ClaimedTask, handler: Handler, seconds: float
-    ) -> bytes | Encoded | None:
-        """Run under the attempt timeout. The engine keeps the time; this only stops the handler."""
-        limit = asyncio.timeout(seconds)
+    async def _within_timeout(self, task: ClaimedTask, handler: Handler) -> bytes | Encoded | None:
+        """Stop the handler at the attempt timeout; the engine decides whether it has passed."""
+        limit = asyncio.timeout((task.claim.attempt_timeout_ms or 0) / 1000)
         try:
             async with limit:
                 return await handler(task)
@@ -200,8 +191,17 @@ class WorkerRuntime:
         await self._endings.timed_out(task)
         return None
 
-    async def _cancelled(self, task: ClaimedTask, error: asyncio.CancelledError) -> None:
-        if task.lease_lost is not None:
+    async def _raised(self, task: ClaimedTask, error: BaseException) -> None:
+        # By type: `__class__`, which isinstance reads, may be user code that raises.
+        kind = type(error)
+        if issubclass(kind, Parked):
+            self._endings.count(task.finished_by or "suspend")
+        elif kind is GeneratorExit and not _runs(self._running.get(task)):
+            # Python closes the coroutine because its loop is gone.
+            raise error
+        elif not issubclass(kind, asyncio.CancelledError):
+            await self._endings.fail(task, error)
+        elif task.lease_lost is not None:
             self._endings.abandon(task, task.lease_lost)
         elif task.finished_by is not None:
             # One that was too slow to stop has been counted already.
@@ -214,15 +214,11 @@ class WorkerRuntime:
             await self._endings.fail(task, error)
 
     def _leaving(self) -> bool:
-        """Whether this run cancels its handlers, or is itself being cancelled with its loop."""
+        """Whether this run cancels its handlers, or is itself cancelled with its loop."""
         run, before = self._runner
         return self._cancels_handlers or (run is not None and run.cancelling() > before)
 
     # --- ending -----------------------------------------------------------------------------
-
-    def _hurry(self) -> None:
-        """Nobody's work depends on the server any more: leaving does not wait for its return."""
-        self.worker.backend.meta.hurry()
 
     async def _drain(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s
@@ -238,7 +234,7 @@ class WorkerRuntime:
         stubborn, self._running = self._running, {}
         for task in stubborn:
             log.error(
-                "%s of %s ignores that it was cancelled: it is left behind and given back",
+                "%s %s ignored its cancellation; the worker leaves it behind and gives it back",
                 task.execution_kind,
                 task.execution_id,
                 extra={"action": "task_left_behind", "execution_id": task.execution_id},
@@ -251,8 +247,16 @@ class WorkerRuntime:
         await self._results.drain()
 
 
+def _leave_fork() -> None:
+    """End a process that was forked inside a handler and left it: the handler is the parent's."""
+    error = sys.exception()
+    # A GeneratorExit only ends a copy that nothing runs.
+    if type(error) is not GeneratorExit:
+        end_child(error)
+
+
 def _runs(task: asyncio.Task[None] | None) -> bool:
-    """Whether this code is run by that task, and not by the end of its coroutine."""
+    """Whether that task runs this code, and not the end of its coroutine."""
     try:
         return task is not None and asyncio.current_task() is task
     except RuntimeError:

@@ -30,7 +30,7 @@ from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.frame_writer import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
-from flowfabric.sdk.failures import failure_category, failure_reason
+from flowfabric.sdk.failures import describe
 
 log = logging.getLogger(__name__)
 
@@ -275,8 +275,9 @@ class ClaimedTask(HeldAttempt):
 
     async def _fail_with(self, error: Exception) -> None:
         """Report the block's exception; a problem doing so must not hide it."""
+        failure = describe(error)
         try:
-            await self.fail(failure_reason(error), failure_category(error))
+            await self.fail(failure.reason, failure.category)
         except FlowFabricError as problem:
             log.warning(
                 "failure of %s was not stored: %s",
