@@ -26,7 +26,7 @@ from flowfabric.sdk.client import (
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import submit, until, watch_of
+from tests.support.sdk import submit, until, valkey_of, watch_of
 from tests.support.server import TestServer
 from tests.support.suspension import SECRET
 
@@ -178,7 +178,7 @@ async def test_end_is_pushed(client: Client, engine: Engine) -> None:
     (watcher,) = watch_of(client)._watchers.values()
     link = cast("_FeedLink", watcher._reader._link)
     await until(lambda: link._client_id > 0, "its connection")
-    ids = [link._client_id, await client.backend.transport.call("CLIENT", "ID")]
+    ids = [link._client_id, await valkey_of(client).transport.call("CLIENT", "ID")]
     await until(lambda: silent(engine, *ids), "a second without a command")
     await engine.backend.executions.complete(claim.handle, b"x")
     assert await waiter == b"x"

@@ -16,7 +16,7 @@ from flowfabric.sdk.sync import SyncClient
 from flowfabric.sdk.tail import Tail
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
-from tests.support.sdk import until
+from tests.support.sdk import until, valkey_of
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
@@ -132,7 +132,7 @@ async def test_an_attempt_that_never_comes(client: Client, engine: Engine) -> No
     """Cancelled before the first claim, between attempts, and before anybody followed."""
     waiting = await engine.create(policy=RETRY)
     reader = Reader(client.tail(waiting))
-    await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+    await until(lambda: valkey_of(client).stream_pool.held == 1, "the tail")
     await client.cancel(waiting)
     assert await reader.ended() == []
     assert await Reader(client.tail(waiting)).ended() == []
@@ -158,7 +158,7 @@ async def test_goes_on_after_a_lost_connection(
     async with await Client.connect(proxy.url) as client:
         execution_id = await engine.create()
         reader = Reader(client.tail(execution_id))
-        await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+        await until(lambda: valkey_of(client).stream_pool.held == 1, "the tail")
         proxy.cut()
         handle = (await engine.claim()).handle
         await write(engine, handle, "one")
@@ -172,10 +172,10 @@ async def test_goes_on_after_a_lost_connection(
 async def test_a_reader_that_goes_away_frees_everything(client: Client, engine: Engine) -> None:
     for execution_id in (await engine.create(), (await engine.running()).execution_id):
         waiting = asyncio.ensure_future(anext(client.tail(execution_id)))
-        await until(lambda: client.backend.stream_pool.held == 1, "the tail")
+        await until(lambda: valkey_of(client).stream_pool.held == 1, "the tail")
         waiting.cancel()
         await asyncio.wait([waiting])
-        assert client.backend.stream_pool.held == 0
+        assert valkey_of(client).stream_pool.held == 0
 
 
 async def test_plain_code_iterates(engine: Engine, valkey: TestServer) -> None:

@@ -18,7 +18,7 @@ from flowfabric.sdk.worker import Worker
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import dial
 from tests.support.engine import Engine
-from tests.support.sdk import config, opener, state, submit, until
+from tests.support.sdk import config, opener, state, submit, until, valkey_of
 from tests.support.server import TestServer
 from tests.support.suspension import Waits
 
@@ -100,7 +100,7 @@ OUTAGES = [down, loading, read_only, alone]
 async def test_calls_wait_for_the_end_of_an_outage(
     server: TestServer, client: Client, outage: Callable[[TestServer], Awaitable[Heal]]
 ) -> None:
-    waits = await Waits.open(Engine(client.backend))
+    waits = await Waits.open(Engine(valkey_of(client)))
     parked = await waits.park()
     (ended,) = await submit(client.backend)
     handle = (await waits.engine.claim()).handle

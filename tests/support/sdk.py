@@ -13,6 +13,7 @@ from typing import Any, cast
 from flowfabric.core.contracts.executions import ExecutionInfo, NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.events.completions import CompletionWatch
 from flowfabric.engine.events.subscriptions import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
@@ -82,7 +83,7 @@ async def serving(
 
 
 async def submit(
-    backend: ValkeyBackend,
+    backend: Backend,
     count: int = 1,
     *,
     kind: str = "job",
@@ -107,11 +108,11 @@ async def submit(
     return ids
 
 
-async def info(backend: ValkeyBackend, execution_id: ExecutionId) -> ExecutionInfo:
+async def info(backend: Backend, execution_id: ExecutionId) -> ExecutionInfo:
     return await backend.reads.read_execution_info(execution_id)
 
 
-async def state(backend: ValkeyBackend, execution_id: ExecutionId) -> str:
+async def state(backend: Backend, execution_id: ExecutionId) -> str:
     return (await backend.reads.read_execution_state(execution_id)).value
 
 
@@ -134,6 +135,6 @@ async def claimed(worker: Worker, engine: Engine, **fields: Any) -> ClaimedTask:
     return task
 
 
-def valkey_of(worker: Worker) -> Any:
-    """The worker's backend, with what only the one on Valkey has."""
-    return worker.backend
+def valkey_of(owner: Worker | Client) -> Any:
+    """The backend of a worker or client, with what only the one on Valkey has."""
+    return owner.backend

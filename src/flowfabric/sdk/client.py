@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack
 
 import msgspec
 
@@ -16,33 +16,45 @@ from flowfabric.core.contracts.executions import (
     CreateOutcome,
     ExecutionContext,
     ExecutionInfo,
-    ExecutionPage,
-    ExecutionSnapshot,
     NewExecution,
-    PriorityChanged,
-    Replayed,
 )
-from flowfabric.core.contracts.leases import RevokeOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import (
-    EngineError,
     FlowFabricError,
     TransportError,
     ValidationError,
-    invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
-from flowfabric.core.tags import validate_creation_tags
-from flowfabric.engine.api.listings import Filter
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.executions import Executions
+from flowfabric.engine.api.leases import Leases
+from flowfabric.engine.api.listings import Listings
+from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.valkey.connect import Place, open_backend
-from flowfabric.sdk.client_signals import ClientSignals
+from flowfabric.sdk.client_signals import ClientSignals, engine_call
 from flowfabric.sdk.event_feed import ClientEvents, EventFeed
 
 _RETRY_S = 0.2
 _SHOWN_CHARS = 200
+
+
+class SubmitOptions(TypedDict, total=False):
+    """What may be set for an execution besides its kind and payload."""
+
+    lane: str
+    execution_id: ExecutionId | None
+    payload_encoding: str
+    priority: int | None
+    creator_identity: str
+    idempotency_key: str
+    """Submissions with the same key create one execution."""
+    tags: Mapping[str, str] | None
+    policy: ExecutionPolicy | None
+    delay_until: int | None
+    delay_ms: int | None
+    execution_deadline_at: int | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -116,7 +128,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
     ...     print(await client.result(created.execution_id))
     """
 
-    def __init__(self, backend: ValkeyBackend, namespace: str = "default") -> None:
+    def __init__(self, backend: Backend, namespace: str = "default") -> None:
         self.backend = backend
         self.namespace = namespace
         self._events = backend.events
@@ -129,20 +141,18 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         return cls(await open_backend(place), namespace)
 
     def new_execution(
-        self,
-        kind: str,
-        payload: bytes = b"",
-        *,
-        lane: str = "default",
-        execution_id: ExecutionId | None = None,
-        **fields: Any,
+        self, kind: str, payload: bytes = b"", **options: Unpack[SubmitOptions]
     ) -> NewExecution:
         """One execution to submit, with an id minted for its lane unless one is given."""
-        _check_fields(fields)
+        fields: dict[str, Any] = dict(options)
+        lane = fields.pop("lane", "default")
+        execution_id = fields.pop("execution_id", None)
+        if fields.get("tags", ()) is None:
+            del fields["tags"]
         if execution_id is None:
             execution_id = ExecutionId.solo(validate_lane(lane, "lane"), self.backend.counts)
         return NewExecution(
-            execution_id=self.backend.calls.checked(execution_id),
+            execution_id=ExecutionId.parse(execution_id).check_partition(self.backend.counts),
             execution_kind=kind,
             input_payload=payload,
             lane_id=lane,
@@ -151,51 +161,21 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         )
 
     async def submit(
-        self,
-        kind: str,
-        payload: bytes = b"",
-        *,
-        lane: str = "default",
-        payload_encoding: str = "",
-        priority: int | None = None,
-        creator_identity: str = "",
-        idempotency_key: str = "",
-        tags: Mapping[str, str] | None = None,
-        policy: ExecutionPolicy | None = None,
-        delay_until: int | None = None,
-        delay_ms: int | None = None,
-        execution_deadline_at: int | None = None,
-        execution_id: ExecutionId | None = None,
+        self, kind: str, payload: bytes = b"", **options: Unpack[SubmitOptions]
     ) -> CreateOutcome:
         """Submit one execution; with an idempotency key or a fixed id at most once."""
-        new = self.new_execution(
-            kind,
-            payload,
-            lane=lane,
-            execution_id=execution_id,
-            payload_encoding=payload_encoding,
-            priority=priority,
-            creator_identity=creator_identity,
-            idempotency_key=idempotency_key,
-            tags={} if tags is None else tags,
-            policy=policy,
-            delay_until=delay_until,
-            delay_ms=delay_ms,
-            execution_deadline_at=execution_deadline_at,
-        )
+        new = self.new_execution(kind, payload, **options)
         return await self.backend.executions.create_execution(new)
 
-    async def submit_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
-        """Submit many in few round trips; answers stand in input order."""
-        return await self.backend.executions.create_many(items)
-
-    async def inspect(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
-        """A snapshot, or None when it never existed or was trimmed."""
-        return await self.backend.reads.describe_execution(execution_id)
+    submit_many = engine_call("executions", Executions.create_many)
+    inspect = engine_call("reads", Reads.describe_execution)
+    replay = engine_call("executions", Executions.replay_execution)
+    revoke_lease = engine_call("leases", Leases.revoke_lease)
+    change_priority = engine_call("executions", Executions.change_priority)
+    list = engine_call("listings", Listings.list_executions)
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended; the end is pushed, not polled for."""
-        execution_id = self.backend.calls.checked(execution_id)
         if timeout is None:
             return await self._ended(execution_id)
         limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
@@ -240,9 +220,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
 
     async def result_now(self, execution_id: ExecutionId) -> bytes | None:
         """The result bytes without waiting; `NotFinished` when it has not ended."""
-        info, result = await self.backend.reads.read_outcome(
-            self.backend.calls.checked(execution_id)
-        )
+        info, result = await self.backend.reads.read_outcome(execution_id)
         if info.public_state is PublicState.COMPLETED:
             return result
         raise _ERRORS.get(info.public_state, NotFinished)(info)
@@ -250,52 +228,6 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
     async def cancel(self, execution_id: ExecutionId, reason: str = "") -> Cancelled:
         """Cancel from any phase; a running handler learns of it with its next renewal."""
         return await self.backend.executions.cancel_execution(execution_id, reason)
-
-    async def replay(
-        self,
-        execution_id: ExecutionId,
-        reason: str = "",
-        *,
-        requested_by: str = "",
-        expected_replay_count: int | None = None,
-        keep_steps: bool = False,
-    ) -> Replayed:
-        """Rerun a finished execution under the same id.
-
-        With `expected_replay_count`, raises `replay_not_allowed` unless it was replayed exactly
-        that often, so that a repeated call does not replay twice. `keep_steps` keeps the results
-        of its steps.
-        """
-        return await self.backend.executions.replay_execution(
-            execution_id,
-            reason=reason,
-            requested_by=requested_by,
-            expected_replay_count=expected_replay_count,
-            keep_steps=keep_steps,
-        )
-
-    async def revoke_lease(
-        self,
-        execution_id: ExecutionId,
-        *,
-        expected_lease_id: str = "",
-        reason: str = "operator",
-        revoked_by: str = "operator",
-    ) -> RevokeOutcome:
-        """Take the lease from the worker that holds it; another worker continues the attempt.
-
-        With `expected_lease_id`, raises `stale_lease` if another lease is held by now.
-        """
-        return await self.backend.leases.revoke_lease(
-            execution_id,
-            expected_lease_id=expected_lease_id,
-            reason=reason,
-            revoked_by=revoked_by,
-        )
-
-    async def change_priority(self, execution_id: ExecutionId, priority: int) -> PriorityChanged:
-        """Move an execution that is not running yet forward or back."""
-        return await self.backend.executions.change_priority(execution_id, priority)
 
     async def read_context(self, execution_id: ExecutionId) -> ExecutionContext | None:
         """Payload, kind and tags, or None when there is no such execution."""
@@ -305,12 +237,6 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
             if await self.backend.reads.describe_execution(execution_id) is None:
                 return None
             raise
-
-    async def list(
-        self, *, cursor: str = "", limit: int = 50, where: Filter | None = None
-    ) -> ExecutionPage:
-        """Executions, page by page."""
-        return await self.backend.listings.list_executions(cursor=cursor, limit=limit, where=where)
 
     def mint(self, lane: str, count: int) -> Iterable[ExecutionId]:
         """New ids for executions of a lane."""
@@ -322,23 +248,6 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):
                 closing.push_async_callback(feed.aclose)
-
-
-def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse what would be taken for something else, or fail somewhere deep inside."""
-    tags: object = fields.get("tags")
-    if tags is not None and not tags:
-        # The engine looks at tags when there are any; an empty text is not "no tags".
-        validate_creation_tags(cast("Mapping[str, str]", tags))
-    policy: object = fields.get("policy")
-    if policy is not None and not isinstance(policy, ExecutionPolicy):
-        problem = f"must be an ExecutionPolicy, got {type(policy).__name__}: parse_policy makes one"
-        raise invalid_input("policy", problem, undecodable=True)
-    for name in ("payload_encoding", "creator_identity", "idempotency_key"):
-        value: object = fields.get(name, "")
-        if not isinstance(value, str):
-            problem = f"must be text, got {type(value).__name__}"
-            raise invalid_input(name, problem, undecodable=True)
 
 
 def _outcome(info: ExecutionInfo, result: bytes | None) -> Outcome:

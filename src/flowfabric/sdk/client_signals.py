@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
-from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument, Visibility
+from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import (
-    HmacKids,
     OpenWaitpoint,
-    OpenWaitpoints,
-    Resumed,
-    RotationSummary,
     SignalOutcome,
-    SuspendedPage,
 )
 from flowfabric.core.errors import NotFoundError, ValidationError
-from flowfabric.core.ids import ExecutionId, WaitpointToken
-from flowfabric.engine.api.secrets import DEFAULT_GRACE_MS
-from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.signals import Signals
+from flowfabric.engine.api.streams import Streams
+from flowfabric.engine.api.suspensions import Suspensions
+from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.sdk.tail import Tail
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class SignalOptions(TypedDict, total=False):
@@ -41,7 +45,7 @@ class SignalOptions(TypedDict, total=False):
 
 
 async def find_waitpoint(
-    backend: ValkeyBackend, execution_id: ExecutionId, waitpoint: str
+    backend: Backend, execution_id: ExecutionId, waitpoint: str
 ) -> OpenWaitpoint:
     """The open waitpoint of this id or key.
 
@@ -70,32 +74,37 @@ def _unnumbered(key: str) -> str | None:
     return name if mark else None
 
 
+def engine_call(
+    concern: str, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """A method of a client that is one of the engine: `cancel = engine_call("executions", …)`."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        return getattr(getattr(self.backend, concern), name)(*args, **kwargs)
+
+    return call
+
+
 class ClientSignals:
     """Waits, signing keys and output."""
 
-    backend: ValkeyBackend
+    backend: Backend
 
-    async def deliver_signal(
-        self,
-        execution_id: ExecutionId,
-        waitpoint_id: str,
-        waitpoint_token: WaitpointToken | str,
-        signal_name: str,
-        *,
-        payload: bytes | None = None,
-        payload_encoding: str | None = None,
-        **options: Unpack[SignalOptions],
-    ) -> SignalOutcome:
-        """Answer a wait with the token that was handed out for it."""
-        return await self.backend.signals.deliver_signal(
-            execution_id,
-            waitpoint_id,
-            waitpoint_token,
-            signal_name,
-            payload=payload,
-            payload_encoding=payload_encoding,
-            **options,
-        )
+    deliver_signal = engine_call("signals", Signals.deliver_signal)
+    verify_and_deliver = engine_call("signals", Signals.verify_and_deliver)
+    read_waitpoint_token = engine_call("signals", Signals.read_waitpoint_token)
+    list_pending_waitpoints = engine_call("waitpoints", Waitpoints.list_pending_waitpoints)
+    close_waitpoint = engine_call("waitpoints", Waitpoints.close_waitpoint)
+    resume = engine_call("suspensions", Suspensions.resume_execution)
+    list_suspended = engine_call("suspensions", Suspensions.list_suspended)
+    rotate_waitpoint_hmac_secret_all = engine_call(
+        "secrets", Secrets.rotate_waitpoint_hmac_secret_all
+    )
+    list_waitpoint_hmac_kids = engine_call("secrets", Secrets.list_waitpoint_hmac_kids)
+    read_stream = engine_call("streams", Streams.read_stream)
+    read_summary = engine_call("streams", Streams.read_summary)
 
     async def signal(
         self,
@@ -148,110 +157,6 @@ class ClientSignals:
             payload_encoding=payload_encoding,
         )
 
-    async def resume(
-        self,
-        execution_id: ExecutionId,
-        *,
-        trigger_type: str = "operator",
-        resume_delay_ms: int = 0,
-    ) -> Resumed:
-        """End a pause by hand, whatever it waits for."""
-        return await self.backend.suspensions.resume_execution(
-            execution_id, trigger_type=trigger_type, resume_delay_ms=resume_delay_ms
-        )
-
-    async def list_suspended(
-        self, *, partition: int | None = None, cursor: str = "", limit: int = 100
-    ) -> SuspendedPage:
-        """Suspended executions, page by page."""
-        return await self.backend.suspensions.list_suspended(
-            partition=partition, cursor=cursor, limit=limit
-        )
-
-    async def list_pending_waitpoints(
-        self, execution_id: ExecutionId, after: str = "", limit: int = 100
-    ) -> OpenWaitpoints:
-        """What an execution can be answered now, without the tokens."""
-        return await self.backend.waitpoints.list_pending_waitpoints(execution_id, after, limit)
-
-    async def read_waitpoint_token(
-        self, execution_id: ExecutionId, waitpoint_id: str
-    ) -> WaitpointToken | None:
-        """The token of an open waitpoint: whoever has it may answer."""
-        return await self.backend.signals.read_waitpoint_token(execution_id, waitpoint_id)
-
-    async def close_waitpoint(
-        self, execution_id: ExecutionId, waitpoint_id: str, reason: str = "proactive_close"
-    ) -> bool:
-        """Close a waitpoint: its token stops working. False if it was closed before.
-
-        An execution that waits only for this waitpoint stays suspended until it times out or an
-        operator resumes it.
-        """
-        return await self.backend.waitpoints.close_waitpoint(execution_id, waitpoint_id, reason)
-
-    async def rotate_waitpoint_hmac_secret_all(
-        self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
-    ) -> RotationSummary:
-        """Sign new tokens with a new secret; tokens of the old one work until the grace ends.
-
-        A partition that fails does not stop the others. Repeat the call to finish it.
-        """
-        return await self.backend.secrets.rotate_waitpoint_hmac_secret_all(
-            new_kid, new_secret_hex, grace_ms
-        )
-
-    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
-        """The names of the signing keys that a partition accepts, without their secrets."""
-        return await self.backend.secrets.list_waitpoint_hmac_kids(partition)
-
-    async def verify_and_deliver(
-        self,
-        execution_id: ExecutionId,
-        waitpoint_id: str,
-        presented: WaitpointToken | str,
-        signal_name: str,
-        *,
-        payload: bytes | None = None,
-        payload_encoding: str | None = None,
-        **options: Unpack[SignalOptions],
-    ) -> SignalOutcome:
-        """`deliver_signal` for bridges: tells an unknown waitpoint from a wrong token."""
-        return await self.backend.signals.verify_and_deliver(
-            execution_id,
-            waitpoint_id,
-            presented,
-            signal_name,
-            payload=payload,
-            payload_encoding=payload_encoding,
-            **options,
-        )
-
-    async def read_stream(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        from_: str = "start",
-        to: str = "end",
-        count: int = 100,
-        visibility: Visibility = "all",
-    ) -> StreamFrames:
-        """Output of one attempt, both ends of the range included."""
-        return await self.backend.streams.read_stream(
-            execution_id,
-            attempt_index,
-            from_=from_,
-            to=to,
-            count_limit=count,
-            visibility=visibility,
-        )
-
-    async def read_summary(
-        self, execution_id: ExecutionId, attempt_index: int
-    ) -> SummaryDocument | None:
-        """The summary document of an attempt; None if the attempt wrote none."""
-        return await self.backend.streams.read_summary(execution_id, attempt_index)
-
     def tail(
         self,
         execution_id: ExecutionId,
@@ -268,12 +173,12 @@ class ClientSignals:
         ...     print(frame.payload)
         """
 
-        async def here() -> ValkeyBackend:
+        async def here() -> Backend:
             return self.backend
 
         return Tail(
             here,
-            self.backend.calls.checked(execution_id),
+            ExecutionId.parse(execution_id),
             attempt,
             follow_attempts=follow_attempts,
             after=after,

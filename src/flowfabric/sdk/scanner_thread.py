@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, cast
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
@@ -71,7 +70,7 @@ class ScannerThread:
         backend = await self._open()
         # The same object: a copy or an addition of one thread is a single step for the other.
         backend.places.known_places = self._worker.places.known_places
-        self.supervisor = supervisor = ScannerSupervisor(cast("Any", backend), self._settings)
+        self.supervisor = supervisor = ScannerSupervisor(backend, self._settings)
         try:
             supervisor.start()
             self._pass_on()

@@ -66,11 +66,11 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         whole(item.priority, "priority")
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
-    if item.idempotency_key:
+    if item.idempotency_key != "":
         validate_text(item.idempotency_key, "idempotency_key")
-    if item.creator_identity:
+    if item.creator_identity != "":
         validate_text(item.creator_identity, "creator_identity")
-    if item.tags:
+    if item.tags or type(item.tags) is not dict:
         validate_creation_tags(item.tags)
     if item.delay_until is not None:
         timestamp(item.delay_until, "delay_until")
@@ -237,8 +237,8 @@ class Executions(Concern, Protocol):
     async def replay_execution(
         self,
         execution_id: ExecutionId,
-        *,
         reason: str = "",
+        *,
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,

@@ -349,8 +349,8 @@ class ValkeyExecutions(Executions):
     async def replay_execution(
         self,
         execution_id: ExecutionId,
-        *,
         reason: str = "",
+        *,
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
