@@ -11,7 +11,7 @@ from tests.support.engine import Engine
 async def test_every_page_of_the_registry_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.engine.valkey.workers._READ_AHEAD", 2)
+    monkeypatch.setattr("flowfabric.engine.valkey.pages._CHUNK", 2)
     execution_id = await engine.create(policy=NEEDS)
     for instance in ("a", "b", "c", "d"):
         await register(engine, instance)

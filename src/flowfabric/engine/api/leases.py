@@ -10,6 +10,7 @@ import msgspec
 from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutcome
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api.arguments import held
 from flowfabric.engine.api.concern import Concern
 
 
@@ -44,8 +45,8 @@ class Leases(Concern, Protocol):
         ...
 
     async def renew(self, handle: Handle) -> Renewed:
-        """`renew_lease` with everything taken from the handle."""
-        ...
+        """`renew_lease` for the holder of the lease."""
+        return await self.renew_lease(held(handle).execution_id, handle, handle.lease_ttl_ms)
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Renew many; answers stand in input order and one failing handle affects no other."""

@@ -36,8 +36,8 @@ from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text
 from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claims
-from flowfabric.engine.valkey.damage import Damage
 from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.pages import Damage
 
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 

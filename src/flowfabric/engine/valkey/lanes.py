@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from flowfabric.core.stored import Stored
 from flowfabric.engine.api.arguments import flag, one_of, reason_text, whole
 from flowfabric.engine.api.lanes import Lanes, LaneSettings
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, text
-from flowfabric.engine.valkey.page_cursor import given_cursor
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
+from flowfabric.engine.valkey.pages import given_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, keep_lanes
 
 _LANE_STATES = ("active", "paused", "draining", "disabled")
@@ -101,12 +100,10 @@ class ValkeyLanes(Lanes):
         before: Any = await self._calls.transport.call(
             "EVAL", _STORE_LANE, 1, key, *fields, key=key, replay_safe=True
         )
-        gate = asyncio.Semaphore(_FAN_OUT)
 
         async def copy(partition: int) -> None:
-            async with gate:
-                tag = f"{{fp:{partition}}}"
-                await self._calls.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
+            tag = f"{{fp:{partition}}}"
+            await self._calls.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
 
-        await asyncio.gather(*(copy(partition) for partition in range(self._calls.counts.flow)))
+        await at_once(_FAN_OUT, map(copy, range(self._calls.counts.flow)))
         return "active" if before is None else text(before)

@@ -29,13 +29,12 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.api.leases import ExpiredLease, ExpiredLeases, Leases
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
-from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.pages import Damage, chunks
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 
 Due = tuple[int, ExecutionId]
-"""When a lease expires, and whose it is: the order of the listing."""
-_CHUNK = 500
+"""When a lease expires, and its execution: the order of the listing."""
 _MAX_PAGE = 10_000
 _RENEW_BATCH = 256
 
@@ -63,10 +62,6 @@ class ValkeyLeases(Leases):
             raise outcome
         return outcome
 
-    async def renew(self, handle: Handle) -> Renewed:
-        held(handle)
-        return await self.renew_lease(handle.execution_id, handle, handle.lease_ttl_ms)
-
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         handles = listed(handles, "handles")
         outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
@@ -80,8 +75,7 @@ class ValkeyLeases(Leases):
             else:
                 batches.setdefault(handle.execution_id.tag, []).append(position)
         for tag, positions in batches.items():
-            for start in range(0, len(positions), _RENEW_BATCH):
-                part = positions[start : start + _RENEW_BATCH]
+            for part in chunks(positions, _RENEW_BATCH):
                 args: list[Any] = []
                 for position in part:
                     handle = handles[position]
@@ -109,14 +103,18 @@ class ValkeyLeases(Leases):
             checked_text(expected_lease_id, "expected_lease_id"),
             reason_text(reason, "reason"),
             reason_text(revoked_by, "revoked_by"),
-            # Whoever holds the lease when a repeat arrives is not the one meant.
+            # A repeat must not revoke the lease of a later holder.
             new_uuid(),
         )
-        reply = await self._calls.fcall("ff_revoke", execution_id.tag, args, op="revoke_lease")
-        with decoding(reply, "ff_revoke", "revoke_lease", execution_id):
-            if reply[1] == b"ALREADY_SATISFIED":
-                return AlreadySatisfied(text(reply[2]))
-            return Revoked(text(reply[2]), int(reply[3]))
+        return await self._calls.ask(
+            *("ff_revoke", execution_id.tag, args),
+            lambda reply: (
+                AlreadySatisfied(text(reply[2]))
+                if reply[1] == b"ALREADY_SATISFIED"
+                else Revoked(text(reply[2]), int(reply[3]))
+            ),
+            op="revoke_lease",
+        )
 
     async def list_expired_leases(
         self,
@@ -137,26 +135,18 @@ class ValkeyLeases(Leases):
             return ExpiredLeases(())
         damage = Damage("list_expired_leases")
         due = await self._due(moment, behind, at_once, damage)
-        found: list[ExpiredLease] = []
-        for start in range(0, len(due), _CHUNK):
-            part = due[start : start + _CHUNK]
-            leases = await damage.keep_all(self._lease(*each, moment, namespace) for each in part)
-            for entry in leases:
-                if entry is not None and len(found) == limit:
-                    last = found[-1]
-                    more = (last.expires_at_ms, last.execution_id)
-                    return ExpiredLeases(tuple(found), more, tuple(damage.found))
-                if entry is not None:
-                    found.append(entry)
-        return ExpiredLeases(tuple(found), None, tuple(damage.found))
+        found, more = await damage.first(
+            limit, due, lambda each: self._lease(*each, moment, namespace)
+        )
+        last = (found[-1].expires_at_ms, found[-1].execution_id) if more else None
+        return ExpiredLeases(tuple(found), last, tuple(damage.found))
 
     async def _due(self, moment: int, after: Due | None, at_once: int, damage: Damage) -> list[Due]:
-        """What may be on the page: the records themselves have the last word."""
+        """Candidates for the page, in order; their records decide."""
         tags = await self._places.used_partitions()
         lanes = await self._places.lanes_in_use()
         parts: list[list[Due]] = []
-        for start in range(0, len(tags), at_once):
-            part = tags[start : start + at_once]
+        for part in chunks(tags, at_once):
             parts += await asyncio.gather(
                 *(self._due_in(tag, lanes, moment, after, damage) for tag in part)
             )
@@ -182,7 +172,7 @@ class ValkeyLeases(Leases):
         due: set[Due] = {
             (int(max(score, 0)), each) for member, score in live for each in damage.ids([member])
         }
-        # The reclaimable index is ordered by priority: when each expired is on its record.
+        # The reclaimable index is ordered by priority; the records know when each lease expired.
         ids = damage.ids(member for page in lost for member in page)
         expiries = await damage.keep_all(self._expiry(each) for each in ids)
         due |= {(at, each) for each, at in zip(ids, expiries, strict=True) if at is not None}
@@ -197,9 +187,7 @@ class ValkeyLeases(Leases):
         self, expiry: int, execution_id: ExecutionId, moment: int, namespace: str | None
     ) -> ExpiredLease | None:
         """The lease, unless it was renewed, released or claimed anew since the index was read."""
-        name = keys.core(execution_id.tag, execution_id)
-        raw = await self._calls.read(f"{execution_id}: record", "HGETALL", name)
-        record = Record.decode(execution_id, raw) if raw else None
+        record = await Record.read(self._calls, execution_id)
         lease = None if record is None else record.current_lease()
         if record is None or lease is None or lease.expires_at != expiry:
             return None

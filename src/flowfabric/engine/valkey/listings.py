@@ -30,8 +30,7 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.api.listings import Filter, Listings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.damage import Damage
-from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed
+from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
 
@@ -143,9 +142,8 @@ class ValkeyListings(Listings):
     async def _row(
         self, execution_id: ExecutionId, where: Filter | None
     ) -> ExecutionSummary | None:
-        name = keys.core(execution_id.tag, execution_id)
-        stored = await self._calls.read(f"{execution_id}: record", "HGETALL", name)
-        row = Record.decode(execution_id, stored).summary() if stored else None
+        record = await Record.read(self._calls, execution_id)
+        row = None if record is None else record.summary()
         if row is None or where is None:
             return row
         fits = where.accepts(row) and await self._tags_match(execution_id, where.tags)

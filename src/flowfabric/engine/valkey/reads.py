@@ -36,12 +36,10 @@ class ValkeyReads(Reads):
         self._workers = workers
 
     async def _record(self, execution_id: ExecutionId) -> Record | None:
-        key = keys.core(execution_id.tag, execution_id)
-        fields = await self._calls.read(f"{execution_id}: record", "HGETALL", key)
-        return Record.decode(execution_id, fields) if fields else None
+        return await Record.read(self._calls, self._calls.checked(execution_id))
 
     async def _existing(self, execution_id: ExecutionId, op: str) -> Record:
-        record = await self._record(self._calls.checked(execution_id))
+        record = await self._record(execution_id)
         if record is None:
             raise NotFoundError("execution_not_found", op=op)
         return record
@@ -108,7 +106,7 @@ class ValkeyReads(Reads):
             raise corrupt(execution_id, "policy", error.detail) from error
 
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
-        record = await self._record(self._calls.checked(execution_id))
+        record = await self._record(execution_id)
         return None if record is None else record.namespace
 
     async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
@@ -125,16 +123,16 @@ class ValkeyReads(Reads):
         self, execution_id: ExecutionId, names: Sequence[str]
     ) -> dict[str, str | None]:
         names = each_text(names, "names")
-        record = await self._record(self._calls.checked(execution_id))
+        record = await self._record(execution_id)
         known = {} if record is None else record.named_fields()
         return {name: known.get(name) for name in names}
 
     async def read_current_attempt_index(self, execution_id: ExecutionId) -> int:
-        record = await self._record(self._calls.checked(execution_id))
+        record = await self._record(execution_id)
         return 0 if record is None else max(0, record.attempt_count - 1)
 
     async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
-        record = await self._record(self._calls.checked(execution_id))
+        record = await self._record(execution_id)
         return 0 if record is None else record.attempt_count
 
     async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:

@@ -24,6 +24,8 @@ from flowfabric.core.state import (
     TerminalOutcome,
 )
 from flowfabric.core.stored import Stored
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import FunctionCalls
 
 _NO_CURRENT_ATTEMPT = frozenset(
     {AttemptState.PENDING_RETRY_ATTEMPT, AttemptState.PENDING_REPLAY_ATTEMPT}
@@ -59,9 +61,11 @@ class Record(Stored):
         self.vector = vector or StateVector.from_code(self.text("state"), self.context)
 
     @classmethod
-    def decode(cls, execution_id: ExecutionId, raw: Mapping[bytes, bytes]) -> Record:
-        """The record behind a HGETALL reply."""
-        return cls(execution_id, Stored.from_hash(execution_id, raw))
+    async def read(cls, calls: FunctionCalls, execution_id: ExecutionId) -> Record | None:
+        """The stored record, or None when there is no such execution."""
+        key = keys.core(execution_id.tag, execution_id)
+        raw = await calls.read(f"{execution_id}: record", "HGETALL", key)
+        return cls(execution_id, Stored.from_hash(execution_id, raw)) if raw else None
 
     # --- simple fields ------------------------------------------------------------
 

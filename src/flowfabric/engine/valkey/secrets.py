@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections import Counter
@@ -29,7 +28,8 @@ from flowfabric.engine.api.secrets import (
     check_secret,
     is_kid,
 )
-from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
+from flowfabric.engine.valkey.pages import chunks
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
 Found = tuple[str, str]
@@ -52,17 +52,12 @@ class ValkeySecrets(Secrets):
     ) -> list[Found]:
         tags = [f"{{fp:{index}}}" for index in partitions]
         size = 1 if self._calls.transport.is_cluster else _SEED_GROUP
-        groups = [tags[start : start + size] for start in range(0, len(tags), size)]
-        gate = asyncio.Semaphore(_FAN_OUT)
 
-        async def seed(group: list[str]) -> list[Found]:
-            async with gate:
-                args = (kid, secret, "1" if repair else "0", *group)
-                return await self._calls.ask(
-                    "ff_seed_secret", group[0], args, _found, op="seed_secret"
-                )
+        async def seed(group: Sequence[str]) -> list[Found]:
+            args = (kid, secret, "1" if repair else "0", *group)
+            return await self._calls.ask("ff_seed_secret", group[0], args, _found, op="seed_secret")
 
-        answers = await asyncio.gather(*(seed(group) for group in groups))
+        answers = await at_once(_FAN_OUT, map(seed, chunks(tags, size)))
         return [found for group in answers for found in group]
 
     async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
@@ -146,17 +141,15 @@ class ValkeySecrets(Secrets):
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
     ) -> RotationSummary:
         secret = check_rotation(new_kid, new_secret_hex, grace_ms)
-        gate = asyncio.Semaphore(_FAN_OUT)
 
         async def rotate(partition: int) -> Rotation:
-            async with gate:
-                try:
-                    return await self._rotate(partition, new_kid, secret, grace_ms)
-                except EngineError as error:
-                    status = "conflict" if error.code == "rotation_conflict" else "failed"
-                    return Rotation(partition=partition, status=status, error=str(error))
+            try:
+                return await self._rotate(partition, new_kid, secret, grace_ms)
+            except EngineError as error:
+                status = "conflict" if error.code == "rotation_conflict" else "failed"
+                return Rotation(partition=partition, status=status, error=str(error))
 
-        entries = await asyncio.gather(*(rotate(index) for index in range(self._calls.counts.flow)))
+        entries = await at_once(_FAN_OUT, map(rotate, range(self._calls.counts.flow)))
         for entry in entries:
             if entry.error is not None:
                 log.error(

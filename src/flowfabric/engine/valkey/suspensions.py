@@ -27,8 +27,14 @@ from flowfabric.core.text import lossless, raw
 from flowfabric.engine.api.arguments import each_stored, one_of, partition_number, whole
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
-from flowfabric.engine.valkey.damage import Damage
-from flowfabric.engine.valkey.page_cursor import given_cursor, opened, reading_cursor, sealed
+from flowfabric.engine.valkey.pages import (
+    Damage,
+    chunks,
+    given_cursor,
+    opened,
+    reading_cursor,
+    sealed,
+)
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _SUSPENDED_PARTS = (
@@ -83,8 +89,7 @@ class ValkeySuspensions(Suspensions):
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         names, tag = each_stored(ids, "ids"), self._calls.checked_tag(tag)
         verdicts: list[str] = []
-        for start in range(0, len(names), _EXPIRED_AT_ONCE):
-            part = names[start : start + _EXPIRED_AT_ONCE]
+        for part in chunks(names, _EXPIRED_AT_ONCE):
             verdicts += await self._calls.ask_each("ff_expire_suspension", tag, *part)
         return verdicts
 

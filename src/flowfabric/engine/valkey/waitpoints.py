@@ -48,7 +48,7 @@ from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
 from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
-from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.pages import Damage
 
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
 log = logging.getLogger(__name__)
@@ -132,17 +132,11 @@ class ValkeyWaitpoints(Waitpoints):
         ids = sorted(identity for identity in map(lossless, members) if identity > after)
         damage = Damage("list_pending_waitpoints")
         (condition,) = await damage.keep_all([self._condition(execution_id)])
-        found: list[OpenWaitpoint] = []
-        for start in range(0, len(ids), _MAX_PAGE):
-            part = ids[start : start + _MAX_PAGE]
-            entries = await damage.keep_all(
-                self._open(execution_id, one, condition) for one in part
-            )
-            found += (entry for entry in entries if entry is not None)
-            if len(found) > limit:
-                last = found[limit - 1].waitpoint_id
-                return OpenWaitpoints(tuple(found[:limit]), last, tuple(damage.found))
-        return OpenWaitpoints(tuple(found), None, tuple(damage.found))
+        found, more = await damage.first(
+            limit, ids, lambda one: self._open(execution_id, one, condition)
+        )
+        last = found[-1].waitpoint_id if more else None
+        return OpenWaitpoints(tuple(found), last, tuple(damage.found))
 
     async def _condition(self, execution_id: ExecutionId) -> Condition | None:
         key = keys.suspension(execution_id.tag, execution_id)

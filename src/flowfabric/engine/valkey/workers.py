@@ -14,7 +14,7 @@ from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, flag, posit
 from flowfabric.engine.api.workers import WorkerEntry, Workers
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.damage import Damage
+from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces, add_names
 
 _MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
@@ -27,7 +27,6 @@ _REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
 }
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
-_READ_AHEAD = 100
 _REASON_BYTES = 256
 
 
@@ -101,25 +100,20 @@ class ValkeyWorkers(Workers):
         checked_text(after, "after")
         limit = MAX_EXACT if limit is None else whole(limit, "limit")
         namespaces = await self._places.namespaces_in_use() if namespace is None else [namespace]
-        damage = Damage("list_workers")
         listed = sorted(
             [pair for each in namespaces for pair in await self._instances(each, after)]
         )
-        found: list[WorkerEntry] = []
-        for start in range(0, len(listed), _READ_AHEAD):
-            if len(found) >= limit:
-                break
-            part = listed[start : start + _READ_AHEAD]
-            entries = await damage.keep_all(self._worker(space, each) for each, space in part)
-            found += (entry for entry in entries if entry is not None)
-        return found[: max(0, limit)]
+        found, _ = await Damage("list_workers").first(
+            max(0, limit), listed, lambda each: self._worker(*each)
+        )
+        return found
 
     async def _instances(self, namespace: str, after: str) -> list[tuple[str, str]]:
         index = keys.workers(_tag(namespace))
         members = await self._calls.read(f"namespace {namespace}: workers", "SMEMBERS", index)
         return [(name, namespace) for name in map(lossless, members) if name > after]
 
-    async def _worker(self, namespace: str, instance: str) -> WorkerEntry | None:
+    async def _worker(self, instance: str, namespace: str) -> WorkerEntry | None:
         context = f"worker {shown(instance)}"
         key = raw(keys.worker_record(_tag(namespace), instance))
         stored = await self._calls.read(f"{context}: record", "HGETALL", key)

@@ -1,0 +1,109 @@
+"""Pages of listings: opaque cursors, and entries that cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from flowfabric.core.errors import CorruptionError, EngineError, ValidationError
+from flowfabric.core.ids import ExecutionId, stored_id
+from flowfabric.core.text import lossless
+from flowfabric.engine.api.arguments import checked_text
+
+log = logging.getLogger(__name__)
+K = TypeVar("K")
+T = TypeVar("T")
+_CHUNK = 500
+
+
+class Damage:
+    """What a listing leaves out: one unreadable record must not hide the others."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self.found: list[str] = []
+
+    def keep(self, make: Callable[[], T]) -> T | None:
+        """What `make` returns, or None if it met damage."""
+        try:
+            return make()
+        except CorruptionError as error:
+            self.note(error)
+        return None
+
+    async def keep_all(self, reads: Iterable[Awaitable[T]]) -> list[T | None]:
+        """What the reads return, in order; None for each that met damage."""
+
+        async def read(one: Awaitable[T]) -> T | None:
+            try:
+                return await one
+            except CorruptionError as error:
+                self.note(error)
+            return None
+
+        return await asyncio.gather(*(read(one) for one in reads))
+
+    async def first(
+        self, limit: int, keys: Sequence[K], read: Callable[[K], Awaitable[T | None]]
+    ) -> tuple[list[T], bool]:
+        """The first `limit` entries that `read` finds, and whether there are more."""
+        found: list[T] = []
+        for part in chunks(keys, _CHUNK):
+            entries = await self.keep_all(map(read, part))
+            found += (entry for entry in entries if entry is not None)
+            if len(found) > limit:
+                return found[:limit], True
+        return found, False
+
+    def ids(self, members: Iterable[bytes]) -> list[ExecutionId]:
+        """The execution ids among the members of an index."""
+        found = (self.keep(lambda m=member: stored_id(lossless(m), self._op)) for member in members)
+        return [each for each in found if each is not None]
+
+    def note(self, error: CorruptionError) -> None:
+        """Remember and log what is left out."""
+        self.found.append(error.detail)
+        log.warning(
+            "%s left out a damaged record: %s",
+            self._op,
+            error.detail,
+            extra={"action": "record_unreadable", "op": self._op},
+        )
+
+
+def chunks(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+    """Consecutive parts of at most `size` items."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def given_cursor(value: Any) -> str:
+    """The text of a cursor; empty for the first page."""
+    with reading_cursor():
+        return checked_text(value, "cursor")
+
+
+def sealed(*parts: str | float) -> str:
+    """A position as a cursor; only its last part may contain `|`."""
+    return base64.urlsafe_b64encode("|".join(map(str, parts)).encode()).decode().rstrip("=")
+
+
+def opened(cursor: str, count: int) -> list[str]:
+    """The parts of a position; there must be `count` of them."""
+    content = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+    parts = content.split("|", count - 1)
+    if len(parts) != count:
+        raise ValueError(cursor)
+    return parts
+
+
+@contextmanager
+def reading_cursor() -> Generator[None]:
+    """Turn whatever does not fit a cursor's form into `invalid_cursor`."""
+    try:
+        yield
+    except (ValueError, EngineError) as error:
+        raise ValidationError("invalid_cursor", "is not a cursor of this listing") from error
