@@ -53,6 +53,8 @@ class DialOptions(TypedDict, total=False):
 
 
 Watcher: TypeAlias = Callable[["Connection"], None]
+_Call: TypeAlias = tuple[asyncio.Future[Reply], float, bytes]
+"""The future of the reply, the deadline, the packed command."""
 
 
 class Connection(asyncio.Protocol):
@@ -82,10 +84,8 @@ class Connection(asyncio.Protocol):
         self.why = "not connected"
         """What ended the connection, in words."""
         self._kind = "transport"
-        # A slot is (future, deadline). Unsent slots pair with packed commands one to one.
-        self._sent: deque[tuple[asyncio.Future[Reply], float]] = deque()
-        self._unsent: deque[tuple[asyncio.Future[Reply], float]] = deque()
-        self._packed: deque[bytes] = deque()
+        self._sent: deque[_Call] = deque()
+        self._unsent: deque[_Call] = deque()
         self._flush_due = False
         self._stuck = False
         self._paused = False
@@ -122,14 +122,13 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             future.set_exception(self.ended())
             return future
-        self._packed.append(packed)
-        self._unsent.append((future, deadline))
+        self._unsent.append((future, deadline, packed))
         if deadline < self._alarm_at:
             self._set_alarm(deadline)
         if not self._flush_due:
             self._flush_due = True
             self.loop.call_soon(self._flush)
-        elif len(self._packed) >= _EARLY and not self._stuck:
+        elif len(self._unsent) >= _EARLY and not self._stuck:
             self._flush()
         return future
 
@@ -183,10 +182,10 @@ class Connection(asyncio.Protocol):
                     # Through the loop: a failing callback must not break the reply stream.
                     self.loop.call_soon(on_push, reply)
                     continue
-                future, _ = sent.popleft()
+                future = sent.popleft()[0]
                 if isinstance(reply, ReplyError):
                     self._refuse(future, str(reply))
-                # An abandoned call keeps its slot, so its reply is dropped here.
+                # An abandoned call stays in the queue, so its reply is dropped here.
                 elif not future.done():
                     future.set_result(reply)
         except Exception as error:  # noqa: BLE001
@@ -224,15 +223,14 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        packed, unsent = self._packed, self._unsent
+        unsent = self._unsent
         room = self._max_in_flight - len(self._sent)
-        if len(packed) <= room and not self._paused:
+        if len(unsent) <= room and not self._paused:
             self._flush_due = self._stuck = False
-            if packed:
+            if unsent:
                 self._sent.extend(unsent)
-                data = b"".join(packed)
+                data = b"".join([call[2] for call in unsent])
                 unsent.clear()
-                packed.clear()
                 transport.write(data)
             return
         # `_flush_due` stays set: the next reply or the drained socket flushes, not every new call.
@@ -240,12 +238,12 @@ class Connection(asyncio.Protocol):
         if self._paused:
             return
         chosen: list[bytes] = []
-        while len(chosen) < room and packed:
-            slot, command = unsent.popleft(), packed.popleft()
-            if not slot[0].done():
-                self._sent.append(slot)
-                chosen.append(command)
-        if not packed:
+        while len(chosen) < room and unsent:
+            call = unsent.popleft()
+            if not call[0].done():
+                self._sent.append(call)
+                chosen.append(call[2])
+        if not unsent:
             # If all the rest was abandoned and nothing is in flight, no reply would flush again.
             self._flush_due = self._stuck = False
         if chosen:
@@ -272,29 +270,20 @@ class Connection(asyncio.Protocol):
             self.abort(f"no reply for {STALL_GRACE:g} s after a deadline")
             return
         soonest = self._sent[0][1] + STALL_GRACE if self._sent else inf
-        for slots, sent in ((self._sent, True), (self._unsent, False)):
-            for future, deadline in slots:
+        for calls, sent in ((self._sent, True), (self._unsent, False)):
+            for future, deadline, _ in calls:
                 if future.done():
                     continue
                 if deadline <= now:
                     future.set_exception(faults.timed_out(self.peer, sent=sent))
                 else:
                     soonest = min(soonest, deadline)
-        self._drop_abandoned_unsent()
+        # A call reported as not sent must not be sent later.
+        self._unsent = deque(call for call in self._unsent if not call[0].done())
         if soonest < self._alarm_at:
             self._set_alarm(soonest)
         if self._retiring:
             self._leave_if_idle()
-
-    def _drop_abandoned_unsent(self) -> None:
-        """A call reported as not sent must not be sent later."""
-        kept = [
-            (slot, command)
-            for slot, command in zip(self._unsent, self._packed, strict=True)
-            if not slot[0].done()
-        ]
-        self._unsent = deque(slot for slot, _ in kept)
-        self._packed = deque(command for _, command in kept)
 
     def _leave_if_idle(self) -> None:
         if not self._sent and not self._unsent:
@@ -315,12 +304,11 @@ class Connection(asyncio.Protocol):
             self._on_lost(self)
         if self._alarm is not None:
             self._alarm.cancel()
-        for slots, sent in ((self._sent, True), (self._unsent, False)):
-            for future, _ in slots:
+        for calls, sent in ((self._sent, True), (self._unsent, False)):
+            for future, *_ in calls:
                 if not future.done():
                     future.set_exception(faults.lost(self.peer, why, sent=sent, kind=kind))
-            slots.clear()
-        self._packed.clear()
+            calls.clear()
         if abort:
             transport.abort()
         else:
