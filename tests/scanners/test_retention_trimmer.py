@@ -2,8 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.errors import EngineError
+from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.events import WorkerEvent
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.scanners import ScannerSettings
@@ -97,3 +102,60 @@ async def test_events_by_age(engine: Engine) -> None:
     await supervisor.scan_once("retention_trimmer")
     assert await engine.events(ended) == []
     assert await members(engine, ended.tag, "all_executions") == [ended], "only the feed aged"
+
+
+async def _worker_feed(engine: Engine, namespace: str) -> int:
+    """How many entries the worker feed of a namespace holds, after one more registration."""
+    await engine.backend.workers.register_worker(
+        worker_id="w", worker_instance_id=new_uuid(), lanes=["default"], namespace=namespace
+    )
+    return await _length(engine, namespace)
+
+
+async def _length(engine: Engine, namespace: str) -> int:
+    key = keys.worker_events(f"{{{namespace}}}")
+    found: Any = await engine.backend.transport.call("XLEN", key)
+    return found
+
+
+async def test_worker_feeds_by_age(engine: Engine) -> None:
+    """Of every namespace, whether or not a worker is left there."""
+    for namespace in ("default", "acme"):
+        assert await _worker_feed(engine, namespace) == 1
+    supervisor = idle(engine)
+    await engine.advance(DAY - 1000)
+    await supervisor.scan_once("retention_trimmer")
+    assert [await _length(engine, name) for name in ("default", "acme")] == [1, 1]
+    await engine.advance(61_000)
+    await supervisor.scan_once("retention_trimmer")
+    assert [await _length(engine, name) for name in ("default", "acme")] == [0, 0]
+
+
+async def test_a_reader_of_a_trimmed_worker_feed_is_told(engine: Engine) -> None:
+    await _worker_feed(engine, "default")
+    async with await engine.backend.events.subscribe_worker_events(cursor="start") as feed:
+        first = await anext(feed)
+        assert isinstance(first, WorkerEvent)
+    await _worker_feed(engine, "default")
+    await engine.advance(DAY + 1000)
+    await idle(engine).scan_once("retention_trimmer")
+    async with await engine.backend.events.subscribe_worker_events(cursor=first.cursor) as feed:
+        with pytest.raises(EngineError, match="cursor_expired"):
+            await anext(feed)
+
+
+@pytest.mark.corrupts
+async def test_a_damaged_feed_hides_no_other(engine: Engine) -> None:
+    ended = (await _finished(engine)).execution_id
+    other = (await engine.running(lane="other")).execution_id
+    for namespace in ("broken", "healthy"):
+        await _worker_feed(engine, namespace)
+    call = engine.backend.transport.call
+    for key in (keys.worker_events("{broken}"), keys.events(other.tag)):
+        await call("DEL", key)
+        await call("SET", key, "garbage")
+    await engine.advance(DAY + 1)
+    found = await idle(engine).scan_once("retention_trimmer")
+    assert (found.processed, found.errors) == (1, 2)
+    assert await engine.events(ended) == []
+    assert await _length(engine, "healthy") == 0

@@ -77,12 +77,3 @@ async def test_a_damaged_namespace_hides_no_other(engine: Engine) -> None:
     await call("SADD", keys.NAMESPACES, "broken", b"\xff")
     await call("SET", keys.workers("{broken}"), "x")
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult(processed=1, errors=1)
-
-
-async def test_worker_feeds_are_trimmed_by_age(engine: Engine) -> None:
-    await register(engine, "old")
-    await idle(engine).scan_once("retention_trimmer")
-    assert len(await feed(engine)) == 1
-    await engine.advance(86_400_001)
-    await idle(engine).scan_once("retention_trimmer")
-    assert await feed(engine) == []
