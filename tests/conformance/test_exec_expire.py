@@ -24,10 +24,10 @@ def timeouts(**retry: Any) -> dict[str, Any]:
 async def test_a_past_deadline_expires_at_the_first_scan(engine: Engine) -> None:
     execution_id = await engine.create(execution_deadline_at=1)
     scan = await engine.backend.upkeep.scan_due([Index(execution_id.tag, "execution_deadline")], 50)
-    assert [page.ids for page in scan.pages] == [[execution_id]]
+    assert list(scan.due.values()) == [[execution_id]]
     assert await expire_deadline(engine, execution_id) == "expired"
     scan = await engine.backend.upkeep.scan_due([Index(execution_id.tag, "execution_deadline")], 50)
-    assert list(scan.pages) == []
+    assert scan.due == {}
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ async def test_a_lapsed_lease_is_found_by_the_due_scan_once(engine: Engine) -> N
     tag = handle.execution_id.tag
     await engine.advance(TTL + 1)
     scan = await engine.backend.upkeep.scan_due([Index(tag, "lease_expiry")], 50)
-    assert [page.ids for page in scan.pages] == [[handle.execution_id]]
+    assert list(scan.due.values()) == [[handle.execution_id]]
     await mark(engine, [handle.execution_id])
     scan = await engine.backend.upkeep.scan_due([Index(tag, "lease_expiry")], 50)
-    assert scan.pages == []
+    assert scan.due == {}
 
 
 async def test_the_expected_lease_is_compared(engine: Engine) -> None:

@@ -141,7 +141,7 @@ async def test_scores_that_are_no_time(engine: Engine, score: str, due: int) -> 
     key = keys.index(ghost.tag, "lease_expiry")
     await engine.backend.transport.call("ZADD", key, score, ghost)
     scan = await engine.backend.upkeep.scan_due([Index(ghost.tag, "lease_expiry")], 10)
-    assert (len(scan.pages), list(scan.armed.values())) == (due, [2**53 - 1][due:])
+    assert (len(scan.due), list(scan.armed.values())) == (due, [2**53 - 1][due:])
     runner = idle(engine)._runners["lease_expiry"]
     for _ in range(3):
         await runner.cycle()

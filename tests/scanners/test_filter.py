@@ -27,13 +27,13 @@ async def test_only_the_namespace(engine: Engine) -> None:
 async def test_the_default_namespace_is_one_too(engine: Engine) -> None:
     ours, theirs = await engine.create(), await engine.create(namespace="acme")
     accept = ScannerFilter(namespace="default")
-    assert await engine.backend.upkeep.accepted(accept, [ours, theirs]) == [ours]
+    assert await accept.accepted(engine.backend, [ours, theirs]) == [ours]
 
 
 async def test_only_the_tag_byte_for_byte(engine: Engine) -> None:
     ours = await engine.create(tags={"cell": "eu"})
     others = [await engine.create(tags={"cell": "EU"}), await engine.create()]
-    assert await engine.backend.upkeep.accepted(CELL, [ours, *others]) == [ours]
+    assert await CELL.accepted(engine.backend, [ours, *others]) == [ours]
 
 
 async def test_both_parts_must_match(engine: Engine) -> None:
@@ -43,7 +43,7 @@ async def test_both_parts_must_match(engine: Engine) -> None:
         await engine.create(namespace="acme"),
         await engine.create(tags={"cell": "eu"}),
     ]
-    assert await engine.backend.upkeep.accepted(accept, [*others, ours]) == [ours]
+    assert await accept.accepted(engine.backend, [*others, ours]) == [ours]
 
 
 @pytest.mark.corrupts
@@ -54,11 +54,11 @@ async def test_what_cannot_be_read_is_not_touched(engine: Engine, accept: Scanne
     await engine.backend.transport.call("DEL", keys.tags(broken.tag, broken))
     await engine.backend.transport.call("SET", keys.tags(broken.tag, broken), "garbage")
     ids = [broken, engine.new_id(), "not an id", "{fp:9999}:" + broken.uuid]
-    assert await engine.backend.upkeep.accepted(accept, ids) == []
+    assert await accept.accepted(engine.backend, ids) == []
 
 
 async def test_an_empty_filter_reads_nothing(engine: Engine) -> None:
-    assert await engine.backend.upkeep.accepted(ScannerFilter(), ["anything"]) == ["anything"]
+    assert await ScannerFilter().accepted(engine.backend, ["anything"]) == ["anything"]
 
 
 async def test_foreign_work_at_the_head_never_hides_ours(engine: Engine) -> None:

@@ -88,7 +88,7 @@ async def test_scanning_many_full_indexes(engine: Engine) -> None:
 
     async def scan() -> None:
         found = await engine.backend.upkeep.scan_due(indexes, 100)
-        assert [len(page.ids) for page in found.pages] == [100] * 200
+        assert [len(ids) for ids in found.due.values()] == [100] * 200
 
     await assert_short(engine, "ff_scan_due", scan)
 

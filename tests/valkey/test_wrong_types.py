@@ -104,7 +104,7 @@ async def scan_due(w: World) -> None:
     timers = {Index(w.tag, index): name for index, name in TIMERS.items()}
     lanes = [Index(w.tag, "delayed", side.lane) for side in (w.bad, w.good)]
     found = await w.engine.backend.upkeep.scan_due([*timers, *lanes], 100)
-    due = {page.index: page.ids for page in found.pages}
+    due = found.due
     for index, name in timers.items():
         assert getattr(w.good, name) in due.get(index, ())
     assert due.get(lanes[1]) == [w.good.delayed]

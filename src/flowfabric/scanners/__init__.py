@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.engine.api.upkeep import ScannerFilter
+from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor

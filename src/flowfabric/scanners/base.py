@@ -11,7 +11,7 @@ import msgspec
 
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import ScannerFilter
+from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
 

@@ -6,7 +6,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import is_execution_id
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
@@ -43,7 +42,7 @@ class DueScanner(ABC):
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
         """The members that this process may touch, in order."""
-        return await cycle.backend.upkeep.accepted(cycle.where, ids)
+        return await cycle.where.accepted(cycle.backend, ids)
 
     def is_member(self, tag: str, member: str) -> bool:
         """Whether this is an id; the engine removes everything else from the index."""
@@ -62,11 +61,11 @@ class DueScanner(ABC):
             scan = await self._read(cycle, some)
             if cycle.watch is not None and cycle.watch.watches(self.name):
                 cycle.watch.learn(some, scan)
-            for page in scan.pages:
+            for index, ids in scan.due.items():
                 if cycle.out_of_time():
                     return
-                with cycle.surviving("index not readable", partition=page.index.tag):
-                    await self._drain(cycle, page.index, page.ids)
+                with cycle.surviving("index not readable", partition=index.tag):
+                    await self._drain(cycle, index, ids)
 
     async def _read(self, cycle: Cycle, indexes: Sequence[Index], offset: int = 0) -> DueScan:
         scan = await cycle.backend.upkeep.scan_due(indexes, self.page, offset)
@@ -82,20 +81,24 @@ class DueScanner(ABC):
         while True:
             fresh = [member for member in ids if member not in seen]
             seen.update(fresh)
-            removed = await self._handle(cycle, index, fresh)
+            removed = 0
+            with cycle.surviving("call failed", partition=index.tag):
+                removed = await self._handle(cycle, index, fresh)
             if len(ids) < self.page or cycle.out_of_time():
                 return
             offset += len(ids) - removed
             scan = await self._read(cycle, [index], offset)
-            ids = scan.pages[0].ids if scan.pages else []
+            ids = scan.due.get(index, [])
 
     async def _handle(self, cycle: Cycle, index: Index, ids: list[str]) -> int:
         """Act on one page; returns how many members left the index."""
-        awake = [member for member in ids if not self._poison.skips(member)]
+        healthy = [member for member in ids if not self._poison.skips(member)]
+        accepted = await self.accepted(cycle, index.tag, healthy)
+        if not accepted:
+            return 0
+        answers = await self.act(cycle.backend, index, accepted)
         removed = 0
-        for member, answer in await self._answers(
-            cycle, index, await self.accepted(cycle, index.tag, awake)
-        ):
+        for member, answer in zip(accepted, answers, strict=True):
             if answer.startswith("error:"):
                 cycle.errors += 1
                 self._note_failure(index, member, answer)
@@ -113,23 +116,6 @@ class DueScanner(ABC):
                         extra={"action": "member_malformed", **self._fields(index, member)},
                     )
         return removed
-
-    async def _answers(self, cycle: Cycle, index: Index, ids: list[str]) -> list[tuple[str, str]]:
-        if not ids:
-            return []
-        try:
-            return list(zip(ids, await self.act(cycle.backend, index, ids), strict=True))
-        except EngineError as error:
-            if error.retryable:
-                # The server failed, not the items: they get no strike.
-                cycle.failed("call failed", error, partition=index.tag)
-                return []
-            if len(ids) == 1:
-                return [(ids[0], f"error:{error}")]
-        answers: list[tuple[str, str]] = []
-        for member in ids:
-            answers += await self._answers(cycle, index, [member])
-        return answers
 
     def _note_failure(self, index: Index, member: str, answer: str) -> None:
         fields = self._fields(index, member)

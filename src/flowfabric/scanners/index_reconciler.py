@@ -203,7 +203,7 @@ class IndexReconciler:
 
     async def _audit(self, cycle: Cycle, walk: PartitionWalk, index: Index, ids: list[str]) -> None:
         upkeep = cycle.backend.upkeep
-        accepted = await upkeep.accepted(cycle.where, ids)
+        accepted = await cycle.where.accepted(cycle.backend, ids)
         if not accepted:
             return
         lanes = walk.lanes_to_search(index)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.base import wait_until
+from flowfabric.scanners.filter import ScannerFilter
 
 log = logging.getLogger(__name__)
 

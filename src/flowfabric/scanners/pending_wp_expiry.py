@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from flowfabric.core.ids import is_uuid
@@ -22,7 +23,12 @@ class PendingWpExpiry(DueScanner):
         return is_uuid(member)
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:
-        return await cycle.backend.upkeep.accepted_waitpoints(cycle.where, tag, ids)
+        if cycle.where.is_empty:
+            return list(ids)
+        upkeep = cycle.backend.upkeep
+        owners = await asyncio.gather(*(upkeep.waitpoint_owner(tag, each) for each in ids))
+        ours = set(await cycle.where.accepted(cycle.backend, sorted(set(owners))))
+        return [each for each, owner in zip(ids, owners, strict=True) if owner in ours]
 
     async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
         return await backend.suspensions.expire_waitpoints(index.tag, ids)

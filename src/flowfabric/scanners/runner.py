@@ -9,8 +9,8 @@ import random
 import msgspec
 
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.base import Cycle, Failure, Scanner, ScanResult, wait_until
+from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import LeaderElection
 from flowfabric.scanners.outage import Outage
 from flowfabric.scanners.territory import TerritoryMap

@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.core.environment import invalid, whole_number
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import validate_namespace
-from flowfabric.engine.api.upkeep import ScannerFilter
+from flowfabric.scanners.filter import ScannerFilter
 
 INTERVALS_S: Mapping[str, float] = {
     "lease_expiry": 1.5,

@@ -8,13 +8,13 @@ import logging
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import ScannerFilter
 from flowfabric.scanners.attempt_timeout import AttemptTimeout
 from flowfabric.scanners.base import Scanner, ScanResult
 from flowfabric.scanners.delayed_promoter import DelayedPromoter
 from flowfabric.scanners.doorbell import DoorbellScanner
 from flowfabric.scanners.due import DueScanner
 from flowfabric.scanners.execution_deadline import ExecutionDeadline
+from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of

@@ -51,7 +51,7 @@ class DueWatch:
     def learn(self, scanned: Iterable[Index], scan: DueScan) -> None:
         """Note what a scan of these indexes found."""
         self.clock.observe(scan.now_ms)
-        again = {page.index for page in scan.pages} | scan.unreadable.keys()
+        again = scan.due.keys() | scan.unreadable.keys()
         for index in scanned:
             if index in again:
                 self._earliest.pop(index, None)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import msgspec
 
+from flowfabric.engine.api.concern import Concern
+
 
 class Leader(msgspec.Struct, frozen=True):
     """A process that runs scanners."""
@@ -16,7 +18,7 @@ class Leader(msgspec.Struct, frozen=True):
     """It has a filter, or some of its scanners are disabled."""
 
 
-class Leadership(Protocol):
+class Leadership(Concern, Protocol):
     """The leases of the processes that run scanners, one lease per duty.
 
     A duty is what a process would scan; the empty one is everything. An identity is

@@ -28,36 +28,15 @@ class Index(NamedTuple):
         return f"lane:{self.lane}:{self.name}" if self.lane else self.name
 
 
-class DuePage(msgspec.Struct, frozen=True):
-    """Due members of one index; a malformed one is as `core.text.lossless` gives it."""
-
-    index: Index
-    ids: list[str]
-
-
 class DueScan(msgspec.Struct, frozen=True):
     """What time-ordered indexes hold. An index that is in none of the parts is empty."""
 
     now_ms: int
-    pages: list[DuePage]
+    due: dict[Index, list[str]]
+    """Due members of each index; a malformed one is as `core.text.lossless` gives it."""
     armed: dict[Index, int]
     """The earliest time in each index where nothing is due yet."""
     unreadable: dict[Index, EngineError]
-
-
-class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects executions of one namespace, or with one tag; an empty filter selects all.
-
-    >>> ScannerFilter(namespace="acme", instance_tag=("region", "eu")).is_empty
-    False
-    """
-
-    namespace: str | None = None
-    instance_tag: tuple[str, str] | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self.namespace is None and self.instance_tag is None
 
 
 class Audit(msgspec.Struct, frozen=True):
@@ -103,14 +82,8 @@ class Upkeep(Concern, Protocol):
         """The earliest time in an index, None if it is empty, 0 if it cannot be read."""
         ...
 
-    async def accepted(self, where: ScannerFilter, ids: Sequence[str]) -> list[str]:
-        """The executions that match, in order. One that cannot be read does not match."""
-        ...
-
-    async def accepted_waitpoints(
-        self, where: ScannerFilter, tag: str, ids: Sequence[str]
-    ) -> list[str]:
-        """The waitpoints whose executions match, in order."""
+    async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
+        """The execution of a waitpoint; empty if it cannot be read."""
         ...
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:

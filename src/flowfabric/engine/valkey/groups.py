@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, TypeVar
+
+from flowfabric.core.errors import EngineError
 
 T = TypeVar("T", bound=tuple[Any, ...])
 R = TypeVar("R")
@@ -28,13 +30,27 @@ def split(items: Iterable[T], size: int, *, apart: bool) -> list[list[T]]:
 
 async def call_each(
     groups: list[list[T]], call: Callable[[list[T]], Awaitable[R]]
-) -> list[tuple[list[T], R]]:
-    """Each group with the answer to its call."""
-    answers: list[tuple[list[T], R]] = []
+) -> list[tuple[list[T], R | EngineError]]:
+    """Each group with the answer to its call, or with the error that the call raised."""
+
+    async def outcome(group: list[T]) -> tuple[list[T], R | EngineError]:
+        try:
+            return group, await call(group)
+        except EngineError as error:
+            return group, error
+
+    outcomes: list[tuple[list[T], R | EngineError]] = []
     for start in range(0, len(groups), _IN_FLIGHT):
-        wave = groups[start : start + _IN_FLIGHT]
-        answers += zip(wave, await asyncio.gather(*map(call, wave)), strict=True)
-    return answers
+        outcomes += await asyncio.gather(*map(outcome, groups[start : start + _IN_FLIGHT]))
+    return outcomes
+
+
+def raised(outcomes: Iterable[tuple[object, R | EngineError]]) -> Iterator[R]:
+    """The answers of calls; raises the first error."""
+    for _, answer in outcomes:
+        if isinstance(answer, EngineError):
+            raise answer
+        yield answer
 
 
 def places_of(pairs: Iterable[tuple[str, str]]) -> list[str | int]:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+import msgspec
+
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.ids import ExecutionId, PartitionKey, is_uuid, validate_lane
+from flowfabric.core.ids import PartitionKey, is_uuid, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api.arguments import each_stored, instance, one_of
 from flowfabric.engine.api.upkeep import (
     ALL_EXECUTIONS,
     Audit,
-    DuePage,
     DueScan,
     Index,
     Mode,
-    ScannerFilter,
     Survey,
     SurveyRequest,
     Upkeep,
 )
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
-from flowfabric.engine.valkey.groups import call_each, places_of, split
+from flowfabric.engine.valkey.groups import call_each, places_of, raised, split
 from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces
 
 _WORKERS_AT_ONCE = 200
@@ -51,55 +50,41 @@ class ValkeyUpkeep(Upkeep):
     # --- finding what is due ----------------------------------------------------------
 
     async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
+        merged = DueScan(0, {}, {}, {})
         groups = self._groups(indexes, _INDEXES_SCANNED)
-        answers = await call_each(groups, lambda group: self._scan(group, limit, offset))
-        scans = [scan for _, scan in answers if isinstance(scan, DueScan)]
-        failed = {
-            index: scan
-            for group, scan in answers
-            if isinstance(scan, EngineError)
-            for index in group
-        }
-        if failed and not scans:
-            raise next(iter(failed.values()))
-        for scan in scans:
-            failed |= scan.unreadable
-        return DueScan(
-            max((scan.now_ms for scan in scans), default=0),
-            [page for scan in scans for page in scan.pages],
-            {index: score for scan in scans for index, score in scan.armed.items()},
-            failed,
-        )
+        for group, scan in await call_each(groups, lambda each: self._scan(each, limit, offset)):
+            if isinstance(scan, EngineError):
+                merged.unreadable.update(dict.fromkeys(group, scan))
+                continue
+            merged.due.update(scan.due)
+            merged.armed.update(scan.armed)
+            merged.unreadable.update(scan.unreadable)
+            merged = msgspec.structs.replace(merged, now_ms=scan.now_ms)
+        if groups and not merged.now_ms:
+            raise next(iter(merged.unreadable.values()))
+        return merged
 
-    async def _scan(self, group: list[Index], limit: int, offset: int) -> DueScan | EngineError:
+    async def _scan(self, group: list[Index], limit: int, offset: int) -> DueScan:
         names = {(index.tag, _name(index)): index for index in group}
-        args = (limit, offset, *places_of(names))
 
         def decode(reply: list[Any]) -> DueScan:
-            def of(tag: bytes, name: bytes) -> Index:
-                return names[text(tag), text(name)]
+            due, armed, unreadable = (
+                {names[text(tag), text(name)]: found for tag, name, found in part}
+                for part in reply[3:6]
+            )
+            return DueScan(
+                int(reply[2]),
+                {index: [lossless(member) for member in ids] for index, ids in due.items()},
+                {index: int(score) for index, score in armed.items()},
+                {index: _unreadable(index, why) for index, why in unreadable.items()},
+            )
 
-            pages = [
-                DuePage(of(tag, name), [lossless(member) for member in ids])
-                for tag, name, ids in reply[3]
-            ]
-            armed = {of(tag, name): int(score) for tag, name, score in reply[4]}
-            unreadable: dict[Index, EngineError] = {
-                of(tag, name): CorruptionError(
-                    "corruption", f"{keys.index(text(tag), text(name))}: {shown(lossless(why))}"
-                )
-                for tag, name, why in reply[5]
-            }
-            return DueScan(int(reply[2]), pages, armed, unreadable)
-
-        try:
-            return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
-        except EngineError as error:
-            return error
+        args = (limit, offset, *places_of(names))
+        return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
 
     async def any_exists(self, indexes: Sequence[Index]) -> bool:
-        answers = await call_each(self._groups(indexes, _INDEXES_SOUGHT), self._exists)
-        return any(found for _, found in answers)
+        groups = self._groups(indexes, _INDEXES_SOUGHT)
+        return any(raised(await call_each(groups, self._exists)))
 
     async def _exists(self, group: list[Index]) -> bool:
         names = [_key(index) for index in group]
@@ -118,50 +103,14 @@ class ValkeyUpkeep(Upkeep):
     def _groups(self, indexes: Iterable[Index], size: int) -> list[list[Index]]:
         return split(indexes, size, apart=self._calls.transport.is_cluster)
 
-    # --- filters ----------------------------------------------------------------------
-
-    async def accepted(self, where: ScannerFilter, ids: Sequence[str]) -> list[str]:
-        if where.is_empty:
-            return list(ids)
-        verdicts = await asyncio.gather(*(self._accepts(where, member) for member in ids))
-        return [member for member, ok in zip(ids, verdicts, strict=True) if ok]
-
-    async def _accepts(self, where: ScannerFilter, member: str) -> bool:
-        try:
-            execution_id = self._calls.checked(ExecutionId.parse(member))
-            tag = execution_id.tag
-            if where.namespace is not None:
-                core = keys.core(tag, execution_id)
-                # Every record has a state; only then does an absent namespace mean the default.
-                found = await self._calls.read(member, "HMGET", core, "state", "namespace")
-                if found[0] is None or (found[1] or b"default") != where.namespace.encode():
-                    return False
-            if where.instance_tag is not None:
-                name, wanted = where.instance_tag
-                tags = keys.tags(tag, execution_id)
-                return await self._calls.read(member, "HGET", tags, name) == wanted.encode()
-        except EngineError:
-            return False
-        return True
-
-    async def accepted_waitpoints(
-        self, where: ScannerFilter, tag: str, ids: Sequence[str]
-    ) -> list[str]:
-        if where.is_empty:
-            return list(ids)
-        owners = await asyncio.gather(*(self._owner(tag, member) for member in ids))
-        ours = set(await self.accepted(where, sorted(set(owners))))
-        return [member for member, owner in zip(ids, owners, strict=True) if owner in ours]
-
-    async def _owner(self, tag: str, waitpoint_id: str) -> str:
+    async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
         if not is_uuid(waitpoint_id):
             return ""
         key = keys.waitpoint(tag, waitpoint_id)
         try:
-            stored = await self._calls.read(key, "HGET", key, "execution_id")
+            return lossless(await self._calls.read(key, "HGET", key, "execution_id") or b"")
         except EngineError:
             return ""
-        return lossless(stored or b"")
 
     # --- acting on what is due --------------------------------------------------------
 
@@ -324,6 +273,10 @@ def _name(index: Index) -> str:
     if not index.lane:
         return index.name
     return f"lane:{keys.lane_part(index.lane)}:{index.name}"
+
+
+def _unreadable(index: Index, why: bytes) -> EngineError:
+    return CorruptionError("corruption", f"{_key(index)}: {shown(lossless(why))}")
 
 
 def _key(index: Index) -> str:

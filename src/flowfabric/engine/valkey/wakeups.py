@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowfabric.core.errors import EngineError, TransportError
+from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import validate_lane
 from flowfabric.engine.api.arguments import listed
 from flowfabric.engine.api.wakeups import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.groups import call_each, places_of, split
+from flowfabric.engine.valkey.groups import call_each, places_of, raised, split
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.valkey.transport import Connection, Transport
 
@@ -73,21 +73,13 @@ class ValkeyWakeups:
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
         places = [(tag, lane) for tag, names in lanes.items() for lane in names]
         groups = split(places, _LANES_RUNG, apart=self._calls.transport.is_cluster)
-        rings = 0
-        for _, answer in await call_each(groups, self._ring):
-            if isinstance(answer, EngineError):
-                raise answer
-            rings += answer
-        return rings
+        return sum(raised(await call_each(groups, self._ring)))
 
-    async def _ring(self, places: list[tuple[str, str]]) -> int | EngineError:
+    async def _ring(self, places: list[tuple[str, str]]) -> int:
         tag, args = places[0][0], places_of(places)
-        try:
-            return await self._calls.ask(
-                "ff_ring_waiting", tag, args, lambda reply: int(reply[2]), op="ring_waiting"
-            )
-        except EngineError as error:
-            return error
+        return await self._calls.ask(
+            "ff_ring_waiting", tag, args, lambda reply: int(reply[2]), op="ring_waiting"
+        )
 
 
 class _ServerDoorbell:
