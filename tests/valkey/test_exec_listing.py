@@ -29,7 +29,7 @@ async def test_corrupt_members(engine: Engine) -> None:
     await engine.backend.transport.call("ZADD", key, 0, "rubbish")
     page = await engine.backend.listings.list_executions()
     assert ids(page) == [execution_id]
-    assert page.damaged == ("list_executions: member: 'rubbish' is no execution id",)
+    assert page.damaged == ("list_executions: member: 'rubbish' is not an execution id",)
 
 
 @pytest.mark.corrupts

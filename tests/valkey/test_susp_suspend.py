@@ -80,7 +80,7 @@ async def test_stored_waitpoints_and_suspension(engine: Engine) -> None:
     }
     tokens = {w.waitpoint_token.reveal() for w in parked.details.waitpoints}
     assert len(tokens) == 2, "each waitpoint has its own token"
-    extra = parked.details.additional_waitpoints
+    extra = parked.details.waitpoints[1:]
     assert [w.waitpoint_key for w in extra] == ["b"]
 
 

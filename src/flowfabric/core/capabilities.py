@@ -1,4 +1,4 @@
-"""Capability tokens: one rule for what an execution requires and what a worker offers."""
+"""Capabilities: what an execution requires and a worker offers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from unicodedata import category
 
 from flowfabric.core.errors import ValidationError
 
-#: Most distinct tokens in one list.
-MAX_TOKENS = 256
-#: Longest sorted CSV, in bytes.
-MAX_CSV_BYTES = 4096
+_MAX_TOKENS = 256
+_MAX_CSV_BYTES = 4096
 
 Side = Literal["required", "worker"]
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
-# Controls and lone surrogates; the latter have no UTF-8 form.
+# Control characters, and surrogates, which UTF-8 cannot encode.
 _FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs"})
 
 
 def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
-    """Check a list, or any other collection of tokens, and return it sorted, without duplicates.
-
-    A text is not taken for the list of its letters, nor an object for that of its names.
+    """Check a collection of tokens and return it sorted, without duplicates.
 
     >>> normalise(["gpu", "cuda", "gpu"])
     ('cuda', 'gpu')
@@ -30,26 +26,26 @@ def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
     if isinstance(tokens, _NO_LISTS) or not isinstance(tokens, Iterable):
         raise _refuse(side, "not_array")
     distinct = {_check_token(token, side) for token in cast("Iterable[object]", tokens)}
-    if len(distinct) > MAX_TOKENS:
+    if len(distinct) > _MAX_TOKENS:
         raise _refuse(side, "too_many_tokens")
     ordered = tuple(sorted(distinct))
-    if len(to_csv(ordered).encode()) > MAX_CSV_BYTES:
+    if len(to_csv(ordered).encode()) > _MAX_CSV_BYTES:
         raise _refuse(side, "too_many_bytes")
     return ordered
 
 
 def to_csv(tokens: Iterable[str]) -> str:
-    """Join normalised tokens into the stored form."""
+    """The stored form of normalised tokens."""
     return ",".join(tokens)
 
 
 def from_csv(csv: str, side: Side = "required") -> tuple[str, ...]:
-    """Read the stored form; empty items are skipped before counting."""
+    """Read the stored form; empty items are skipped."""
     return normalise([token for token in csv.split(",") if token], side)
 
 
 def missing(required: Iterable[str], offered: Iterable[str]) -> tuple[str, ...]:
-    """The required tokens that are not offered, sorted; empty means the worker fits.
+    """The required tokens that are not offered, sorted.
 
     >>> missing(("cuda", "gpu"), ("gpu",))
     ('cuda',)

@@ -1,4 +1,4 @@
-"""Positions in an attempt's stream, as users write them."""
+"""Positions in the output of an attempt."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import msgspec
 from flowfabric.core.errors import ValidationError
 
 READ_HARD_CAP = 10_000
-"""The most frames one read or tail returns."""
+"""How many frames one read or tail returns at most."""
 
 MAX_TAIL_BLOCK_MS = 30_000
-"""The longest one tail waits."""
+"""How long one tail waits at most."""
 
 _ID = re.compile(r"([0-9]+)(?:-([0-9]+))?", re.ASCII)
-_FORMS = "give start, end, <ms> or <ms>-<seq>"
+_FORMS = "pass start, end, <ms> or <ms>-<seq>"
 _MAX_PART = 2**64 - 1
 _MAX_DIGITS = len(str(_MAX_PART))
 _LAST_POSSIBLE = f"{_MAX_PART}-{_MAX_PART}"
 
 
 class StreamCursor(msgspec.Struct, frozen=True):
-    """`start`, `end`, `<ms>` or `<ms>-<seq>`; prints back exactly as it was parsed.
+    """`start`, `end`, `<ms>` or `<ms>-<seq>`.
 
     >>> StreamCursor.parse("1713100800150-0").is_concrete
     True
@@ -32,7 +32,7 @@ class StreamCursor(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> StreamCursor:
-        """The cursor, or `invalid_input` that names what is wrong with it."""
+        """The cursor, or `invalid_input`."""
         if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _refuse(f"Malformed: {type(text).__name__}: {_FORMS}")
         if text == "":
@@ -48,28 +48,23 @@ class StreamCursor(msgspec.Struct, frozen=True):
 
     @property
     def is_concrete(self) -> bool:
-        """Whether it names an entry rather than an end of the stream."""
+        """Whether it names an entry, not an end of the stream."""
         return self.text not in {"start", "end"}
 
     def first(self) -> str:
-        """As the lower bound of a range."""
+        """The lower bound of a range."""
         if self.text == "start":
             return "-"
         return "+" if self.text == "end" else _entry_id(self.text)
 
     def last(self) -> str:
-        """As the upper bound of a range: bare milliseconds take in the whole millisecond."""
-        if self.text == "end":
-            return "+"
-        if self.text == "start":
-            return "-"
-        entry = _entry_id(self.text)
-        return entry if "-" in self.text else entry.removesuffix("-0")
+        """The upper bound of a range; `<ms>` includes the whole millisecond."""
+        return self.first() if "-" in self.text else self.first().removesuffix("-0")
 
     def after(self) -> str:
-        """As the position behind which a tail begins."""
+        """The position that a tail starts after."""
         if not self.is_concrete:
-            raise _refuse(f"{self.text!r} names no entry: pass 0-0 to follow from the beginning")
+            raise _refuse(f"{self.text!r} is not an entry; pass 0-0 to follow from the beginning")
         return _entry_id(self.text)
 
     def __str__(self) -> str:
@@ -81,12 +76,12 @@ START = StreamCursor("0-0")
 
 
 def behind(entry: str) -> str:
-    """The lower bound of everything after an entry id; behind the last possible id is nothing."""
+    """The lower bound of everything after an entry; nothing follows the last possible id."""
     return entry if entry == _LAST_POSSIBLE else f"({entry}"
 
 
 def check_count(count_limit: int) -> int:
-    """A page size in range; never clamped."""
+    """A page size within its limits."""
     if type(count_limit) is not int or count_limit < 1:
         raise ValidationError("invalid_input", "count_limit must be >= 1")
     if count_limit > READ_HARD_CAP:
@@ -95,7 +90,7 @@ def check_count(count_limit: int) -> int:
 
 
 def _fits(part: str) -> bool:
-    # Length first: Python refuses to read numbers of thousands of digits.
+    # Check the length first: Python refuses to parse numbers of thousands of digits.
     digits = part.lstrip("0") or "0"
     return len(digits) <= _MAX_DIGITS and int(digits) <= _MAX_PART
 

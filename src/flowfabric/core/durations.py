@@ -1,4 +1,4 @@
-"""Durations as people write them: seconds, `timedelta`, or text such as ``"1h30m"``."""
+"""Durations: seconds, `timedelta`, or text such as `"1h30m"`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from decimal import ROUND_CEILING, Decimal
 
 from flowfabric.core.errors import invalid_input
 
-#: What every duration argument of the public API accepts.
 Duration = int | float | timedelta | str
 
 _MAX_MS = 2**53 - 1
 _UNITS_MS = {"w": 604_800_000, "d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-# Units in falling order, each at most once: "30m1h" is more likely a slip than a wish.
+# Largest unit first, each at most once: "30m1h" is probably a mistake.
 _match_text = re.compile("".join(rf"(?:({_NUMBER}) ?{unit} ?)?" for unit in _UNITS_MS)).fullmatch
 _match_seconds = re.compile(_NUMBER).fullmatch
 
 
 def to_ms(value: Duration, field: str = "duration") -> int:
-    """Convert a duration to whole milliseconds, rounding up so that a wait never becomes none.
-
-    A bare number is seconds, also as text.
+    """A duration in milliseconds, rounded up. A number without a unit is seconds.
 
     >>> to_ms("1h30m"), to_ms(2.5), to_ms("250ms")
     (5400000, 2500, 250)
@@ -40,7 +37,7 @@ def to_ms(value: Duration, field: str = "duration") -> int:
     elif isinstance(value, int):
         ms = value * 1000
     elif math.isfinite(value):
-        # Through the shortest decimal text, so that 0.001 is one millisecond and not just over.
+        # Convert the shortest decimal text, so that 0.001 is exactly one millisecond.
         ms = _ceil(Decimal(repr(value)) * 1000)
     else:
         raise invalid_input(field, f"must be finite, got {value}")

@@ -1,7 +1,4 @@
-"""Settings in environment variables: one way to read each kind, one error that names the variable.
-
-Empty means not set, as in files that list every variable.
-"""
+"""Settings in environment variables. An empty variable counts as not set."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ _digits = re.compile(r"[0-9]{1,20}").fullmatch
 
 
 def invalid(name: str, problem: str) -> ConfigError:
-    """A variable whose value cannot be used."""
+    """The error for a variable with an invalid value."""
     return ConfigError("environment", f"invalid value for {name}: {problem}")
 
 
@@ -31,14 +28,14 @@ def flag(environ: Mapping[str, str], name: str) -> bool:
         return True
     if text in _NO:
         return False
-    # A mistyped `true` must not quietly mean `false`.
+    # A misspelled `true` must not mean `false`.
     raise invalid(name, f"write 1 or 0 (true, yes, on; false, no, off), not {text!r}")
 
 
 def whole_number(
     environ: Mapping[str, str], name: str, default: int, low: int, high: int | None = None
 ) -> int:
-    """A whole number within its limits.
+    """A whole number within limits.
 
     >>> whole_number({"FF_PORT": "7000"}, "FF_PORT", 6379, 1, 65535)
     7000

@@ -1,4 +1,4 @@
-"""What a forked child does about the connections and loops of its parent."""
+"""Forked processes: a child must not touch the connections and loops of its parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _generation = 0
 
 
 def forget_on_fork(holder: _Forgetful) -> None:
-    """Have `holder.forget()` called in every forked child: it must drop, not close."""
+    """Call `holder.forget()` in every forked child. It must drop connections, not close them."""
     _forgetful.add(holder)
 
 
@@ -33,12 +33,12 @@ def leave_behind(*things: object) -> None:
 
 
 def generation() -> int:
-    """A number that is another one in every forked child."""
+    """A number that differs in every forked child."""
     return _generation
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a process that was forked inside a handler and left it: the handler is the parent's."""
+    """Exit a process that was forked inside a handler and returned from it."""
     code = 0 if error is None else 1
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -50,7 +50,7 @@ def end_child(error: BaseException | None) -> NoReturn:
         extra={"action": "forked_process_ended"},
     )
     logging.shutdown()
-    # Without what runs at exit: it belongs to the parent.
+    # Skip the exit handlers: they belong to the parent.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Identifiers: canonical forms, cheap minting, and the checks at the boundary."""
+"""Identifiers: their forms, new ones, and the checks of names that callers pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
 
 class IdParseError(ValidationError):
-    """A text is not an id; `kind` says which rule it breaks."""
+    """The text is not a valid id; `kind` names the broken rule."""
 
     def __init__(self, field: str, kind: str, text: str) -> None:
         shown = text if len(text) <= 80 else text[:77] + "..."
@@ -34,7 +34,7 @@ class IdParseError(ValidationError):
 
 
 def new_uuid() -> str:
-    """A random (v4) UUID as text; about three times as fast as `str(uuid.uuid4())`."""
+    """A random (v4) UUID; about three times as fast as `str(uuid.uuid4())`."""
     digits = os.urandom(16).hex()
     return (
         f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-"
@@ -50,10 +50,9 @@ def _index_of(text: str) -> int | None:
 
 
 class ExecutionId(str):
-    """The permanent name of an execution: ``{fp:N}:<uuid>``.
+    """The permanent name of an execution: `{fp:N}:<uuid>`.
 
-    Only the canonical spelling is accepted, because another spelling of the same id would address
-    another record. The partition inside the id is authoritative.
+    Only one spelling is accepted: another spelling of the same id would name another record.
 
     >>> ExecutionId("{fp:42}:11111111-2222-4333-8444-555555555555").partition
     42
@@ -62,7 +61,6 @@ class ExecutionId(str):
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
-        """Validate `text`; raises `IdParseError`."""
         match = _split_execution_id(text) if isinstance(text, str) else None
         if match is None or int(match[1]) > _U16_MAX:
             raise _execution_id_error(text)
@@ -70,12 +68,12 @@ class ExecutionId(str):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Validate text from outside; raises `IdParseError` with its `kind`."""
+        """The id, or `IdParseError`."""
         return cls(text)
 
     @classmethod
     def trusted(cls, text: str) -> Self:
-        """Wrap a value that the engine itself wrote, unchecked."""
+        """An id that the engine wrote; not checked."""
         return str.__new__(cls, text)
 
     @classmethod
@@ -103,21 +101,20 @@ class ExecutionId(str):
 
     @property
     def partition(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The flow partition that holds the execution; hides `str.partition` on purpose."""
+        """The number of its partition. Hides `str.partition`."""
         return int(self[4 : self.index("}")])
 
     @property
     def tag(self) -> str:
-        """The hash tag, for example ``{fp:42}``."""
+        """The hash tag of its partition, such as `{fp:42}`."""
         return self[: self.index("}") + 1]
 
     @property
     def uuid(self) -> str:
-        """The UUID part."""
         return self[-36:]
 
     def check_partition(self, counts: PartitionCounts) -> Self:
-        """Refuse an id minted under a larger partition count; for ingress."""
+        """The id, or `invalid_input` if the deployment has no such partition."""
         index = self.partition
         if index >= counts.flow:
             raise invalid_input(
@@ -140,12 +137,12 @@ def _execution_id_error(text: object) -> IdParseError:
 
 
 def is_uuid(text: str) -> bool:
-    """Whether stored text is a UUID in its one spelling."""
+    """Whether stored text is a UUID in lower case."""
     return _is_uuid(text) is not None
 
 
 def is_execution_id(text: str, tag: str) -> bool:
-    """Whether a stored member is an id of this partition: what is damaged may be anything."""
+    """Whether a stored member is an id of this partition; a damaged index can hold anything."""
     return text.startswith(f"{tag}:") and _split_execution_id(text) is not None
 
 
@@ -153,12 +150,11 @@ _FAMILIES = ("fp", "b", "q")
 
 
 class PartitionKey(str):
-    """An opaque routing handle: ``{fp:N}``, ``{b:N}`` or ``{q:N}``. Hand it back unchanged."""
+    """The hash tag of a partition: `{fp:N}`, `{b:N}` or `{q:N}`."""
 
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
-        """Validate `text`; raises `IdParseError`."""
         if not isinstance(text, str) or len(text) < 2 or text[0] != "{" or text[-1] != "}":
             raise IdParseError("partition_key", "MissingBraces", str(text))
         prefix, colon, index = text[1:-1].partition(":")
@@ -172,24 +168,22 @@ class PartitionKey(str):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Validate text from outside; raises `IdParseError` with its `kind`."""
+        """The id, or `IdParseError`."""
         return cls(text)
 
     @classmethod
     def trusted(cls, text: str) -> Self:
-        """Wrap a value that the engine itself wrote, unchecked."""
+        """An id that the engine wrote; not checked."""
         return str.__new__(cls, text)
 
     @property
     def index_number(self) -> int:
-        """The partition index; `str.index` already names something else."""
+        """The number of the partition."""
         return int(self[self.index(":") + 1 : -1])
 
 
 class WaitpointToken:
-    """A bearer secret that authorises signals to one waitpoint.
-
-    Every rendering is redacted; `reveal` is for the wire only.
+    """A secret that allows signals to one waitpoint. It prints redacted.
 
     >>> WaitpointToken("k1:" + "0" * 40)
     WaitpointToken(k1:<REDACTED:len=40>)
@@ -201,18 +195,18 @@ class WaitpointToken:
         self._raw = raw
 
     def reveal(self) -> str:
-        """The secret itself. Use it at the wire boundary, never in a log."""
+        """The secret itself. Never log it."""
         return self._raw
 
     @property
     def kid(self) -> str:
-        """The id of the signing key, or ``""`` when the token is malformed."""
+        """The id of the signing key; empty if the token is malformed."""
         kid, _, digest = self._raw.partition(":")
         return kid if digest else ""
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that identify the token in logs and listings without revealing it."""
+        """16 hex digits that identify the token without revealing it."""
         return sha256(self._raw.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -235,7 +229,7 @@ class WaitpointToken:
 
 
 def fnv1a64(data: bytes) -> int:
-    """FNV-1a, 64 bits."""
+    """The 64-bit FNV-1a hash."""
     value = 0xCBF29CE484222325
     for byte in data:
         value = ((value ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
@@ -253,7 +247,7 @@ _NAMESPACE_FORBIDDEN = frozenset(":{}")
 
 
 def _size(text: object, field: str) -> int:
-    """The UTF-8 length of `text`; refuses what is not text."""
+    """The number of UTF-8 bytes of a text; anything else is `invalid_input`."""
     if not isinstance(text, str):
         raise invalid_input(field, f"must be text, got {type(text).__name__}", undecodable=True)
     try:
@@ -263,7 +257,7 @@ def _size(text: object, field: str) -> int:
 
 
 def validate_uuid(text: str, field: str) -> str:
-    """A UUID of any version, lowercase and hyphenated."""
+    """A UUID of any version, in lower case with hyphens."""
     if not isinstance(text, str) or _is_uuid(text) is None:
         raise IdParseError(field, "InvalidUuid", str(text))
     return text
@@ -290,7 +284,7 @@ def validate_lane(text: str, field: str = "lane_id") -> str:
 
 
 def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
-    """A list of lane names, in its order; one name alone is not taken for its letters."""
+    """A list of lane names; a single name is refused."""
     if isinstance(names, str):
         raise invalid_input(field, f"must be a list: write [{names!r}]", undecodable=True)
     kind = type(names).__name__
@@ -300,16 +294,16 @@ def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
 
 
 def stored_id(text: str, context: str) -> ExecutionId:
-    """An execution id read back from an index; anything else there is corruption."""
+    """An execution id from an index; anything else is `corruption`."""
     try:
         return ExecutionId(text)
     except IdParseError as error:
-        problem = f"{shown(text)!r} is no execution id"
+        problem = f"{shown(text)!r} is not an execution id"
         raise CorruptionError("corruption", f"{context}: member: {problem}") from error
 
 
 def stored_lane(text: str, context: str) -> str:
-    """Check a lane name read back from storage; a violation there is corruption."""
+    """A lane name from storage; an invalid one is `corruption`."""
     problem = _lane_problem(text)
     if problem is not None:
         raise CorruptionError("corruption", f"{context}: lane_id: {problem}")
@@ -359,14 +353,14 @@ def validate_text(text: str, field: str, *, limit: int = _TEXT_MAX, required: bo
 
 
 def enc_hook(value: object) -> object:
-    """For msgspec encoders: msgspec does not encode subclasses of `str` by itself."""
+    """Encodes ids for msgspec, which does not encode subclasses of `str`."""
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
 def dec_hook(wanted: type, value: object) -> object:
-    """For msgspec decoders: validates ids while a request is decoded."""
+    """Decodes ids for msgspec."""
     if issubclass(wanted, (ExecutionId, PartitionKey)):
         return wanted(cast("str", value))
     raise TypeError(f"cannot decode {wanted.__name__}")

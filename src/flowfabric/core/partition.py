@@ -1,7 +1,4 @@
-"""Partition math: which hash tag holds an entity.
-
-The partition index is not the cluster slot; Valkey derives the slot from the text in the braces.
-"""
+"""Which partition holds an execution, flow, budget or quota."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def crc16(data: bytes) -> int:
 
 
 class PartitionCounts(msgspec.Struct, frozen=True):
-    """How many partitions each family has; fixed for the life of a deployment."""
+    """The number of partitions of each family. It never changes in a deployment."""
 
     flow: int = 256
     budget: int = 32
@@ -68,7 +65,7 @@ def quota_partition(quota_policy_id: str, counts: PartitionCounts) -> int:
 
 
 class CollisionGrade(StrEnum):
-    """How serious it is that lanes share partitions."""
+    """How many lanes share a partition."""
 
     CLEAN = "clean"
     WATCH = "watch"
@@ -77,21 +74,16 @@ class CollisionGrade(StrEnum):
 
 
 class LaneCollisions(msgspec.Struct, frozen=True):
-    """Which lanes share a home partition, and how many of all lanes that concerns."""
+    """The lanes that share a home partition."""
 
     lanes: int
     affected: int
     shared: dict[int, list[str]]
     grade: CollisionGrade
 
-    @property
-    def share(self) -> float:
-        """Affected lanes as a part of all lanes, 0.0 to 1.0."""
-        return self.affected / self.lanes if self.lanes else 0.0
-
 
 def lane_collisions(lanes: Iterable[str], counts: PartitionCounts) -> LaneCollisions:
-    """Report lanes that share a home partition.
+    """Find lanes that share a home partition.
 
     >>> lane_collisions(["default", "workers-a"], PartitionCounts()).grade
     <CollisionGrade.CLEAN: 'clean'>

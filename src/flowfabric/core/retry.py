@@ -1,4 +1,4 @@
-"""`Retry`: the short way to write a retry policy."""
+"""`Retry`: a retry policy in one line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_RETRIES = 2**32 - 1
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """How often, and after which delay, a task is tried again.
+    """How often a failed task is retried, and after which delay.
 
-    `backoff` is a fixed delay (``"5s"``), a backoff object, or None for 1 s doubling to 60 s;
-    `jitter` belongs to that default, a backoff object carries its own. `categories` limits retries
-    to the named failure categories. An attempt that times out counts as failed and is retried.
+    `backoff` is a fixed delay (`"5s"`), a backoff object, or None for 1 s doubling up to 60 s, with
+    `jitter`. `categories` limits retries to these failure categories. An attempt that times out is
+    retried as well.
 
     >>> Retry(5, backoff="2s").policy().max_retries
     5
@@ -35,7 +35,7 @@ class Retry(msgspec.Struct, frozen=True):
         self._backoff()
 
     def policy(self) -> RetryPolicy:
-        """The retry policy this stands for."""
+        """The retry policy."""
         return RetryPolicy(
             max_retries=self.n,
             backoff=self._backoff(),

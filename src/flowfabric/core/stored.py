@@ -1,4 +1,4 @@
-"""Stored data, read strictly: what cannot be read is `corruption: <context>: <field>: <why>`."""
+"""Strict decoding of stored data. Errors read `corruption: <context>: <field>: <problem>`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _is_pair = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,1
 
 
 def corrupt(context: str, field: str, problem: str) -> CorruptionError:
-    """The error for one unreadable field. It must not quote a token or a payload."""
+    """The error for a field. It must not quote a token or a payload."""
     return CorruptionError("corruption", f"{context}: {field}: {problem}")
 
 
@@ -35,7 +35,7 @@ def stored_text(value: object, context: str, field: str) -> str:
 
 
 class Stored:
-    """The fields of one stored record, decoded as they are asked for. Empty means unset.
+    """The fields of a stored record, decoded on access. An empty field counts as unset.
 
     >>> Stored("worker w-1", {"ttl_ms": b"soon"}).number("ttl_ms")
     Traceback (most recent call last):
@@ -50,7 +50,7 @@ class Stored:
 
     @classmethod
     def from_hash(cls, context: str, raw: Any) -> Self:
-        """From the reply to HGETALL, or the flat list that functions make of it."""
+        """From the reply to HGETALL, or from a flat list of names and values."""
         if isinstance(raw, list):
             flat = cast("list[bytes]", raw)
             if len(flat) % 2:
@@ -60,7 +60,7 @@ class Stored:
 
     @classmethod
     def from_row(cls, context: str, names: Sequence[str], row: Sequence[Any]) -> Self:
-        """From the positions of a function's reply; a newer library may add more."""
+        """From a row of a reply; a newer library may add values."""
         return cls(context, {name: row[position] for position, name in enumerate(names)})
 
     def corrupt(self, name: str, problem: str) -> CorruptionError:
@@ -81,7 +81,7 @@ class Stored:
         return default
 
     def maybe_text(self, name: str) -> str | None:
-        """A text field, or None when it is unset."""
+        """A text field, or None."""
         return self.text(name) if self.is_set(name) else None
 
     def number(self, name: str, default: int | None = None) -> int:
@@ -94,11 +94,11 @@ class Stored:
         return default
 
     def maybe_number(self, name: str) -> int | None:
-        """A whole number, or None when it is unset."""
+        """A whole number, or None."""
         return self.number(name) if self.is_set(name) else None
 
     def parsed(self, name: str, parse: Callable[[str], T]) -> T:
-        """What `parse` makes of a text field; what it refuses is corruption."""
+        """The result of `parse`; a value that it refuses is `corruption`."""
         try:
             return parse(self.text(name, ""))
         except ValidationError as error:
@@ -107,7 +107,7 @@ class Stored:
             raise self.corrupt(name, "cannot be decoded") from None
 
     def pair(self, name: str) -> tuple[str, int] | None:
-        """`<uuid>/<number>`, the form of leases and attempts, or None when it is unset."""
+        """`<uuid>/<number>`, as leases and attempts are stored; None if unset."""
         if not self.is_set(name):
             return None
         parts = _is_pair(self.text(name))

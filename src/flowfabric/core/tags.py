@@ -1,4 +1,4 @@
-"""User tags: key pattern, reserved prefix and limits."""
+"""Tags: their keys, the reserved prefix, and limits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Mapping
 
 from flowfabric.core.errors import ValidationError, invalid_input
 
-#: Most pairs in one call.
 MAX_TAGS = 128
-#: Longest tag key, in bytes.
 MAX_KEY_BYTES = 256
-#: Longest tag value, in bytes.
 MAX_VALUE_BYTES = 4096
-#: Keys with this prefix are set by FlowFabric itself.
 RESERVED_PREFIX = "ff."
+"""Only FlowFabric sets keys with this prefix."""
 
 _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 
@@ -29,7 +26,7 @@ def is_tag_key(key: str) -> bool:
 
 
 def validate_tag_key(key: str) -> str:
-    """Refuse a key that breaks the pattern, is reserved (`invalid_tag_key`) or is too long."""
+    """The key, or `invalid_tag_key` if it breaks the pattern or is reserved."""
     if not isinstance(key, str) or not is_tag_key(key):
         raise ValidationError("invalid_tag_key", str(key))
     if len(key) > MAX_KEY_BYTES:
@@ -38,7 +35,7 @@ def validate_tag_key(key: str) -> str:
 
 
 def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the tags of an update: at least one pair, and every key matches the pattern."""
+    """Check the tags of an update: at least one, and every key follows the pattern."""
     _check_mapping(tags)
     if not tags:
         raise invalid_input("tags", "must not be empty")
@@ -50,7 +47,7 @@ def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
-    """Check the tags of a create: any non-empty key within the limits, unless it is reserved."""
+    """Check the tags of a new execution: any key that is not reserved."""
     validate_tag_filter(tags)
     for key in tags:
         if key.startswith(RESERVED_PREFIX):
@@ -59,7 +56,7 @@ def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def validate_tag_filter(tags: Mapping[str, str]) -> Mapping[str, str]:
-    """Check tags to look for: any that an execution may have."""
+    """Check the tags of a filter: any that an execution may have."""
     _check_mapping(tags)
     _check_count(tags)
     for key, value in tags.items():

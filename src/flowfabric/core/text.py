@@ -1,17 +1,13 @@
-"""Text limits that truncate instead of refusing, text that was stored malformed, and counts."""
+"""Truncating and counting text, and decoding text that may be malformed."""
 
 from __future__ import annotations
 
-#: Longest stored `failure_reason`, in bytes.
 FAILURE_REASON_LIMIT = 8 * 1024
-#: Longest stored cancel reason and progress message, in bytes.
 REASON_LIMIT = 4 * 1024
 
 
 def truncate_utf8(text: str, limit: int) -> str:
-    """Cut `text` to at most `limit` UTF-8 bytes without splitting a character.
-
-    Lone surrogates, which UTF-8 cannot carry, become question marks: a reason is never refused.
+    """The text cut to at most `limit` UTF-8 bytes. Surrogates become question marks.
 
     >>> truncate_utf8("naïve", 3)
     'na'
@@ -25,7 +21,7 @@ def truncate_utf8(text: str, limit: int) -> str:
 
 
 def lossless(stored: bytes) -> str:
-    """Stored bytes as text that `raw` turns into the very same bytes, well-formed or not.
+    """Stored bytes as text, valid UTF-8 or not; `raw` returns the same bytes.
 
     >>> raw(lossless(b"\xff"))
     b'\xff'
@@ -34,12 +30,12 @@ def lossless(stored: bytes) -> str:
 
 
 def raw(text: str) -> bytes:
-    """The bytes that `lossless` was given: whoever names a stored thing must name that one."""
+    """The bytes of a text that `lossless` returned."""
     return text.encode(errors="surrogateescape")
 
 
 def shown(text: str) -> str:
-    """What `lossless` gave, for people and logs, which take no lone surrogates.
+    """A text that `lossless` returned, without surrogates, for people and logs.
 
     >>> shown(lossless(b"a\xff"))
     'a\\xff'

@@ -42,7 +42,7 @@ def problem(text: str) -> str:
 
 
 def test_empty() -> None:
-    assert problem("") == "cursor: Empty: give start, end, <ms> or <ms>-<seq>"
+    assert problem("") == "cursor: Empty: pass start, end, <ms> or <ms>-<seq>"
 
 
 @pytest.mark.parametrize("text", ["-", "+"])
@@ -59,7 +59,7 @@ def test_bare_markers(text: str) -> None:
     ],
 )
 def test_malformed(text: str) -> None:
-    assert problem(text) == (f"cursor: Malformed: {text!r}: give start, end, <ms> or <ms>-<seq>")
+    assert problem(text) == (f"cursor: Malformed: {text!r}: pass start, end, <ms> or <ms>-<seq>")
 
 
 @pytest.mark.parametrize("text", ["start", "end"])

@@ -1,1 +1,1 @@
-"""Inputs and results of the engine's operations, one file a concern."""
+"""Inputs and results of the engine's operations, one file per concern."""

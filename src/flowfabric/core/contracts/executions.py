@@ -1,4 +1,4 @@
-"""What goes into and comes out of the execution lifecycle operations."""
+"""Inputs and results of operations on executions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import msgspec
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
-
-NO_TAGS: Mapping[str, str] = {}
 
 
 class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,11 +24,11 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     creator_identity: str = ""
     idempotency_key: str = ""
-    tags: Mapping[str, str] = NO_TAGS
+    tags: Mapping[str, str] = {}
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None
     delay_ms: int | None = None
-    """Like `delay_until`, counted from the creation by the engine's own clock."""
+    """The delay from creation, by the engine's clock; an alternative to `delay_until`."""
     execution_deadline_at: int | None = None
     partition_id: int | None = None
 
@@ -44,7 +42,7 @@ class Created(msgspec.Struct, frozen=True):
 
 
 class Duplicate(msgspec.Struct, frozen=True):
-    """The id or the idempotency key stands for this execution already; nothing was stored."""
+    """An execution with this id or idempotency key exists; nothing was stored."""
 
     kind: ClassVar[Literal["duplicate"]] = "duplicate"
     execution_id: ExecutionId
@@ -70,7 +68,7 @@ class RetryScheduled(msgspec.Struct, frozen=True):
 
 
 class TerminalFailed(msgspec.Struct, frozen=True):
-    """The execution failed for good."""
+    """The execution failed; it is not retried."""
 
     kind: ClassVar[Literal["terminal_failed"]] = "terminal_failed"
 
@@ -87,7 +85,7 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class Delayed(msgspec.Struct, frozen=True):
-    """The lease was given back; the same attempt resumes later, or at once when due."""
+    """The lease was released; the same attempt resumes when it is due."""
 
     kind: ClassVar[Literal["delayed"]] = "delayed"
     execution_id: ExecutionId
@@ -95,7 +93,7 @@ class Delayed(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """Parked until its open dependencies are resolved."""
+    """The execution waits for its open dependencies."""
 
     kind: ClassVar[Literal["moved"]] = "moved"
     execution_id: ExecutionId
@@ -103,13 +101,13 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """There is nothing to wait for; the lease is kept."""
+    """No dependency is open; the worker keeps the lease."""
 
     kind: ClassVar[Literal["ready"]] = "ready"
 
 
 class Impossible(msgspec.Struct, frozen=True):
-    """The dependencies can never be met; the lease is kept."""
+    """The dependencies can never be met; the worker keeps the lease."""
 
     kind: ClassVar[Literal["impossible"]] = "impossible"
     upstreams: tuple[ExecutionId, ...]
@@ -119,7 +117,7 @@ WaitChildrenOutcome = Moved | Ready | Impossible
 
 
 class PriorityChanged(msgspec.Struct, frozen=True):
-    """The new priority is stored, clamped to 0..9000."""
+    """The new priority is stored, limited to 0 to 9000."""
 
     kind: ClassVar[Literal["changed"]] = "changed"
     execution_id: ExecutionId
@@ -128,14 +126,14 @@ class PriorityChanged(msgspec.Struct, frozen=True):
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The execution runs again, in the state actually written."""
+    """The execution runs again, from this state."""
 
     kind: ClassVar[Literal["replayed"]] = "replayed"
     public_state: PublicState
 
 
 class ExecutionInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An execution as operators read it. Times are decimal milliseconds."""
+    """An execution as operators read it. Times are milliseconds as decimal text."""
 
     execution_id: ExecutionId
     namespace: str
@@ -168,14 +166,14 @@ class ExecutionInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class CurrentAttempt(msgspec.Struct, frozen=True):
-    """The attempt that is running, or paused and to be resumed."""
+    """The attempt that is running or paused."""
 
     attempt_id: str
     attempt_index: int
 
 
 class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds, or lost but not yet gave way, the lease. Compare `expires_at`."""
+    """The last holder of the lease. Compare `expires_at` to see whether it has expired."""
 
     lease_id: str
     lease_epoch: int
@@ -186,7 +184,7 @@ class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A strictly decoded picture of one execution."""
+    """One execution at one moment."""
 
     execution_id: ExecutionId
     namespace: str
@@ -224,21 +222,21 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     failure_reason: str | None = None
     failure_category: str | None = None
     ended_by: str | None = None
-    """`fail`, `expire`, `reclaim_cap` or `suspension_timeout`, where one of these ended it."""
+    """`fail`, `expire`, `reclaim_cap` or `suspension_timeout`, if one of these ended it."""
     retry_reason: str | None = None
     replay_reason: str | None = None
     replay_requested_by: str | None = None
     replayed_from_attempt_index: int | None = None
-    """Of a replay: the attempt that ended the run before."""
+    """The last attempt before the replay."""
     reclaim_reason: str | None = None
     previous_attempt_index: int | None = None
-    """The attempt before this one in any run; None for the first."""
+    """The attempt before this one; None for the first."""
     delay_until: int | None = None
     next_attempt_index: int | None = None
 
 
 class ExecutionContext(msgspec.Struct, frozen=True):
-    """What a handler is given."""
+    """What a handler gets."""
 
     input_payload: bytes
     execution_kind: str
@@ -261,16 +259,16 @@ class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     completed_at: str | None = None
     progress_pct: int | None = None
     worker_instance_id: str | None = None
-    """The holder of its lease."""
+    """The worker that holds its lease."""
 
 
 class ExecutionPage(msgspec.Struct, frozen=True):
-    """One page of a listing and where the next begins, if there is one."""
+    """One page of a listing, and the cursor of the next if there is one."""
 
     executions: tuple[ExecutionSummary, ...]
     next_cursor: str | None = None
     damaged: tuple[str, ...] = ()
-    """What was left out because it cannot be read: `<context>: <field>: <why>` of each."""
+    """The entries that cannot be read, each as `<context>: <field>: <problem>`."""
 
 
 class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,10 +281,10 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     lane_state: str
     retry_at: int | None = None
     missing_capabilities: tuple[str, ...] = ()
-    """What the live worker that comes nearest lacks; all that is required when none is live."""
+    """What the best live worker lacks; everything required if no worker is live."""
     live_workers: int | None = None
-    """Live workers of its lane and namespace; None when it does not wait for a worker."""
+    """Live workers of its lane and namespace; None if it does not wait for a worker."""
     able_workers: tuple[str, ...] = ()
-    """Live workers, by instance id, that serve its lane and offer what it requires."""
+    """The instance ids of live workers that could run it."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Frames of an attempt's stream and what stream operations answer."""
+"""Output frames and the results of stream operations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ FrameMode = Literal["durable", "summary", "best_effort"]
 Visibility = Literal["all", "exclude_best_effort"]
 
 KINDS = frozenset({"stdout", "stderr", "event", "blob"})
-"""The coarse kinds of frames; anything else counts as `event`."""
+"""The kinds of frames; any other counts as `event`."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame to append. The payload is bytes and stays so.
-
-    Without a `frame_type` the frame is called by its kind.
+    """One frame to append. Its type is its kind unless `frame_type` is set.
 
     >>> Frame(payload=b"hello", kind="stdout").name
     'stdout'
@@ -33,12 +31,12 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What is stored as the frame's type."""
+        """The stored type."""
         return self.frame_type or (self.kind if self.kind in KINDS else "event")
 
 
 class BestEffort(msgspec.Struct, frozen=True, kw_only=True):
-    """How short-lived a best-effort frame is. A ttl of 0 keeps it until it is trimmed."""
+    """How long best-effort frames are kept. A TTL of 0 keeps them until they are trimmed."""
 
     ttl_ms: int = 10_000
     maxlen_floor: int = 64
@@ -47,9 +45,9 @@ class BestEffort(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AppendOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The ids of the new entries and how many frames were ever appended.
+    """The ids of the new entries, and how many frames were appended in all.
 
-    A `duplicate` wrote nothing; it has the ids of the first time if it repeats the latest append.
+    A `duplicate` wrote nothing. It has the ids of the first call if that was the latest append.
     """
 
     stream_ids: tuple[str, ...]
@@ -59,12 +57,12 @@ class AppendOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stream_id(self) -> str:
-        """The id of the newest entry, empty when it is not known any more."""
+        """The id of the newest entry; empty if it is no longer known."""
         return self.stream_ids[-1] if self.stream_ids else ""
 
 
 class StreamedFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame as read back."""
+    """One frame as it is read."""
 
     id: str
     frame_type: str
@@ -80,7 +78,7 @@ class StreamedFrame(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What the frame carries apart from its id, by name in sorted order."""
+        """The fields of the frame except its id, sorted by name."""
         present = {"correlation_id", "metadata_json", "summary_version", "ttl_ms"}
         pairs = sorted((name, getattr(self, name)) for name in self.__struct_fields__)
         return {
@@ -91,10 +89,10 @@ class StreamedFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of frames; `closed_at` is set once the attempt's output is complete.
+    """A page of frames; `closed_at` is set when the output is complete.
 
-    Go on from `next_cursor`, which may be ahead of the last frame shown. `truncated` tells that
-    older frames may have been trimmed away before they were read.
+    Continue from `next_cursor`, which can be after the last frame returned. `truncated` means that
+    older frames may have been trimmed before they were read.
     """
 
     frames: tuple[StreamedFrame, ...]
@@ -105,7 +103,7 @@ class StreamFrames(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be appended any more."""
+        """Whether the output is complete."""
         return self.closed_at is not None
 
 

@@ -13,20 +13,20 @@ from flowfabric.core.state import PublicState
 
 
 class FreshWaitpoint(msgspec.Struct, frozen=True):
-    """A new waitpoint to be made by the suspension; the primary one needs no key of its own."""
+    """A waitpoint that the suspension creates; the primary one needs no key."""
 
     waitpoint_id: str
     waitpoint_key: str = ""
 
 
 class UsePending(msgspec.Struct, frozen=True):
-    """A waitpoint that exists already; its key and token are the stored ones."""
+    """An existing waitpoint, with its stored key and token."""
 
     waitpoint_id: str
 
 
 class ResumePolicy(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Stored as given; only the delay has an effect."""
+    """How the execution resumes; only the delay has an effect."""
 
     resume_target: str = "runnable"
     consume_matched_signals: bool = True
@@ -36,7 +36,7 @@ class ResumePolicy(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WaitpointDetails(msgspec.Struct, frozen=True):
-    """One waitpoint with the credential that lets somebody signal it."""
+    """A waitpoint, with the token that allows signals to it."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -44,7 +44,7 @@ class WaitpointDetails(msgspec.Struct, frozen=True):
 
 
 class SuspensionDetails(msgspec.Struct, frozen=True):
-    """What a suspension made: hand the tokens to whoever shall answer."""
+    """The waitpoints of a suspension; pass their tokens to the senders of signals."""
 
     suspension_id: str
     waitpoints: tuple[WaitpointDetails, ...]
@@ -56,22 +56,17 @@ class SuspensionDetails(msgspec.Struct, frozen=True):
 
     @property
     def waitpoint_key(self) -> str:
-        """The primary waitpoint's logical name."""
+        """The key of the primary waitpoint."""
         return self.waitpoints[0].waitpoint_key
 
     @property
     def waitpoint_token(self) -> WaitpointToken:
-        """The primary waitpoint's credential."""
+        """The token of the primary waitpoint."""
         return self.waitpoints[0].waitpoint_token
-
-    @property
-    def additional_waitpoints(self) -> tuple[WaitpointDetails, ...]:
-        """The others, in input order."""
-        return self.waitpoints[1:]
 
 
 class Suspended(msgspec.Struct, frozen=True):
-    """The lease is gone; the attempt resumes when the condition is met."""
+    """The lease was released; the attempt resumes when the condition is met."""
 
     kind: ClassVar[Literal["suspended"]] = "suspended"
     details: SuspensionDetails
@@ -79,7 +74,7 @@ class Suspended(msgspec.Struct, frozen=True):
 
 
 class AlreadySatisfiedSuspension(msgspec.Struct, frozen=True):
-    """Buffered signals satisfied the condition: nothing was parked, the lease is kept."""
+    """Buffered signals had satisfied the condition; the worker keeps the lease."""
 
     kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
     details: SuspensionDetails
@@ -91,7 +86,7 @@ SuspendOutcome = Suspended | AlreadySatisfiedSuspension
 
 
 class PendingWaitpoint(msgspec.Struct, frozen=True):
-    """A waitpoint that buffers signals until a suspension uses it."""
+    """A waitpoint that stores signals until a suspension uses it."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -129,14 +124,14 @@ class TriggeredResume(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The suspension was ended by hand."""
+    """An operator ended the suspension."""
 
     kind: ClassVar[Literal["resumed"]] = "resumed"
     public_state: PublicState
 
 
 class ResumeSignal(AcceptedSignal, frozen=True, kw_only=True):
-    """A signal that helped to satisfy the condition."""
+    """A signal that contributed to the condition."""
 
     signal_category: str
     correlation_id: str
@@ -166,11 +161,11 @@ class OpenWaitpoints(msgspec.Struct, frozen=True):
     entries: tuple[OpenWaitpoint, ...]
     next_cursor: str | None = None
     damaged: tuple[str, ...] = ()
-    """What was left out because it cannot be read."""
+    """The entries that cannot be read."""
 
 
 class PastWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A waitpoint of a running handler's execution, with what became of it."""
+    """A waitpoint of a running execution, and how it ended."""
 
     waitpoint_id: str
     waitpoint_key: str
@@ -180,19 +175,19 @@ class PastWait(msgspec.Struct, frozen=True, kw_only=True):
     close_reason: str
     closed_at: int
     ended: bool
-    """Whether a wait on it has ended; one that was never waited on may be closed too."""
+    """Whether a wait on it has ended; a waitpoint can close without one."""
     signal_ids: tuple[str, ...]
     signals: tuple[ResumeSignal, ...] | None = None
-    """What it received, when that was read along."""
+    """Its signals, if they were read."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether the wait ended because nobody answered in time."""
+        """Whether the wait timed out."""
         return self.close_reason.startswith("timed_out")
 
 
 class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A suspended execution as listed."""
+    """A suspended execution."""
 
     execution_id: ExecutionId
     lane_id: str
@@ -209,11 +204,11 @@ class SuspendedPage(msgspec.Struct, frozen=True):
     entries: tuple[SuspendedEntry, ...]
     next_cursor: str | None = None
     damaged: tuple[str, ...] = ()
-    """What was left out because it cannot be read."""
+    """The entries that cannot be read."""
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the rotation on one partition."""
+    """The result of the rotation on one partition."""
 
     partition: int
     status: Literal["rotated", "noop", "in_progress", "conflict", "failed"]
@@ -230,17 +225,17 @@ class RotationSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rotated(self) -> int:
-        """Partitions that now use the new secret."""
+        """How many partitions use the new secret."""
         return sum(entry.status in ("rotated", "noop") for entry in self.entries)
 
     @property
     def failed(self) -> tuple[int, ...]:
-        """Partitions that do not."""
+        """The partitions that do not."""
         return tuple(e.partition for e in self.entries if e.status in ("failed", "conflict"))
 
 
 class HmacKid(msgspec.Struct, frozen=True):
-    """A past signing key that still verifies."""
+    """An older signing key that is still accepted."""
 
     kid: str
     expires_at_ms: int
@@ -254,20 +249,20 @@ class HmacKids(msgspec.Struct, frozen=True):
 
 
 class SeedOutcome(msgspec.Struct, frozen=True):
-    """What seeding found, in numbers of partitions."""
+    """The number of partitions by the result of seeding."""
 
     installed: int = 0
     match: int = 0
     mismatch: int = 0
     repaired: int = 0
     torn: int = 0
-    """A current key without its secret, and no proof that the configured one is it."""
+    """The secret of the current key is missing, and the configured one may be another."""
     empty: int = 0
-    """Nothing stored and nothing configured: suspensions are refused."""
+    """No secret is stored or configured; suspensions are refused."""
 
 
 class Seeded(msgspec.Struct, frozen=True):
-    """The secret was installed somewhere; `different` partitions keep another one of that kid."""
+    """The secret was installed; `different` partitions keep another one under that kid."""
 
     kind: ClassVar[Literal["seeded"]] = "seeded"
     kid: str
@@ -275,7 +270,7 @@ class Seeded(msgspec.Struct, frozen=True):
 
 
 class AlreadySeeded(msgspec.Struct, frozen=True):
-    """Every partition had a secret of this kid before."""
+    """Every partition has a secret with this kid."""
 
     kind: ClassVar[Literal["already_seeded"]] = "already_seeded"
     kid: str
