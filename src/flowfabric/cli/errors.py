@@ -7,7 +7,6 @@ import os
 import re
 import sys
 
-import msgspec
 import typer
 
 from flowfabric.cli.views.text import clean, json_line
@@ -25,66 +24,45 @@ class CliError(FlowFabricError):
         self.details = details
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.message}"
+        return f"{self.code}: {self.message}" if self.message else self.code
 
 
 class UsageError(CliError):
     """A wrong argument that only the command itself can detect."""
 
 
-class Report(msgspec.Struct, frozen=True):
-    """The parts of an error message."""
-
-    code: str
-    message: str
-    details: tuple[str, ...] = ()
-    hint: str = ""
-
-
-def describe(error: FlowFabricError) -> Report:
-    """The parts of any FlowFabric error."""
-    match error:
-        case CliError():
-            return Report(error.code, error.message, error.details, error.hint)
-        case TransportError():
-            return Report(error.code, error.message or error.kind, (error.kind,), error.hint)
-        case EngineError():
-            return Report(error.code, error.explanation, error.details, error.hint)
-        case ConfigError():
-            field = f"{error.context}.{error.field}: " if error.field else ""
-            return Report("config", f"{field}{error.message}", (error.context,))
-        case _:
-            code = getattr(error, "code", "") or _snake(type(error).__name__)
-            return Report(code, str(error))
-
-
-def _snake(name: str) -> str:
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-def print_error(error: Report, *, as_json: bool) -> None:
-    """Print the error and its hint to standard error, as text or as one JSON object."""
+def report(error: FlowFabricError, *, as_json: bool) -> int:
+    """Print an error and its hint to standard error. Returns the exit status."""
+    shown = _described(error)
     if as_json:
-        line = json_line({"error": error})
+        names = ("code", "message", "details", "hint")
+        line = json_line({"error": {name: getattr(shown, name) for name in names}})
     else:
         # Some messages list what to choose from, one per line.
-        body = clean(f"{error.code}: {error.message}" if error.message else error.code, keep="\n")
-        line = f"{_coloured('error:', typer.colors.RED, bold=True)} {body}"
-        if error.hint:
-            line += f"\n{_coloured('hint:', typer.colors.CYAN)} {clean(error.hint)}"
-    # If standard error cannot be written, the exit code must still be right.
+        text = clean(str(shown), keep="\n")
+        line = f"{_coloured('error:', typer.colors.RED, bold=True)} {text}"
+        if shown.hint:
+            line += f"\n{_coloured('hint:', typer.colors.CYAN)} {clean(shown.hint)}"
+    # If standard error cannot be written, the exit status must still be right.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")
-
-
-def exit_code(error: FlowFabricError) -> int:
-    """2 for a usage error, otherwise 1."""
     return 2 if isinstance(error, UsageError) else 1
 
 
-def report(error: FlowFabricError, *, as_json: bool) -> None:
-    """Print a FlowFabric error."""
-    print_error(describe(error), as_json=as_json)
+def _described(error: FlowFabricError) -> CliError:
+    match error:
+        case CliError():
+            return error
+        case TransportError():
+            return CliError(error.code, error.message or error.kind, error.hint, error.kind)
+        case EngineError():
+            return CliError(error.code, error.explanation, error.hint, *error.details)
+        case ConfigError():
+            field = f"{error.context}.{error.field}: " if error.field else ""
+            return CliError("config", f"{field}{error.message}", "", error.context)
+        case _:
+            name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
+            return CliError(getattr(error, "code", "") or name, str(error))
 
 
 def _coloured(text: str, colour: str, *, bold: bool = False) -> str:

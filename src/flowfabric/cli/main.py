@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
-from flowfabric.cli.errors import Report, exit_code, print_error, report
-from flowfabric.cli.options import Target
+from flowfabric.cli.errors import CliError, UsageError, report
+from flowfabric.cli.options import Target, with_shared_options
 from flowfabric.cli.streams import discard_output, prepare_streams
 from flowfabric.core.errors import FlowFabricError
 
@@ -79,7 +79,8 @@ def load_command(name: str) -> Any:
     """Import a command of the table."""
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
     single = typer.Typer(**_SETTINGS)
-    single.command(name, cls=Command)(getattr(module, name.replace("-", "_")))
+    run = with_shared_options(getattr(module, name.replace("-", "_")))
+    single.command(name, cls=Command)(run)
     return typer.main.get_command(single)
 
 
@@ -154,8 +155,11 @@ def _run(arguments: list[str]) -> int:
         code: Any = app(arguments, prog_name="flowfabric", standalone_mode=False)
         # Buffered output can still fail to be written.
         sys.stdout.flush()
-    except (typer.TyperException, FlowFabricError) as error:
-        return _print_failure(error, as_json=as_json)
+    except FlowFabricError as error:
+        return report(error, as_json=as_json)
+    except typer.TyperException as error:
+        report(_usage(error), as_json=as_json)
+        return error.exit_code
     except typer.Abort:
         return 130
     except (OSError, SystemExit) as error:
@@ -165,32 +169,23 @@ def _run(arguments: list[str]) -> int:
         discard_output()
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
             return _BROKEN_PIPE
-        print_error(_system_error(error), as_json=as_json)
-        return 1
+        return report(_system_error(error), as_json=as_json)
     return code if isinstance(code, int) else 0
 
 
-def _print_failure(error: typer.TyperException | FlowFabricError, *, as_json: bool) -> int:
-    if isinstance(error, FlowFabricError):
-        report(error, as_json=as_json)
-        return exit_code(error)
-    print_error(_usage(error), as_json=as_json)
-    return error.exit_code
-
-
-def _usage(error: typer.TyperException) -> Report:
+def _usage(error: typer.TyperException) -> CliError:
     context: Any = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "flowfabric"
-    return Report("usage", error.format_message(), (), f"see `{where} --help`")
+    return UsageError("usage", error.format_message(), f"see `{where} --help`")
 
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
-def _system_error(error: OSError) -> Report:
+def _system_error(error: OSError) -> CliError:
     reason = error.strerror or str(error)
     if error.filename is None and error.errno in _OUTPUT_ERRORS:
         hint = "redirect it to a file on a disk with free space"
-        return Report("output", f"cannot write to standard output: {reason}", (), hint)
+        return CliError("output", f"cannot write to standard output: {reason}", hint)
     what = f"{error.filename}: " if error.filename is not None else ""
-    return Report("system", f"{what}{reason}")
+    return CliError("system", f"{what}{reason}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -45,21 +46,52 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The deployment that a command works on, and the namespace if it names one."""
+    """The options that most commands share: where to look, and how to print."""
 
     url: str | None = None
     namespace: str | None = None
+    as_json: bool = False
 
     @classmethod
-    def of(cls, context: typer.Context, url: str | None, namespace: str | None) -> Target:
+    def of(
+        cls,
+        context: typer.Context,
+        url: str | None,
+        namespace: str | None = None,
+        *,
+        as_json: bool = False,
+    ) -> Target:
         """Combine the options: those after the command override those before it."""
         before = context.obj if isinstance(context.obj, Target) else cls()
-        target = cls(url or before.url, namespace or before.namespace)
+        target = cls(url or before.url, namespace or before.namespace, as_json)
         if target.url is not None:
             _check_url(target.url)
         if target.namespace is not None:
             check_option(validate_namespace, target.namespace, "--namespace")
         return target
+
+
+def with_shared_options(run: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that takes a `target` the options that make one."""
+    own = inspect.signature(run, eval_str=True).parameters
+    if "target" not in own:
+        return run
+
+    def start(
+        context: typer.Context,
+        *,
+        namespace: NamespaceOption = None,
+        url: UrlOption = None,
+        as_json: JsonOption = False,
+        **given: Any,
+    ) -> None:
+        run(target=Target.of(context, url, namespace, as_json=as_json), **given)
+
+    context, *shared, _ = inspect.signature(start, eval_str=True).parameters.values()
+    parameters = [context, *(each for name, each in own.items() if name != "target"), *shared]
+    start.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    start.__doc__ = run.__doc__
+    return start
 
 
 def _check_url(url: str) -> None:

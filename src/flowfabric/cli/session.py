@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import getpass
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 from flowfabric.cli.errors import CliError, UsageError
+from flowfabric.cli.options import Target
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
@@ -20,6 +23,7 @@ CONNECT_S = 3.0
 _MIN_PREFIX = 4
 _UUID_LENGTH = 36
 _MAX_LISTED = 10
+T = TypeVar("T")
 _is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
 
 
@@ -42,6 +46,18 @@ async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
             yield backend
     finally:
         location.close()
+
+
+def on_execution(
+    target: Target, text: str, work: Callable[[Backend, ExecutionId], Coroutine[Any, Any, T]]
+) -> T:
+    """Do the work on the execution that the text names."""
+
+    async def run() -> T:
+        async with open_backend(target.url) as backend:
+            return await work(backend, await find_execution(backend, text, target.namespace))
+
+    return asyncio.run(run())
 
 
 def user_name() -> str:

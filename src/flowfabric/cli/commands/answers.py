@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -15,15 +14,12 @@ from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import (
     ByOption,
     IdArgument,
-    JsonOption,
-    NamespaceOption,
     PayloadOption,
     Target,
-    UrlOption,
     YesOption,
     confirm,
 )
-from flowfabric.cli.session import find_execution, open_backend, user_name
+from flowfabric.cli.session import on_execution, user_name
 from flowfabric.cli.views.screen import Cell, Screen, print_json
 from flowfabric.cli.views.waits import OPERATOR_ONLY, TIMEOUT_ONLY, accepted_signals, describe_end
 from flowfabric.core.contracts.suspension import Accepted, OpenWaitpoint, SignalOutcome
@@ -61,7 +57,7 @@ WaitpointArgument = Annotated[
 
 
 def approve(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     waitpoint: Annotated[
         str | None,
@@ -79,9 +75,6 @@ def approve(
         str | None, typer.Option(metavar="SIGNAL", help="Send the signal with this name instead.")
     ] = None,
     payload: PayloadOption = None,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Answer a wait as an operator, without a token.
 
@@ -90,37 +83,34 @@ def approve(
     """
     if reject and name is not None:
         raise typer.BadParameter("give either --reject or --name", param_hint="--reject")
-    target = Target.of(context, url, namespace)
     decision = name or ("rejected" if reject else "approved")
     data = _read_payload(payload)
 
-    async def run() -> None:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            found = await find_waitpoint(backend, execution_id, waitpoint)
-            try:
-                if found.required_signal_names == (OPERATOR_ONLY,):
-                    if decision != "approved" or data is not None:
-                        raise _accepts_no_signal()
-                    await _resume(backend, execution_id, as_json=as_json)
-                    return
-                _check_accepted(found, decision, explicit=name is not None)
-                outcome = await backend.signals.deliver_approval_signal(
-                    execution_id,
-                    found.waitpoint_id,
-                    decision,
-                    decided_by=user_name() if by is None else by,
-                    payload=data,
-                )
-            except EngineError as error:
-                raise await _too_late(backend, execution_id, error) from error
-        _print_outcome(execution_id, found, decision, outcome, as_json=as_json)
+    async def answer(backend: Backend, execution_id: ExecutionId) -> None:
+        found = await find_waitpoint(backend, execution_id, waitpoint)
+        try:
+            if found.required_signal_names == (OPERATOR_ONLY,):
+                if decision != "approved" or data is not None:
+                    raise _accepts_no_signal()
+                await _resume(target, backend, execution_id)
+                return
+            _check_accepted(found, decision, explicit=name is not None)
+            outcome = await backend.signals.deliver_approval_signal(
+                execution_id,
+                found.waitpoint_id,
+                decision,
+                decided_by=user_name() if by is None else by,
+                payload=data,
+            )
+        except EngineError as error:
+            raise await _too_late(backend, execution_id, error) from error
+        _print_outcome(target, found, decision, outcome)
 
-    asyncio.run(run())
+    on_execution(target, id_, answer)
 
 
 def signal(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     waitpoint: WaitpointArgument,
     name: Annotated[
@@ -144,9 +134,6 @@ def signal(
     idempotency_key: Annotated[
         str, typer.Option(metavar="KEY", help="A repeat with the same key changes nothing.")
     ] = "",
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Answer a wait with the token of its waitpoint.
 
@@ -154,35 +141,32 @@ def signal(
     """
     if not token:
         raise UsageError("missing_token", "a signal needs the waitpoint's token", _HOW_TO_ANSWER)
-    target = Target.of(context, url, namespace)
     data = _read_payload(payload)
 
-    async def run() -> None:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            found = await find_waitpoint(backend, execution_id, waitpoint)
-            try:
-                outcome = await backend.signals.deliver_signal(
-                    execution_id,
-                    found.waitpoint_id,
-                    token,
-                    name,
-                    payload=data,
-                    source_identity=source,
-                    idempotency_key=idempotency_key,
-                )
-            except EngineError as error:
-                hint = _TOKEN_HINTS.get(error.code)
-                if hint is not None:
-                    raise CliError(error.code, "the token was refused", hint) from error
-                raise await _too_late(backend, execution_id, error) from error
-        _print_outcome(execution_id, found, name, outcome, as_json=as_json)
+    async def answer(backend: Backend, execution_id: ExecutionId) -> None:
+        found = await find_waitpoint(backend, execution_id, waitpoint)
+        try:
+            outcome = await backend.signals.deliver_signal(
+                execution_id,
+                found.waitpoint_id,
+                token,
+                name,
+                payload=data,
+                source_identity=source,
+                idempotency_key=idempotency_key,
+            )
+        except EngineError as error:
+            hint = _TOKEN_HINTS.get(error.code)
+            if hint is not None:
+                raise CliError(error.code, "the token was refused", hint) from error
+            raise await _too_late(backend, execution_id, error) from error
+        _print_outcome(target, found, name, outcome)
 
-    asyncio.run(run())
+    on_execution(target, id_, answer)
 
 
 def close_waitpoint(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     waitpoint: WaitpointArgument,
     *,
@@ -190,33 +174,24 @@ def close_waitpoint(
         str, typer.Option(metavar="TEXT", help="Stored with the waitpoint.")
     ] = "proactive_close",
     yes: YesOption = False,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Close a waitpoint, so that its token stops working.
 
     An execution that waits only for this waitpoint stays suspended until it times out or you
     cancel it.
     """
-    target = Target.of(context, url, namespace)
     confirm("Close the waitpoint? It cannot be answered afterwards.", yes=yes)
 
-    async def run() -> None:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            found = await find_waitpoint(backend, execution_id, waitpoint)
-            closed = await backend.waitpoints.close_waitpoint(
-                execution_id, found.waitpoint_id, reason
-            )
-        if as_json:
-            plain = {"execution_id": execution_id, "waitpoint_id": found.waitpoint_id}
-            print_json(plain | {"waitpoint_key": found.waitpoint_key, "closed": closed})
+    async def close(backend: Backend, execution_id: ExecutionId) -> None:
+        found = await find_waitpoint(backend, execution_id, waitpoint)
+        closed = await backend.waitpoints.close_waitpoint(execution_id, found.waitpoint_id, reason)
+        if target.as_json:
+            print_json(_ids(found) | {"closed": closed})
         else:
             effect = "closed" if closed else "no change: it was closed before"
             Screen().line(f"{execution_id}  {found.waitpoint_key}: ", effect)
 
-    asyncio.run(run())
+    on_execution(target, id_, close)
 
 
 def _read_payload(text: str | None) -> bytes | None:
@@ -244,7 +219,7 @@ def _read_payload(text: str | None) -> bytes | None:
     return raw
 
 
-# --- the waitpoint ----------------------------------------------------------------------------
+# --- the waitpoint --------------------------------------------------------------------------------
 
 
 async def find_waitpoint(
@@ -261,57 +236,36 @@ async def find_waitpoint(
         if not named and len(text) >= _MIN_PREFIX:
             named = [one for one in found if one.waitpoint_id.startswith(text.lower())]
         if not named:
-            raise await _not_open(backend, execution_id, text, found)
+            past = await backend.waitpoints.read_waits(execution_id)
+            over = any(w.ended and text in (w.waitpoint_key, w.waitpoint_id) for w in past)
+            problem = "is already closed" if over else "is not an open waitpoint"
+            code = "already_answered" if over else "waitpoint_not_found"
+            raise _choose(code, f"{text!r} {problem}; open on {execution_id}", found)
         found = named
     if len(found) > 1:
-        raise CliError(
-            "ambiguous_waitpoint",
-            f"{execution_id} has {plural(len(found), 'open waitpoint')}:{_listed(found)}",
-            "name one by its key or id",
-            *(one.waitpoint_id for one in found),
-        )
+        count = plural(len(found), "open waitpoint")
+        raise _choose("ambiguous_waitpoint", f"{execution_id} has {count}", found)
     return found[0]
 
 
-def _listed(waitpoints: Sequence[OpenWaitpoint]) -> str:
-    return "".join(
-        f"\n  {one.waitpoint_id}  {one.waitpoint_key}  ({accepted_signals(one)})"
-        for one in waitpoints
+def _choose(code: str, problem: str, found: Sequence[OpenWaitpoint]) -> CliError:
+    listed = "".join(
+        f"\n  {one.waitpoint_id}  {one.waitpoint_key}  ({accepted_signals(one)})" for one in found
     )
+    ids = (one.waitpoint_id for one in found)
+    return CliError(code, f"{problem}:{listed}", "name one by its key or id", *ids)
 
 
 async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliError:
     """No waitpoint is open; if one was, the error says how its wait ended."""
     state = (await backend.reads.read_execution_state(execution_id)).value
     last = await backend.waitpoints.read_last_wait(execution_id)
-    if last is None or last.closed_at is None:
-        return CliError(
-            "nothing_waiting",
-            f"{execution_id} is {state} and waits for no answer",
-            "`flowfabric waiting` lists open waits",
-            state,
-        )
-    end = describe_end(last, await backend.meta.server_time_ms())
-    return CliError(
-        "already_answered" if last.answers else "nothing_waiting",
-        f"{execution_id} is {state}; its wait {end}",
-        "`flowfabric waiting` lists open waits",
-        state,
-    )
-
-
-async def _not_open(
-    backend: Backend, execution_id: ExecutionId, text: str, found: Sequence[OpenWaitpoint]
-) -> CliError:
-    past = await backend.waitpoints.read_waits(execution_id)
-    over = any(wait.ended and text in (wait.waitpoint_key, wait.waitpoint_id) for wait in past)
-    problem = "is already closed" if over else "is not an open waitpoint"
-    return CliError(
-        "already_answered" if over else "waitpoint_not_found",
-        f"{text!r} {problem}; open on {execution_id}:{_listed(found)}",
-        "name one by its key or id",
-        *(one.waitpoint_id for one in found),
-    )
+    code, problem = "nothing_waiting", f"{execution_id} is {state} and waits for no answer"
+    if last is not None and last.closed_at is not None:
+        end = describe_end(last, await backend.meta.server_time_ms())
+        code = "already_answered" if last.answers else "nothing_waiting"
+        problem = f"{execution_id} is {state}; its wait {end}"
+    return CliError(code, problem, "`flowfabric waiting` lists open waits", state)
 
 
 async def _too_late(
@@ -323,21 +277,16 @@ async def _too_late(
 
 def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> None:
     """Refuse a default name that the wait does not accept; one given with --name is sent."""
-    names = waitpoint.required_signal_names
+    key, names = waitpoint.waitpoint_key, waitpoint.required_signal_names
     if names == (TIMEOUT_ONLY,):
         raise CliError(
             "not_asked",
-            f"{waitpoint.waitpoint_key} only waits for its timeout and accepts no signal",
+            f"{key} only waits for its timeout and accepts no signal",
             "`flowfabric cancel` ends the execution",
         )
     if names and name not in names and not explicit:
-        raise CliError(
-            "not_asked",
-            f"{waitpoint.waitpoint_key} does not accept {name!r}, only "
-            f"{accepted_signals(waitpoint)}",
-            "choose one with --name",
-            *names,
-        )
+        problem = f"{key} does not accept {name!r}, only {accepted_signals(waitpoint)}"
+        raise CliError("not_asked", problem, "choose one with --name", *names)
 
 
 def _accepts_no_signal() -> CliError:
@@ -348,48 +297,39 @@ def _accepts_no_signal() -> CliError:
     )
 
 
-# --- output -----------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
-async def _resume(backend: Backend, execution_id: ExecutionId, *, as_json: bool) -> None:
+async def _resume(target: Target, backend: Backend, execution_id: ExecutionId) -> None:
     done = await backend.suspensions.resume_execution(execution_id, trigger_type="operator")
-    if not as_json:
+    if not target.as_json:
         Screen().line(f"{execution_id}  ", ("the execution resumes", "green"))
         return
-    print_json(
-        {
-            "execution_id": execution_id,
-            "outcome": "resumed",
-            "public_state": done.public_state.value,
-            "resumed": True,
-        }
-    )
+    state = done.public_state.value
+    plain = {"execution_id": execution_id, "outcome": "resumed", "public_state": state}
+    print_json(plain | {"resumed": True})
+
+
+def _ids(waitpoint: OpenWaitpoint) -> dict[str, object]:
+    names = ("execution_id", "waitpoint_id", "waitpoint_key")
+    return {name: getattr(waitpoint, name) for name in names}
 
 
 def _print_outcome(
-    execution_id: ExecutionId,
-    waitpoint: OpenWaitpoint,
-    name: str,
-    outcome: SignalOutcome,
-    *,
-    as_json: bool,
+    target: Target, waitpoint: OpenWaitpoint, name: str, outcome: SignalOutcome
 ) -> None:
     accepted = isinstance(outcome, Accepted)
-    if as_json:
-        plain: dict[str, Any] = {
-            "execution_id": execution_id,
-            "waitpoint_id": waitpoint.waitpoint_id,
-            "waitpoint_key": waitpoint.waitpoint_key,
+    if target.as_json:
+        result = {
             "signal_name": name,
             "outcome": outcome.kind,
             "signal_id": outcome.signal_id if accepted else outcome.existing_signal_id,
             "effect": outcome.effect if accepted else None,
             "resumed": accepted and outcome.resumed,
         }
-        print_json(plain)
+        print_json(_ids(waitpoint) | result)
         return
     effect: Cell = ("no change: the same signal was sent before", "yellow")
     if accepted:
         effect = _EFFECTS.get(outcome.effect, (outcome.effect, ""))
-    head = f"{execution_id}  {waitpoint.waitpoint_key}  {name}: "
-    Screen().line(head, effect)
+    Screen().line(f"{waitpoint.execution_id}  {waitpoint.waitpoint_key}  {name}: ", effect)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flowfabric import __version__
-from flowfabric.cli.options import JsonOption, NamespaceOption, Target, UrlOption
+from flowfabric.cli.options import Target
 from flowfabric.cli.session import CONNECT_S
 from flowfabric.cli.views.doctor import print_findings
 from flowfabric.cli.views.screen import print_json
@@ -18,7 +18,7 @@ from flowfabric.engine.valkey.connect import ServerLocation, data_folder
 
 
 def doctor(
-    context: typer.Context,
+    target: Target,
     *,
     prepare: Annotated[
         bool,
@@ -26,21 +26,17 @@ def doctor(
             "--prepare", help="Set up the Valkey first: partition counts and function library."
         ),
     ] = False,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Check the deployment and suggest fixes.
 
     Exits with status 1 if a check fails; warnings do not count.
     """
-    target = Target.of(context, url, namespace)
     location = ServerLocation(target.url)
     embedded = f"embedded Valkey in {shown(str(data_folder()))}"
     where = embedded if location.embedded else location.peer
     checks = asyncio.run(_run_checks(location, target.namespace, prepare=prepare))
     sound = all(check.grade is not Grade.BROKEN for check in checks)
-    if as_json:
+    if target.as_json:
         print_json({"ok": sound, "version": __version__, "address": where, "checks": checks})
     else:
         print_findings(where, checks)

@@ -9,33 +9,37 @@ from typing import Annotated
 import msgspec
 import typer
 
-from flowfabric.cli.errors import CliError, exit_code, report
+from flowfabric.cli.errors import CliError, report
 from flowfabric.cli.options import (
     ID_HELP,
     ByOption,
     IdArgument,
-    JsonOption,
     LaneOption,
     LimitOption,
-    NamespaceOption,
     Target,
-    UrlOption,
     YesOption,
     confirm,
     parse_lane,
     parse_tags,
 )
-from flowfabric.cli.session import NoDataYet, find_execution, open_backend, user_name
+from flowfabric.cli.session import (
+    NoDataYet,
+    find_execution,
+    on_execution,
+    open_backend,
+    user_name,
+)
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
 from flowfabric.cli.views.screen import Screen, print_json, state_style
+from flowfabric.core.contracts.executions import Replayed
 from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.listings import Filter
-from flowfabric.engine.overview import ExecutionDetail, list_newest, read_detail
+from flowfabric.engine.overview import list_newest, read_detail
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -46,7 +50,7 @@ _HINTS = {
 
 
 def ps(
-    context: typer.Context,
+    target: Target,
     *,
     lane: LaneOption = None,
     state: Annotated[
@@ -61,16 +65,12 @@ def ps(
     limit: LimitOption = 50,
     everything: Annotated[bool, typer.Option("--all", help="Show all executions.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing changes.")] = False,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """List executions, newest first.
 
     With --json, prints one JSON object per line. With --watch and without a terminal, prints an
     execution again whenever it changes.
     """
-    target = Target.of(context, url, namespace)
     where = Filter(
         namespace=target.namespace,
         lane=parse_lane(lane),
@@ -82,12 +82,12 @@ def ps(
     if watch:
         # Ctrl-C is the normal way to stop.
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_watch(target.url, where, most, as_json=as_json))
+            asyncio.run(_watch(target, where, most))
         return
     try:
-        asyncio.run(_list(target.url, where, most, as_json=as_json))
+        asyncio.run(_list(target, where, most))
     except NoDataYet as nothing:
-        if not as_json:
+        if not target.as_json:
             print_no_data(nothing)
 
 
@@ -98,69 +98,56 @@ def _parse_state(text: str) -> str:
     return text
 
 
-async def _list(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
-    async with open_backend(url) as backend:
+async def _list(target: Target, where: Filter, limit: int | None) -> None:
+    async with open_backend(target.url) as backend:
         listing = await list_newest(backend, where, limit)
-    if not as_json:
+    if not target.as_json:
         print_listing(listing, filtered=where != Filter())
         return
     for row in listing.rows:
         print_json(row)
 
 
-async def _watch(url: str | None, where: Filter, limit: int | None, *, as_json: bool) -> None:
+async def _watch(target: Target, where: Filter, limit: int | None) -> None:
     screen = Screen()
-    async with open_backend(url) as backend:
-        live = screen.terminal and not as_json
-        with LiveTable(screen) if live else ChangePrinter(as_json=as_json) as view:
+    async with open_backend(target.url) as backend:
+        live = screen.terminal and not target.as_json
+        with LiveTable(screen) if live else ChangePrinter(as_json=target.as_json) as view:
             while True:
                 view.update(await list_newest(backend, where, limit))
                 await asyncio.sleep(_REFRESH_S)
 
 
 def show(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     *,
     full: Annotated[
         bool, typer.Option("--full", help="Print payload, result and policy in full.")
     ] = False,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Show everything about one execution.
 
     State, attempts, history, tags, policy, payload and result. If it is not running, also why.
     """
-    target = Target.of(context, url, namespace)
-
-    async def read() -> ExecutionDetail:
-        async with open_backend(target.url) as backend:
-            return await read_detail(backend, await find_execution(backend, id_, target.namespace))
-
-    print_detail(asyncio.run(read()), full=full, as_json=as_json)
+    print_detail(on_execution(target, id_, read_detail), full=full, as_json=target.as_json)
 
 
 def cancel(
-    context: typer.Context,
+    target: Target,
     ids: Annotated[list[str], typer.Argument(metavar="ID", help=ID_HELP, show_default=False)],
     *,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the execution.")] = "",
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Cancel executions that have not finished.
 
     A running handler is cancelled when its worker next renews the lease. If one execution has
     already finished, the others are still cancelled.
     """
-    target = Target.of(context, url, namespace)
-    raise typer.Exit(asyncio.run(_cancel_all(target, ids, reason, as_json=as_json)))
+    raise typer.Exit(asyncio.run(_cancel_all(target, ids, reason)))
 
 
-async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: bool) -> int:
+async def _cancel_all(target: Target, ids: list[str], reason: str) -> int:
     code = 0
     async with open_backend(target.url) as backend:
         for text in dict.fromkeys(ids):
@@ -173,10 +160,9 @@ async def _cancel_all(target: Target, ids: list[str], reason: str, *, as_json: b
             except TransportError:
                 raise
             except FlowFabricError as error:
-                code = max(code, exit_code(error))
-                report(error, as_json=as_json)
+                code = max(code, report(error, as_json=target.as_json))
             else:
-                _print_state(execution_id, done.public_state.value, as_json=as_json)
+                _print_state(target, execution_id, done.public_state)
     return code
 
 
@@ -192,7 +178,7 @@ async def _with_state(
 
 
 def replay(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     *,
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the new attempt.")] = "",
@@ -206,46 +192,35 @@ def replay(
         bool, typer.Option("--keep-steps", help="Keep the results of its steps.")
     ] = False,
     by: ByOption = None,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Rerun a finished execution under the same id."""
-    target = Target.of(context, url, namespace)
 
-    async def run() -> None:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            try:
-                done = await backend.executions.replay_execution(
-                    execution_id,
-                    reason=reason,
-                    requested_by=user_name() if by is None else by,
-                    expected_replay_count=expected_replay_count,
-                    keep_steps=keep_steps,
-                )
-            except EngineError as error:
-                if error.code == "replay_not_allowed":
-                    raise _unexpected_count(execution_id, error, expected_replay_count) from error
+    async def rerun(backend: Backend, execution_id: ExecutionId) -> tuple[ExecutionId, Replayed]:
+        try:
+            return execution_id, await backend.executions.replay_execution(
+                execution_id,
+                reason=reason,
+                requested_by=user_name() if by is None else by,
+                expected_replay_count=expected_replay_count,
+                keep_steps=keep_steps,
+            )
+        except EngineError as error:
+            if error.code != "replay_not_allowed":
                 raise await _with_state(backend, execution_id, error) from error
-        _print_state(execution_id, done.public_state.value, as_json=as_json)
+            raise CliError(
+                error.code,
+                f"{execution_id} was replayed {error.detail} times, not {expected_replay_count}; "
+                "nothing changed",
+                f"to replay it once more, pass --expected-replay-count {error.detail}",
+                *error.details,
+            ) from error
 
-    asyncio.run(run())
-
-
-def _unexpected_count(
-    execution_id: ExecutionId, error: EngineError, expected: int | None
-) -> CliError:
-    return CliError(
-        error.code,
-        f"{execution_id} was replayed {error.detail} times, not {expected}; nothing changed",
-        f"to replay it once more, pass --expected-replay-count {error.detail}",
-        *error.details,
-    )
+    execution_id, done = on_execution(target, id_, rerun)
+    _print_state(target, execution_id, done.public_state)
 
 
 def revoke_lease(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     *,
     lease: Annotated[
@@ -256,28 +231,24 @@ def revoke_lease(
     ] = "operator",
     by: ByOption = None,
     yes: YesOption = False,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Take an execution from the worker that runs it.
 
     The next free worker continues the attempt. The old worker cancels the handler when it next
     renews the lease; until then, both may run.
     """
-    target = Target.of(context, url, namespace)
     confirm("Take the execution from its worker?", yes=yes)
 
-    async def run() -> tuple[ExecutionId, RevokeOutcome]:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            revoked_by = user_name() or "operator" if by is None else by
-            return execution_id, await backend.leases.revoke_lease(
-                execution_id, expected_lease_id=lease, reason=reason, revoked_by=revoked_by
-            )
+    async def revoke(
+        backend: Backend, execution_id: ExecutionId
+    ) -> tuple[ExecutionId, RevokeOutcome]:
+        revoked_by = user_name() or "operator" if by is None else by
+        return execution_id, await backend.leases.revoke_lease(
+            execution_id, expected_lease_id=lease, reason=reason, revoked_by=revoked_by
+        )
 
-    execution_id, outcome = asyncio.run(run())
-    if as_json:
+    execution_id, outcome = on_execution(target, id_, revoke)
+    if target.as_json:
         fields: dict[str, object] = msgspec.structs.asdict(outcome)
         print_json({"execution_id": execution_id, "outcome": outcome.kind} | fields)
     elif isinstance(outcome, Revoked):
@@ -286,8 +257,8 @@ def revoke_lease(
         Screen().line(f"{execution_id}  no change: ", outcome.reason.replace("_", " "))
 
 
-def _print_state(execution_id: ExecutionId, state: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"execution_id": str(execution_id), "public_state": state})
+def _print_state(target: Target, execution_id: ExecutionId, state: PublicState) -> None:
+    if target.as_json:
+        print_json({"execution_id": execution_id, "public_state": state.value})
     else:
-        Screen().line(f"{execution_id}  ", (state, state_style(state)))
+        Screen().line(f"{execution_id}  ", (state.value, state_style(state.value)))

@@ -11,15 +11,8 @@ import msgspec
 import typer
 
 from flowfabric.cli.errors import CliError
-from flowfabric.cli.options import (
-    IdArgument,
-    JsonOption,
-    NamespaceOption,
-    Target,
-    UrlOption,
-    check_option,
-)
-from flowfabric.cli.session import find_execution, open_backend
+from flowfabric.cli.options import IdArgument, Target, check_option
+from flowfabric.cli.session import on_execution
 from flowfabric.cli.streams import discard_output
 from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
@@ -41,7 +34,7 @@ _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms
 
 
 def tail(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     *,
     attempt: Annotated[
@@ -59,9 +52,6 @@ def tail(
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", help="Wait for more, or stop at the newest.")
     ] = True,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Print the output of an execution live, until it ends.
 
@@ -69,50 +59,43 @@ def tail(
     execution to standard error. With --json, prints one JSON object per line; bytes that are not
     text are base64.
     """
-    target = Target.of(context, url, namespace)
     check_option(StreamCursor.parse, from_, "--from")
-    printer = JsonPrinter() if as_json else TextPrinter()
+    printer = JsonPrinter() if target.as_json else TextPrinter()
 
-    async def run() -> None:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            await _Follower(backend, execution_id, printer, follow=follow).run(attempt, from_)
+    async def run(backend: Backend, execution_id: ExecutionId) -> None:
+        await _Follower(backend, execution_id, printer, follow=follow).run(attempt, from_)
 
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(run())
+            on_execution(target, id_, run)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
 
 
 def summary(
-    context: typer.Context,
+    target: Target,
     id_: IdArgument,
     *,
     attempt: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Read this attempt instead of the newest."),
     ] = None,
-    namespace: NamespaceOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Print the summary document of an execution.
 
     Handlers update it with frames in summary mode. It can be read while they run and afterwards.
     With --json, prints it with its version and times in one object.
     """
-    target = Target.of(context, url, namespace)
 
-    async def read() -> tuple[ExecutionId, int, SummaryDocument | None]:
-        async with open_backend(target.url) as backend:
-            execution_id = await find_execution(backend, id_, target.namespace)
-            info = await backend.reads.read_execution_info(execution_id)
-            index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
-            return execution_id, index, await backend.streams.read_summary(execution_id, index)
+    async def read(
+        backend: Backend, execution_id: ExecutionId
+    ) -> tuple[ExecutionId, int, SummaryDocument | None]:
+        info = await backend.reads.read_execution_info(execution_id)
+        index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
+        return execution_id, index, await backend.streams.read_summary(execution_id, index)
 
-    execution_id, index, found = asyncio.run(read())
+    execution_id, index, found = on_execution(target, id_, read)
     if found is None:
         raise CliError(
             "no_summary",
@@ -120,7 +103,7 @@ def summary(
             "another attempt may have one: pass --attempt",
         )
     document = msgspec.Raw(found.document_json)
-    if as_json:
+    if target.as_json:
         plain = {"execution_id": execution_id, "attempt_index": index, "document": document}
         print_json(plain | {name: getattr(found, name) for name in _SUMMARY_FIELDS})
     else:
@@ -133,7 +116,12 @@ def _finished(info: ExecutionInfo) -> bool:
 
 class _Follower:
     def __init__(
-        self, backend: Backend, execution_id: ExecutionId, printer: Printer, *, follow: bool
+        self,
+        backend: Backend,
+        execution_id: ExecutionId,
+        printer: Printer,
+        *,
+        follow: bool,
     ) -> None:
         self._backend = backend
         self._id = execution_id
@@ -203,7 +191,7 @@ class _Follower:
         if page.closed_at is not None:
             return await self._closed(page)
         if not self._follow:
-            self._printer.flush()
+            sys.stdout.flush()
             return True
         return await self._check_execution()
 
@@ -214,7 +202,7 @@ class _Follower:
             self._printer.gap()
         for frame in page.frames:
             self._printer.frame(frame)
-        self._printer.flush()
+        sys.stdout.flush()
         self._cursor = page.next_cursor
 
     async def _announce_attempt(self) -> None:

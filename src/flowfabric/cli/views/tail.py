@@ -6,7 +6,6 @@ import base64
 import codecs
 import re
 import sys
-from abc import ABC, abstractmethod
 from typing import Any
 from zlib import crc32
 
@@ -47,60 +46,18 @@ def readable(text: str) -> str:
 
 
 def _style(frame: StreamedFrame) -> str:
-    name = frame.frame_type
-    if name in _PLAIN_TYPES:
-        style = ""
-    else:
+    name, style = frame.frame_type, ""
+    if name not in _PLAIN_TYPES:
         # A type has the same colour in every run.
         style = _STYLES.get(name) or _OTHER_STYLES[crc32(name.encode()) % len(_OTHER_STYLES)]
     return f"{style} dim".strip() if frame.mode == "best_effort" else style
 
 
-class Printer(ABC):
-    """Prints frames and what happens to the execution."""
+class TextPrinter:
+    """Prints frames and what happens to the execution; a pipe gets only the frames."""
 
     index = 0
     """The index of the attempt that is being printed."""
-
-    @abstractmethod
-    def frame(self, frame: StreamedFrame) -> None:
-        """Print one frame."""
-
-    @abstractmethod
-    def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
-        """An attempt starts; `first` if printing starts with it."""
-
-    @abstractmethod
-    def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        """An attempt ended."""
-
-    @abstractmethod
-    def waiting(self, wait: Wait, now_ms: int) -> None:
-        """The execution waits for an answer."""
-
-    @abstractmethod
-    def resumed(self) -> None:
-        """The wait was answered or timed out; the handler starts again."""
-
-    @abstractmethod
-    def gap(self) -> None:
-        """Older frames were trimmed."""
-
-    @abstractmethod
-    def interrupted(self, problem: str) -> None:
-        """The server does not answer at the moment."""
-
-    @abstractmethod
-    def end(self, info: ExecutionInfo) -> None:
-        """The execution finished."""
-
-    def flush(self) -> None:
-        """Write out what is buffered."""
-        sys.stdout.flush()
-
-
-class TextPrinter(Printer):
-    """Prints for people; a pipe gets only the frames."""
 
     def __init__(self) -> None:
         self._screen = Screen()
@@ -115,8 +72,9 @@ class TextPrinter(Printer):
             # A character may be split between two frames.
             self._write(readable(self._decoder.decode(frame.payload)), style)
             return
-        shown, form, shortened = preview(frame.payload, None if _is_text(frame) else _HEX_BYTES)
-        if form == "hex" or frame.encoding == "binary":
+        binary = frame.encoding == "binary"
+        shown, form, shortened = preview(frame.payload, _HEX_BYTES if binary else None)
+        if form == "hex" or binary:
             shown = shown if form == "hex" else frame.payload[:_HEX_BYTES].hex(" ", -2)
             more = " …" if shortened else ""
             shown = f"<{len(frame.payload):,} bytes: {shown}{more}>"
@@ -140,10 +98,10 @@ class TextPrinter(Printer):
             self._mid_line = False
 
     def _note(self, *cells: Cell) -> None:
-        self.flush()
+        sys.stdout.flush()
         if self._screen.terminal:
             self._end_line()
-            self.flush()
+            sys.stdout.flush()
         elif self._mid_line and not self._set_apart:
             # Both streams may go to one terminal. The line end is not part of the output.
             sys.stderr.write("\n")
@@ -168,7 +126,8 @@ class TextPrinter(Printer):
 
     def waiting(self, wait: Wait, now_ms: int) -> None:
         limit = f" until {future_time(wait.until, now_ms)}" if wait.until is not None else ""
-        self._note(("suspended", state_style("suspended")), f": waits for {_awaited(wait)}{limit}")
+        what = describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
+        self._note(("suspended", state_style("suspended")), f": waits for {what}{limit}")
 
     def resumed(self) -> None:
         self._note(("resumed", "cyan"), ": the handler starts again")
@@ -184,16 +143,10 @@ class TextPrinter(Printer):
         self._note((state, state_style(state)))
 
 
-def _is_text(frame: StreamedFrame) -> bool:
-    return frame.encoding != "binary"
-
-
-def _awaited(wait: Wait) -> str:
-    return describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
-
-
-class JsonPrinter(Printer):
+class JsonPrinter:
     """Prints one JSON object per line; `type` says what it is."""
+
+    index = 0
 
     def frame(self, frame: StreamedFrame) -> None:
         try:
@@ -205,6 +158,8 @@ class JsonPrinter(Printer):
 
     def _print(self, kind: str, **fields: Any) -> None:
         print_json({"type": kind, "attempt_index": self.index} | fields)
+        if kind != "frame":
+            sys.stdout.flush()
 
     def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
         self._print(
@@ -213,16 +168,13 @@ class JsonPrinter(Printer):
             attempt_type=None if record is None else record.attempt_type,
             worker_instance_id=None if record is None else record.worker_instance_id,
         )
-        self.flush()
 
     def closed(self, reason: str, record: AttemptRecord | None) -> None:
         why = None if record is None else record.failure_reason
         self._print("closed", reason=reason, failure_reason=why)
-        self.flush()
 
     def waiting(self, wait: Wait, now_ms: int) -> None:
         self._print("waiting", at=now_ms, wait=wait)
-        self.flush()
 
     def resumed(self) -> None:
         self._print("resumed")
@@ -232,8 +184,9 @@ class JsonPrinter(Printer):
 
     def interrupted(self, problem: str) -> None:
         self._print("interrupted", problem=problem)
-        self.flush()
 
     def end(self, info: ExecutionInfo) -> None:
         self._print("end", public_state=info.public_state.value)
-        self.flush()
+
+
+Printer = TextPrinter | JsonPrinter
