@@ -19,7 +19,7 @@ _SECTION = re.compile(rf"\b({'|'.join(SECTIONS)})\b(?: [^.:,]*)?:")
 _DEFINITION = re.compile(
     r"^(?:local )?function ([\w.:]+)(\([^\n]*\bend$|\(.*?^end)", re.MULTILINE | re.DOTALL
 )
-_ERROR = re.compile(r"\breply\.err\('(\w+)'")
+_ERROR = re.compile(r"\breply\.(?:err|refuse)\('(\w+)'")
 _EVENT = re.compile(r"\b(?:events\.emit(?:_lease)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'")
 _REPEATED = ("then ", "per ", "any number of ")
 

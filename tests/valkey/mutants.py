@@ -248,7 +248,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "one grant slot",
         GRANT,
-        "if before then return before end",
+        "reply.stop_with(granting.repeated(c, id, rec, args[6]))",
         "",
         test_lease_grants.test_one_slot_for_claim_grants,
     ),

@@ -50,8 +50,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "phase",
         APPEND,
-        "if not state or not S.is_active(state) then return nil, reply.err('stream_closed') end",
-        "if not state then return nil, reply.err('stream_closed') end",
+        "if not state or not S.is_active(state) then reply.refuse('stream_closed') end",
+        "if not state then reply.refuse('stream_closed') end",
         state("completed"),
     ),
     ("ownership", APPEND, "if state ~= S.ACTIVE or ", "if ", state("revoked")),
@@ -87,7 +87,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "numbers",
         APPEND,
-        "if answer then return answer end",
+        "reply.stop_with(seq ~= '' and meta[5] and duplicate(meta[5], seq, before))",
         "",
         test_stream_numbers.test_a_repeated_number_writes_nothing,
     ),

@@ -184,24 +184,21 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "dedup comes before the state",
         SIGNAL,
-        "  if before then return before end\n",
-        (
-            "  local _, early = destination(c, id, rec, point)\n  if early then return early end\n"
-            "  if before then return before end\n"
-        ),
+        "  reply.stop_with(earlier(id, signal, dedup))\n",
+        ("  destination(c, id, rec, point)\n  reply.stop_with(earlier(id, signal, dedup))\n"),
         test_susp_races.test_a_callers_own_repeat_is_a_duplicate,
     ),
     (
         "terminal executions take no signals",
         SIGNAL,
-        "if S.is_terminal(rec.state) then return nil, reply.err('target_not_signalable') end",
+        "if S.is_terminal(rec.state) then reply.refuse('target_not_signalable') end",
         "",
         stored_susp_signal.test_a_waitpoint_that_was_left_pending_by_an_ended_execution,
     ),
     (
         "only suspended executions are resumed",
         SIGNAL,
-        "if not S.is_suspended(rec.state) then return nil, reply.err('target_not_signalable') end",
+        "if not S.is_suspended(rec.state) then reply.refuse('target_not_signalable') end",
         "",
         too_late(1, "target_not_signalable"),
     ),
@@ -294,7 +291,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "open suspension",
         SUSPEND,
-        "if suspension.open(c, id) then return reply.err('already_suspended') end",
+        "if suspension.open(c, id) then reply.refuse('already_suspended') end",
         "",
         stored_susp_refusals.test_an_open_suspension_is_not_replaced,
     ),

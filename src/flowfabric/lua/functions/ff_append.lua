@@ -15,10 +15,10 @@ local function fenced(c, core, held, index)
   local found = server.call('HMGET', core, 'state', 'lease', 'attempt', 'lease_expires_at',
     'stream_maxlen')
   local state = found[1]
-  if not state or not S.is_active(state) then return nil, reply.err('stream_closed') end
+  if not state or not S.is_active(state) then reply.refuse('stream_closed') end
   if state ~= S.ACTIVE or tonumber(found[4]) <= c.now or found[2] ~= held
       or string.match(found[3], '/(%d+)$') ~= index then
-    return nil, reply.err('stale_owner_cannot_append')
+    reply.refuse('stale_owner_cannot_append')
   end
   return found
 end
@@ -100,15 +100,13 @@ end
 reply.register_function('ff_append', function(c, id, args)
   local mode, seq = args[4], args[7]
   local core, index = K.core(c.tag, id), string.match(args[3], '/(%d+)$')
-  local found, problem = fenced(c, core, args[2], index)
-  if problem then return problem end
+  local found = fenced(c, core, args[2], index)
   local stream, meta_key = K.stream(c.tag, id, index), K.stream_meta(c.tag, id, index)
   local meta = server.call('HMGET', meta_key, 'closed_at', 'frame_count', 'total_bytes', 'durable',
     'seen', 'ema_rate_hz', 'last_append_ts_ms', 'last_sequence')
   if meta[1] then return reply.err('stream_closed') end
   local before, durable = tonumber(meta[2] or 0), meta[4]
-  local answer = seq ~= '' and meta[5] and duplicate(meta[5], seq, before)
-  if answer then return answer end
+  reply.stop_with(seq ~= '' and meta[5] and duplicate(meta[5], seq, before))
   if not args[8] then return reply.ok(0, '', before, '', 0) end
   local want = args[6] ~= '' and cmsgpack.unpack(args[6]) or nil
   local summary, version

@@ -8,8 +8,7 @@ reply.register_function('ff_close_waitpoint', function(c, id, args)
   if text ~= '' then
     local rec = record.read(c, id)
     if not rec then return reply.err('execution_not_found') end
-    local problem = fence.check(c, id, rec, text, false, false)
-    if problem then return problem end
+    reply.stop_with(fence.check(c, id, rec, text, false, false))
   end
   local found = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'execution_id')
   local state = found[1]

@@ -103,7 +103,7 @@ local function options(common, packed)
   return setmetatable(cmsgpack.unpack(packed), { __index = common })
 end
 
--- The id that this submission already has, if any; or nil and the error.
+-- The id that this submission already has, or nil.
 local function existing(c, id, lane, namespace, idem)
   if idem then
     local stored = server.call('GET', K.idem(c.tag, namespace, idem))
@@ -118,7 +118,7 @@ local function existing(c, id, lane, namespace, idem)
     return nil
   end
   if server.call('EXISTS', core) == 1 then return id end
-  return nil, purging.finish(c, id)
+  reply.stop_with(purging.finish_problem(c, id))
 end
 
 local function specify(c, rec, lane, namespace, opts, policy)
@@ -148,19 +148,16 @@ end
 local function create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
   local idem = opts.idem
-  local found, problem = existing(c, id, lane, namespace, idem)
+  local found = existing(c, id, lane, namespace, idem)
   if found then return reply.duplicate(found) end
-  if problem then return problem end
   local accepting = c:lane(lane).state
   if accepting == 'draining' or accepting == 'disabled' then
     return reply.err('lane_not_accepting', accepting)
   end
   local policy = opts.policy and (#opts.policy > KEPT_BYTES and digest(opts.policy)
     or kept_digest(opts.policy)) or NONE
-  if policy.error then return policy.error end
   local signature = policy.fields and policy.fields.required_capabilities
-  problem = signature and waiting.signature_excess(c, lane, signature)
-  if problem then return problem end
+  reply.stop_with(policy.error or (signature and waiting.signature_excess(c, lane, signature)))
 
   local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now) }
   local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE

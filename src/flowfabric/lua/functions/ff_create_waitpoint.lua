@@ -6,8 +6,7 @@
 --   invalid_secret. Events: none.
 record.register_function('ff_create_waitpoint', record.checked, function(c, id, rec, args)
   local waitpoint_id, key = args[3], args[4]
-  local problem = fence.check(c, id, rec, args[2], false, false)
-  if problem then return problem end
+  reply.stop_with(fence.check(c, id, rec, args[2], false, false))
   local stored = K.waitpoint(c.tag, waitpoint_id)
   local known = server.call('HMGET', stored, 'state', 'execution_id', 'waitpoint_token')
   -- The caller chose the id at random, so seeing it again means a repeated call.
@@ -15,11 +14,8 @@ record.register_function('ff_create_waitpoint', record.checked, function(c, id, 
   if known[1] == 'pending' or known[1] == 'active' then
     return reply.err('waitpoint_already_exists')
   end
-  problem = suspension.waitpoint_excess(c, id, 1)
-  if problem then return problem end
-  local token
-  token, problem = tokens.mint(c, waitpoint_id, key, c.now)
-  if problem then return problem end
+  reply.stop_with(suspension.waitpoint_excess(c, id, 1))
+  local token = tokens.mint(c, waitpoint_id, key, c.now)
   local expires = c:after(tonumber(args[5]))
   if not rec.waitpointed then record.set(c, id, rec, 'waitpointed', '1') end
   server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),

@@ -11,8 +11,7 @@ granting.register_function('ff_issue_claim_grant', record.checked, function(c, i
       or c:is_closed(rec.lane_id) then
     return reply.err('execution_not_eligible')
   end
-  local before = granting.repeated(c, id, rec, args[6])
-  if before then return before end
+  reply.stop_with(granting.repeated(c, id, rec, args[6]))
   local index = K.eligible(c.tag, rec.lane_id, rec.required_capabilities)
   if not server.call('ZSCORE', index, id) then return reply.err('execution_not_in_eligible_set') end
   return granting.capability_problem(c, id, rec, args) or granting.write(c, id, rec, args)

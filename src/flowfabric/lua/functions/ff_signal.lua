@@ -21,10 +21,7 @@ local RESERVED_SIGNALS = 100
 local STAMP_EVERY_MS = 1000
 
 local function unauthorised(c, id, rec, signal, point, token)
-  local secret, problem, code = tokens.secret_for(c, token)
-  if not problem and not tokens.proves(secret, code, signal.waitpoint_id, point) then
-    problem = reply.err('invalid_token')
-  end
+  local problem = tokens.problem(c, token, signal.waitpoint_id, point)
   if problem then
     local last = tonumber(rec.last_hmac_validation_failed_at) or 0
     if math.abs(c.now - last) >= STAMP_EVERY_MS then
@@ -48,22 +45,20 @@ local function earlier(id, signal, dedup)
   return known and reply.ok('duplicate', known, server.call('HGET', K.signal(id, known), 'observed_effect'))
 end
 
--- Where the signal goes: `buffer`, or the open suspension with its condition; or nil and the error.
+-- Where the signal goes: `buffer`, or the open suspension with its condition.
 local function destination(c, id, rec, point)
-  if S.is_terminal(rec.state) then return nil, reply.err('target_not_signalable') end
+  if S.is_terminal(rec.state) then reply.refuse('target_not_signalable') end
   if point.state == 'pending' then
-    if tonumber(point.expires_at) < c.now then
-      return nil, reply.err('pending_waitpoint_expired')
-    end
+    if tonumber(point.expires_at) < c.now then reply.refuse('pending_waitpoint_expired') end
     return 'buffer'
   end
-  if not S.is_suspended(rec.state) then return nil, reply.err('target_not_signalable') end
+  if not S.is_suspended(rec.state) then reply.refuse('target_not_signalable') end
   local open = suspension.open(c, id)
   if point.state ~= 'active' or not open or open.suspension_id ~= point.suspension_id then
-    return nil, reply.err('waitpoint_closed')
+    reply.refuse('waitpoint_closed')
   end
-  if not open.resume_condition_json then return nil, reply.err('waitpoint_not_found') end
-  return open, nil, cjson.decode(open.resume_condition_json)
+  if not open.resume_condition_json then reply.refuse('waitpoint_not_found') end
+  return open, cjson.decode(open.resume_condition_json)
 end
 
 local function excess(c, id, rec, signal, point, buffering, vouched)
@@ -102,25 +97,21 @@ local function apply(c, id, rec, open, signal, verdict)
 end
 
 record.register_function('ff_signal', record.checked, function(c, id, rec, args)
-  local signal, vouched, problem = cmsgpack.unpack(args[5]), args[8] == '1', nil
+  local signal, vouched = cmsgpack.unpack(args[5]), args[8] == '1'
   signal.waitpoint_id, signal.id, signal.payload = args[2], args[3], args[6] == '1' and args[7] or nil
   local point = suspension.read_hash(K.waitpoint(c.tag, signal.waitpoint_id))
   if vouched then
-    problem = unknown(rec, id, point, signal)
+    reply.stop_with(unknown(rec, id, point, signal))
   else
-    problem = unauthorised(c, id, rec, signal, point, args[4])
+    reply.stop_with(unauthorised(c, id, rec, signal, point, args[4]))
   end
-  if problem then return problem end
   local dedup = signal.idempotency_key ~= '' and signal.dedup_ttl_ms > 0
     and (vouched and K.approval_dedup or K.signal_dedup)(c.tag, signal.waitpoint_id,
       signal.idempotency_key)
-  local before = earlier(id, signal, dedup)
-  if before then return before end
-  local open, condition
-  open, problem, condition = destination(c, id, rec, point)
+  reply.stop_with(earlier(id, signal, dedup))
+  local open, condition = destination(c, id, rec, point)
   local buffering = open == 'buffer'
-  problem = problem or excess(c, id, rec, signal, point, buffering, vouched)
-  if problem then return problem end
+  reply.stop_with(excess(c, id, rec, signal, point, buffering, vouched))
 
   signal.key, signal.signal_category = point.waitpoint_key, signal.category
   signal.created_at = signal.created_at or c.now

@@ -53,14 +53,14 @@ end
 
 local function pending(c, id, rec, waitpoint_id)
   local found = suspension.read_hash(K.waitpoint(c.tag, waitpoint_id))
-  if not found then return nil, reply.err('waitpoint_not_found') end
-  if found.state ~= 'pending' then return nil, reply.err('waitpoint_not_pending') end
+  if not found then reply.refuse('waitpoint_not_found') end
+  if found.state ~= 'pending' then reply.refuse('waitpoint_not_pending') end
   if found.execution_id ~= id
       or tonumber(found.attempt_index) ~= record.attempt_index(rec) then
-    return nil, reply.err('invalid_waitpoint_for_execution')
+    reply.refuse('invalid_waitpoint_for_execution')
   end
-  if tonumber(found.expires_at or 0) <= c.now then return nil, reply.err('pending_waitpoint_expired') end
-  if not found.waitpoint_token then return nil, reply.err('waitpoint_not_token_bound') end
+  if tonumber(found.expires_at or 0) <= c.now then reply.refuse('pending_waitpoint_expired') end
+  if not found.waitpoint_token then reply.refuse('waitpoint_not_token_bound') end
   return found
 end
 
@@ -68,34 +68,28 @@ local function fresh(c, id, waitpoint_id, key)
   local known = server.call('HMGET', K.waitpoint(c.tag, waitpoint_id), 'state', 'execution_id')
   -- A closed waitpoint may be replaced, but only by its own execution.
   if known[1] and (known[1] == 'pending' or known[1] == 'active' or known[2] ~= id) then
-    return nil, reply.err('waitpoint_already_exists')
+    reply.refuse('waitpoint_already_exists')
   end
   return tokens.mint(c, waitpoint_id, key, c.now)
 end
 
-local function bind(c, id, rec, kind, waitpoint_id, key)
-  if kind == 'pending' then
-    local found, problem = pending(c, id, rec, waitpoint_id)
-    return found and { id = waitpoint_id, key = found.waitpoint_key, token = found.waitpoint_token,
-      record = found }, problem
-  end
-  local token, problem = fresh(c, id, waitpoint_id, key)
-  return { id = waitpoint_id, key = key, token = token }, problem
-end
-
--- Ids, keys and tokens of all bindings, checked and minted before anything is written; or the error.
+-- Ids, keys and tokens of all bindings, checked and minted before anything is written.
 local function bindings(c, id, rec, want)
-  local bound, problem = {}, nil
+  local bound = {}
   if want.waitpoints[1][1] ~= 'pending' then
-    problem = suspension.waitpoint_excess(c, id, #want.waitpoints)
+    reply.stop_with(suspension.waitpoint_excess(c, id, #want.waitpoints))
   elseif #want.waitpoints > 1 then
-    problem = reply.err('use_pending_with_extras_unsupported')
+    reply.refuse('use_pending_with_extras_unsupported')
   end
   for i, given in ipairs(want.waitpoints) do
-    if problem then break end
-    bound[i], problem = bind(c, id, rec, unpack(given))
+    local kind, waitpoint_id, key = unpack(given)
+    local found = kind == 'pending' and pending(c, id, rec, waitpoint_id) or nil
+    bound[i] = {
+      id = waitpoint_id, record = found, key = found and found.waitpoint_key or key,
+      token = found and found.waitpoint_token or fresh(c, id, waitpoint_id, key),
+    }
   end
-  return bound, problem
+  return bound
 end
 
 local function timeout(c, id, want)
@@ -179,52 +173,46 @@ local function write_suspension(c, id, rec, want, bound, behavior)
   server.call(unpack(args))
 end
 
-local function malformed(c, want)
+local function check_arguments(c, want)
   if want.timeout_at and want.timeout_at + PAST_TOLERANCE_MS < c.now then
-    return reply.err('invalid_input', 'timeout_at_in_past')
+    reply.refuse('invalid_input', 'timeout_at_in_past')
   end
   for i = 2, #want.waitpoints do
     if want.waitpoints[i][2] == '' or want.waitpoints[i][3] == '' then
-      return reply.err('additional_waitpoint_binding_malformed')
+      reply.refuse('additional_waitpoint_binding_malformed')
     end
   end
 end
 
-local function refusal(c, id, rec, text)
+local function check_lease(c, id, rec, text)
   local given = fence.parse(text)
   local proof = given.lease_id .. '/' .. given.epoch .. '/' .. given.attempt_id .. '/'
-  local problem = fence.check(c, id, rec, proof, false, true)
-  if problem then return problem end
+  reply.stop_with(fence.check(c, id, rec, proof, false, true))
   if given.index ~= '' and tonumber(given.index) ~= record.attempt_index(rec) then
-    return reply.err('invalid_lease_for_suspend')
+    reply.refuse('invalid_lease_for_suspend')
   end
-  if suspension.open(c, id) then return reply.err('already_suspended') end
+  if suspension.open(c, id) then reply.refuse('already_suspended') end
 end
 
-local function unbound(want, binding)
+local function check_references(want, binding)
   for _, key in ipairs(want.referenced) do
     if key ~= binding.key then
-      return reply.err('invalid_input', 'referenced_waitpoint_key_missing_binding: ' .. key)
+      reply.refuse('invalid_input', 'referenced_waitpoint_key_missing_binding: ' .. key)
     end
   end
 end
 
 reply.register_function('ff_suspend', function(c, id, args)
   local text, want = args[2], cmsgpack.unpack(args[3])
-  local answer = malformed(c, want) or repeated(c, id, text, want)
-  if answer then return answer end
+  check_arguments(c, want)
+  reply.stop_with(repeated(c, id, text, want))
   local rec = record.checked_lease(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local problem = refusal(c, id, rec, text)
-  if problem then return problem end
-  local bound
-  bound, problem = bindings(c, id, rec, want)
-  if problem then return problem end
-  local progress, satisfiers = {}, {}
+  check_lease(c, id, rec, text)
+  local bound = bindings(c, id, rec, want)
+  local satisfied, progress, satisfiers = false, {}, {}
   if bound[1].record then
-    problem = unbound(want, bound[1])
-    if problem then return problem end
-    local satisfied
+    check_references(want, bound[1])
     satisfied, progress, satisfiers = buffered(c, id, bound[1], cjson.decode(want.condition))
     if satisfied then return already_satisfied(c, id, rec, want, bound[1], satisfiers) end
   end

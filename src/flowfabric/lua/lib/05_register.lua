@@ -15,12 +15,13 @@ end
 
 local function caught(ok, answer, ...)
   if not ok then
+    if type(answer) == 'table' and answer.final then return true, answer.final end
     answer = tostring(type(answer) == 'table' and answer.err or answer)
     if is_refusal(answer) then error({ err = answer }, 0) end
   end
   return ok, answer, ...
 end
 
--- `pcall` for errors caused by stored data; the reason is text. Other errors pass through to the
--- caller of the function.
+-- `pcall` for errors caused by stored data; the reason is text. An answer of `reply.stop_with` is
+-- returned; other errors pass through to the caller of the function.
 function try(...) return caught(pcall(...)) end

@@ -6,6 +6,12 @@ function reply.duplicate(id) return { 1, 'DUPLICATE', id } end
 function reply.already(reason) return { 1, 'ALREADY_SATISFIED', reason } end
 function reply.err(code, ...) return { 0, code, ... } end
 
+-- Ends the handling of an execution with this answer, if there is one.
+function reply.stop_with(answer)
+  if answer then error({ final = answer }, 0) end
+end
+function reply.refuse(...) reply.stop_with(reply.err(...)) end
+
 -- An attempt that ended before its execution did is not the current one.
 function reply.not_active(rec)
   local over = rec.between_attempts or S.between_attempts(rec.state)

@@ -26,14 +26,14 @@ local function digest(secret, waitpoint_id, key, created_at)
   return pad and server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
 end
 
--- The token of a waitpoint under the current kid, or nil and the error.
+-- The token of a waitpoint under the current kid.
 function tokens.mint(c, waitpoint_id, key, created_at)
   local store = K.secrets(c.tag)
   local kid = server.call('HGET', store, 'current_kid')
   local secret = kid and server.call('HGET', store, 'secret:' .. kid)
-  if not secret then return nil, reply.err('hmac_secret_not_initialized') end
+  if not secret then reply.refuse('hmac_secret_not_initialized') end
   local code = digest(secret, waitpoint_id, key, values.text(created_at))
-  if not code then return nil, reply.err('invalid_secret') end
+  if not code then reply.refuse('invalid_secret') end
   return kid .. ':' .. code
 end
 
@@ -42,25 +42,27 @@ function tokens.in_grace(expires, now)
   return at and at > 0 and at >= now
 end
 
--- The secret and code of a token, or nil and the error. Depends only on the token and the key
--- store, so it reveals nothing about waitpoints.
-function tokens.secret_for(c, token)
-  local kid, code = string.match(token, '^([^:]+):(.*)$')
-  if not kid or #code ~= 40 then return nil, reply.err('invalid_token') end
-  local found = server.call('HMGET', K.secrets(c.tag),
-    'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
-  if not found[1] then return nil, reply.err('hmac_secret_not_initialized') end
-  if not found[2] then return nil, reply.err('invalid_token') end
-  if found[1] ~= kid and not tokens.in_grace(found[3], c.now) then return nil, reply.err('token_expired') end
-  if not pads(found[2]) then return nil, reply.err('invalid_secret') end
-  return found[2], nil, code
-end
-
 -- Whether the code was made for this waitpoint. An unknown waitpoint costs the same computation.
-function tokens.proves(secret, code, waitpoint_id, point)
+local function proves(secret, code, waitpoint_id, point)
   local key, created_at = point and point.waitpoint_key, point and point.created_at
   local made = digest(secret, waitpoint_id, key or '', created_at or '')
-  return values.equal(made, code) and key and created_at and true or false
+  return values.equal(made, code) and key and created_at
+end
+
+-- What is wrong with a token; with a waitpoint, also whether it is the waitpoint's. All other errors
+-- depend only on the token and the key store, so they reveal nothing about waitpoints.
+function tokens.problem(c, token, waitpoint_id, point)
+  local kid, code = string.match(token, '^([^:]+):(.*)$')
+  if not kid or #code ~= 40 then return reply.err('invalid_token') end
+  local found = server.call('HMGET', K.secrets(c.tag),
+    'current_kid', 'secret:' .. kid, 'expires_at:' .. kid)
+  if not found[1] then return reply.err('hmac_secret_not_initialized') end
+  if not found[2] then return reply.err('invalid_token') end
+  if found[1] ~= kid and not tokens.in_grace(found[3], c.now) then return reply.err('token_expired') end
+  if not pads(found[2]) then return reply.err('invalid_secret') end
+  if waitpoint_id and not proves(found[2], code, waitpoint_id, point) then
+    return reply.err('invalid_token')
+  end
 end
 
 -- The current kid, and the past ones: each with the time until which it verifies, or false.

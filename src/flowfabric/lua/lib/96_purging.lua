@@ -63,7 +63,7 @@ end
 
 -- Deletes everything left of a trimmed execution, so that a new one with its id does not find any
 -- of it. The error if that is too much for one call; a repeat continues.
-function purging.finish(c, id)
+function purging.finish_problem(c, id)
   local backlog = K.index(c.tag, 'purge_backlog')
   local left = server.call('HGET', backlog, id)
   if not left then return end
