@@ -102,8 +102,7 @@ def test_every_tagged_name_is_compared() -> None:
 def test_every_name_of_lua_is_compared() -> None:
     source = Path(flowfabric.__file__).parent / "lua" / "lib" / "20_keys.lua"
     written = set(re.findall(r"^(?:function )?K\.([a-z]\w*)", source.read_text(), re.MULTILINE))
-    # The number of a partition is no key.
-    others = {"lane_part", "wake", "signal", "signal_payload", "partition"}
+    others = {"lane_part", "wake", "signal", "signal_payload"}
     assert written == set(CASES) | others
 
 

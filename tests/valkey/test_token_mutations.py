@@ -255,8 +255,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "all members",
         CONDITIONS,
-        "if not holds(member, path .. '.' .. i) then return false end",
-        "if holds(member, path .. '.' .. i) then return true end",
+        "return leaves > 0 and unmet == 0",
+        "return leaves > unmet",
         test_susp_conditions.test_depth_four_resumes,
     ),
     (
@@ -379,7 +379,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "due check of suspensions",
         EXPIRE,
-        "if tonumber(open.timeout_at) > c.now then return 'not_yet_due' end",
+        "if not open.timeout_at or tonumber(open.timeout_at) > c.now then return 'not_yet_due' end",
         "",
         test_susp_timeout.test_escalate,
     ),

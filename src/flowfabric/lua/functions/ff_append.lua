@@ -24,9 +24,7 @@ local function fenced(c, core, held, index)
 end
 
 -- Whether seq `a` is at most `b`. Decimal texts, since 64 bits do not fit a Lua number.
-local function at_most(a, b)
-  return #a < #b or (#a == #b and a <= b)
-end
+local function at_most(a, b) return #a < #b or (#a == #b and a <= b) end
 
 -- The answer for a seq that was accepted before; `seen` is `seq last_id count version`.
 local function duplicate(seen, seq, count)
@@ -36,13 +34,10 @@ local function duplicate(seen, seq, count)
   return reply.ok(tonumber(written), id, tonumber(count), version, 1)
 end
 
--- How many entries a best-effort append keeps, from the rate seen so far.
 local function best_effort_keep(rate, last, want, now, frames)
   local seconds = math.max(want.ttl_ms, 1) / 1000
   local gap = last and math.max(1, now - tonumber(last)) or 1
-  if not rate then
-    rate, frames = want.floor / (seconds * 2), frames - 1
-  end
+  if not rate then rate, frames = want.floor / (seconds * 2), frames - 1 end
   for _ = 1, frames do
     rate = want.alpha * (1000 / gap) + (1 - want.alpha) * tonumber(rate)
     gap = 1

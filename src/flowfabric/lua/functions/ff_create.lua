@@ -121,8 +121,12 @@ local function existing(c, id, lane, namespace, idem)
   reply.stop_with(purging.finish_problem(c, id))
 end
 
-local function specify(c, rec, lane, namespace, opts, policy)
-  local fields = {}
+local plain_fields = values.memo(function(encoding)
+  return encoding ~= '' and { 'payload_encoding', encoding } or NONE
+end)
+
+local function specify(c, rec, lane, namespace, encoding, opts, policy)
+  local fields = { unpack(plain_fields(encoding)) }
   local function set(name, value)
     rec[name] = value
     values.add(fields, name, value)
@@ -160,14 +164,10 @@ local function create(c, id, kind, payload, encoding, opts)
   reply.stop_with(policy.error or (signature and waiting.signature_excess(c, lane, signature)))
 
   local rec = { state = S.NEW, lane_id = lane, created_at = values.text(c.now) }
-  local fields = opts ~= NONE and specify(c, rec, lane, namespace, opts, policy) or NONE
-  if encoding ~= '' then
-    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', rec.created_at, 'payload_encoding', encoding, unpack(fields))
-  else
-    server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
-      'created_at', rec.created_at, unpack(fields))
-  end
+  local fields = plain_fields(encoding)
+  if opts ~= NONE then fields = specify(c, rec, lane, namespace, encoding, opts, policy) end
+  server.call('HSET', K.core(c.tag, id), 'state', rec.state, 'execution_kind', kind,
+    'created_at', rec.created_at, unpack(fields))
   if payload ~= '' then server.call('SET', K.payload(c.tag, id), payload) end
   if opts.policy then server.call('SET', K.policy(c.tag, id), opts.policy) end
   if opts.tags then server.call('HSET', K.tags(c.tag, id), unpack(opts.tags)) end

@@ -47,9 +47,7 @@ register('ff_list_suspended', function(keys, args)
     lanes_read = lanes_read + 1
     local key = K.lane(c.tag, args[i], 'suspended')
     local ok, page, reads = try(read_page, key, tonumber(args[2]), args[3], limit)
-    if not ok then
-      unreadable[#unreadable + 1], page, reads = args[i], {}, 0
-    end
+    if not ok then unreadable[#unreadable + 1], page, reads = args[i], {}, 0 end
     work = work + 1 + reads + #page / 2
     for j = 1, #page, 2 do
       rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }

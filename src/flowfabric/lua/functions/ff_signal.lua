@@ -32,13 +32,11 @@ local function unauthorised(c, id, rec, signal, point, token)
   if point.execution_id ~= id then return reply.err('invalid_waitpoint_for_execution') end
 end
 
--- The same for a caller that the engine vouches for.
 local function unknown(rec, id, point, signal)
   if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
   return granting.lane_problem(rec, signal.lane or '')
 end
 
--- The answer of the signal that this one repeats, or nil.
 local function earlier(id, signal, dedup)
   local known = dedup and server.call('GET', dedup)
   if not known and server.call('EXISTS', K.signal(id, signal.id)) == 1 then known = signal.id end

@@ -40,9 +40,7 @@ local function ended_silently(c, id, index, rec)
   if S.is_lease_revoked(rec.state) then return rec.lease_revoked_at, 'lease_revoked' end
 end
 
-local function is_best_effort(entry)
-  return entry[2][5] == 'm' and entry[2][6] == 'b'
-end
+local function is_best_effort(entry) return entry[2][5] == 'm' and entry[2][6] == 'b' end
 
 -- Visible entries, the last one examined, and whether there may be more.
 local function examine(stream, first, last, count, filtered)

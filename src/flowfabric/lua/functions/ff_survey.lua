@@ -14,83 +14,88 @@ local SMALL, AT_ONCE = 500, 5000
 -- Opening an index costs as much as reading this many entries.
 local READ = 10
 
-local function is_lease_index(name)
-  return name == 'lease_expiry' or string.find(name, ':active$') ~= nil
+local function is_lease_index(key)
+  return string.find(key, ':lease_expiry$') or string.find(key, ':active$')
 end
 
 -- The ids of an index, or nil if there are too many, and its content as text.
-local function entries(seen, key, name)
+local function entries(seen, key)
   local most = math.min(SMALL, seen.room.left)
   local flat = server.call('ZRANGE', key, 0, most, 'WITHSCORES')
-  if #flat > 2 * most then return nil, 'many ' .. server.call('ZCARD', key) end
+  if #flat > 2 * most then
+    seen.large = true
+    return nil, 'many ' .. server.call('ZCARD', key)
+  end
   seen.room.left = math.max(0, seen.room.left - #flat / 2)
   local ids = {}
   for i = 1, #flat, 2 do ids[#ids + 1] = flat[i] end
-  if not is_lease_index(name) then return ids, table.concat(flat, ' ') end
+  if not is_lease_index(key) then return ids, table.concat(flat, ' ') end
   table.sort(ids)
   return ids, table.concat(ids, ' ')
 end
 
-local function content_of(seen, name)
-  local key = seen.prefix .. name
-  if string.find(name, ':config$') then
+local function content_of(seen, key)
+  if string.find(key, ':config$') then
     return server.call('HGET', key, 'priority_weight_ms') or 'default'
-  elseif string.find(name, ':sigs$') then
-    local signatures = waiting.signatures(key)
+  elseif string.find(key, ':sigs$') then
+    local signatures, lane = waiting.signatures(key), string.sub(key, 1, -#'sigs' - 1)
     table.sort(signatures)
     for _, signature in ipairs(signatures) do
-      local lane = string.sub(name, 1, -#'sigs' - 1)
-      seen.more[#seen.more + 1] = lane .. 'eligible:' .. signature
-      seen.more[#seen.more + 1] = lane .. 'reclaimable:' .. signature
+      values.append(seen.more, { lane .. 'eligible:' .. signature, lane .. 'reclaimable:' .. signature })
     end
-    return #signatures > 0 and table.concat(signatures, ' ') or nil
+    return table.concat(signatures, ' ')
   end
-  local ids, content = entries(seen, key, name)
-  if not ids then seen.large = true end
-  return content ~= '' and content or nil
+  local _, content = entries(seen, key)
+  return content
 end
 
-local function note(seen, name)
-  if seen.done[name] then return end
-  seen.done[name] = true
+local function note(seen, key)
+  if seen.done[key] then return end
+  seen.done[key] = true
   seen.room.left = math.max(0, seen.room.left - READ)
-  local ok, content = try(content_of, seen, name)
-  if not ok then content = 'unreadable ' .. content end
-  if not content then return end
+  local ok, content = try(content_of, seen, key)
+  if content == '' then return end
+  local name = string.sub(key, #seen.prefix + 1)
   seen.present[#seen.present + 1] = name
-  seen.lines[#seen.lines + 1] = name .. '=' .. content
+  seen.lines[#seen.lines + 1] = name .. '=' .. (ok and content or 'unreadable ' .. content)
 end
 
 -- Notes the executions and, while they are few, how many have a record.
 local function note_executions(seen, tag)
-  local ok, ids, content = try(entries, seen, seen.prefix .. 'all_executions', 'all_executions')
-  if not ok then
-    seen.lines[#seen.lines + 1] = 'unreadable ' .. ids
-    return
-  end
-  seen.lines[#seen.lines + 1] = content
-  if not ids then
-    seen.large = true
-    return
-  end
+  local ok, ids, content = try(entries, seen, seen.prefix .. 'all_executions')
+  seen.lines[1] = ok and content or 'unreadable ' .. ids
+  if not ok or not ids then return end
   local count, names = 0, {}
   for i, id in ipairs(ids) do names[i] = K.core(tag, id) end
   for first, last in values.pieces(names) do
     count = count + server.call('EXISTS', unpack(names, first, last))
   end
-  seen.lines[#seen.lines + 1] = string.format('%d', count)
+  seen.lines[2] = values.text(count)
 end
 
-local function survey(place, room)
-  local tag = place.tag
-  local seen = {
-    prefix = K.index(tag, ''), done = {}, present = {}, lines = {}, more = {}, large = false,
-    room = room,
-  }
+local function possible_keys(prefix, place)
+  local keys, known, others = {}, {}, {}
+  for _, name in ipairs(place.known) do known[prefix .. name] = true end
+  for _, timer in ipairs(place.whole and indexes.TIMERS or {}) do keys[#keys + 1] = prefix .. timer end
+  for _, lane in ipairs(place.lanes) do
+    indexes.add_lane(keys, place.tag, lane)
+    keys[#keys + 1] = prefix .. 'lane:' .. K.lane_part(lane) .. ':config'
+  end
+  for _, key in ipairs(keys) do
+    if not known[key] then others[#others + 1] = key end
+  end
+  return others
+end
+
+local function survey(place, exists, room)
+  local tag, prefix = place.tag, K.index(place.tag, '')
+  local seen = { prefix = prefix, done = {}, present = {}, lines = {}, more = {}, room = room }
   if place.whole then note_executions(seen, tag) end
-  for _, name in ipairs(place.known) do note(seen, name) end
-  for i, name in ipairs(seen.more) do seen.more[i] = seen.prefix .. name end
-  for _, key in ipairs(indexes.existing(seen.more)) do note(seen, string.sub(key, #seen.prefix + 1)) end
+  for _, name in ipairs(place.known) do note(seen, prefix .. name) end
+  for _, key in ipairs(place.keys) do
+    if exists[key] then note(seen, key) end
+  end
+  for _, key in ipairs(indexes.existing(seen.more)) do note(seen, key) end
   if seen.large then
     -- Counts alone miss changes that the event feed shows.
     local ok, last = try(server.call, 'XREVRANGE', K.events(tag), '+', '-', 'COUNT', 1)
@@ -100,50 +105,23 @@ local function survey(place, room)
   return { tag, server.sha1hex(table.concat(seen.lines, '\n')), seen.present }
 end
 
--- Adds the keys that may exist in a partition, without the known ones, and their partition.
-local function add_candidates(names, owners, place)
-  local all, known, prefix = {}, {}, K.index(place.tag, '')
-  if place.whole then
-    for _, timer in ipairs(indexes.TIMERS) do all[#all + 1] = prefix .. timer end
-  end
-  for _, lane in ipairs(place.lanes) do
-    indexes.add_lane(all, place.tag, lane)
-    all[#all + 1] = prefix .. 'lane:' .. K.lane_part(lane) .. ':config'
-  end
-  for _, name in ipairs(place.known) do known[prefix .. name] = true end
-  for _, name in ipairs(all) do
-    if not known[name] then
-      names[#names + 1] = name
-      owners[name] = place
-    end
-  end
-end
-
 register('ff_survey', function(_, args)
-  local places, names, owners = {}, {}, {}
+  local places, keys, exists, surveys, room = {}, {}, {}, {}, { left = AT_ONCE }
   local at = 1
-
-  local function take()
-    local first, last = at + 1, at + tonumber(args[at])
-    at = last + 1
-    return values.slice(args, first, last)
-  end
-
   while at <= #args do
-    local place = { tag = args[at], whole = args[at + 1] == '1' }
-    at = at + 2
-    place.lanes, place.known = take(), take()
-    add_candidates(names, owners, place)
-    places[#places + 1] = place
+    local lanes_end = at + 2 + tonumber(args[at + 2])
+    local known_end = lanes_end + 1 + tonumber(args[lanes_end + 1])
+    local place = { tag = args[at], whole = args[at + 1] == '1',
+      lanes = values.slice(args, at + 3, lanes_end),
+      known = values.slice(args, lanes_end + 2, known_end) }
+    place.keys = possible_keys(K.index(place.tag, ''), place)
+    values.append(keys, place.keys)
+    places[#places + 1], at = place, known_end + 1
   end
-  for _, key in ipairs(indexes.existing(names)) do
-    local place = owners[key]
-    place.known[#place.known + 1] = string.sub(key, #K.index(place.tag, '') + 1)
-  end
-  local surveys, room = {}, { left = AT_ONCE }
+  for _, key in ipairs(indexes.existing(keys)) do exists[key] = true end
   for i, place in ipairs(places) do
     if i > 1 and room.left < AT_ONCE / 2 then break end
-    surveys[i] = survey(place, room)
+    surveys[i] = survey(place, exists, room)
   end
   return reply.ok(surveys)
 end, { 'no-writes' })

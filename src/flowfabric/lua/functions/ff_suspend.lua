@@ -116,9 +116,12 @@ local function buffered(c, id, binding, condition)
   local progress, fields, satisfiers = conditions.no_progress(), {}, {}
   local list = K.waitpoint_signals(c.tag, binding.id)
   for _, signal_id in ipairs(server.call('LRANGE', list, 0, -1)) do
-    local signal = signals.recall(id, signal_id, binding.key)
-    local added = conditions.contribute(progress,
-      signal and conditions.marks(condition, signal) or {})
+    local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',
+      'source_identity')
+    local added = conditions.contribute(progress, found[1] and conditions.marks(condition, {
+      id = signal_id, key = binding.key, name = found[1], source_type = found[2] or '',
+      source_identity = found[3] or '',
+    }) or {})
     if #added > 0 then
       satisfiers[#satisfiers + 1] = signal_id
       values.append(fields, added)

@@ -11,8 +11,6 @@ function K.lane_part(lane)
   return lane
 end
 
-K.partition = values.memo(function(tag) return string.match(tag, '%d+') end)
-
 -- Building a string costs more than most commands, so names that calls use often are kept.
 local kept, of_partition, of_lane, of_worker
 local KEPT_MAX = 20000

@@ -55,7 +55,6 @@ S.has_ended_attempt = matching('z$')
 -- The last attempt is over; a retry or replay has not started yet.
 S.between_attempts = matching('[tp]$')
 
--- How the attempt ended that ended its execution in this state.
 function S.attempt_end(code)
   if S.is_success(code) then return 'ended_success' end
   return S.is_cancelled(code) and 'ended_cancelled' or 'ended_failure'

@@ -72,7 +72,6 @@ function Context:flush()
 end
 
 local DEFAULT_WEIGHT_MS = 1e12
--- The settings of a lane that has none stored.
 Context.DEFAULTS = { state = 'active', weight = DEFAULT_WEIGHT_MS, reclaim_grace = 0 }
 
 -- The partition's copy of the lane settings, or the defaults.
@@ -120,6 +119,6 @@ function Context:ring(lane)
     pcall(server.call, 'SPUBLISH', K.wake(self.tag, lane), lane)
   else
     pcall(server.call, 'ZADD', K.wake(self.tag, lane), 'NX', values.text(self.now),
-      K.partition(self.tag))
+      string.match(self.tag, '%d+'))
   end
 end

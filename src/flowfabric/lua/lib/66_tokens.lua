@@ -26,7 +26,6 @@ local function digest(secret, waitpoint_id, key, created_at)
   return pad and server.sha1hex(pad.outer .. bytes(server.sha1hex(pad.inner .. message)))
 end
 
--- The token of a waitpoint under the current kid.
 function tokens.mint(c, waitpoint_id, key, created_at)
   local store = K.secrets(c.tag)
   local kid = server.call('HGET', store, 'current_kid')

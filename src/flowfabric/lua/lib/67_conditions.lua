@@ -9,6 +9,7 @@ local function matches(matcher, name)
 end
 
 local SATISFIERS = {
+  Single = function() return '' end,
   DistinctWaitpoints = function(signal) return signal.key end,
   DistinctSignals = function(signal) return signal.id end,
   -- The length keeps different pairs apart.
@@ -20,37 +21,33 @@ local SATISFIERS = {
   end,
 }
 
--- Calls `visit(node, path)` for every leaf: Single and Count.
+local function leaf_of(node)
+  local single, count = node.Single, node.Composite
+  if single then
+    return { keys = { single.waitpoint_key }, matcher = single.matcher, kind = 'Single', needed = 1 }
+  end
+  return { keys = count.waitpoints, matcher = count.matcher, kind = count.count_kind,
+    needed = tonumber(count.n) }
+end
+
+-- Calls `visit(leaf, path)` for every Single and Count.
 local function each_leaf(node, path, visit)
   if type(node) ~= 'table' then return end
-  local body = node.Composite
-  if body and body.kind == 'AllOf' then
-    for i, member in ipairs(body.members) do each_leaf(member, path .. '.' .. i, visit) end
-  elseif body or node.Single then
-    visit(node, path)
+  if node.Composite and node.Composite.kind == 'AllOf' then
+    for i, member in ipairs(node.Composite.members) do each_leaf(member, path .. '.' .. i, visit) end
+  elseif node.Composite or node.Single then
+    visit(leaf_of(node), path)
   end
 end
 
--- The marks a signal makes, and whether any node refers to its waitpoint.
+-- The marks a signal makes, and whether any leaf refers to its waitpoint.
 function conditions.marks(condition, signal)
   local made, referred = {}, false
-  local function mark(path, satisfier)
-    made[#made + 1] = { path = path, name = path .. '\0' .. satisfier }
-  end
-  each_leaf(condition, 'r', function(node, path)
-    if node.Single then
-      if node.Single.waitpoint_key == signal.key then
-        referred = true
-        if matches(node.Single.matcher, signal.name) then mark(path, '') end
-      end
-      return
-    end
-    local count = node.Composite
-    if values.contains(count.waitpoints, signal.key) then
-      referred = true
-      local satisfier = matches(count.matcher, signal.name) and SATISFIERS[count.count_kind](signal)
-      if satisfier then mark(path, satisfier) end
-    end
+  each_leaf(condition, 'r', function(leaf, path)
+    if not values.contains(leaf.keys, signal.key) then return end
+    referred = true
+    local satisfier = matches(leaf.matcher, signal.name) and SATISFIERS[leaf.kind](signal)
+    if satisfier then made[#made + 1] = { path = path, name = path .. '\0' .. satisfier } end
   end)
   return made, referred
 end
@@ -90,17 +87,10 @@ function conditions.contribute(progress, made)
 end
 
 function conditions.satisfied(condition, progress)
-  local counts = progress.counts
-  local function holds(node, path)
-    if type(node) ~= 'table' then return false end
-    if node.Single then return (counts[path] or 0) > 0 end
-    local body = node.Composite
-    if not body then return false end
-    if body.kind == 'Count' then return (counts[path] or 0) >= tonumber(body.n) end
-    for i, member in ipairs(body.members) do
-      if not holds(member, path .. '.' .. i) then return false end
-    end
-    return #body.members > 0
-  end
-  return holds(condition, 'r')
+  local leaves, unmet = 0, 0
+  each_leaf(condition, 'r', function(leaf, path)
+    leaves = leaves + 1
+    if (progress.counts[path] or 0) < leaf.needed then unmet = unmet + 1 end
+  end)
+  return leaves > 0 and unmet == 0
 end

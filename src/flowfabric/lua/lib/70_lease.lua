@@ -1,6 +1,5 @@
 -- Opening, marking and ending leases.
 
--- Removes an active execution from every index that its lease put it in.
 function lease.leave_indexes(c, id, rec)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)

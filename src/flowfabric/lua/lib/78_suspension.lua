@@ -1,7 +1,6 @@
 -- Suspensions and their waitpoints: closing them, and resuming.
 
--- Lane index score of a suspension without a timeout.
-local NO_TIMEOUT = 9999999999999
+local NO_TIMEOUT_SCORE = 9999999999999
 -- How many unused waitpoints one call closes when executions end; the rest expire.
 local MAX_DROPPED = 500
 -- How many waitpoints an execution may have, closed ones included.
@@ -32,7 +31,7 @@ function suspension.open(c, id)
   if fields and not fields.closed_at then return fields end
 end
 
-function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT end
+function suspension.score(timeout_at) return tonumber(timeout_at) or NO_TIMEOUT_SCORE end
 
 function suspension.close_waitpoint(c, waitpoint_id, reason, condition_reason, satisfied)
   local args = { 'HSET', K.waitpoint(c.tag, waitpoint_id), 'state', 'closed', 'closed_at', c.now,

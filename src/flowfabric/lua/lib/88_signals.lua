@@ -54,11 +54,3 @@ function signals.record(c, id, rec, point, signal, effect, most)
   events.emit(c, 'signal', id, rec, 'si', signal.id, 'sn', signal.name, 'wp', signal.waitpoint_id,
     'st', signal.source_type, 'sr', signal.source_identity, 'ef', effect)
 end
-
-function signals.recall(id, signal_id, key)
-  local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',
-    'source_identity')
-  if not found[1] then return nil end
-  return { id = signal_id, key = key, name = found[1], source_type = found[2] or '',
-    source_identity = found[3] or '' }
-end
