@@ -54,7 +54,7 @@ batch.register_function('ff_expire_suspension', 1, function(c, id)
     if not rec then return 'not_found_cleaned' end
     return S.is_suspended(rec.state) and 'no_active_suspension_cleaned' or 'not_suspended_cleaned'
   end
-  -- Without a timeout it was escalated.
+  if not open.timeout_at then server.call('ZREM', index, id) end
   if not open.timeout_at or tonumber(open.timeout_at) > c.now then return 'not_yet_due' end
   local behavior = open.timeout_behavior
   if behavior == 'auto_resume' or behavior == 'auto_resume_with_timeout_signal' then
