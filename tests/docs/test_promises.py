@@ -10,11 +10,13 @@ import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.valkey.address import parse_url
@@ -26,7 +28,7 @@ from tests.docs.scratch import wait_for_server_end
 
 @asynccontextmanager
 async def connected(server: EmbeddedServer) -> AsyncGenerator[Client]:
-    backend = await ValkeyBackend.connect_and_prepare(parse_url(server.url))
+    backend = await ValkeyBackend.connect(parse_url(server.url), prepare_with=PartitionCounts())
     async with Client(backend) as client:
         yield client
 
@@ -95,7 +97,8 @@ async def test_everysec_loses_nothing_that_is_on_disk(tmp_path: Path) -> None:
         async with connected(server) as client:
             outcomes = [await client.submit("work") for _ in range(50)]
             # What the promise calls a second is this: the log was flushed.
-            await client.backend.transport.call("WAITAOF", 1, 0, 5000, key="")
+            backend = cast("ValkeyBackend", client.backend)
+            await backend.transport.call("WAITAOF", 1, 0, 5000, key="")
             kill(server)
         assert await missing(server, [outcome.execution_id for outcome in outcomes]) == []
 

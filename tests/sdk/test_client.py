@@ -13,6 +13,7 @@ from flowfabric.core.contracts.leases import Revoked
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError, NotFoundError, TransportError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.feeds import _FeedLink
@@ -298,7 +299,7 @@ async def test_wait_survives_cuts_of_the_connection(
 async def test_wait_survives_a_restart_that_loses_the_feed(tmp_path: Any) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always")
     try:
-        backend = await ValkeyBackend.connect_and_prepare(parse_url(server.url))
+        backend = await ValkeyBackend.connect(parse_url(server.url), prepare_with=PartitionCounts())
         engine = Engine(backend)
         async with await Client.connect(server.url) as client:
             first, second = await submit(backend, 2)

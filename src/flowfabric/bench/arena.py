@@ -70,7 +70,7 @@ async def arena(aof: Aof) -> AsyncGenerator[Arena]:
                 backend = await open_backend(
                     server.url, prepare_with=PartitionCounts(), name="ff-bench"
                 )
-                async with backend:
+                async with contextlib.aclosing(backend):
                     yield Arena(server.url, backend)
         finally:
             server.release()

@@ -6,7 +6,7 @@ import asyncio
 import getpass
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 from flowfabric.cli.errors import CliError, UsageError
@@ -42,7 +42,7 @@ async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
         raise NoDataYet
     try:
         backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
-        async with backend:
+        async with aclosing(backend):
             yield backend
     finally:
         location.close()

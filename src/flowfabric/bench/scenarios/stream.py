@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -21,6 +22,7 @@ from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
 _TOKEN = Frame(payload=b" a token of an LLM", frame_type="delta")
+_POOL = 64
 _WRITERS = 10
 _FRAMES_PER_LAG = 100
 _PAUSE_S = 0.002
@@ -78,8 +80,9 @@ async def _write(tasks: Tasks, n: int) -> float:
 @contextlib.asynccontextmanager
 async def _tails(at: Arena, tasks: Tasks, lags: asyncio.Queue[float]) -> AsyncGenerator[Backend]:
     """A client whose tails wait, one per task; each frame's age goes to `lags`."""
+    # Every tail waits in a call of its own.
+    os.environ["FF_MAX_CONCURRENT_STREAM_OPS"] = str(max(len(tasks), _POOL))
     backend = await open_backend(at.url, name="ff-bench-tails")
-    backend.stream_pool.ceiling = max(len(tasks), backend.stream_pool.ceiling)
 
     async def all_wait() -> bool:
         return (await at.backend.meta.usage()).blocked >= len(tasks)

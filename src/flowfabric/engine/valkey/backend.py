@@ -139,24 +139,6 @@ class ValkeyBackend(ClosedOnce, Backend):
             raise
         return cls(transport, counts, limits)
 
-    @classmethod
-    async def connect_and_prepare(
-        cls,
-        address: Address,
-        *,
-        name: str = "flowfabric",
-        revive: Revive | None = None,
-        mint_secret: MintSecret | None = None,
-    ) -> ValkeyBackend:
-        """Dial and set up with the counts of the environment, as the owner of a server does."""
-        return await cls.connect(
-            address,
-            prepare_with=configured_counts(),
-            name=name,
-            revive=revive,
-            mint_secret=mint_secret,
-        )
-
     async def _close(self) -> None:
         """Close every connection; pending calls fail."""
         async with AsyncExitStack() as closing:

@@ -1,12 +1,11 @@
-"""The way to the engine: open a backend on a deployment, or on the project's embedded Valkey.
+"""Open a backend on a deployment, or on the project's embedded Valkey.
 
-Only this module and its neighbours open connections; the layers above import it.
+The only module of this package that the layers above import.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 from contextlib import aclosing
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from flowfabric.core.errors import ConfigError, FlowFabricError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
-from flowfabric.engine.valkey.boot import join, read_counts
+from flowfabric.engine.valkey.boot import configured_counts, join, read_counts
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 from flowfabric.valkey.connect import connect
 from flowfabric.valkey.transport import Transport
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 Place: TypeAlias = Address | str
 """An address or its url."""
 _DATA_FILES: Final = ("appendonlydir", "valkey.sock")
-log = logging.getLogger(__name__)
 
 
 async def open_backend(
     place: Place, *, name: str = "flowfabric", prepare_with: PartitionCounts | None = None
-) -> ValkeyBackend:
+) -> Backend:
     """A backend on the deployment at an address or url; with `prepare_with`, sets it up first."""
     address = from_url(place) if isinstance(place, str) else place
     return await ValkeyBackend.connect(address, name=name, prepare_with=prepare_with)
@@ -116,7 +115,7 @@ class ServerLocation:
         return "embedded Valkey" if self._address is None else self._address.peer
 
     async def address(self) -> Address:
-        """The deployment's address; starts or joins the embedded server when there is no other."""
+        """The deployment's address; starts or joins the embedded server if there is no other."""
         if self._address is not None:
             return self._address
         if self._server is None:
@@ -127,10 +126,9 @@ class ServerLocation:
         return server.address
 
     def _acquire(self, closings: int) -> None:
-        """Start or join the embedded server.
+        """Start or join the embedded server, in a thread.
 
-        Runs in a thread, which cannot be cancelled: a hold that arrives after `close`, or second,
-        is released.
+        A thread cannot be cancelled, so a hold that arrives after `close`, or second, is released.
         """
         server = start_embedded()
         with self._lock:
@@ -139,21 +137,20 @@ class ServerLocation:
                 return
         server.release()
 
-    async def open(self, *, name: str = "flowfabric", prepare: bool = False) -> ValkeyBackend:
+    async def open(self, *, name: str = "flowfabric", prepare: bool = False) -> Backend:
         """A backend in the running event loop; the embedded deployment is always prepared."""
         if self.embedded:
             # Refuse wrong settings before starting a server.
             check_settings()
-        address = await self.address()
-        if self.embedded:
-            return await ValkeyBackend.connect_and_prepare(
-                address, name=name, revive=self._revive, mint_secret=self._mint_secret
-            )
-        if prepare:
-            return await ValkeyBackend.connect_and_prepare(address, name=name)
-        return await ValkeyBackend.connect(address, name=name)
+        return await ValkeyBackend.connect(
+            await self.address(),
+            name=name,
+            prepare_with=configured_counts() if prepare or self.embedded else None,
+            revive=self._revive if self.embedded else None,
+            mint_secret=self._mint_secret if self.embedded else None,
+        )
 
-    async def open_existing(self, *, name: str, connect_timeout: float) -> ValkeyBackend:
+    async def open_existing(self, *, name: str, connect_timeout: float) -> Backend:
         """A backend for a command: fails at once if no server answers, and sets nothing up."""
         transport = await connect(
             await self.address(), connect_timeout=connect_timeout, name=name, patient=False
@@ -219,13 +216,10 @@ class ServerLocation:
     def _revive(self) -> None:
         """Restart the embedded server if it has crashed."""
         if self._server is not None:
-            try:
-                self._server.ensure_running()
-            except ConfigError as error:
-                log.warning("embedded Valkey: %s", error, extra={"action": "revive_failed"})
+            self._server.ensure_running()
 
     def close(self) -> None:
-        """Release the embedded server; it ends with its last user."""
+        """Release the embedded server; it stops after its last user."""
         with self._lock:
             server, self._server = self._server, None
             self._closings += 1
