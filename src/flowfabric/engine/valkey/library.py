@@ -23,26 +23,26 @@ LIBRARY_VERSION = 14
 MIN_CLIENT = 9
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
-# Feed length, cluster, extended: what older versions do not say of themselves.
+# Feed length, cluster, extended: what older versions do not report.
 _SETTINGS_BEFORE_3 = (_EVENTS_MAXLEN, 0, 0)
 _LOAD_PAUSE = 0.5
-# A load, the look at it, and a second go when another process came in between.
+# A load, a check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
 _EXISTS = "Library 'flowfabric' already exists"
 _TRANSIENT_KINDS = frozenset({"cluster", "read_only", "busy_loading", "transport", "timeout"})
 
 
 class LibraryInfo(msgspec.Struct, frozen=True):
-    """What a server says about the library it has loaded."""
+    """The library that a server has loaded."""
 
     version: int
     content_hash: str
     min_client: int
     events_maxlen: int = _EVENTS_MAXLEN
     cluster: bool = False
-    """Whether it rings doorbells as a cluster needs it."""
+    """Whether it rings doorbells the way a cluster needs."""
     extended: bool = False
-    """Whether it has functions that are not part of the package: see `include`."""
+    """Whether it has functions that are not part of the package; see `include`."""
 
 
 def _sources(folder: Traversable) -> list[str]:
@@ -54,10 +54,9 @@ _extensions: list[str] = []
 
 
 def include(source: str) -> None:
-    """Make more Lua functions part of the library that this process loads and accepts.
+    """Add Lua functions to the library that this process loads and accepts, for tests.
 
-    For tests, which move the engine's clock with one. They see the names of the library's own
-    files. A process that does not include them refuses a server that has them.
+    They see the names of the library's own files. A process without them refuses the server.
     """
     if source not in _extensions:
         _extensions.append(source)
@@ -94,7 +93,7 @@ Stored = Mapping[str, LibraryInfo | None]
 
 
 class LibraryConflictError(UnavailableError):
-    """The library in the server and this process cannot live together."""
+    """This process cannot use the library that the server has loaded."""
 
     def __init__(self, problem: str, advice: str) -> None:
         super().__init__("library_version_conflict", problem, op="ensure_library")
@@ -103,23 +102,23 @@ class LibraryConflictError(UnavailableError):
 
     @property
     def hint(self) -> str:
-        """What to do: which side is to change depends on the case."""
+        """Which side to change."""
         return self._advice
 
 
 class _Rules(msgspec.Struct, frozen=True):
-    """What may be replaced, and which settings ours gets. A newer library never is."""
+    """Which libraries ours may replace, and its settings. A newer one is never replaced."""
 
     same_version: bool
-    """Other content of our own version."""
+    """Replace other content of the same version."""
     any_older: bool
-    """Also one whose callers ours does not serve."""
+    """Replace also a version whose callers ours does not serve."""
     cluster: bool
     events_maxlen: int | None
-    """None keeps what is stored."""
+    """None keeps the stored setting."""
 
     def must_load(self, node: str, stored: LibraryInfo | None) -> bool:
-        """Whether to install ours; raises when the stored one and ours cannot live together."""
+        """Whether to load ours; raises when ours can neither use nor replace the stored one."""
         if stored is None:
             return True
         if stored.version < LIBRARY_VERSION:
@@ -129,7 +128,7 @@ class _Rules(msgspec.Struct, frozen=True):
         if stored.min_client > LIBRARY_VERSION:
             raise LibraryConflictError(
                 f"{node} has version {stored.version}, which serves callers from version "
-                f"{stored.min_client} on; ours is {LIBRARY_VERSION}",
+                f"{stored.min_client}; this process has version {LIBRARY_VERSION}",
                 "Upgrade this process: the server runs a newer function library.",
             )
         if stored.extended and not _extensions:
@@ -140,8 +139,8 @@ class _Rules(msgspec.Struct, frozen=True):
         if self.any_older or stored.version >= MIN_CLIENT:
             return True
         raise LibraryConflictError(
-            f"{node} has version {stored.version}; ours, {LIBRARY_VERSION}, would end the service "
-            f"for its callers: it serves them from version {MIN_CLIENT} on",
+            f"{node} has version {stored.version}, and processes may still use it: version "
+            f"{LIBRARY_VERSION} of this process serves callers from version {MIN_CLIENT}",
             "Stop the older processes, then run `flowfabric doctor --prepare` with this version.",
         )
 
@@ -154,10 +153,10 @@ class _Rules(msgspec.Struct, frozen=True):
         if stored.extended and not _extensions:
             raise _extended(node, stored)
         raise LibraryConflictError(
-            f"{node} has version {stored.version} with other content than ours "
-            f"({stored.content_hash}, ours is {ours}): another build of the same version loaded it",
-            "Use one build everywhere, or start this one once with FF_FORCE_LUA_RELOAD=1 to load "
-            "its content over the other.",
+            f"{node} has version {stored.version} from another build "
+            f"(content {stored.content_hash}, this process has {ours})",
+            "Use one build everywhere, or start this one once with FF_FORCE_LUA_RELOAD=1 to "
+            "replace the content.",
         )
 
     def _has_other_settings(self, stored: LibraryInfo) -> bool:
@@ -172,8 +171,8 @@ class _Rules(msgspec.Struct, frozen=True):
 
 def _extended(node: str, stored: LibraryInfo) -> LibraryConflictError:
     return LibraryConflictError(
-        f"{node} has version {stored.version} with functions for tests: its clock can be moved",
-        "Use a server that no test uses, or delete the library there: FUNCTION DELETE flowfabric.",
+        f"{node} has version {stored.version} with functions for tests that move its clock",
+        "Use another server, or delete the library there: FUNCTION DELETE flowfabric.",
     )
 
 
@@ -217,18 +216,17 @@ def _rules(transport: Transport, *, owned: bool, only_joining: bool) -> _Rules:
         same_version=force or owned,
         any_older=not only_joining,
         cluster=transport.is_cluster,
-        # The length of the feeds is the deployment's: whoever prepares it decides.
+        # Only a process that prepares the deployment sets the length of its feeds.
         events_maxlen=None if only_joining else maxlen,
     )
 
 
 async def library_fits(transport: Transport, *, owned: bool = False) -> bool:
-    """Whether every primary serves this process as it is; raises when it cannot. Loads nothing."""
+    """Whether every primary can serve this process; raises on a conflict. Loads nothing."""
     rules = _rules(transport, owned=owned, only_joining=False)
     found = await read_primaries(transport)
-    # All are judged: a conflict on one is told even if another only lacks the library.
-    lacking = {node for node, stored in found.items() if rules.must_load(node, stored)}
-    return not lacking
+    # All are checked: a conflict on one must show even if another only lacks the library.
+    return not [node for node, stored in found.items() if rules.must_load(node, stored)]
 
 
 async def ensure_library(
@@ -238,12 +236,12 @@ async def ensure_library(
     only_joining: bool = False,
     found: Stored | None = None,
 ) -> bool:
-    """Makes sure every primary serves a library this process can call; True when it loaded ours.
+    """Make sure that every primary has a library this process can call; True if it loaded one.
 
-    An older process never replaces a newer library; transient faults are tried again. `owned`:
-    the server is this project's own, so other content of our version is replaced. `only_joining`
-    leaves an older library alone whose callers ours would not serve, and settings as they are.
-    `found` saves a first look.
+    Never replaces a newer library, and repeats after transient faults. `owned`: the server belongs
+    to this project, so other content of the same version is replaced. `only_joining` keeps an
+    older library whose callers ours would not serve, and the settings. `found` saves the first
+    check.
     """
     rules = _rules(transport, owned=owned, only_joining=only_joining)
     loop = asyncio.get_running_loop()
@@ -254,7 +252,7 @@ async def ensure_library(
         except EngineError as error:
             if loop.time() > last or not _transient(error):
                 raise
-            log.warning("function library not loaded yet, trying again: %s", error)
+            log.warning("function library not loaded yet, retrying: %s", error)
             await asyncio.sleep(_LOAD_PAUSE)
             found = None
         else:
@@ -281,13 +279,13 @@ async def _ensure(transport: Transport, rules: _Rules, found: Stored | None) -> 
 
 
 async def _load(node: str, ask: Ask, rules: _Rules, model: LibraryInfo | None) -> bool:
-    """Load ours on one primary unless another process has just made that needless or wrong."""
+    """Load ours on one primary, unless another process has just loaded one that fits."""
     loaded = exists = False
     for _ in range(_LOAD_ROUNDS):
         stored = await _read(ask)
         if not rules.must_load(node, stored):
             return loaded
-        # What is missing is never loaded over what came meanwhile.
+        # Without REPLACE: another process may load its library in between.
         replace = ("REPLACE",) if exists or stored is not None else ()
         try:
             await ask("FUNCTION", "LOAD", *replace, rules.code(stored or model))
@@ -295,9 +293,9 @@ async def _load(node: str, ask: Ask, rules: _Rules, model: LibraryInfo | None) -
         except TransportError as error:
             if replace or _EXISTS not in error.message:
                 raise
-            # Another process was faster, or the one that is there does not say what it is.
+            # Another process was faster, or the library there does not report its version.
             exists = True
     raise LibraryConflictError(
-        f"{node}: other processes load other content of version {LIBRARY_VERSION} all the time",
-        "Use one build everywhere, and FF_FORCE_LUA_RELOAD=1 in one process at most.",
+        f"{node}: other processes keep loading other content of version {LIBRARY_VERSION}",
+        "Use one build everywhere, and FF_FORCE_LUA_RELOAD=1 in at most one process.",
     )

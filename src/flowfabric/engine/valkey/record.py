@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.executions import (
@@ -41,15 +42,22 @@ _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
     *("paused", "ended_by", "run_from", "between_attempts", "operator_requests"),
 )
+_TRANSITIONS = (
+    *("last_transition_at", "started_at", "attempt_started_at", "resumed_at", "completed_at"),
+)
+_COUNTERS = ("priority", "retry_count", "replay_count", "lease_reclaim_count")
+_INFO_NUMBERS = ("progress_pct", "delay_until", "execution_deadline_at")
+_INFO_TEXTS = (
+    *("flow_id", "failure_reason", "failure_category", "cancellation_reason", "cancelled_by"),
+    "progress_message",
+)
+_ATTEMPT_NUMBERS = ("resumed_at", "suspended_at", "next_attempt_index", "previous_attempt_index")
+_ATTEMPT_TEXTS = ("retry_reason", "replay_reason", "replay_requested_by", "reclaim_reason")
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
 
 
 class Record(Stored):
-    """One execution. Absent fields have their defaults.
-
-    `lease`, `attempt` and `worker` are the last ones issued; whether they are current follows from
-    the state.
-    """
+    """One execution. `lease`, `attempt` and `worker` are the last ones issued, current or not."""
 
     __slots__ = ("execution_id", "vector")
 
@@ -66,8 +74,6 @@ class Record(Stored):
         key = keys.core(execution_id.tag, execution_id)
         raw = await calls.read(f"{execution_id}: record", "HGETALL", key)
         return cls(execution_id, Stored.from_hash(execution_id, raw)) if raw else None
-
-    # --- simple fields ------------------------------------------------------------
 
     @property
     def kind(self) -> str:
@@ -91,15 +97,8 @@ class Record(Stored):
 
     @property
     def last_transition_at(self) -> int:
-        """When the state last changed: claims and endings write their own time only."""
-        times = (
-            "last_transition_at",
-            "started_at",
-            "attempt_started_at",
-            "resumed_at",
-            "completed_at",
-        )
-        return max(self.number("created_at"), *(self.number(name, 0) for name in times))
+        """When the state last changed. Claims and endings only write a time of their own."""
+        return max(self.number("created_at"), *(self.number(name, 0) for name in _TRANSITIONS))
 
     @property
     def last_mutation_at(self) -> int:
@@ -112,13 +111,11 @@ class Record(Stored):
 
     @property
     def required_capabilities(self) -> tuple[str, ...]:
-        """What a worker must offer."""
+        """The tokens that a worker must offer."""
         return self.parsed("required_capabilities", caps.from_csv)
 
     def _time(self, name: str) -> str | None:
         return str(self.number(name)) if self.is_set(name) else None
-
-    # --- composite fields -----------------------------------------------------------
 
     @property
     def attempt(self) -> tuple[str, int] | None:
@@ -144,14 +141,10 @@ class Record(Stored):
         return worker_id, instance
 
     def current_attempt(self) -> CurrentAttempt | None:
-        """The attempt of the present run, if there is one.
-
-        An execution that ended while it waited for a retry or a replay has none either.
-        """
+        """The attempt of the current run; None between two attempts, also if it ended there."""
         last = self.attempt
-        if last is None or self.vector.attempt_state in _NO_CURRENT_ATTEMPT:
-            return None
-        if self.maybe_text("between_attempts"):
+        between = self.vector.attempt_state in _NO_CURRENT_ATTEMPT
+        if last is None or between or self.maybe_text("between_attempts"):
             return None
         return CurrentAttempt(*last)
 
@@ -179,7 +172,13 @@ class Record(Stored):
         deadline = base + (self.number("lease_expires_at") - base) * 2 // 3
         return {"lease_acquired_at": str(acquired), "lease_renewal_deadline": str(deadline)}
 
-    # --- views ------------------------------------------------------------------------
+    def _optional(
+        self, numbers: Sequence[str], texts: Sequence[str], counters: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Fields by name: None where unset, 0 for counters."""
+        found: dict[str, Any] = {name: self.maybe_number(name) for name in numbers}
+        found |= {name: self.maybe_text(name) for name in texts}
+        return found | {name: self.number(name, 0) for name in counters}
 
     def info(self) -> ExecutionInfo:
         """The operator's view."""
@@ -188,7 +187,6 @@ class Record(Stored):
             execution_id=self.execution_id,
             namespace=self.namespace,
             lane_id=self.lane_id,
-            priority=self.number("priority", 0),
             execution_kind=self.kind,
             state_vector=self.vector,
             public_state=self.public_state,
@@ -196,23 +194,12 @@ class Record(Stored):
             started_at=self._time("started_at"),
             completed_at=self._time("completed_at"),
             current_attempt_index=max(0, count - 1),
-            flow_id=self.maybe_text("flow_id"),
             blocking_detail=self.text("blocking_detail", ""),
             total_attempt_count=count,
-            retry_count=self.number("retry_count", 0),
-            replay_count=self.number("replay_count", 0),
-            lease_reclaim_count=self.number("lease_reclaim_count", 0),
-            failure_reason=self.maybe_text("failure_reason"),
-            failure_category=self.maybe_text("failure_category"),
-            cancellation_reason=self.maybe_text("cancellation_reason"),
-            cancelled_by=self.maybe_text("cancelled_by"),
-            progress_pct=self.maybe_number("progress_pct"),
-            progress_message=self.maybe_text("progress_message"),
             payload_encoding=self.text("payload_encoding", ""),
             result_encoding=self.text("result_encoding", ""),
-            delay_until=self.maybe_number("delay_until"),
-            execution_deadline_at=self.maybe_number("execution_deadline_at"),
             required_capabilities=self.required_capabilities,
+            **self._optional(_INFO_NUMBERS, _INFO_TEXTS, _COUNTERS),
         )
 
     def snapshot(self, tags: Mapping[str, str]) -> ExecutionSnapshot:
@@ -270,14 +257,14 @@ class Record(Stored):
             if self.text("ended_by", "") == "reclaim_cap":
                 return AttemptRecordState.INTERRUPTED_RECLAIMED.value
             if self.vector.terminal_outcome not in _ENDED:
-                raise self.corrupt("state", "has an attempt and an outcome that ends none")
+                raise self.corrupt("state", "has an attempt, but an outcome that ends no attempt")
             return _ENDED[self.vector.terminal_outcome].value
         if self.vector.ownership_state is OwnershipState.UNOWNED:
             return AttemptRecordState.SUSPENDED.value
         return AttemptRecordState.STARTED.value
 
     def _attempt_failure(self, state: str) -> tuple[str | None, str | None]:
-        """What ended the attempt; the record itself also remembers an earlier one's failure."""
+        """What ended the attempt. The record also keeps the failure of an earlier attempt."""
         if state == AttemptRecordState.ENDED_CANCELLED:
             archived = self.maybe_text("failure_reason") if self.is_set("ended_at") else None
             return archived or f"cancelled: {self.text('cancellation_reason', '')}", None
@@ -306,20 +293,13 @@ class Record(Stored):
             worker_instance_id=instance,
             started_at=self.number("attempt_started_at", 0) or self.number("started_at"),
             ended_at=ended,
-            resumed_at=self.maybe_number("resumed_at"),
-            suspended_at=self.maybe_number("suspended_at"),
             suspension_id=self._pause() or None,
             failure_reason=failure[0],
             failure_category=failure[1],
             ended_by=self.maybe_text("ended_by") if ended else None,
-            retry_reason=self.maybe_text("retry_reason"),
-            replay_reason=self.maybe_text("replay_reason"),
-            replay_requested_by=self.maybe_text("replay_requested_by"),
             replayed_from_attempt_index=previous if kind == "replay" else None,
-            reclaim_reason=self.maybe_text("reclaim_reason"),
-            previous_attempt_index=previous,
             delay_until=self.maybe_number("delay_until") if ended else None,
-            next_attempt_index=self.maybe_number("next_attempt_index"),
+            **self._optional(_ATTEMPT_NUMBERS, _ATTEMPT_TEXTS),
         )
 
     def _pause(self) -> str:
@@ -353,7 +333,7 @@ class Record(Stored):
             "last_transition_at": str(self.last_transition_at),
             "last_mutation_at": str(self.last_mutation_at),
         }
-        for counter in ("priority", "retry_count", "replay_count", "lease_reclaim_count"):
+        for counter in _COUNTERS:
             known.setdefault(counter, "0")
         if self.attempt is not None:
             known["current_attempt_index"] = str(self.attempt[1])
@@ -370,7 +350,7 @@ class Record(Stored):
         return known | self._lineage()
 
     def _lineage(self) -> dict[str, str]:
-        """What the next attempt will say of the one before it."""
+        """What the next attempt will record about the previous one."""
         if self.attempt is None or self.vector.attempt_state not in _NO_CURRENT_ATTEMPT:
             return {}
         lineage = {"pending_previous_attempt_index": str(self.attempt[1])}
