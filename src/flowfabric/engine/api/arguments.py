@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments: what has the wrong type or form is `invalid_input`."""
+"""Checks of arguments; a wrong type or form raises `invalid_input`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
 MAX_EXACT = 2**53 - 1
-"""The largest whole number the engine computes with exactly."""
+"""The largest whole number that Lua represents exactly."""
 _I64_MAX = 2**63 - 1
 _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
@@ -30,7 +30,7 @@ def _wrong_type(field: str, wanted: str, value: object) -> ValidationError:
 
 
 def instance(value: Any, kind: type[T], field: str) -> T:
-    """A value of one of the types that calls are made with."""
+    """A value of the given type."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
         raise _wrong_type(field, f"{article} {kind.__name__}", value)
@@ -38,14 +38,14 @@ def instance(value: Any, kind: type[T], field: str) -> T:
 
 
 def flag(value: Any, field: str) -> bool:
-    """True or False; nothing else is taken for either."""
+    """A bool, not merely a truthy value."""
     if not isinstance(value, bool):
         raise _wrong_type(field, "True or False", value)
     return value
 
 
 def listed(value: Any, field: str) -> list[Any]:
-    """Any collection as a list; a text is not taken for its letters."""
+    """Any collection but a text as a list."""
     if isinstance(value, list):
         return cast("list[Any]", value)
     if isinstance(value, _NO_LISTS) or not isinstance(value, Iterable):
@@ -54,7 +54,7 @@ def listed(value: Any, field: str) -> list[Any]:
 
 
 def checked_text(value: Any, field: str) -> str:
-    """Text that UTF-8 can carry."""
+    """Text that UTF-8 can represent."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     if not value.isascii():
@@ -71,7 +71,7 @@ def each_text(values: Any, field: str) -> list[str]:
 
 
 def each_stored(values: Any, field: str) -> list[str]:
-    """A list of names as they are stored: whatever bytes they stand for."""
+    """A list of stored names, malformed ones included."""
     found = listed(values, field)
     for value in found:
         if not isinstance(value, str):
@@ -80,14 +80,14 @@ def each_stored(values: Any, field: str) -> list[str]:
 
 
 def one_of(value: Any, field: str, allowed: Collection[str]) -> str:
-    """One of a few words."""
+    """One of the allowed words."""
     if not isinstance(value, str) or value not in allowed:
         raise invalid_input(field, f"must be one of {', '.join(allowed)}")
     return value
 
 
 def reason_text(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
-    """Text for people: cut to its limit, never refused for what it says."""
+    """Text for people: cut to its limit rather than refused."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     return truncate_utf8(value, limit)
@@ -101,7 +101,7 @@ def checked_bytes(value: Any, field: str) -> bytes:
 
 
 def checked_source(value: Any) -> str:
-    """Who acts on a lease. An override gets an id of its own, so that a repeat is recognised."""
+    """Who acts on a lease. An override gets an id, so that a repeat is recognised."""
     source = checked_text(value, "source")
     if source == _OVERRIDE:
         return f"{_OVERRIDE} {new_uuid()}"
@@ -125,36 +125,36 @@ def count(value: Any, field: str) -> int | str:
 
 
 def clamped(value: int) -> int:
-    """The nearest number that the engine computes with exactly."""
+    """The nearest number that Lua represents exactly."""
     return max(-MAX_EXACT, min(MAX_EXACT, value))
 
 
 def timestamp(value: Any, field: str, *, low: int = -_I64_MAX) -> int:
-    """A time in ms; one beyond what is exact is as good as never."""
+    """A time in ms, clamped to what Lua represents exactly."""
     return clamped(whole(value, field, low, _I64_MAX))
 
 
 def positive_ms(value: Any, field: str) -> int:
-    """A duration that is a whole, positive number of milliseconds."""
+    """A duration: a positive whole number of milliseconds."""
     if type(value) is not int or not 0 < value <= MAX_EXACT:
         raise invalid_input(field, "must be a positive whole number of milliseconds")
     return value
 
 
 def seconds(value: Any, field: str) -> float:
-    """A duration in seconds; one that is over counts as none."""
+    """A duration in seconds; negative counts as 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise invalid_input(field, "must be a number of seconds", undecodable=True)
     return max(0.0, value)
 
 
 def partition_number(value: Any, counts: PartitionCounts, field: str = "partition") -> int:
-    """The number of a partition that the deployment has."""
+    """The number of one of the deployment's partitions."""
     return whole(value, field, 0, counts.flow - 1)
 
 
 def checked_tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
-    """The hash tag of a partition that the deployment has."""
+    """The hash tag of one of the deployment's partitions."""
     match = _is_tag(value) if isinstance(value, str) else None
     if match is None or int(match[1]) >= counts.flow:
         raise invalid_input(field, f"must be a partition from {{fp:0}} to {{fp:{counts.flow - 1}}}")
@@ -162,19 +162,19 @@ def checked_tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
 
 
 def held(value: Any, field: str = "handle") -> Handle:
-    """A handle as a claim gave it out."""
+    """A handle that a claim returned."""
     handle = instance(value, Handle, field)
     if (
         type(handle.execution_id) is not ExecutionId
         or _is_pair(checked_text(handle.lease, field)) is None
         or _is_pair(checked_text(handle.attempt, field)) is None
     ):
-        raise invalid_input(field, "is not one that a claim gave out")
+        raise invalid_input(field, "is not a handle that a claim returned")
     return handle
 
 
 def fence_text(fence: Any) -> str:
-    """A fence as the functions compare it; each part is checked, for `/` separates them."""
+    """A fence as the functions compare it. Its parts must not contain the separator `/`."""
     if not isinstance(fence, Fence):
         raise _wrong_type("fence", "a Handle or a Fence", fence)
     for field in ("lease_id", "attempt_id"):

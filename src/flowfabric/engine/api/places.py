@@ -9,7 +9,7 @@ from flowfabric.engine.api.concern import Concern
 
 
 class Places(Concern, Protocol):
-    """Which lanes, partitions and namespaces are in use."""
+    """Which lanes, partitions and namespaces are in use. Malformed entries are logged once."""
 
     known_places: dict[str, set[str]]
     """The lanes of each partition that this process uses or has seen in use."""
@@ -18,13 +18,12 @@ class Places(Concern, Protocol):
     async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
         """Make sure that scanners visit these lanes of these partitions.
 
-        `lane_limit_exceeded` when a lane is new and the registry is full; the others are
-        registered.
+        Raises `lane_limit_exceeded` for new lanes when the registry is full; registers the others.
         """
         ...
 
     async def register_again(self) -> None:
-        """Register everything this process uses, whatever the server still remembers."""
+        """Register everything this process uses, even what the server still has."""
         ...
 
     async def lanes_by_partition(self) -> dict[str, frozenset[str]]:
@@ -36,20 +35,17 @@ class Places(Concern, Protocol):
         ...
 
     async def occupied_partitions(self, tags: Sequence[str]) -> list[str]:
-        """Those of the partitions that hold executions, registered or not.
-
-        On a single server one command tells that none does.
-        """
+        """The given partitions that hold executions, registered or not."""
         ...
 
     async def partitions_in_use(self) -> list[int]:
-        """Registered partitions, in order. An entry that is none is told of once and left out."""
+        """Registered partitions, in order."""
         ...
 
     async def lanes_in_use(self) -> list[str]:
-        """Registered lanes, in order. An entry that is none is told of once and left out."""
+        """Registered lanes, in order."""
         ...
 
     async def namespaces_in_use(self) -> list[str]:
-        """Registered namespaces, in order. An entry that is none is told of once and left out."""
+        """Registered namespaces, in order."""
         ...

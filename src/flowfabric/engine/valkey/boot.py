@@ -1,4 +1,4 @@
-"""Preparing a deployment, and what a client must find before it may use one."""
+"""Preparing a deployment, and checking that a client can use one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowfabric.valkey.transport import Transport
 log = logging.getLogger(__name__)
 _LANES_VARIABLE = "FF_LANES"
 MintSecret = Callable[[], str]
-"""Gives the waitpoint secret of a deployment that nobody configured one for."""
+"""Makes the waitpoint secret of a deployment without a configured one."""
 _FIELDS = ("num_flow_partitions", "num_budget_partitions", "num_quota_partitions")
 # One atomic create-if-absent of all three counts: two first boots cannot mix theirs.
 _CREATE_COUNTS = """
@@ -59,7 +59,7 @@ def configured_secret(environ: dict[str, str] | None = None) -> str | None:
 
 
 def configured_lanes(environ: dict[str, str] | None = None) -> list[str]:
-    """The lanes that `FF_LANES` declares: they stay registered when they are empty."""
+    """The lanes that `FF_LANES` declares; they stay registered when empty."""
     text = (os.environ if environ is None else environ).get(_LANES_VARIABLE, "")
     if not text:
         return ["default"]
@@ -76,7 +76,7 @@ def configured_lanes(environ: dict[str, str] | None = None) -> list[str]:
 
 
 def _stored(values: Sequence[Any]) -> tuple[int, ...]:
-    """Missing or unreadable counts as 0, which no configuration equals."""
+    """The stored counts; 0, which no configuration has, where one is missing or malformed."""
     return tuple(int(value) if value and value.isdigit() else 0 for value in values)
 
 
@@ -87,16 +87,14 @@ async def prepare(
     owned: bool = False,
     mint_secret: MintSecret | None = None,
 ) -> bool:
-    """Version gate, counts, function library, waitpoint secret, lanes.
+    """Set up a deployment: server version, counts, library, waitpoint secret, lanes.
 
-    True when the library was loaded. A secret that cannot be used is refused before anything is
-    written; it is installed by a function of the library, and before there are lanes to work on.
-    `mint_secret` is asked once, when no secret is configured and none is stored.
+    Returns whether the library was loaded. An unusable secret is refused before anything is
+    written. `mint_secret` is called when no secret is configured or stored.
 
-    `owned`: only processes of this project use the server. Its folder keeps the library, and
-    nobody can be asked to upgrade the other side: a package of the same version with other content
-    is loaded over it. The same version means the same calls and replies, so a process that still
-    runs is not disturbed.
+    `owned`: only processes of this project use the server, so a library of the same version with
+    other content is replaced. The same version has the same calls and replies, so running
+    processes are not disturbed.
     """
     secret, lanes = configured_secret(), configured_lanes()
     await check_server(transport)
@@ -121,7 +119,7 @@ async def prepare(
     loaded = await ensure_library(transport, owned=owned)
     calls = FunctionCalls(transport, counts, Limits())
     if secret is not None:
-        # Compared at every boot: a stored one wins, and what differs is logged.
+        # Compared at every boot: a stored one wins, and a difference is logged.
         await ValkeySecrets(calls).seed_at_boot(secret)
     await keep_lanes(calls, lanes)
     await log_findings(transport)
@@ -129,27 +127,26 @@ async def prepare(
 
 
 async def _has_secret(transport: Transport) -> bool:
-    """Whether tokens are signed already; the library may not be loaded yet."""
+    """Whether a secret is stored; the library may not be loaded yet."""
     store = keys.secrets("{fp:0}")
     kid = await transport.call("HGET", store, "current_kid", key=store)
     return kid is not None
 
 
 async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
-    """What a client does before it uses a deployment: version gate, counts, function library.
+    """Check a deployment before a client uses it: server version, counts, library.
 
-    All of it leaves in one write. Nothing is set up here, but a missing library is loaded, and
-    an older one is replaced if that takes nothing from the processes that use it. `owned` is as
-    in `prepare`.
+    Everything is sent at once. A missing library is loaded, and an older one is replaced if ours
+    serves its callers too. `owned` is as in `prepare`.
     """
     gate, counts, found = await asyncio.gather(
-        # Replicas are the business of whoever prepares: one that is down stops no client.
+        # A client starts without its replicas; `prepare` checks them.
         check_server(transport, budget=0.0, replicas=False),
         read_counts(transport),
         read_primaries(transport),
         return_exceptions=True,
     )
-    # In this order: on another product the later ones fail as well, for reasons that mislead.
+    # In this order: on another product the later errors would mislead.
     if isinstance(gate, BaseException):
         raise gate
     if isinstance(counts, BaseException):
@@ -161,7 +158,7 @@ async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
 
 
 async def read_counts(transport: Transport) -> PartitionCounts:
-    """The deployment's counts; a client refuses to guess them."""
+    """The counts of the deployment; raises when none are stored."""
     values: Any = await transport.call(
         "HMGET", keys.CONFIG_PARTITIONS, *_FIELDS, key=keys.CONFIG_PARTITIONS
     )

@@ -1,4 +1,4 @@
-"""Calling the function library: envelope, typed errors, one reload when it is missing."""
+"""Calling the function library: reply envelopes, typed errors, a reload when it is missing."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from flowfabric.valkey.transport import Arg, Transport
 log = logging.getLogger(__name__)
 _ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
 _SHOWN = 12
-_MAX_TOLD = 1000
+_MAX_WARNED = 1000
 _U16_DIGITS = 5
+S = TypeVar("S", int, str)
 T = TypeVar("T")
 
 
@@ -53,7 +54,7 @@ def text(value: object) -> str:
 
 
 def as_stored(names: Iterable[Arg]) -> list[Arg]:
-    """Arguments that may name something malformed, as the bytes that are stored."""
+    """Arguments that may name something malformed, as stored bytes."""
     return [raw(n) if isinstance(n, str) and not n.isascii() else n for n in names]
 
 
@@ -62,10 +63,7 @@ def _readable(value: object) -> str:
 
 
 def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
-    """The error for a reply, or part of one, of the wrong shape.
-
-    It shows the shape only: a reply may carry tokens and payloads.
-    """
+    """The error for a malformed reply. It only shows types and sizes: a reply may hold secrets."""
     changes = function not in READ_FUNCTIONS
     return ReplyError(function, _shape(answer), execution_id, op=op, ambiguous=changes)
 
@@ -87,7 +85,7 @@ def refused(
     """The typed error that an engine function answered with."""
     if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
         return unreadable(envelope, function, op, execution_id)
-    # What is damaged may be quoted as it is stored.
+    # Details may quote damaged bytes.
     details = [_readable(part) for part in envelope[2:]]
     code = envelope[1].decode(errors="replace")
     return engine_error(code, details, op, function=function, execution_id=execution_id)
@@ -99,7 +97,7 @@ def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
         return None
     if type(answer) is list:
         parts = cast("list[Any]", answer)
-        # A newer library may have more to tell of a success.
+        # A newer library may add parts to a success.
         if parts[:2] == [1, b"completed"]:
             return None
         return refused(parts, op, function="ff_complete", execution_id=execution_id)
@@ -107,7 +105,7 @@ def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
 
 
 class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
-    """While a reply is taken apart: whatever does not fit its shape is a `ReplyError`."""
+    """Turns errors while decoding a malformed reply into `ReplyError`."""
 
     __slots__ = ("_about",)
 
@@ -126,7 +124,7 @@ class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
         traceback: TracebackType | None,
     ) -> None:
         if isinstance(error, self._MISFITS):
-            # The cause may quote a part of the reply.
+            # Without the cause, which may quote the reply.
             raise unreadable(*self._about) from None
 
 
@@ -140,7 +138,7 @@ def proof(holder: Handle | Fence) -> str:
         )
     wire = holder.wire
     if not wire.isascii():
-        raise invalid_input("handle", "is not one that a claim gave out")
+        raise invalid_input("handle", "is not a handle that a claim returned")
     return wire
 
 
@@ -156,22 +154,21 @@ async def at_once(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class FunctionCalls:
-    """What every concern of the backend shares: the transport, the counts, the limits."""
+    """What the concerns share: the transport, the partition counts, the limits."""
 
     def __init__(self, transport: Transport, counts: PartitionCounts, limits: Limits) -> None:
         self.transport = transport
         self.counts = counts
         self.limits = limits
-        # Entries of registries that name nothing and were told of.
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     async def fcall(
         self, function: str, tag: str, args: Sequence[Arg], *, op: str, replay_safe: bool = True
     ) -> list[Any]:
-        """The reply with its envelope; a refusal is raised as its typed error.
+        """The reply with its envelope; raises the typed error of a refusal.
 
-        `replay_safe` lets the transport repeat a call whose reply was lost: the functions
-        recognise a repeat, so this is the default.
+        `replay_safe`: the function recognises a repeat, so the transport may repeat the call after
+        a lost reply.
         """
         try:
             reply: Any = await self.transport.fcall(function, tag, args, replay_safe=replay_safe)
@@ -206,13 +203,13 @@ class FunctionCalls:
         op: str,
         replay_safe: bool = True,
     ) -> T:
-        """What `decode` makes of the reply; one that it cannot take apart is a `ReplyError`."""
+        """What `decode` makes of the reply; raises `ReplyError` if it cannot decode it."""
         reply = await self.fcall(function, tag, args, op=op, replay_safe=replay_safe)
         with decoding(reply, function, op, _subject(args)):
             return decode(reply)
 
     async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
-        """One word per item, of the functions that scanners call; an item may be malformed."""
+        """One word per item, from functions that scanners call; an item may be malformed."""
         named = as_stored(args)
         return await self.ask(function, tag, named, _words, op=function.removeprefix("ff_"))
 
@@ -223,33 +220,35 @@ class FunctionCalls:
         )
 
     async def signatures(self, tag: str, lane_id: str) -> list[str]:
-        """The sets of required capabilities that executions of a lane have in a partition.
-
-        An entry that is none is logged once and left out.
-        """
+        """The sets of required capabilities that executions of a lane have in a partition."""
         key = keys.lane(self.checked_tag(tag), validate_lane(lane_id), "sigs")
-        found: list[str] = []
-        for member in await self.registered(key):
-            if member.isprintable():
-                found.append(member)
-            else:
-                self.tell(key, member)
-        return found
+        return await self.registered(key, _printable)
 
-    def is_partition(self, stored: str) -> bool:
-        """Whether this is how one of the partitions is registered."""
-        return _is_number(stored) and int(stored) < self.counts.flow
+    def partition(self, stored: str) -> int:
+        """The number of a registered partition; anything else is a ValueError."""
+        known = len(stored) <= _U16_DIGITS and stored.isdecimal() and stored == str(int(stored))
+        if not known or int(stored) >= self.counts.flow:
+            raise ValueError(stored)
+        return int(stored)
 
-    async def registered(self, registry: str) -> list[str]:
-        members = await self.read(f"{registry}: registry", "SMEMBERS", registry)
-        return [lossless(member) for member in members]
+    async def registered(self, registry: str, parse: Callable[[str], S]) -> list[S]:
+        """The members of a registry in order; malformed ones are logged once and left out."""
+        found: list[S] = []
+        for member in await self.read(f"{registry}: registry", "SMEMBERS", registry):
+            entry = lossless(member)
+            try:
+                found.append(parse(entry))
+            except (EngineError, ValueError):
+                self.warn_of(registry, entry)
+        return sorted(found)
 
-    def tell(self, registry: str, entry: str) -> None:
-        if (registry, entry) in self._told or len(self._told) == _MAX_TOLD:
+    def warn_of(self, registry: str, entry: str) -> None:
+        """Log a malformed entry of a registry, once."""
+        if (registry, entry) in self._warned or len(self._warned) == _MAX_WARNED:
             return
-        self._told.add((registry, entry))
+        self._warned.add((registry, entry))
         log.warning(
-            "%s holds %r, which is none: left out",
+            "%s holds the malformed entry %r: left out",
             registry,
             shown(entry),
             extra={"action": "registry_malformed", "registry": registry, "entry": shown(entry)},
@@ -270,7 +269,7 @@ class FunctionCalls:
 
 
 def _typed(error: TransportError, place: str) -> EngineError:
-    """The error, or `corruption` of a place, `<context>: <field>`, that holds another type."""
+    """The error, or `corruption` if the key at `place` (`<context>: <field>`) has another type."""
     if not error.message.startswith("WRONGTYPE"):
         return error
     return CorruptionError("corruption", f"{place}: has the wrong type", op=error.op)
@@ -280,9 +279,10 @@ def _words(reply: list[Any]) -> list[str]:
     return [_readable(answer) for answer in reply[2]]
 
 
-def _is_number(entry: str) -> bool:
-    """Whether this is the one spelling of a partition's number."""
-    return len(entry) <= _U16_DIGITS and entry.isdecimal() and entry == str(int(entry))
+def _printable(stored: str) -> str:
+    if not stored.isprintable():
+        raise ValueError(stored)
+    return stored
 
 
 def _is_accepted(word: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Which lanes share a partition: told at boot, where it can still be changed."""
+"""Which lanes share a partition: logged at boot, when it can still be changed."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class ValkeyLanes(Lanes):
             await self._store_lane(lane_id, fields)
 
     async def _store_lane(self, lane_id: str, fields: Sequence[Any]) -> str:
-        """The global settings first, then every partition's copy; running it again converges.
+        """Store the global settings, then each partition's copy; running it again converges.
 
         Returns the state the lane had.
         """

@@ -45,7 +45,7 @@ class ValkeyLeadership(Leadership):
         await self._calls.fcall("ff_resign", _TAG, (duty, identity), op="resign")
 
     async def leaders(self) -> list[Leader]:
-        duties = ["", *sorted(await self._calls.registered(keys.leaders(_TAG)))]
+        duties = ["", *await self._calls.registered(keys.leaders(_TAG), str)]
         owners = await asyncio.gather(*(self._owner(duty) for duty in duties))
         return [
             Leader(shown(lossless(owner)).rpartition(":")[0], bool(duty))

@@ -1,4 +1,4 @@
-"""Which lanes, partitions and namespaces are in use: scanners and listings look nowhere else."""
+"""Which lanes, partitions and namespaces are in use; scanners and listings read no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 from flowfabric.core.errors import (
     CorruptionError,
     EngineError,
-    ValidationError,
     engine_error,
     invalid_input,
 )
@@ -23,45 +22,40 @@ from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.valkey.transport import Transport
 
 T = TypeVar("T")
-# A plain SADD is refused at the memory limit, and then no worker could start that frees memory.
+# At the memory limit a plain SADD is refused, and workers must still be able to start.
 _ADD = """#!lua flags=allow-oom
 return redis.call('SADD', KEYS[1], unpack(ARGV))
 """
 _AT_ONCE = 500
-# A process goes on registering what it used in the last so many seconds.
+# A process keeps registering what it used within this time.
 _FORGET_S = 300.0
 _REPEAT_S = 10.0
 KEPT = "kept"
-"""The stamp of a lane that was declared or has settings: it stays although it is empty."""
+"""The stamp of a lane that was declared or has settings: it stays registered when empty."""
 ANYWHERE = "*"
-"""Stands for all partitions where the registry speaks of a lane as a whole."""
+"""Stands for all partitions in entries about a lane as a whole."""
 MAX_LANES = 10_000
-"""How many lanes a deployment may have at a time."""
+"""The most lanes of a deployment."""
 
 
 class ValkeyPlaces(Places):
-    """Registers places before their first use, and again as long as they are used.
+    """Registers places before their first use and repeats that while they are used.
 
-    A failover to a replica that lags forgets registrations, and nobody is told: only repeating
-    them brings them back. A place that nobody repeats leaves the registry once it is empty.
+    A failover to a lagging replica loses registrations without notice; repeating restores them.
+    A place that is no longer repeated leaves the registry once it is empty.
     """
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
         self.known_places: dict[str, set[str]] = {}
         self.known_namespaces: set[str] = set()
-        # Those of the last period, which no use has confirmed in this one.
+        # Used in the last period, not yet in this one.
         self._older_places: dict[str, set[str]] = {}
         self._forget_at: float | None = None
         # When, on the monotonic clock, to register everything again; None: at the next call.
         self._repeat_at: float | None = None
 
     async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
-        """Make sure that scanners visit these lanes of these partitions.
-
-        `lane_limit_exceeded` when a lane is new and the registry is full; the others are
-        registered.
-        """
         wanted = self._checked(places)
         if self._repeat_is_due():
             await self.register_again()
@@ -88,11 +82,10 @@ class ValkeyPlaces(Places):
         }
 
     async def register_again(self) -> None:
-        """Register everything this process uses, whatever the server still remembers."""
-        # FunctionCalls under way at the same time need not do the same.
         now = time.monotonic()
+        # Set first: concurrent calls must not repeat it too.
         self._repeat_at = now + _REPEAT_S
-        # Copies: the places may be shared with another thread, which adds to them.
+        # Copies: another thread may share the places and add to them.
         used = {tag: lanes.copy() for tag, lanes in self.known_places.copy().items()}
         for tag, lanes in self._older_places.items():
             used.setdefault(tag, set()).update(lanes)
@@ -113,7 +106,7 @@ class ValkeyPlaces(Places):
         return self._repeat_at is None or time.monotonic() >= self._repeat_at
 
     async def _store(self, places: Mapping[str, set[str]]) -> set[str]:
-        """Write the registries; the lanes that do not fit."""
+        """Write the registries; returns the lanes that did not fit."""
         refused: set[str] = set()
         pairs = [(_number(tag), lane) for tag, lanes in places.items() for lane in sorted(lanes)]
         for part in _parts(pairs):
@@ -122,13 +115,12 @@ class ValkeyPlaces(Places):
         return refused
 
     async def register(self, tag: str, lanes: set[str]) -> None:
-        """What every creation asks for, as cheaply as it can be answered."""
+        """`register_places` for the hot path: usually one dictionary lookup."""
         known = self.known_places.get(tag)
         if known is None or not lanes <= known or self._repeat_is_due():
             await self.register_places({tag: lanes})
 
     async def lanes_by_partition(self) -> dict[str, frozenset[str]]:
-        """The tag of every registered partition with the lanes registered there, in order."""
         places, tags = await asyncio.gather(self.places_in_use(), self.used_partitions())
         return {
             tag: frozenset(places.get(tag, ())) for tag in sorted({*tags, *places} - {ANYWHERE})
@@ -155,25 +147,16 @@ class ValkeyPlaces(Places):
         number, _, lane = place.partition(" ")
         try:
             stored_lane(lane, "places_in_use")
-        except CorruptionError:
-            self._calls.tell(keys.PLACES, place)
-            return
-        if number == ANYWHERE:
-            places.setdefault(ANYWHERE, {})[lane] = stamp
-        elif self._calls.is_partition(number):
-            places.setdefault(f"{{fp:{number}}}", {})[lane] = stamp
+            tag = number if number == ANYWHERE else f"{{fp:{self._calls.partition(number)}}}"
+        except (CorruptionError, ValueError):
+            self._calls.warn_of(keys.PLACES, place)
         else:
-            self._calls.tell(keys.PLACES, place)
+            places.setdefault(tag, {})[lane] = stamp
 
     async def used_partitions(self) -> list[str]:
-        """The tags of partitions that hold or held work."""
         return [f"{{fp:{index}}}" for index in await self.partitions_in_use()]
 
     async def occupied_partitions(self, tags: Sequence[str]) -> list[str]:
-        """Those of the partitions that hold executions, registered or not.
-
-        On a single server one command tells that none does.
-        """
         names = [keys.index(tag, "all_executions") for tag in tags]
         if not self._calls.transport.is_cluster and (
             not names or not await self._calls.transport.call("EXISTS", *names, key="")
@@ -185,34 +168,15 @@ class ValkeyPlaces(Places):
         return [tag for tag, exists in zip(tags, found, strict=True) if exists]
 
     async def partitions_in_use(self) -> list[int]:
-        """Registered partitions, in order. An entry that is none is told of once and left out."""
-        found: list[int] = []
-        for stored in await self._calls.registered(keys.PARTITIONS):
-            if self._calls.is_partition(stored):
-                found.append(int(stored))
-            else:
-                self._calls.tell(keys.PARTITIONS, stored)
-        return sorted(found)
+        return await self._calls.registered(keys.PARTITIONS, self._calls.partition)
 
     async def lanes_in_use(self) -> list[str]:
-        """Registered lanes, in order. An entry that is none is told of once and left out."""
-        found: list[str] = []
-        for stored in await self._calls.registered(keys.LANES):
-            try:
-                found.append(stored_lane(stored, "lanes_in_use"))
-            except CorruptionError:
-                self._calls.tell(keys.LANES, stored)
-        return sorted(found)
+        return await self._calls.registered(
+            keys.LANES, lambda stored: stored_lane(stored, "lanes_in_use")
+        )
 
     async def namespaces_in_use(self) -> list[str]:
-        """Registered namespaces, in order. An entry that is none is told of once and left out."""
-        found: list[str] = []
-        for stored in await self._calls.registered(keys.NAMESPACES):
-            try:
-                found.append(validate_namespace(stored))
-            except ValidationError:
-                self._calls.tell(keys.NAMESPACES, stored)
-        return sorted(found)
+        return await self._calls.registered(keys.NAMESPACES, validate_namespace)
 
 
 def _parts(items: Iterable[T]) -> Iterable[list[T]]:
@@ -232,7 +196,7 @@ def lane_limit(lane: str) -> EngineError:
 
 
 async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Note that these pairs of partition number and lane are in use; the lanes refused."""
+    """Register pairs of partition number and lane; returns the lanes that were refused."""
     return await calls.ask(
         *("ff_register_places", keys.LANES_TAG, (MAX_LANES, *chain.from_iterable(pairs))),
         lambda reply: [text(lane) for lane in reply[2]],
@@ -241,7 +205,7 @@ async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list
 
 
 async def keep_lanes(calls: FunctionCalls, lanes: Iterable[str]) -> None:
-    """Register lanes that stay in the registry when they are empty."""
+    """Register lanes that stay when they are empty."""
     for part in _parts(lanes):
         if refused := await _stamp(calls, [(ANYWHERE, lane) for lane in part]):
             raise lane_limit(refused[0])

@@ -33,7 +33,7 @@ from flowfabric.engine.valkey.pages import chunks
 
 _OTHER_SECRET = frozenset({"mismatch", "torn"})
 Found = tuple[str, str]
-"""What seeding found on one partition: the status, and its current kid."""
+"""What seeding found on one partition: a status and the current kid."""
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 _FAN_OUT = 16
@@ -61,7 +61,7 @@ class ValkeySecrets(Secrets):
         return [found for group in answers for found in group]
 
     async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
-        """Install and compare on all partitions, and repair what the others prove right."""
+        """Install and compare on all partitions; repair those for which the others vouch."""
         found = await self._seed(kid, secret, range(self._calls.counts.flow))
         for lost in {current for status, current in found if status == "torn"}:
             healthy = {s for s, current in found if current == lost} & {"match", "mismatch"}
@@ -178,7 +178,7 @@ def _found(reply: list[Any]) -> list[Found]:
 
 
 def _kids(reply: list[Any]) -> HmacKids:
-    """The keys; what is no kid is damage."""
+    """The keys; a malformed kid is corruption."""
     current, past = reply[2:]
     place = "key store", "current_kid"
     verifying = sorted((stored_text(kid, *place), int(expires)) for kid, expires in past)

@@ -19,17 +19,17 @@ _IDLE_S = 30.0
 
 
 def ceiling_from_env(environ: Mapping[str, str] | None = None) -> int:
-    """How many stream calls may run at once, as the environment sets it."""
+    """The most stream calls at once, as the environment sets it."""
     env = os.environ if environ is None else environ
     new, old = "FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"
     return whole_number(env, new if env.get(new) else old, _DEFAULT_CEILING, 1)
 
 
 class StreamPool:
-    """The permits of stream reads and tails, and the connections they take turns on.
+    """Limits concurrent stream reads and tails, and shares connections between them.
 
-    Calls that wait share `ceiling` permits. Calls that do not wait have a quarter more, so that
-    idle followers cannot keep readers out. Connections that nobody needed for `idle_s` are closed.
+    Waiting calls share `ceiling` permits. Other calls have a quarter more, so that idle followers
+    cannot block readers. Connections that are idle for `idle_s` are closed.
     """
 
     def __init__(
@@ -40,21 +40,21 @@ class StreamPool:
         self.held = 0
         self._idle: dict[str, list[Connection]] = {}
         self._idle_s = idle_s
-        # How many stayed idle, per node, since the last look.
+        # Per node, how many stayed idle since the last check.
         self._spare: dict[str, int] = {}
         self._looking: asyncio.TimerHandle | None = None
         self._busy: set[Connection] = set()
-        # Where the connection of a hash tag led, in a cluster.
+        # In a cluster, the node of each hash tag.
         self._node_of: dict[str, str] = {}
         self.closed = False
         self.draining = False
-        # Those of the busy ones that wait for news of a stream.
+        # Busy connections that wait for a new frame.
         self._waiting: set[Connection] = set()
         self._empty = asyncio.Event()
         forget_on_fork(self)
 
     def forget(self) -> None:
-        """In a forked child: the connections are closed there, and nobody reads."""
+        """Start empty in a forked child, where the connections are closed."""
         leave_behind(self._busy, self._empty, self._looking)
         self._idle, self._busy, self._node_of, self._spare = {}, set(), {}, {}
         self._looking = None
@@ -63,7 +63,7 @@ class StreamPool:
 
     @contextmanager
     def permit(self, *, waits: bool) -> Generator[None]:
-        """One permit for the whole call; never waits for one."""
+        """Hold one permit for a call; raises when none is free."""
         if self.closed:
             raise UnavailableError("unavailable", POOL, op=POOL, shutting_down=True)
         if self.held >= self.ceiling + (0 if waits else self.ceiling // 4):
@@ -81,7 +81,7 @@ class StreamPool:
 
     @asynccontextmanager
     async def connection(self, tag: str) -> AsyncGenerator[Connection]:
-        """A connection of its own for one call; kept for the next one afterwards."""
+        """A connection for one call, kept for the next one afterwards."""
         conn = self._take(tag) or await self._transport.blocking(tag)
         self._busy.add(conn)
         clean = False
@@ -90,8 +90,8 @@ class StreamPool:
             clean = True
         finally:
             self._busy.discard(conn)
-            # An interrupted call leaves its reply on the way, a redirected one is at the wrong
-            # node: such a connection is not used again.
+            # After an interrupted call a reply is still on its way; after a redirect it is the
+            # wrong node. Both connections are dropped.
             if clean and conn.is_open and not self.closed:
                 self._give_back(tag, conn)
             else:
@@ -119,7 +119,7 @@ class StreamPool:
             self._looking = conn.loop.call_later(self._idle_s, self._shrink, conn.loop)
 
     def _shrink(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close what was idle all the time since the last look: the oldest of each node."""
+        """Close the connections that were idle since the last check: the oldest of each node."""
         for node, conns in self._idle.items():
             spare = self._spare.get(node, 0)
             for conn in conns[:spare]:
@@ -130,7 +130,7 @@ class StreamPool:
         self._looking = loop.call_later(self._idle_s, self._shrink, loop) if again else None
 
     async def await_news(self, conn: Connection, news: Awaitable[None]) -> None:
-        """Wait for news on a connection, or until the pool drains."""
+        """Wait for a new frame on a connection, or until the pool drains."""
         self._waiting.add(conn)
         try:
             await news
@@ -141,10 +141,7 @@ class StreamPool:
             self._waiting.discard(conn)
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuse new calls, end those that wait for news, and let the others finish.
-
-        False when some outlast the grace.
-        """
+        """Refuse new calls, end waiting ones, and let the others finish; False if some do not."""
         self.closed = self.draining = True
         self._empty.clear()
         for conn in list(self._waiting):
