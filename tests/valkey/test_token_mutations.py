@@ -248,7 +248,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "marks count once",
         CONDITIONS,
-        "if not progress.seen[mark.name] then",
+        "if not progress[mark.name] then",
         "if true then",
         test_susp_effects.test_effects_of_composites,
     ),

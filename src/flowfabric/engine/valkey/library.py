@@ -18,9 +18,9 @@ from flowfabric.core.errors import EngineError, TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
-LIBRARY_VERSION = 14
+LIBRARY_VERSION = 15
 """Rises whenever a function's arguments, reply or the set of names change."""
-MIN_CLIENT = 9
+MIN_CLIENT = 15
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
 # Feed length, cluster, extended: what older versions do not report.

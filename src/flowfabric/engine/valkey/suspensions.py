@@ -39,10 +39,8 @@ from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _SUSPENDED_PARTS = (
     *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
+    "closed_at",
 )
-_UNREADABLE_PARTS = 4
-# Parts of a row without a suspension: it has just ended.
-_PLACE_PARTS = 3
 _pack = msgspec.msgpack.Encoder().encode
 _TRIGGERS = ("signal", "operator", "auto_resume")
 _Row = tuple[tuple[int, str], list[Any]]
@@ -179,11 +177,12 @@ def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int, list[str]]:
 def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:
     """A row as listed, or None when its suspension has just ended."""
     execution_id = stored_id(lossless(row[0]), "list_suspended")
-    if len(row) == _PLACE_PARTS:
-        return None
-    if len(row) == _UNREADABLE_PARTS:
+    if row[3] is None:
         raise corrupt(execution_id, "suspension", "has the wrong type")
-    stored = Stored.from_row(execution_id, _SUSPENDED_PARTS, row[2:])
+    stored = Stored.from_row(execution_id, _SUSPENDED_PARTS, [row[2], *row[3]])
+    created = stored.is_set("suspension_id") or stored.is_set("created_at")
+    if stored.is_set("closed_at") or not created:
+        return None
     return SuspendedEntry(
         execution_id=execution_id,
         lane_id=stored.text("lane_id"),

@@ -86,12 +86,6 @@ local function write(stream, args, shared, version, op, maxlen)
   return id, count, size
 end
 
-local function write_summary(c, key, document, version)
-  server.call('HSET', key, 'document', document, 'version', version,
-    'patch_kind', 'json-merge-patch', 'last_updated_ms', c.now)
-  server.call('HSETNX', key, 'first_applied_ms', c.now)
-end
-
 reply.register_function('ff_append', function(c, id, args)
   local mode, seq = args[4], args[7]
   local core, index = K.core(c.tag, id), string.match(args[3], '/(%d+)$')
@@ -138,7 +132,11 @@ reply.register_function('ff_append', function(c, id, args)
     server.call('HSET', core, 'streamed', index)
   end
   server.call(unpack(update))
-  if mode == 's' then write_summary(c, summary, want.document, version) end
+  if mode == 's' then
+    server.call('HSET', summary, 'document', want.document, 'version', version,
+      'patch_kind', 'json-merge-patch', 'last_updated_ms', c.now)
+    server.call('HSETNX', summary, 'first_applied_ms', c.now)
+  end
   if not durable then
     if mode == 'b' and want.ttl_ms > 0 then
       server.call('PEXPIRE', stream, 2 * want.ttl_ms)

@@ -17,11 +17,8 @@ register('ff_group_lease', function(keys, args)
       server.call('HSET', key, 'position', position)
     end
   end
-  if holder and holder ~= member and tonumber(stored[3]) > now then return reply.ok(0, position or '') end
-  if lease == 0 then
-    server.call('HDEL', key, 'member', 'until')
-    return reply.ok(0, position or '')
-  end
-  server.call('HSET', key, 'member', member, 'until', now + lease)
-  return reply.ok(1, position or '')
+  local free = not holder or holder == member or tonumber(stored[3]) <= now
+  if free and lease == 0 then server.call('HDEL', key, 'member', 'until') end
+  if free and lease > 0 then server.call('HSET', key, 'member', member, 'until', now + lease) end
+  return reply.ok(free and lease > 0 and 1 or 0, position or '')
 end, { 'allow-oom' })

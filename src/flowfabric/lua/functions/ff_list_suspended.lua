@@ -1,10 +1,10 @@
 -- ff_list_suspended: suspended executions of a partition by (index score, id), after a position.
 -- Keys: lane suspended indexes, suspensions. Arguments: limit, score to start after, id to
 --   start after (empty: from the beginning), then lanes.
--- Replies: per execution [id, score, lane, suspension_id, reason_code, requested_by, created_at,
---   timeout_at] as stored; [id, score, lane] if its suspension has ended; [id, score, lane, nothing]
---   if that is not a hash; then how many of the lanes were read: the caller asks for the others
---   again; then the lanes among them whose index cannot be read. Errors: none.
+-- Replies: per execution [id, score, lane, fields of its suspension as stored (suspension_id,
+--   reason_code, requested_by, created_at, timeout_at, closed_at) or nothing if that is not a hash];
+--   then how many of the lanes were read: the caller asks for the others again; then the lanes among
+--   them whose index cannot be read. Errors: none.
 
 -- After this many index reads and rows, a call reads no further lane.
 local AT_ONCE = 2000
@@ -26,14 +26,6 @@ local function first_after(key, score, id)
   return low, reads
 end
 
-local function details(c, row)
-  local readable, found = try(server.call, 'HMGET', K.suspension(c.tag, row.id), 'suspension_id',
-    'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at')
-  if not readable then return { row.id, row.score, row.lane, false } end
-  if found[6] or not (found[1] or found[4]) then return { row.id, row.score, row.lane } end
-  return { row.id, row.score, row.lane, found[1], found[2], found[3], found[4], found[5] }
-end
-
 local function read_page(key, score, id, limit)
   local first, reads = first_after(key, score, id)
   return server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES'), reads
@@ -50,11 +42,15 @@ register('ff_list_suspended', function(keys, args)
     if not ok then unreadable[#unreadable + 1], page, reads = args[i], {}, 0 end
     work = work + 1 + reads + #page / 2
     for j = 1, #page, 2 do
-      rows[#rows + 1] = { id = page[j], score = tonumber(page[j + 1]), lane = args[i] }
+      rows[#rows + 1] = { page[j], tonumber(page[j + 1]), args[i] }
     end
   end
-  table.sort(rows, function(a, b) return before(a.score, a.id, b.score, b.id) end)
-  local listed = {}
-  for i = 1, math.min(limit, #rows) do listed[i] = details(c, rows[i]) end
-  return reply.ok(listed, lanes_read, unreadable)
+  table.sort(rows, function(a, b) return before(a[2], a[1], b[2], b[1]) end)
+  rows = values.slice(rows, 1, math.min(limit, #rows))
+  for _, row in ipairs(rows) do
+    local readable, found = try(server.call, 'HMGET', K.suspension(c.tag, row[1]), 'suspension_id',
+      'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at')
+    row[4] = readable and found
+  end
+  return reply.ok(rows, lanes_read, unreadable)
 end, { 'no-writes' })

@@ -113,7 +113,7 @@ end
 -- Evaluates the signals that a pending waitpoint has buffered, in order of acceptance: whether they
 -- satisfy the condition, the progress to store, and the signals that contributed.
 local function buffered(c, id, binding, condition)
-  local progress, fields, satisfiers = conditions.no_progress(), {}, {}
+  local progress, fields, satisfiers = {}, {}, {}
   local list = K.waitpoint_signals(c.tag, binding.id)
   for _, signal_id in ipairs(server.call('LRANGE', list, 0, -1)) do
     local found = server.call('HMGET', K.signal(id, signal_id), 'signal_name', 'source_type',

@@ -12,7 +12,7 @@ function K.lane_part(lane)
 end
 
 -- Building a string costs more than most commands, so names that calls use often are kept.
-local kept, of_partition, of_lane, of_worker
+local kept, of_partition, of_lane
 local KEPT_MAX = 20000
 
 local function forget_names()
@@ -34,9 +34,6 @@ local function forget_names()
       return building(function(name) return prefix .. name end)
     end)
   end)
-  of_worker = building(function(tag)
-    return building(function(instance) return 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases' end)
-  end)
 end
 
 function K.index(tag, name)
@@ -49,11 +46,7 @@ function K.lane(tag, lane, name)
   return of_lane[tag][lane][name]
 end
 
-function K.worker_leases(tag, instance)
-  if not kept then forget_names() end
-  return of_worker[tag][instance]
-end
-
+function K.worker_leases(tag, instance) return 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases' end
 function K.last_claim(tag, lane, instance) return K.lane(tag, lane, 'claimed:' .. instance) end
 
 -- Claimable executions are indexed by the capabilities that they require.

@@ -52,22 +52,14 @@ function conditions.marks(condition, signal)
   return made, referred
 end
 
-function conditions.no_progress() return { counts = {}, seen = {} } end
-
+-- The stored progress: the number of marks by leaf, and the marks themselves.
 function conditions.progress(key, condition, made)
-  local names, progress = {}, conditions.no_progress()
+  local names, progress = {}, {}
   each_leaf(condition, 'r', function(_, path) names[#names + 1] = path end)
-  local leaves = #names
   for _, mark in ipairs(made) do names[#names + 1] = mark.name end
   for first, last in values.pieces(names) do
-    for i, value in ipairs(server.call('HMGET', key, unpack(names, first, last))) do
-      local at = first + i - 1
-      if at <= leaves then
-        progress.counts[names[at]] = tonumber(value or 0)
-      elseif value then
-        progress.seen[names[at]] = true
-      end
-    end
+    local found = server.call('HMGET', key, unpack(names, first, last))
+    for i, value in ipairs(found) do progress[names[first + i - 1]] = value end
   end
   return progress
 end
@@ -76,10 +68,9 @@ end
 function conditions.contribute(progress, made)
   local fields = {}
   for _, mark in ipairs(made) do
-    if not progress.seen[mark.name] then
-      progress.seen[mark.name] = true
-      local count = (progress.counts[mark.path] or 0) + 1
-      progress.counts[mark.path] = count
+    if not progress[mark.name] then
+      local count = (progress[mark.path] or 0) + 1
+      progress[mark.name], progress[mark.path] = '1', count
       values.append(fields, { mark.path, count, mark.name, '1' })
     end
   end
@@ -90,7 +81,7 @@ function conditions.satisfied(condition, progress)
   local leaves, unmet = 0, 0
   each_leaf(condition, 'r', function(leaf, path)
     leaves = leaves + 1
-    if (progress.counts[path] or 0) < leaf.needed then unmet = unmet + 1 end
+    if tonumber(progress[path] or 0) < leaf.needed then unmet = unmet + 1 end
   end)
   return leaves > 0 and unmet == 0
 end

@@ -247,13 +247,6 @@ local function consider(c, want, offered, id, key, rows)
   rows[#rows + 1] = row
   want.bytes = want.bytes + (row[6] and #row[6] or 0) + (tonumber(rec.tagged) or 0)
   if want.bytes >= MAX_BYTES then want.max = #rows end
-  return false
-end
-
--- `consider`, where an unreadable record stays in its index.
-local function is_passed_over(...)
-  local ok, answer = try(consider, ...)
-  return not ok or answer
 end
 
 -- Considers the best candidates, `limit` of each index. Returns how many claimable ones are left in
@@ -267,7 +260,9 @@ local function look(c, want, offered, limit, rows)
     if #rows == want.max then
       if not crowded[key] then left = left + 1 end
     else
-      if is_passed_over(c, want, offered, best[i], key, rows) then stuck[key] = (stuck[key] or 0) + 1 end
+      -- An unreadable record stays, too.
+      local ok, stays = try(consider, c, want, offered, best[i], key, rows)
+      if not ok or stays then stuck[key] = (stuck[key] or 0) + 1 end
       -- Unseen ones of this index may be better than the following: look further first, or leave
       -- the rest to the next claim.
       if crowded[key] == i and #rows < want.max and (limit < want.most_looked or #rows > 0) then
