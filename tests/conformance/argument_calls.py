@@ -43,6 +43,7 @@ _OFFERED = {
 _NO_ARGUMENTS = {"forget_idle_lanes", "leaders"}
 _INTERNAL = {*vars(Upkeep), *vars(Leadership)} - _OFFERED - _NO_ARGUMENTS
 SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
+    "follow",
     "wait_ready",
     "ring_waiting",
     "occupied_partitions",

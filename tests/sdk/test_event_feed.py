@@ -15,11 +15,11 @@ from flowfabric.engine.api.events import (
     Event,
     EventFilter,
     LeaseEvent,
+    Subscription,
     WorkerEvent,
 )
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.event_feed import EventFeed
 from flowfabric.sdk.sync import SyncClient
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
@@ -29,7 +29,7 @@ from tests.support.sdk import until
 from tests.support.server import TestServer
 
 
-async def take(feed: EventFeed[LeaseEvent], count: int) -> list[LeaseEvent]:
+async def take(feed: Subscription[LeaseEvent], count: int) -> list[LeaseEvent]:
     found: list[LeaseEvent] = []
     async with asyncio.timeout(20):
         while len(found) < count:
@@ -171,12 +171,12 @@ async def test_a_member_of_a_group_keeps_its_feeds_over_an_outage(
 
 
 async def test_every_subscription_of_a_client(engine: Engine) -> None:
-    client = Client(engine.backend, "mine")
+    client = Client(engine.backend)
     feeds = (
         await client.subscribe(["signal", "operator"]),
         await client.subscribe_signal_delivery(),
         await client.subscribe_operator_events(),
-        await client.subscribe_worker_events(),
+        await client.subscribe_worker_events("mine"),
     )
     await engine.backend.workers.register_worker(
         worker_id="w", worker_instance_id="w-1", lanes=["l"], namespace="mine"

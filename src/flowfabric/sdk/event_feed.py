@@ -8,22 +8,18 @@ import logging
 import random
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Generic, Self, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar, cast
 
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.events import (
-    CompletionEvent,
     Event,
     Events,
-    Family,
-    LeaseEvent,
-    SignalEvent,
     Start,
     SubscribeOptions,
     Subscription,
-    WorkerEvent,
+    Subscriptions,
 )
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking, iterate
 from flowfabric.sdk.portal import PortalClosed
@@ -100,8 +96,8 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
     Any thread may close it; an iteration that waits then ends.
     """
 
-    def __init__(self, feed: EventFeed[T], caller: Caller) -> None:
-        super().__init__(feed, caller)
+    def __init__(self, feed: Subscription[T], caller: Caller) -> None:
+        super().__init__(cast("EventFeed[T]", feed), caller)
         self._closed = False
 
     @property
@@ -130,92 +126,26 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
             self._call(EventFeed[T].aclose)
 
 
-class ClientEvents:
-    """The subscriptions of a client.
-
-    `cursor` is `now`, `start` for the oldest entry, a time in milliseconds, or the cursor of an
-    earlier subscription. Options: `where` (an `EventFilter`), `partitions`, and `group` with
-    `member` to share the events among several processes.
-    """
+class ClientEvents(Subscriptions):
+    """The subscriptions of a client, which continue after outages."""
 
     _events: Events
-    namespace: str
     _feeds: weakref.WeakSet[EventFeed[Any]]
 
-    async def subscribe(
+    async def follow(
         self,
-        families: Sequence[Family],
-        cursor: Start = "now",
-        **options: Unpack[SubscribeOptions],
-    ) -> EventFeed[Event]:
-        """Follow several families of events at once, each event in its general form.
-
-        >>> feed = await client.subscribe(["completion", "signal"])  # doctest: +SKIP
-        """
-        named = self._named(options)
-        return await self._follow(
-            lambda start: self._events.subscribe(families, start, **named), cursor
-        )
-
-    async def subscribe_completion(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> EventFeed[CompletionEvent]:
-        """Follow the executions that end.
-
-        >>> async with await client.subscribe_completion() as feed:  # doctest: +SKIP
-        ...     async for event in feed:
-        ...         print(event.execution_id, event.outcome)
-        """
-        named = self._named(options)
-        return await self._follow(
-            lambda start: self._events.subscribe_completion(start, **named), cursor
-        )
-
-    async def subscribe_lease_history(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> EventFeed[LeaseEvent]:
-        """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
-        named = self._named(options)
-        return await self._follow(
-            lambda start: self._events.subscribe_lease_history(start, **named), cursor
-        )
-
-    async def subscribe_signal_delivery(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> EventFeed[SignalEvent]:
-        """Follow the signals that executions accept, and what each one did."""
-        named = self._named(options)
-        return await self._follow(
-            lambda start: self._events.subscribe_signal_delivery(start, **named), cursor
-        )
-
-    async def subscribe_operator_events(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> EventFeed[Event]:
-        """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
-        named = self._named(options)
-        return await self._follow(
-            lambda start: self._events.subscribe_operator_events(start, **named), cursor
-        )
-
-    async def subscribe_worker_events(
-        self, cursor: Start = "now", *, namespace: str | None = None
-    ) -> EventFeed[WorkerEvent]:
-        """Follow the worker processes of a namespace that register, leave or expire."""
-        of = self.namespace if namespace is None else namespace
-        return await self._follow(
-            lambda start: self._events.subscribe_worker_events(of, start), cursor
-        )
-
-    def _named(self, options: SubscribeOptions) -> SubscribeOptions:
-        """A member keeps its name, and with it its partitions, when it subscribes again."""
-        if options.get("group") is not None:
-            options.setdefault("member", new_uuid())
-        return options
-
-    async def _follow(
-        self, subscribe: Callable[[Start], Awaitable[Subscription[T]]], start: Start
+        families: Sequence[str],
+        form: Callable[[Event, bytes], T],
+        cursor: Start,
+        options: SubscribeOptions,
+        namespace: str | None = None,
     ) -> EventFeed[T]:
-        feed = await EventFeed(subscribe).begin(start)
+        """`Subscriptions.follow`, through outages of the server."""
+        if options.get("group") is not None:
+            # A member keeps its name, and with it its partitions, when it subscribes again.
+            options.setdefault("member", new_uuid())
+        feed = EventFeed(
+            lambda start: self._events.follow(families, form, start, options, namespace)
+        )
         self._feeds.add(feed)
-        return feed
+        return await feed.begin(cursor)

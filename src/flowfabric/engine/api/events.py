@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
 
 import msgspec
 
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.tags import validate_tag_filter
-from flowfabric.engine.api.arguments import checked_text, each_text, instance
+from flowfabric.engine.api.arguments import checked_text, each_text, instance, listed, one_of
 from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
 """`now` (or empty), `start` for the oldest entry, a time in milliseconds, or a cursor."""
-Family = Literal["completion", "lease", "signal", "flow", "operator", "worker"]
+Family = Literal["completion", "lease", "signal", "flow", "operator"]
 _GAINS = frozenset({"acquired", "renewed", "reclaimed"})
 _LOSSES = frozenset({"released", "expired", "revoked"})
 LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
 """What lease history calls an entry of another type."""
+
+
+F = TypeVar("F", bound=msgspec.Struct)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -49,6 +52,22 @@ class Event(msgspec.Struct, frozen=True):
         """A field that the type adds, or the default."""
         return self.fields.get(name, default)
 
+    def at_cursor(self, cursor: bytes) -> Event:
+        """This event with the position after it."""
+        return msgspec.structs.replace(self, cursor=cursor)
+
+    def fill(self, form: type[F], cursor: bytes, **known: Any) -> F:
+        """The typed form of this event."""
+        known = {
+            **self.fields,
+            **{name: getattr(self, name) for name in self.__struct_fields__},
+            "cursor": cursor,
+            **known,
+        }
+        if self.execution_id is not None:
+            known["execution_id"] = ExecutionId.trusted(self.execution_id)
+        return form(**{name: known[name] for name in form.__struct_fields__ if name in known})
+
 
 class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An execution ended."""
@@ -76,6 +95,11 @@ class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a result is stored."""
     tags: Mapping[str, str] | None = None
 
+    @classmethod
+    def of(cls, event: Event, cursor: bytes) -> Self:
+        """The form of a `completion` entry."""
+        return event.fill(cls, cursor)
+
 
 class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An execution changed hands."""
@@ -102,6 +126,14 @@ class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
     """How the execution ended, if that released the lease."""
     revoked_by: str | None = None
     branch: str | None = None
+
+    @classmethod
+    def of(cls, event: Event, cursor: bytes) -> Self:
+        """The form of an entry about a lease."""
+        taken: dict[str, Any] = {}
+        if event.type == "reclaimed":
+            taken = {name.removeprefix("new_"): value for name, value in event.fields.items()}
+        return event.fill(cls, cursor, **taken, type=LEASE_NAMES.get(event.type, event.type))
 
     @property
     def new_owner(self) -> str | None:
@@ -133,6 +165,11 @@ class SignalEvent(msgspec.Struct, frozen=True, kw_only=True):
     effect: str = ""
     """What the signal did, such as `resume_condition_satisfied`."""
 
+    @classmethod
+    def of(cls, event: Event, cursor: bytes) -> Self:
+        """The form of a `signal` entry."""
+        return event.fill(cls, cursor)
+
 
 class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A worker process registered or left."""
@@ -147,6 +184,12 @@ class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
     """None if the registration had expired already."""
     worker_instance_id: str = ""
     reason: str | None = None
+
+    @classmethod
+    def of(cls, event: Event, cursor: bytes) -> Self:
+        """The form of an entry of a worker registry."""
+        namespace = event.event_id.removeprefix("worker:").rpartition("/")[0]
+        return event.fill(cls, cursor, namespace=namespace)
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +265,7 @@ def checked_options(options: SubscribeOptions) -> SubscribeOptions:
 
 
 E_co = TypeVar("E_co", covariant=True)
+T = TypeVar("T")
 
 
 class Subscription(Protocol[E_co]):
@@ -255,8 +299,26 @@ class Subscription(Protocol[E_co]):
         ...
 
 
-class Events(Concern, Protocol):
-    """Following the event feeds. Every method takes the start and `SubscribeOptions`."""
+class Subscriptions(Protocol):
+    """Following the event feeds.
+
+    `cursor` is `now`, `start` for the oldest entry left, a time in milliseconds, or the cursor of
+    an earlier subscription to the same partitions.
+    """
+
+    async def follow(
+        self,
+        families: Sequence[str],
+        form: Callable[[Event, bytes], T],
+        cursor: Start,
+        options: SubscribeOptions,
+        namespace: str | None = None,
+    ) -> Subscription[T]:
+        """Every entry of these families, as `form` makes it from an event and its cursor.
+
+        With a namespace, from the feed of its worker registry.
+        """
+        ...
 
     async def subscribe(
         self,
@@ -264,38 +326,52 @@ class Events(Concern, Protocol):
         cursor: Start = "now",
         **options: Unpack[SubscribeOptions],
     ) -> Subscription[Event]:
-        """Every entry of these families except `worker`; one of two families arrives once."""
-        ...
+        """Follow several families at once; an event of two families arrives once.
+
+        >>> feed = await client.subscribe(["completion", "signal"])  # doctest: +SKIP
+        """
+        for family in listed(families, "families"):
+            one_of(family, "families", get_args(Family))
+        return await self.follow(families, Event.at_cursor, cursor, options)
 
     async def subscribe_completion(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[CompletionEvent]:
-        """Every execution that ends."""
-        ...
+        """Follow the executions that end.
+
+        >>> async with await client.subscribe_completion() as feed:  # doctest: +SKIP
+        ...     async for event in feed:
+        ...         print(event.execution_id, event.outcome)
+        """
+        return await self.follow(["completion"], CompletionEvent.of, cursor, options)
 
     async def subscribe_lease_history(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[LeaseEvent]:
-        """Every change of ownership."""
-        ...
+        """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
+        return await self.follow(["lease"], LeaseEvent.of, cursor, options)
 
     async def subscribe_signal_delivery(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[SignalEvent]:
-        """Every signal that an execution accepts."""
-        ...
+        """Follow the signals that executions accept, and what each one did."""
+        return await self.follow(["signal"], SignalEvent.of, cursor, options)
 
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
-        """What operators changed: cancelled, revoked, resumed, replayed, priority."""
-        ...
+        """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
+        return await self.follow(["operator"], Event.at_cursor, cursor, options)
 
     async def subscribe_worker_events(
         self, namespace: str = "default", cursor: Start = "now"
     ) -> Subscription[WorkerEvent]:
-        """Worker processes of a namespace that register, leave or expire."""
-        ...
+        """Follow the worker processes of a namespace that register, leave or expire."""
+        return await self.follow(["worker"], WorkerEvent.of, cursor, {}, namespace)
+
+
+class Events(Subscriptions, Concern, Protocol):
+    """Following the event feeds, and waiting for executions to end."""
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
         """Return when the execution has ended, sometimes earlier: read its state then.

@@ -12,7 +12,6 @@ from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
 from flowfabric.engine.api.events import Event, EventFilter
 from flowfabric.engine.events.cursor import FeedCursor, Position, cursor_text, position_of
-from flowfabric.engine.events.families import Shape, families_of
 from flowfabric.engine.events.groups import GroupMember
 from flowfabric.engine.events.reader import FeedReader
 from flowfabric.engine.events.selection import CLOCK_SLACK_MS, FeedSelection
@@ -22,6 +21,38 @@ _WAIT_S = 1.0
 _BASE_EVERY_S = 1.0
 _UNSURE_AFTER_S = 30.0
 T = TypeVar("T")
+
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "completion": ("completion",),
+    "acquired": ("lease",),
+    "renewed": ("lease",),
+    "released": ("lease",),
+    "expired": ("lease",),
+    "reclaimed": ("lease",),
+    "revoked": ("lease", "operator"),
+    "replayed": ("lease", "operator"),
+    "signal": ("signal",),
+    "flow_cancel_requested": ("flow", "operator"),
+    "flow_finished": ("flow",),
+    **dict.fromkeys(("resumed", "escalated", "priority_changed"), ("operator",)),
+    **dict.fromkeys(("operator_blocked", "operator_unblocked"), ("operator",)),
+    **dict.fromkeys(("worker_registered", "worker_dead", "worker_expired"), ("worker",)),
+}
+
+
+def families_of(event: Event) -> tuple[str, ...]:
+    """The families an entry belongs to. An unknown type that names a lease is lease history."""
+    known = _FAMILIES.get(event.type)
+    if known is None:
+        if event.type.startswith(("budget_", "quota_")):
+            return ("operator",)
+        return ("lease",) if event.get("lease_id") is not None else ()
+    if event.type == "completion":
+        if event.get("lease_id") is not None:
+            known += ("lease",)
+        if event.get("source") == "operator_override":
+            known += ("operator",)
+    return known
 
 
 class FeedSubscription(AsyncClosing, Generic[T]):
@@ -34,23 +65,24 @@ class FeedSubscription(AsyncClosing, Generic[T]):
         cursor: FeedCursor,
         *,
         families: Collection[str],
-        shape: Shape[T],
+        form: Callable[[Event, bytes], T],
         where: EventFilter,
         member: GroupMember | None = None,
+        fresh: bool = False,
         on_close: Callable[[FeedSubscription[T]], None],
     ) -> None:
         self._source = source
         self._selection = selection
         self._reader = FeedReader(source, cursor)
         self._families = frozenset(families)
-        self._shape = shape
+        self._form = form
         self._where = where
         self._member = member
         self._on_close = on_close
         self._ready: deque[tuple[str, Position, Event | CorruptionError | None]] = deque()
         self._ended = False
         # Times on the monotonic clock; None before the first.
-        self._checked_at: float | None = None
+        self._checked_at = time.monotonic() if fresh else None
         self._based_at: float | None = None
         if member is not None:
             member.attach(self._reader)
@@ -78,7 +110,7 @@ class FeedSubscription(AsyncClosing, Generic[T]):
                     self._member.returned(feed, position)
                 if isinstance(found, CorruptionError):
                     return found
-                return self._shape(found, self.cursor)
+                return self._form(found, self.cursor)
             try:
                 await self._fill()
             except TransportError as error:

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar, Unpack, get_args
+from typing import Any, TypeVar
 
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.arguments import listed, one_of, partition_number
+from flowfabric.engine.api.arguments import listed, partition_number
 from flowfabric.engine.api.events import (
-    CompletionEvent,
     Event,
     EventFilter,
     Events,
-    Family,
-    LeaseEvent,
-    SignalEvent,
     Start,
     SubscribeOptions,
-    WorkerEvent,
     checked_options,
 )
-from flowfabric.engine.events import families as shapes
 from flowfabric.engine.events.completions import CompletionWatch
 from flowfabric.engine.events.groups import GroupMember
 from flowfabric.engine.events.selection import FeedSelection
 from flowfabric.engine.events.source import FeedSource
 from flowfabric.engine.events.subscription import FeedSubscription
 
-_PARTITION_FAMILIES = tuple(family for family in get_args(Family) if family != "worker")
 T = TypeVar("T")
 
 
@@ -49,70 +42,35 @@ class FeedEvents(Events):
         self._watch = CompletionWatch(source, read_state)
         self._open: set[FeedSubscription[Any]] = set()
 
-    async def subscribe(
+    async def follow(
         self,
-        families: Sequence[Family],
-        cursor: Start = "now",
-        **options: Unpack[SubscribeOptions],
-    ) -> FeedSubscription[Event]:
-        chosen = [
-            one_of(each, "families", _PARTITION_FAMILIES) for each in listed(families, "families")
-        ]
-        return await self._subscribe(chosen, shapes.plain, cursor, options)
-
-    async def subscribe_completion(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> FeedSubscription[CompletionEvent]:
-        return await self._subscribe(["completion"], shapes.completion, cursor, options)
-
-    async def subscribe_lease_history(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> FeedSubscription[LeaseEvent]:
-        return await self._subscribe(["lease"], shapes.lease, cursor, options)
-
-    async def subscribe_signal_delivery(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> FeedSubscription[SignalEvent]:
-        return await self._subscribe(["signal"], shapes.signal, cursor, options)
-
-    async def subscribe_operator_events(
-        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
-    ) -> FeedSubscription[Event]:
-        return await self._subscribe(["operator"], shapes.plain, cursor, options)
-
-    async def subscribe_worker_events(
-        self, namespace: str = "default", cursor: Start = "now"
-    ) -> FeedSubscription[WorkerEvent]:
-        feeds = [f"worker:{validate_namespace(namespace)}"]
-        return await self._subscribe(["worker"], shapes.worker, cursor, {}, feeds)
-
-    async def _subscribe(
-        self,
-        families: Collection[str],
-        shape: shapes.Shape[T],
-        start: Start,
+        families: Sequence[str],
+        form: Callable[[Event, bytes], T],
+        cursor: Start,
         options: SubscribeOptions,
-        feeds: Sequence[str] | None = None,
+        namespace: str | None = None,
     ) -> FeedSubscription[T]:
         options = checked_options(options)
-        partitions, group = options.get("partitions"), options.get("group")
-        if partitions is not None:
+        feeds = None if namespace is None else [f"worker:{validate_namespace(namespace)}"]
+        if (partitions := options.get("partitions")) is not None:
             feeds = self._feeds(partitions)
         selection = FeedSelection(self._source, self._counts, feeds)
-        cursor = await selection.cursor(start)
+        start = await selection.cursor(cursor)
         member = None
-        if group is not None:
+        if (group := options.get("group")) is not None:
             name = options.get("member") or new_uuid()
-            member = GroupMember(self._source, selection, group, name, cursor)
+            member = GroupMember(self._source, selection, group, name, start)
             await member.join()
         subscription = FeedSubscription(
             self._source,
             selection,
-            cursor,
+            start,
             families=families,
-            shape=shape,
+            form=form,
             where=options.get("where") or EventFilter(),
             member=member,
+            # These positions come from the feeds as they are now.
+            fresh=member is None and cursor in ("", b"", "now", "start"),
             on_close=self._open.discard,
         )
         self._open.add(subscription)
@@ -131,11 +89,6 @@ class FeedEvents(Events):
         if not isinstance(execution_id, ExecutionId):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             execution_id = ExecutionId.parse(execution_id)
         await self._watch.wait_ended(execution_id.check_partition(self._counts))
-
-    @property
-    def waiting(self) -> int:
-        """How many executions are waited for."""
-        return self._watch.waiting
 
     async def aclose(self) -> None:
         """End every subscription and every wait."""
