@@ -36,8 +36,8 @@ class Arguments:
                 raise self._refusal(parameter, "*args and **kwargs cannot be submitted.")
             hint = hints.get(parameter.name)
             if hint is None and parameter.name == "ctx" and "ctx" not in hints:
-                wanted = "Context" if is_async else "SyncContext"
-                raise self._refusal(parameter, f'ctx has no annotation. Write "ctx: {wanted}".')
+                context = "Context" if is_async else "SyncContext"
+                raise self._refusal(parameter, f'ctx has no annotation. Write "ctx: {context}".')
             if not _mentions_context(hint):
                 continue
             if position or parameter.kind is parameter.KEYWORD_ONLY or get_args(hint):
@@ -122,8 +122,8 @@ class Arguments:
         """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
         types = self._types
         positional = [
-            value if wanted is Any else msgspec.convert(value, wanted)
-            for value, wanted in zip(args, types.values(), strict=False)
+            value if hint is Any else msgspec.convert(value, hint)
+            for value, hint in zip(args, types.values(), strict=False)
         ]
         if len(args) > len(types):
             raise TypeError(f"{self._name} takes {len(types)} arguments, got {len(args)}")

@@ -38,15 +38,15 @@ def encode(value: Any, field: str = "value") -> tuple[bytes, str]:
     return data, JSON
 
 
-def decode(data: bytes | None, encoding: str, wanted: Any = Any) -> Any:
-    """The value behind bytes, converted to `wanted` when a type is given."""
+def decode(data: bytes | None, encoding: str, into: Any = Any) -> Any:
+    """The value behind bytes, converted to the type `into`."""
     if data is None:
         return None
     if encoding != JSON:
         return data
-    if wanted is Any:
+    if into is Any:
         return _decode_any(data)
-    return msgspec.json.decode(data, type=wanted, dec_hook=dec_hook)
+    return msgspec.json.decode(data, type=into, dec_hook=dec_hook)
 
 
 def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

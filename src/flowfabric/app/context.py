@@ -99,16 +99,16 @@ class Context(HandlerInfo):
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_born", "_shutting_down", "_task", "_waits")
+    __slots__ = ("_generation", "_shutting_down", "_task", "_waits")
 
     def __init__(self, task: ClaimedTask, shutting_down: Callable[[], bool]) -> None:
         self._task = task
         self._shutting_down = shutting_down
-        self._born = generation()
+        self._generation = generation()
         self._waits: Waits | None = None
 
     def _claimed(self) -> ClaimedTask:
-        refuse_after_fork(self._born)
+        refuse_after_fork(self._generation)
         return self._task
 
     async def progress(self, pct: int | None = None, message: str | None = None) -> None:

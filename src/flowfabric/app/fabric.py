@@ -199,8 +199,8 @@ class Fabric(AsyncClosing):
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
         """
-        wanted = self._task("" if task is None else task)
-        return self._run(wanted, ExecutionId.parse(execution_id))
+        known = self._task("" if task is None else task)
+        return self._run(known, ExecutionId.parse(execution_id))
 
     def worker(
         self,

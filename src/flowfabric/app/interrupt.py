@@ -56,7 +56,7 @@ class ThreadCall:
 
     def run(self) -> None:
         """On the handler thread: run the function and keep its result or error."""
-        born = generation()
+        started_in = generation()
         try:
             with self._lock:
                 if self._reason is None:
@@ -66,7 +66,7 @@ class ThreadCall:
             self._result = self._context.run(self._function)
         except BaseException as error:  # noqa: BLE001 - the future raises it
             self._error = error
-        if generation() != born:
+        if generation() != started_in:
             end_child(self._error)
         while self._thread is not None:
             try:

@@ -64,11 +64,11 @@ class OutputStream:
         self._task = task
         self._frame_type = frame_type
         self._mode: FrameMode = mode
-        self._born = generation()
+        self._generation = generation()
 
     async def write(self, data: Any) -> None:
         """Add bytes, text, or any value that JSON can represent."""
-        refuse_after_fork(self._born)
+        refuse_after_fork(self._generation)
         await write_output(self._task, data, self._frame_type, self._mode)
 
     async def __aenter__(self) -> Self:

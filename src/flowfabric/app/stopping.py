@@ -45,17 +45,17 @@ class _Signals:
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
         self._writer.settimeout(0)
-        self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        self._former = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # The event loop must still wake for signals; a copy, because it closes its own.
-        self._next = None if self._former == -1 else socket.socket(fileno=os.dup(self._former))
+        self._next = None if self._old_fd == -1 else socket.socket(fileno=os.dup(self._old_fd))
         forget_on_fork(self)
 
     def remove(self) -> None:
         """Restore handlers and descriptor; `arrivals` ends."""
-        if not self._before:
+        if not self._old_handlers:
             return
-        now = signal.set_wakeup_fd(self._former)
+        now = signal.set_wakeup_fd(self._old_fd)
         if now != self._writer.fileno():
             signal.set_wakeup_fd(now)
         self._restore()
@@ -63,7 +63,7 @@ class _Signals:
 
     def forget(self) -> None:
         """In a forked child: signals end it like any process, and do not reach its parent."""
-        if self._before:
+        if self._old_handlers:
             signal.set_wakeup_fd(-1)
             self._restore()
 
@@ -97,9 +97,9 @@ class _Signals:
                 self._writer.send(bytes((number,)))
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
+        self._old_handlers.clear()
 
 
 class _Forking(threading.local):

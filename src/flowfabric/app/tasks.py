@@ -316,8 +316,8 @@ def _name_of(given: object, name: object) -> str:
         raise ConfigError("task", f"{given!r} is not a function")
     called = getattr(given, "__name__", None)
     shown = name or called or repr(given)
-    for wrong, problem in _USELESS:
-        if wrong(given):
+    for matches, problem in _NOT_TASKS:
+        if matches(given):
             raise ConfigError("task", f"{shown}: {problem}")
     if name is None and called in (None, "<lambda>"):
         what = "a lambda" if called else type(given).__name__
@@ -337,7 +337,7 @@ def _is_object(given: object) -> bool:
 
 
 _STREAMS = "a generator has no result to store: return a list, or write output with `ctx.stream()`"
-_USELESS: tuple[tuple[Callable[[object], bool], str], ...] = (
+_NOT_TASKS: tuple[tuple[Callable[[object], bool], str], ...] = (
     (lambda given: isinstance(given, Task), "is a task already"),
     (inspect.isgeneratorfunction, _STREAMS),
     (inspect.isasyncgenfunction, _STREAMS),

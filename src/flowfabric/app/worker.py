@@ -84,7 +84,7 @@ class AppWorker:
         if self._runtime is not None:
             self._runtime.stop()
 
-    def give_back(self) -> int:
+    def release_leases(self) -> int:
         """Release every lease, from any thread, before a blocked process ends.
 
         Other workers then need not wait until the leases expire.

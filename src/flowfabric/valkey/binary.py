@@ -67,18 +67,18 @@ def _in_wheel() -> Path | None:
 
 def start_error(folder: DataFolder, binary: Path, what: str, log_offset: int) -> ConfigError:
     """The error for a start that ended with `what` and logged from `log_offset` on."""
-    said = folder.read_log(log_offset)
-    if not said:
+    output = folder.read_log(log_offset)
+    if not output:
         return _error(
             f"{binary} printed nothing ({what}), so it is not a Valkey server; correct "
             f"{BINARY_VARIABLE}, or unset it to use the packaged server"
         )
-    lines = said.splitlines()
-    telling = [line for line in lines if not _routine(line)] or lines
+    lines = output.splitlines()
+    relevant = [line for line in lines if not _routine(line)] or lines
     advice = f"fix the problem reported in {folder.log} and try again"
-    if found := _damaged(said):
+    if found := _damaged(output):
         advice = _repair(folder, binary, folder.path / AOF_FOLDER / found[1])
-    shown = "\n".join(telling[-_MOST_LINES:])
+    shown = "\n".join(relevant[-_MOST_LINES:])
     return _error(f"the server did not start ({what}); {advice}:\n{shown}")
 
 

@@ -212,7 +212,7 @@ async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool)
 
         def ready() -> None:
             signals.enter_context(
-                on_signals(worker.stop, grace_s=grace_s, release=worker.give_back)
+                on_signals(worker.stop, grace_s=grace_s, release=worker.release_leases)
             )
             _print_banner(app, worker, where, as_json=as_json)
             _warn_of_unserved_lanes(app, worker)
