@@ -68,7 +68,7 @@ def test_a_bad_value_is_named(variable: str, value: str) -> None:
 
 
 def test_both_units_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"FF_LEASE_EXPIRY_INTERVAL_MS: .*_S is set too"):
+    with pytest.raises(ConfigError, match=r"FF_LEASE_EXPIRY_INTERVAL_MS: .*_S is also set"):
         ScannerSettings.from_env(
             {"FF_LEASE_EXPIRY_INTERVAL_S": "1", "FF_LEASE_EXPIRY_INTERVAL_MS": "1000"}
         )

@@ -294,7 +294,7 @@ async def test_disabled_scanners_do_not_exist(engine: Engine) -> None:
     settings = ScannerSettings(disabled=frozenset({"lease_expiry", "index_reconciler"}))
     supervisor = ScannerSupervisor(engine.backend, settings)
     assert supervisor.status().keys() == INTERVALS_S.keys() - settings.disabled
-    with pytest.raises(NotFoundError, match=r"scanner_not_found: \w+: there are \w+, "):
+    with pytest.raises(NotFoundError, match=r"scanner_not_found: \w+; enabled are \w+, "):
         await supervisor.scan_once("lease_expiry")
 
 

@@ -1,4 +1,4 @@
-"""Attempts that run too long end, or are retried if the policy says so."""
+"""Ends attempts that run too long, or retries them if the policy says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delayed executions and retries become claimable when they are due."""
+"""Makes delayed executions and retries claimable when they are due."""
 
 from __future__ import annotations
 

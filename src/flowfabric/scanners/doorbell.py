@@ -1,4 +1,4 @@
-"""Workers hear again of work that waits, in case a ring was lost."""
+"""Rings again for waiting work, in case a ring was lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DoorbellScanner:
             for tag, lane in places[start : start + _LANES_AT_ONCE]:
                 some.setdefault(tag, []).append(lane)
             indexes = self.indexes(some)
-            with cycle.surviving("lanes not rung"):
+            with cycle.surviving("could not ring"):
                 if await cycle.backend.upkeep.any_exists(indexes):
                     await cycle.backend.wakeups.ring_waiting(some)
                 elif cycle.watch is not None:

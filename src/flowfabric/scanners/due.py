@@ -64,14 +64,14 @@ class DueScanner(ABC):
             for index, ids in scan.due.items():
                 if cycle.out_of_time():
                     return
-                with cycle.surviving("index not readable", partition=index.tag):
+                with cycle.surviving("could not read an index", partition=index.tag):
                     await self._drain(cycle, index, ids)
 
     async def _read(self, cycle: Cycle, indexes: Sequence[Index], offset: int = 0) -> DueScan:
         scan = await cycle.backend.upkeep.scan_due(indexes, self.page, offset)
         cycle.progress()
         for index, error in scan.unreadable.items():
-            cycle.failed("index not readable", error, partition=index.tag, index=str(index))
+            cycle.failed("could not read an index", error, partition=index.tag, index=str(index))
         return scan
 
     async def _drain(self, cycle: Cycle, index: Index, ids: list[str]) -> None:
@@ -82,7 +82,7 @@ class DueScanner(ABC):
             fresh = [member for member in ids if member not in seen]
             seen.update(fresh)
             removed = 0
-            with cycle.surviving("call failed", partition=index.tag):
+            with cycle.surviving("could not act", partition=index.tag):
                 removed = await self._handle(cycle, index, fresh)
             if len(ids) < self.page or cycle.out_of_time():
                 return

@@ -1,4 +1,4 @@
-"""Executions end when their deadline passes."""
+"""Ends executions whose deadline passed."""
 
 from __future__ import annotations
 

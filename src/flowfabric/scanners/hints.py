@@ -1,4 +1,4 @@
-"""Delays that this process set are promoted at their exact time, whichever process scans."""
+"""Promotes delays that this process set at their exact time, whichever process scans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executions are in exactly the indexes that their records demand."""
+"""Keeps executions in exactly the indexes that their records demand."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class IndexReconciler:
         end = count if cycle.thorough else min(count, first + _SOUGHT_PER_CYCLE)
         tags = [tag for i in range(first, end) if (tag := f"{{fp:{i}}}") not in cycle.territory]
         lost: list[str] = []
-        with cycle.surviving("partitions not searched"):
+        with cycle.surviving("could not search for partitions"):
             found = await places.occupied_partitions(tags)
             if found:
                 # One may have been registered a moment ago.
@@ -101,7 +101,7 @@ class IndexReconciler:
                 lost[walk.tag] = lanes
         if not lost:
             return
-        with cycle.surviving("lanes not registered"):
+        with cycle.surviving("could not register lanes"):
             registered = await places.lanes_by_partition()
             lost = {tag: lanes.difference(registered.get(tag, ())) for tag, lanes in lost.items()}
             await places.register_places(lost)
@@ -142,7 +142,7 @@ class IndexReconciler:
         self, cycle: Cycle, territory: Territory, tags: list[str]
     ) -> list[PartitionWalk]:
         walks = [self._walks.setdefault(tag, PartitionWalk(tag)) for tag in tags]
-        with cycle.surviving("partitions not readable", partition=",".join(tags)):
+        with cycle.surviving("could not survey partitions", partition=",".join(tags)):
             requests = [walk.request(territory[walk.tag]) for walk in walks]
             surveys = await cycle.backend.upkeep.survey_indexes(requests)
             cycle.progress()
@@ -160,7 +160,7 @@ class IndexReconciler:
             try:
                 done += await self._walk_page(cycle, walk, walk.index, budget - done)
             except EngineError as error:
-                cycle.failed("partition not audited", error, partition=walk.tag)
+                cycle.failed("could not audit the partition", error, partition=walk.tag)
                 if error.retryable:
                     break
                 # What is damaged must not hide the rest.
@@ -187,7 +187,7 @@ class IndexReconciler:
     async def _audit_active(self, cycle: Cycle, walk: PartitionWalk, budget: int) -> int:
         """Audit what workers hold: renewals change those entries, but not the fingerprint."""
         done = 0
-        with cycle.surviving("partition not audited", partition=walk.tag):
+        with cycle.surviving("could not audit the partition", partition=walk.tag):
             for index in walk.active:
                 rank, ids = 0, [""]
                 while ids and done < budget and not cycle.out_of_time():
@@ -217,7 +217,7 @@ class IndexReconciler:
             if _is_drift(verdict):
                 self._suspects.setdefault((walk.tag, member, lanes), verdict)
             elif verdict != "consistent":
-                self._item_failed(cycle, "audit failed", walk.tag, member, verdict)
+                self._item_failed(cycle, "could not audit", walk.tag, member, verdict)
 
     async def _settle(self, cycle: Cycle, suspects: Suspects) -> None:
         """Repair what the last cycle saw too."""
@@ -232,7 +232,7 @@ class IndexReconciler:
                 before = {member: suspects[tag, member, lanes] for member in some}
                 settled = False
                 if tag in cycle.territory and not cycle.out_of_time():
-                    with cycle.surviving("repair failed", partition=tag):
+                    with cycle.surviving("could not repair", partition=tag):
                         await self._settle_some(cycle, tag, lanes, before)
                         settled = True
                 if not settled:
@@ -272,7 +272,7 @@ class IndexReconciler:
                     },
                 )
             elif answer != "consistent":
-                self._item_failed(cycle, "repair failed", tag, member, answer)
+                self._item_failed(cycle, "could not repair", tag, member, answer)
 
     def _item_failed(self, cycle: Cycle, what: str, tag: str, member: str, error: str) -> None:
         cycle.errors += 1

@@ -1,4 +1,4 @@
-"""Expired leases become reclaimable, so that the next claim takes them over."""
+"""Makes expired leases reclaimable, so that the next claim takes them over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waitpoints that no suspension used in time are closed."""
+"""Closes waitpoints that no suspension used in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members of an index that keep failing are skipped for a while."""
+"""Skips members of an index that keep failing."""
 
 from __future__ import annotations
 

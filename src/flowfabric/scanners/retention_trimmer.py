@@ -1,4 +1,4 @@
-"""Finished executions, old events and empty lanes are deleted."""
+"""Deletes finished executions, old events and empty lanes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class RetentionTrimmer(DueScanner):
         for tag in cycle.territory:
             if cycle.out_of_time():
                 return
-            with cycle.surviving("feed not trimmed", partition=tag):
+            with cycle.surviving("could not trim the feed", partition=tag):
                 await upkeep.trim_events(tag, oldest)
-            with cycle.surviving("purge failed", partition=tag):
+            with cycle.surviving("could not purge", partition=tag):
                 while await upkeep.purge(tag) and not cycle.out_of_time():
                     cycle.progress()
-        with cycle.surviving("namespaces not readable"):
+        with cycle.surviving("could not read the namespaces"):
             for namespace in await cycle.backend.places.namespaces_in_use():
-                with cycle.surviving("worker feed not trimmed", namespace=namespace):
+                with cycle.surviving("could not trim the worker feed", namespace=namespace):
                     await upkeep.trim_worker_events(namespace, oldest)
-        with cycle.surviving("lane registry not trimmed"):
+        with cycle.surviving("could not trim the lane registry"):
             await upkeep.forget_idle_lanes()

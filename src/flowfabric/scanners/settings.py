@@ -1,4 +1,4 @@
-"""How often each scanner runs, which ones do, and for whom."""
+"""How often scanners run, which are disabled, and which executions they may touch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ INTERVALS_S: Mapping[str, float] = {
     "retention_trimmer": 60.0,
     "worker_sweeper": 30.0,
 }
-"""Every scanner with its interval: nothing waits longer than that after it is due."""
+"""Every scanner with its interval: the longest wait after something is due."""
 
+_DAY_MS = 86_400_000
 _number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch
 
 
 class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one process's scanners.
+    """The settings of one process's scanners.
 
     >>> ScannerSettings.from_env({"FF_LEASE_EXPIRY_INTERVAL_MS": "500"}).interval("lease_expiry")
     0.5
@@ -42,15 +43,15 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
     disabled: frozenset[str] = frozenset()
     namespace: str | None = None
     instance_tag: tuple[str, str] | None = None
-    events_retention_ms: int = 86_400_000
+    events_retention_ms: int = _DAY_MS
     restart_backoff_s: float = 5.0
-    """The pause before a crashed scanner starts again."""
+    """The pause before a crashed scanner restarts."""
     territory_refresh_s: float = 5.0
-    """How long a lane or partition of another process may stay unseen."""
+    """How often to read which lanes and partitions other processes use."""
     clock_trust_s: float = 5.0
-    """How long the server's clock is carried forward before it is asked again."""
+    """How long to estimate the server's time before reading it again."""
     leader_ttl_s: float = 1.5
-    """How long the other processes wait for a leader that no longer renews."""
+    """How long a leader that no longer renews keeps other processes from scanning."""
 
     def interval(self, scanner: str) -> float:
         """Seconds between two cycles; never less than 0.1."""
@@ -71,7 +72,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
             disabled=_disabled(env),
             namespace=_namespace(env),
             instance_tag=_instance_tag(env),
-            events_retention_ms=_events_retention(env),
+            events_retention_ms=whole_number(env, "FF_EVENTS_RETENTION_MS", _DAY_MS, 1, 2**53 - 1),
         )
 
 
@@ -85,7 +86,7 @@ def _interval(env: Mapping[str, str], scanner: str) -> float | None:
         if not _number(text) or float(text) <= 0:
             raise invalid(variable, f"must be a positive number, got {text!r}")
         if found is not None:
-            raise invalid(variable, f"{stem}_S is set too; keep one of them")
+            raise invalid(variable, f"{stem}_S is also set; keep only one of them")
         found = float(text) * unit
     return found
 
@@ -97,7 +98,7 @@ def _disabled(env: Mapping[str, str]) -> frozenset[str]:
     if unknown:
         raise invalid(
             "FF_SCANNERS_DISABLED",
-            f"no scanner is called {', '.join(unknown)}; there are {', '.join(INTERVALS_S)}",
+            f"unknown: {', '.join(unknown)}; the scanners are {', '.join(INTERVALS_S)}",
         )
     return names
 
@@ -120,7 +121,3 @@ def _instance_tag(env: Mapping[str, str]) -> tuple[str, str] | None:
     if not key or not equals or not value:
         raise invalid("FF_SCANNER_INSTANCE_TAG", f"must be <key>=<value>, got {text!r}")
     return key, value
-
-
-def _events_retention(env: Mapping[str, str]) -> int:
-    return whole_number(env, "FF_EVENTS_RETENTION_MS", 86_400_000, 1, 2**53 - 1)

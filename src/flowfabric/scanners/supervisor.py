@@ -138,7 +138,7 @@ class ScannerSupervisor:
         runner = self._runners.get(name)
         if runner is None:
             known = ", ".join(self._runners)
-            raise NotFoundError("scanner_not_found", f"{shown(name)}: there are {known}")
+            raise NotFoundError("scanner_not_found", f"{shown(name)}; enabled are {known}")
         if partition is not None and not 0 <= partition < self._backend.counts.flow:
             raise invalid_input("partition", f"must be below {self._backend.counts.flow}")
         tag = None if partition is None else f"{{fp:{partition}}}"

@@ -1,4 +1,4 @@
-"""Suspensions end the way they asked to when they time out."""
+"""Ends suspensions that time out, in the way each of them asked for."""
 
 from __future__ import annotations
 

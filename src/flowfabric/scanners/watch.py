@@ -1,4 +1,4 @@
-"""Deciding with one cheap command that nothing is due, for many scanners at once."""
+"""One cheap command tells many scanners that nothing is due."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that died without a word leave the registry."""
+"""Removes workers that died without signing off."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class WorkerSweeper:
         for namespace in await cycle.backend.places.namespaces_in_use():
             if cycle.out_of_time():
                 return
-            with cycle.surviving("workers not swept", namespace=namespace):
+            with cycle.surviving("could not sweep the workers", namespace=namespace):
                 cycle.processed += await cycle.backend.upkeep.sweep_workers(namespace)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from flowfabric.core.errors import EngineError
@@ -21,7 +22,7 @@ def split(items: Iterable[T], size: int, *, apart: bool) -> list[list[T]]:
     `apart` is for clusters, where one call covers one partition.
     """
     groups: list[list[T]] = []
-    for item in sorted(items) if apart else items:
+    for item in sorted(items, key=itemgetter(0)) if apart else items:
         if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != item[0]):
             groups.append([])
         groups[-1].append(item)
