@@ -200,8 +200,8 @@ async def test_registries_of_lanes(engine: Engine) -> None:
         await register()
         await engine.advance(60_001)
 
-    for function in ("ff_idle_lanes", "ff_forget_places"):
-        await assert_short(engine, function, forget, leave)
+    await assert_short(engine, "ff_idle_lanes", forget, leave)
+    await assert_short(engine, "ff_forget_places", forget, leave)
 
 
 async def test_the_registry_of_workers(engine: Engine) -> None:
