@@ -87,9 +87,9 @@ def test_rounding_keeps_small_and_large_values_readable():
 async def test_a_worker_process_ends_with_its_block():
     async with arena("no") as at:
         async with worker_process(Plan(url=at.url)) as worker:
-            running = worker.returncode
+            running = worker.process.returncode
         assert running is None
-        assert worker.returncode == 0
+        assert worker.process.returncode == 0
 
 
 async def test_a_worker_process_that_cannot_start_tells_why():

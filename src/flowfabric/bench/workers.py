@@ -1,7 +1,7 @@
 """The application of the scenarios, and processes of workers that run it.
 
-A process gets its plan as JSON, `python -m flowfabric.bench.workers PLAN`, and prints events as
-JSON lines. It exits when its stdin closes, so it never outlives its parent.
+A process gets its plan as JSON, `python -m flowfabric.bench.workers PLAN`, and prints each event
+with its time. It exits when its stdin closes, so it never outlives its parent.
 """
 
 from __future__ import annotations
@@ -27,44 +27,26 @@ _WAIT_S = 120.0
 _END_S = 20.0
 
 
-class Count:
-    """Counts calls up to a goal and notes when the first and the last one came."""
-
-    def __init__(self, goal: int, reached: Callable[[], None]) -> None:
-        self.goal = goal
-        self.first_ns = 0
-        self._calls = 0
-        self._reached = reached
-
-    def tick(self) -> None:
-        """One more call."""
-        self._calls += 1
-        if self._calls == 1:
-            self.first_ns = time.monotonic_ns()
-        if self._calls == self.goal:
-            self._reached()
-
-
 class BenchApp:
     """An application on the scenario's server: `noop`, `stamp`, `hold`, `ask` and `unwanted`."""
 
-    def __init__(
-        self, url: str, *, count: Count | None = None, started: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, url: str, *, started: Callable[[], None] = lambda: None) -> None:
         self.fabric = Fabric(url)
-        self.count = count
+        self.expect(0, lambda: None)
 
         async def noop() -> None:
-            if self.count is not None:
-                self.count.tick()
+            if not self.first_ns:
+                self.first_ns = time.monotonic_ns()
+            self._left -= 1
+            if self._left == 0:
+                self._reached()
 
         async def stamp() -> int:
             # CLOCK_MONOTONIC is one clock for all processes of the machine.
             return time.monotonic_ns()
 
-        async def hold(item: int) -> None:
-            if started is not None:
-                started(item)
+        async def hold() -> None:
+            started()
             await asyncio.Event().wait()
 
         async def ask(ctx: Context) -> int:
@@ -74,48 +56,43 @@ class BenchApp:
         async def unwanted() -> None:
             raise AssertionError("no worker offers what this task requires")
 
-        task = self.fabric.task
-        self.noop: Task[[], Any] = task(lane=LANE)(noop)
-        self.stamp: Task[[], Any] = task(lane=LANE)(stamp)
-        self.hold: Task[[int], Any] = task(lane=LANE)(hold)
-        self.ask: Task[[], Any] = task(lane=LANE)(ask)
-        self.unwanted: Task[[], Any] = task(lane=LANE, capabilities={"bench-nobody"})(unwanted)
+        task = self.fabric.task(lane=LANE)
+        self.noop: Task[[], Any] = task(noop)
+        self.stamp: Task[[], Any] = task(stamp)
+        self.hold: Task[[], Any] = task(hold)
+        self.ask: Task[[], Any] = task(ask)
+        nobody = self.fabric.task(lane=LANE, capabilities={"bench-nobody"})
+        self.unwanted: Task[[], Any] = nobody(unwanted)
+
+    def expect(self, calls: int, reached: Callable[[], None]) -> None:
+        """Call `reached` after this many calls of `noop`; `first_ns` is the time of the first."""
+        self.first_ns = 0
+        self._left = calls
+        self._reached = reached
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process runs."""
+    """What a process runs."""
 
     url: str
     workers: int = 1
     concurrency: int = 1
     batch: int = 64
-    lane: str = "default"
+    lane: str = LANE
     lease_ttl_s: float = 30.0
     scanners: bool = True
     goal: int = 0
     """After this many calls of `noop` it prints `reached`."""
 
 
-class Event(msgspec.Struct, frozen=True):
-    """Something that happened there, and when by the machine's monotonic clock."""
-
-    name: str
-    at_ns: int
-    item: int = 0
-
-
-def _print(name: str, item: int = 0) -> None:
-    line = msgspec.json.encode(Event(name, time.monotonic_ns(), item))
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
+def _print(event: str) -> None:
+    sys.stdout.write(f"{event} {time.monotonic_ns()}\n")
+    sys.stdout.flush()
 
 
 async def _run(plan: Plan) -> None:
-    app = BenchApp(
-        plan.url,
-        count=Count(plan.goal, lambda: _print("reached")),
-        started=lambda item: _print("started", item),
-    )
+    app = BenchApp(plan.url, started=lambda: _print("started"))
+    app.expect(plan.goal, lambda: _print("reached"))
     workers = [
         app.fabric.worker(
             concurrency=plan.concurrency,
@@ -139,59 +116,46 @@ async def _run(plan: Plan) -> None:
 
 
 async def _stdin_closed() -> None:
-    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+    closed = asyncio.Event()
     # Not a thread that reads: it would keep a crashed process from exiting.
-    loop.add_reader(sys.stdin.fileno(), closed.set)
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), closed.set)
     await closed.wait()
-    loop.remove_reader(sys.stdin.fileno())
 
 
 class WorkerProcess:
     """One process of workers."""
 
     def __init__(self, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
-        self._process = process
+        self.process = process
         self._errors = errors
 
-    @property
-    def returncode(self) -> int | None:
-        """Its exit status; None while it runs."""
-        return self._process.returncode
-
-    async def events(self, name: str, count: int = 1) -> list[Event]:
-        """The next `count` events of this name; others are skipped."""
-        found: list[Event] = []
-        assert self._process.stdout is not None
+    async def events(self, name: str, count: int = 1) -> list[int]:
+        """The times in ns of the next `count` events of this name; others are skipped."""
+        found: list[int] = []
+        assert self.process.stdout is not None
         async with asyncio.timeout(_WAIT_S):
             while len(found) < count:
-                line = await self._process.stdout.readline()
-                if not line:
-                    raise self._ended()
-                event = msgspec.json.decode(line, type=Event)
-                if event.name == name:
-                    found.append(event)
+                event, _, at_ns = (await self.process.stdout.readline()).decode().partition(" ")
+                if not event:
+                    self._errors.seek(0)
+                    *_, said = [
+                        "no message",
+                        *self._errors.read().decode(errors="replace").splitlines(),
+                    ]
+                    raise ConfigError("bench", f"a worker process ended: {said}")
+                if event == name:
+                    found.append(int(at_ns))
         return found
-
-    def kill(self) -> None:
-        """kill -9."""
-        self._process.kill()
 
     async def end(self) -> None:
         """Stop its workers and wait; kill it if that takes too long."""
-        process = self._process
-        if process.returncode is None and process.stdin is not None:
-            process.stdin.close()
+        if self.process.returncode is None and self.process.stdin is not None:
+            self.process.stdin.close()
         try:
-            async with asyncio.timeout(_END_S):
-                await process.wait()
+            await asyncio.wait_for(self.process.wait(), _END_S)
         except TimeoutError:
-            process.kill()
-            await process.wait()
-
-    def _ended(self) -> ConfigError:
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return ConfigError("bench", f"a worker process ended: {said[-1] if said else 'no message'}")
+            self.process.kill()
+            await self.process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ import time
 from flowfabric.bench.arena import Arena, arena
 from flowfabric.bench.report import Figures, Options, Progress
 from flowfabric.bench.scenarios import floor
-from flowfabric.bench.workers import BenchApp, Count, Plan, worker_process
+from flowfabric.bench.workers import BenchApp, Plan, worker_process
 
 _WARM_UP = 1024
 _CHUNK = 4096
@@ -62,7 +62,7 @@ async def _submit(app: BenchApp, n: int, progress: Progress) -> float:
 async def _process(at: Arena, app: BenchApp, n: int) -> float:
     """Seconds from the first handler to the last stored completion."""
     reached = asyncio.Event()
-    app.count = count = Count(n, reached.set)
+    app.expect(n, reached.set)
     worker = app.fabric.worker(concurrency=_CONCURRENCY)
     serving = asyncio.create_task(worker.run(signals=False))
     serving.add_done_callback(lambda _: reached.set())
@@ -70,7 +70,7 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
         await reached.wait()
         if not serving.done():
             await at.until_done()
-        return (time.monotonic_ns() - count.first_ns) / 1e9
+        return (time.monotonic_ns() - app.first_ns) / 1e9
     finally:
         worker.stop()
         # Raises the reason if the worker crashed.
