@@ -8,8 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -40,15 +39,8 @@ from flowfabric.sdk.runtime import RunSummary
 
 log = logging.getLogger(__name__)
 
-_MAX_LISTED_TASKS = 12
+_MAX_LISTED = 12
 _CLOSING_S = 2.0
-
-
-class OnUnknown(StrEnum):
-    """The values of `--on-unknown`."""
-
-    FAIL = "fail"
-    RELEASE = "release"
 
 
 def worker(
@@ -106,13 +98,13 @@ def worker(
         ),
     ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
     on_unknown: Annotated[
-        OnUnknown,
+        Literal["fail", "release"],
         typer.Option(
             metavar="fail|release",
             help="What to do with a task that this app does not have. Release it for another "
             "worker while two versions of an app serve one lane.",
         ),
-    ] = OnUnknown.FAIL,
+    ] = "fail",
     log_level: Annotated[
         str | None,
         typer.Option(metavar="LEVEL", help="debug, info, warning or error."),
@@ -158,7 +150,7 @@ def worker(
         lease_ttl=lease_ttl,
         block_limit=block_limit,
         scanners=scanners,
-        on_unknown_kind=on_unknown.value,
+        on_unknown_kind=on_unknown,
     )
     _serve(app, runner, grace, as_json=as_json)
 
@@ -202,12 +194,8 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
-    if app.location.embedded:
-        # The worker starts the server, after it has checked the settings.
-        where = f"embedded Valkey in {shown(str(data_folder()))}"
-    else:
-        where = app.location.peer
-
+    embedded = f"embedded Valkey in {shown(str(data_folder()))}"
+    where = embedded if app.location.embedded else app.location.peer
     with contextlib.ExitStack() as signals:
 
         def ready() -> None:
@@ -225,46 +213,35 @@ async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool)
 
 def _print_banner(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) -> None:
     config = worker.config
-    facts = {
+    facts: dict[str, str | int | list[str]] = {
         "address": where,
         "namespace": app.namespace,
-        "lanes": ", ".join(config.lanes),
-        "tasks": _task_list(sorted(app.tasks)),
-        "concurrency": str(config.permits),
-        "capabilities": ", ".join(config.capabilities),
+        "lanes": list(config.lanes),
+        "tasks": sorted(app.tasks),
+        "concurrency": config.permits,
+        "capabilities": list(config.capabilities),
         "worker": config.worker_instance_id,
     }
     if as_json:
-        log.info(
-            "worker ready",
-            extra={
-                "action": "worker_ready",
-                **facts,
-                "lanes": list(config.lanes),
-                "tasks": sorted(app.tasks),
-                "concurrency": config.permits,
-                "capabilities": list(config.capabilities),
-            },
-        )
+        log.info("worker ready", extra={"action": "worker_ready", **facts})
         return
     screen = Screen()
     screen.line((f"FlowFabric {__version__} worker", "bold"))
-    screen.facts([(name, value) for name, value in facts.items() if value])
+    screen.facts([(name, _listed(value)) for name, value in facts.items() if value])
     screen.line(("Ready. Ctrl-C or SIGTERM stops it after running tasks finish.", "green"))
     sys.stdout.flush()
 
 
-def _task_list(tasks: list[str]) -> str:
-    shown = ", ".join(tasks[:_MAX_LISTED_TASKS])
-    more = len(tasks) - _MAX_LISTED_TASKS
-    return f"{shown} and {more} more" if more > 0 else shown
+def _listed(value: str | int | list[str]) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    more = len(value) - _MAX_LISTED
+    return ", ".join(value[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _warn_of_unserved_lanes(app: Fabric, worker: AppWorker) -> None:
     """A mistyped lane would otherwise look like a lane without work."""
-    served = set(worker.config.lanes)
-    named = {task.lane for task in app.tasks.values()}
-    for lane in sorted(named - served):
+    for lane in sorted({task.lane for task in app.tasks.values()} - set(worker.config.lanes)):
         log.warning(
             "lane %s has tasks in this app, but this worker does not serve it",
             lane,

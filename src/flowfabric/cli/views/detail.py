@@ -6,7 +6,7 @@ import msgspec
 
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
 from flowfabric.cli.views.text import age, clock, duration, preview
-from flowfabric.cli.views.waits import accepted_signals, time_left
+from flowfabric.cli.views.waits import waitpoint_cells
 from flowfabric.cli.views.why import why_not_running
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.policy import NO_POLICY
@@ -177,20 +177,9 @@ def _waitpoints(screen: Screen, detail: ExecutionDetail) -> None:
     screen.section("Waitpoints")
     headers = ["KEY", "STATE", "SIGNALS", "SINCE", "UNTIL", "ID", "TOKEN"]
     limit = detail.wait.until if detail.wait is not None else None
-    rows: list[list[Cell]] = []
-    for one in detail.waitpoints:
-        since = one.activated_at or one.created_at
-        rows.append(
-            [
-                (one.waitpoint_key, "magenta"),
-                one.state,
-                accepted_signals(one),
-                age(detail.now_ms - since),
-                time_left(one.expires_at if one.state == "pending" else limit, detail.now_ms),
-                one.waitpoint_id,
-                (f"{one.token_kid} {one.token_fingerprint}", "bright_black"),
-            ]
-        )
+    rows = [waitpoint_cells(one, limit, detail.now_ms) for one in detail.waitpoints]
+    for row, one in zip(rows, detail.waitpoints, strict=True):
+        row.insert(1, one.state)
     screen.table(headers, rows)
 
 

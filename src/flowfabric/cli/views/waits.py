@@ -38,7 +38,7 @@ def describe_waitpoints(waitpoints: Sequence[OpenWaitpoint]) -> str:
     return "; ".join(f"{one.waitpoint_key} ({accepted_signals(one)})" for one in waitpoints)
 
 
-def time_left(at_ms: int | None, now_ms: int) -> str:
+def _time_left(at_ms: int | None, now_ms: int) -> str:
     """How long until a wait times out."""
     if at_ms is None:
         return "-"
@@ -90,13 +90,11 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
 
 
 def _footer(waits: Sequence[Wait], left_out: int) -> str:
-    more = (
-        f" Showing the {len(waits)} that time out first; raise --limit for more."
-        if left_out
-        else ""
-    )
     total = plural(len(waits) + left_out, "execution")
-    return f"{total} waiting. Answer one with `flowfabric approve ID`.{more}"
+    text = f"{total} waiting. Answer one with `flowfabric approve ID`."
+    if left_out:
+        text += f" Showing the {len(waits)} that time out first; raise --limit for more."
+    return text
 
 
 def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
@@ -125,20 +123,22 @@ def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
 def _row(
     wait: Wait, waitpoint: OpenWaitpoint | None, now_ms: int, shown: str, inner: int | None
 ) -> list[Cell]:
-    since = wait.since if waitpoint is None else waitpoint.activated_at or waitpoint.created_at
-    pending = waitpoint is not None and waitpoint.state == "pending"
-    ends = waitpoint.expires_at if waitpoint is not None and pending else wait.until
-    what: list[Cell] = ["-", "-"]
-    which: list[Cell] = ["-", "-"]
+    head: list[Cell] = [(shown, "bold"), wait.execution_kind]
     if waitpoint is not None:
-        what = [(waitpoint.waitpoint_key, "magenta"), accepted_signals(waitpoint)]
-        token = f"{waitpoint.token_kid} {waitpoint.token_fingerprint}"
-        which = [waitpoint.waitpoint_id[:inner], (token, "bright_black")]
+        return head + waitpoint_cells(waitpoint, wait.until, now_ms, inner)
+    since = "-" if wait.since is None else age(now_ms - wait.since)
+    return [*head, "-", "-", since, _time_left(wait.until, now_ms), "-", "-"]
+
+
+def waitpoint_cells(
+    one: OpenWaitpoint, until: int | None, now_ms: int, length: int | None = None
+) -> list[Cell]:
+    """Key, signals, since, until, id and token of a waitpoint."""
     return [
-        (shown, "bold"),
-        wait.execution_kind,
-        *what,
-        "-" if since is None else age(now_ms - since),
-        time_left(ends, now_ms),
-        *which,
+        (one.waitpoint_key, "magenta"),
+        accepted_signals(one),
+        age(now_ms - (one.activated_at or one.created_at)),
+        _time_left(one.expires_at if one.state == "pending" else until, now_ms),
+        one.waitpoint_id[:length],
+        (f"{one.token_kid} {one.token_fingerprint}", "bright_black"),
     ]
