@@ -183,7 +183,12 @@ async def test_the_embedded_server_starts_with_the_worker(tmp_path: Path) -> Non
         (("shop:number",), 1, "import: shop:number is a int, not a Fabric", "did you mean"),
         (("json:tool",), 1, "import: module 'json' has no attribute 'tool'", "has no Fabric"),
         (("shop:empty",), 1, "config: The app has no tasks", ""),
-        (("shop:app", "--lanes", "x" * 300), 2, "usage: Invalid value for --lanes: 64 bytes", ""),
+        (
+            ("shop:app", "--lanes", "x" * 300),
+            2,
+            "usage: Invalid value for --lanes: the limit is 64 bytes",
+            "",
+        ),
         (("shop",), 2, "usage: Invalid value for MODULE:APP", "flowfabric worker --help"),
         (("./shop.py:app",), 2, "usage: Invalid value for MODULE:APP", ""),
         (("shop:app", "--concurrency", "0"), 2, "usage: Invalid value for '--concurrency'", ""),
