@@ -13,8 +13,8 @@ from tests.conformance import (
 )
 from tests.support.engine import Engine
 from tests.valkey import test_exec_fail as stored_exec_fail
+from tests.valkey import test_groups, test_operator_repeats, test_unreadable_records
 from tests.valkey import test_lease_cap as stored_lease_cap
-from tests.valkey import test_operator_repeats, test_unreadable_records
 from tests.valkey.mutants import (
     CLAIMING,
     FENCE,
@@ -62,6 +62,9 @@ async def ended_between_attempts(engine: Engine) -> None:
         engine, test_exec_fail.ended_by_cancel, replayed=False
     )
 
+
+GROUP_JOIN = "functions/ff_group_join.lua"
+GROUP_LEASE = "functions/ff_group_lease.lua"
 
 MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
@@ -213,5 +216,40 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "if known[1] and known[1] ~= worker_id then",
         "if false then",
         test_registry.test_an_instance_belongs_to_one_worker,
+    ),
+    (
+        "one reader per feed",
+        GROUP_LEASE,
+        "not holder or holder == member or tonumber(stored[3]) <= now",
+        "true",
+        test_groups.test_a_feed_has_one_reader_until_its_lease_ends,
+    ),
+    (
+        "end of a reader's lease",
+        GROUP_LEASE,
+        " or tonumber(stored[3]) <= now",
+        "",
+        test_groups.test_a_feed_has_one_reader_until_its_lease_ends,
+    ),
+    (
+        "position of a group",
+        GROUP_LEASE,
+        "ms > old_ms or (ms == old_ms and seq > old_seq)",
+        "true",
+        test_groups.test_a_position_never_moves_back,
+    ),
+    (
+        "start of a group",
+        GROUP_JOIN,
+        "args[4], 'NX')",
+        "args[4])",
+        test_groups.test_members_that_stay_away_leave_the_group,
+    ),
+    (
+        "absent members",
+        GROUP_JOIN,
+        "server.call('ZREMRANGEBYSCORE', members, '-inf', now)",
+        "",
+        test_groups.test_members_that_stay_away_leave_the_group,
     ),
 ]
