@@ -208,6 +208,23 @@ class FunctionCalls:
         with decoding(reply, function, op, _subject(args)):
             return decode(reply)
 
+    async def ask_about(
+        self,
+        execution_id: ExecutionId,
+        function: str,
+        args: Sequence[Arg],
+        decode: Callable[[list[Any]], T],
+        *,
+        op: str = "",
+        replay_safe: bool = True,
+    ) -> T:
+        """`ask` about one execution, which is checked and sent as the first argument."""
+        known = self.checked(execution_id)
+        op = op or function.removeprefix("ff_")
+        return await self.ask(
+            function, known.tag, (known, *args), decode, op=op, replay_safe=replay_safe
+        )
+
     async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
         """One word per item, from functions that scanners call; an item may be malformed."""
         named = as_stored(args)

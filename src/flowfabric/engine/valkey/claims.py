@@ -208,11 +208,10 @@ class ValkeyClaims(Claims):
         execution_id = self._granted(grant)
         ttl = positive_ms(ttl, "lease_ttl_ms")
         lane = checked_text(lane_id, "lane_id")
-        args = (execution_id, lane, worker_pair(*worker), _token(grant), ttl, *ids)
-        return await self._calls.ask(
-            *(f"ff_{op}", execution_id.tag, args),
+        args = (lane, worker_pair(*worker), _token(grant), ttl, *ids)
+        return await self._calls.ask_about(
+            *(execution_id, f"ff_{op}", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker[1]),
-            op=op,
         )
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
@@ -236,16 +235,14 @@ class ValkeyClaims(Claims):
         worker_instance_id: str = "operator",
         request_id: str | None = None,
     ) -> Claim:
-        execution_id = self._calls.checked(execution_id)
         ttl = positive_ms(lease_duration_ms, "lease_duration_ms")
         worker = worker_pair(worker_id, worker_instance_id)
         lease_id = _uuid(request_id, "request_id")
         # Derived, so that a repeat of the request names the same attempt.
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
-        lane = checked_text(lane_id, "lane_id")
-        args = (execution_id, lane, worker, ttl, lease_id, attempt_id)
-        return await self._calls.ask(
-            *("ff_grant_and_claim", execution_id.tag, args),
+        args = (checked_text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
+        return await self._calls.ask_about(
+            *(execution_id, "ff_grant_and_claim", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
             op="issue_grant_and_claim",
         )
@@ -265,7 +262,6 @@ class ValkeyClaims(Claims):
         whole(grant.expires_at_ms, "expires_at_ms")
         ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (
-            execution_id,
             checked_text(grant.lane_id, "lane_id"),
             worker_pair(worker_id, worker_instance_id),
             _token(grant),
@@ -275,8 +271,8 @@ class ValkeyClaims(Claims):
             count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
-            return await self._calls.ask(
-                *("ff_reclaim", execution_id.tag, args),
+            return await self._calls.ask_about(
+                *(execution_id, "ff_reclaim", args),
                 lambda reply: claim_of(reply[2], grant.lane_id, ttl, worker_instance_id),
                 op="reclaim_execution",
             )

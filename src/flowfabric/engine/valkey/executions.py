@@ -243,20 +243,18 @@ class ValkeyExecutions(Executions):
         source: str = "lease_holder",
         retry_policy_json: str = "",
     ) -> FailOutcome:
-        execution_id = self._calls.checked(execution_id)
         if checked_text(retry_policy_json, "retry_policy_json") and source != "operator_override":
             retry_policy_json = ""
         elif retry_policy_json:
             check_retry_policy(retry_policy_json)
         args = (
-            execution_id,
             proof(fence),
             checked_source(source),
             reason_text(failure_reason, "failure_reason", FAILURE_REASON_LIMIT),
             reason_text(failure_category, "failure_category"),
             retry_policy_json,
         )
-        return await self._calls.ask("ff_fail", execution_id.tag, args, _fail_outcome, op="fail")
+        return await self._calls.ask_about(execution_id, "ff_fail", args, _fail_outcome)
 
     async def cancel_execution(
         self,
@@ -285,11 +283,9 @@ class ValkeyExecutions(Executions):
     ) -> Delayed:
         execution_id = self._calls.checked(execution_id)
         until = timestamp(delay_until, "delay_until", low=1)
-        args = (execution_id, proof(fence), checked_source(source), until)
-        return await self._calls.ask(
-            *("ff_delay", execution_id.tag, args),
-            lambda reply: Delayed(execution_id, PUBLIC[reply[2]]),
-            op="delay",
+        args = (proof(fence), checked_source(source), until)
+        return await self._calls.ask_about(
+            execution_id, "ff_delay", args, lambda reply: Delayed(execution_id, PUBLIC[reply[2]])
         )
 
     async def move_to_waiting_children(
@@ -308,10 +304,8 @@ class ValkeyExecutions(Executions):
                 case _:
                     raise ValueError(reply)
 
-        args = (execution_id, proof(fence), checked_source(source))
-        return await self._calls.ask(
-            "ff_wait_children", execution_id.tag, args, outcome, op="wait_children"
-        )
+        args = (proof(fence), checked_source(source))
+        return await self._calls.ask_about(execution_id, "ff_wait_children", args, outcome)
 
     async def update_progress(
         self,
@@ -321,29 +315,23 @@ class ValkeyExecutions(Executions):
         progress_pct: int | None = None,
         progress_message: str | None = None,
     ) -> None:
-        execution_id = self._calls.checked(execution_id)
-        if progress_pct is not None:
-            whole(progress_pct, "progress_pct", 0, 100)
-        given = "" if progress_message is None else progress_message
-        message = reason_text(given, "progress_message")
+        message = "" if progress_message is None else progress_message
         args = (
-            execution_id,
             proof(fence),
-            "" if progress_pct is None else progress_pct,
+            "" if progress_pct is None else whole(progress_pct, "progress_pct", 0, 100),
             "0" if progress_message is None else "1",
-            message,
+            reason_text(message, "progress_message"),
         )
-        await self._calls.fcall("ff_progress", execution_id.tag, args, op="progress")
+        await self._calls.ask_about(execution_id, "ff_progress", args, lambda _: None)
 
     async def change_priority(
         self, execution_id: ExecutionId, new_priority: int
     ) -> PriorityChanged:
-        priority = whole(new_priority, "new_priority")
-        execution_id = self._calls.checked(execution_id)
-        return await self._calls.ask(
-            *("ff_change_priority", execution_id.tag, (execution_id, priority, new_uuid())),
+        return await self._calls.ask_about(
+            execution_id,
+            "ff_change_priority",
+            (whole(new_priority, "new_priority"), new_uuid()),
             lambda reply: PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
-            op="change_priority",
         )
 
     async def replay_execution(
@@ -355,27 +343,24 @@ class ValkeyExecutions(Executions):
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
     ) -> Replayed:
-        execution_id = self._calls.checked(execution_id)
         args = (
-            execution_id,
             reason_text(reason, "reason"),
             reason_text(requested_by, "requested_by"),
             count(expected_replay_count, "expected_replay_count"),
             "1" if flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
         )
-        return await self._calls.ask(
-            *("ff_replay", execution_id.tag, args),
+        return await self._calls.ask_about(
+            *(execution_id, "ff_replay", args),
             lambda reply: Replayed(PUBLIC[reply[2]]),
             op="replay_execution",
         )
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
-        execution_id = self._calls.checked(execution_id)
         validate_tags(tags)
-        flat = (part for pair in tags.items() for part in pair)
-        return await self._calls.ask(
-            *("ff_set_tags", execution_id.tag, (execution_id, *flat)),
+        flat = [part for pair in tags.items() for part in pair]
+        return await self._calls.ask_about(
+            *(execution_id, "ff_set_tags", flat),
             lambda reply: int(reply[2]),
             op="set_execution_tags",
         )

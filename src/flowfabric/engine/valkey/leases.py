@@ -97,17 +97,15 @@ class ValkeyLeases(Leases):
         reason: str = "operator",
         revoked_by: str = "operator",
     ) -> RevokeOutcome:
-        execution_id = self._calls.checked(execution_id)
         args = (
-            execution_id,
             checked_text(expected_lease_id, "expected_lease_id"),
             reason_text(reason, "reason"),
             reason_text(revoked_by, "revoked_by"),
             # A repeat must not revoke the lease of a later holder.
             new_uuid(),
         )
-        return await self._calls.ask(
-            *("ff_revoke", execution_id.tag, args),
+        return await self._calls.ask_about(
+            *(execution_id, "ff_revoke", args),
             lambda reply: (
                 AlreadySatisfied(text(reply[2]))
                 if reply[1] == b"ALREADY_SATISFIED"

@@ -25,13 +25,11 @@ class ValkeySignals(Signals):
     async def _deliver(
         self, execution_id: ExecutionId, waitpoint_id: str, signal: CheckedSignal
     ) -> SignalOutcome:
-        execution_id = self._calls.checked(execution_id)
         validate_uuid(waitpoint_id, "waitpoint_id")
         if signal.token == "":
             raise ValidationError("missing_token", op="deliver_signal")
         identity = new_uuid() if signal.signal_id is None else signal.signal_id
         args = (
-            execution_id,
             waitpoint_id,
             identity,
             (signal.token or "").encode(errors="surrogatepass"),
@@ -48,17 +46,16 @@ class ValkeySignals(Signals):
                 return Accepted(known, text(effect))
             return Duplicate(known)
 
-        return await self._calls.ask(
-            "ff_signal", execution_id.tag, args, outcome, op="deliver_signal"
+        return await self._calls.ask_about(
+            execution_id, "ff_signal", args, outcome, op="deliver_signal"
         )
 
     async def read_waitpoint_token(
         self, execution_id: ExecutionId, waitpoint_id: str
     ) -> WaitpointToken | None:
-        execution_id = self._calls.checked(execution_id)
-        args = (execution_id, validate_uuid(waitpoint_id, "waitpoint_id"))
-        return await self._calls.ask(
-            *("ff_waitpoint_token", execution_id.tag, args),
+        args = (validate_uuid(waitpoint_id, "waitpoint_id"),)
+        return await self._calls.ask_about(
+            *(execution_id, "ff_waitpoint_token", args),
             lambda reply: None if reply[2] is None else WaitpointToken(text(reply[2])),
             op="read_waitpoint_token",
         )

@@ -58,11 +58,9 @@ class ValkeySuspensions(Suspensions):
         self._places = places
 
     async def _suspend(self, handle: Handle, options: dict[str, Any]) -> SuspendOutcome:
-        execution_id = self._calls.checked(handle.execution_id)
-        return await self._calls.ask(
-            *("ff_suspend", execution_id.tag, (execution_id, proof(handle), _pack(options))),
+        return await self._calls.ask_about(
+            *(handle.execution_id, "ff_suspend", (proof(handle), _pack(options))),
             lambda reply: _suspend_outcome(handle, reply),
-            op="suspend",
             replay_safe=bool(options["idem"]),
         )
 
@@ -72,12 +70,12 @@ class ValkeySuspensions(Suspensions):
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
     ) -> Resumed:
-        one_of(trigger_type, "trigger_type", _TRIGGERS)
-        whole(resume_delay_ms, "resume_delay_ms", 0)
-        execution_id = self._calls.checked(execution_id)
-        args = (execution_id, trigger_type, resume_delay_ms)
-        return await self._calls.ask(
-            *("ff_resume", execution_id.tag, args),
+        args = (
+            one_of(trigger_type, "trigger_type", _TRIGGERS),
+            whole(resume_delay_ms, "resume_delay_ms", 0),
+        )
+        return await self._calls.ask_about(
+            *(execution_id, "ff_resume", args),
             lambda reply: Resumed(PublicState(text(reply[2]))),
             op="resume_execution",
             # A repeat would find the execution resumed; the caller reads the state instead.

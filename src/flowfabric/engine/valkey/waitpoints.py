@@ -47,7 +47,7 @@ from flowfabric.engine.api.arguments import (
 from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
 from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, text, unreadable
+from flowfabric.engine.valkey.calls import FunctionCalls, proof, text, unreadable
 from flowfabric.engine.valkey.pages import Damage
 
 _CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
@@ -70,17 +70,14 @@ class ValkeyWaitpoints(Waitpoints):
             validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
         except ValidationError as error:
             raise ValidationError("invalid_waitpoint_key", error.detail) from None
-        args = (
-            handle.execution_id,
-            proof(handle),
-            new_uuid(),
-            waitpoint_key,
-            positive_ms(expires_in_ms, "expires_in_ms"),
+        expires = positive_ms(expires_in_ms, "expires_in_ms")
+        return await self._calls.ask_about(
+            *(handle.execution_id, "ff_create_waitpoint"),
+            (proof(handle), new_uuid(), waitpoint_key, expires),
+            lambda reply: PendingWaitpoint(
+                text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4]))
+            ),
         )
-        tag = handle.execution_id.tag
-        reply = await self._calls.fcall("ff_create_waitpoint", tag, args, op="create_waitpoint")
-        with decoding(reply, "ff_create_waitpoint", "create_waitpoint", handle.execution_id):
-            return PendingWaitpoint(text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4])))
 
     async def close_waitpoint(
         self,
