@@ -1,4 +1,4 @@
-"""How much one engine call takes."""
+"""The size of one engine call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BATCH_BYTES = 4_194_304
 
 
 def in_parts(positions: list[int], sizes: list[int]) -> list[list[int]]:
-    """Consecutive parts of a batch: the server works on nothing else while it takes one."""
+    """Consecutive parts of a batch; the server runs nothing else during one call."""
     if len(positions) <= BATCH and sum(sizes) <= BATCH_BYTES:
         return [positions]
     parts: list[list[int]] = [[]]

@@ -10,7 +10,7 @@ from flowfabric.engine.api.concern import Concern
 
 
 class LaneSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a lane is set to; a lane without stored settings has these defaults."""
+    """The settings of a lane; the defaults are those of a new lane."""
 
     lane_id: str
     state: str = "active"
@@ -24,11 +24,11 @@ class Lanes(Concern, Protocol):
     """Lanes and their settings."""
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
-        """Registered lanes by name after `cursor`, and the next cursor when more follow."""
+        """Registered lanes by name after `cursor`, and the next cursor if more follow."""
         ...
 
     async def get_lane(self, lane_id: str) -> LaneSettings:
-        """The lane's settings; `lane_not_found` when nobody ever used the name."""
+        """The lane's settings; raises `lane_not_found` for a name that was never used."""
         ...
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:

@@ -41,7 +41,7 @@ class Leases(Concern, Protocol):
     async def renew_lease(
         self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
     ) -> Renewed:
-        """Extend a lease that the caller still owns."""
+        """Extend a lease that the caller still holds."""
         ...
 
     async def renew(self, handle: Handle) -> Renewed:
@@ -49,7 +49,7 @@ class Leases(Concern, Protocol):
         return await self.renew_lease(held(handle).execution_id, handle, handle.lease_ttl_ms)
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
-        """Renew many; answers stand in input order and one failing handle affects no other."""
+        """Renew many. Outcomes are in input order; one handle's error affects no other."""
         ...
 
     async def revoke_lease(
@@ -60,7 +60,7 @@ class Leases(Concern, Protocol):
         reason: str = "operator",
         revoked_by: str = "operator",
     ) -> RevokeOutcome:
-        """Take a lease away now; the execution goes on with the next claim."""
+        """Revoke a lease now; the execution continues with the next claim."""
         ...
 
     async def list_expired_leases(

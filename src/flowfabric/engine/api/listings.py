@@ -22,7 +22,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     tags: Mapping[str, str] = {}
 
     def accepts(self, row: ExecutionSummary) -> bool:
-        """Whether the record matches; tags are looked at apart."""
+        """Whether the record matches; tags are checked separately."""
         return (
             (self.namespace is None or row.namespace == self.namespace)
             and (self.lane is None or row.lane_id == self.lane)
@@ -51,9 +51,9 @@ class Listings(Concern, Protocol):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
-        """Executions of one lane index in its own order: who is next, due, or oldest."""
+        """Executions of one lane in one state, in the order of its index."""
         ...
 
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
-        """Executions of any partition whose UUID begins so: how people abbreviate an id."""
+        """Executions whose UUID starts with a prefix: people abbreviate ids."""
         ...

@@ -1,4 +1,4 @@
-"""The engine itself: is it there, what can it do, what time is it."""
+"""The engine itself: health, capabilities, clock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StoreUsage(msgspec.Struct, frozen=True):
 
 
 class Meta(Concern, Protocol):
-    """The engine itself: is it there, what can it do, what time is it."""
+    """The engine itself: health, capabilities, clock."""
 
     async def ping(self) -> None:
         """One round trip."""
@@ -98,9 +98,9 @@ class Meta(Concern, Protocol):
         ...
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Return as soon as the store is reachable; raises when it is not in time."""
+        """Return as soon as the store is reachable; raises after the timeout."""
         ...
 
     def hurry(self, *, leaving: bool = True) -> None:
-        """While leaving, calls fail at once instead of waiting for the store."""
+        """While the process is leaving, calls fail at once instead of waiting for the store."""
         ...

@@ -1,4 +1,4 @@
-"""Reading one execution. Nothing here changes state."""
+"""Reading one execution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowfabric.engine.api.events import Event
 
 
 class Reads(Concern, Protocol):
-    """Reading one execution. Nothing here changes state."""
+    """Reading one execution."""
 
     async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
         """An execution as operators read it."""
@@ -31,27 +31,27 @@ class Reads(Concern, Protocol):
         ...
 
     async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
-        """A strictly decoded picture, or None when there is no such execution."""
+        """The strictly decoded execution, or None if it does not exist."""
         ...
 
     async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
-        """The result bytes, or None when there is none (yet, or any more)."""
+        """The result bytes, or None if there is none yet or no longer."""
         ...
 
     async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
-        """State and result of one moment: what a waiter needs when the execution ended."""
+        """State and result, read together."""
         ...
 
     async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
-        """What a handler would be given."""
+        """The input of a handler."""
         ...
 
     async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
-        """The policy that holds for an execution, its defaults filled in."""
+        """The policy of an execution, defaults filled in."""
         ...
 
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
-        """The namespace, or None when there is no such execution."""
+        """The namespace, or None if the execution does not exist."""
         ...
 
     async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
@@ -73,7 +73,7 @@ class Reads(Concern, Protocol):
         ...
 
     async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
-        """How many attempts there were; the index the next new one gets."""
+        """How many attempts there were; the index of the next new one."""
         ...
 
     async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:

@@ -23,7 +23,7 @@ is_kid = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 
 
 def check_secret(secret_hex: str) -> str:
-    """A usable secret in lower case; anything else is `invalid_secret_hex`."""
+    """The secret in lower case; raises `invalid_secret_hex` if it cannot be used."""
     if not isinstance(secret_hex, str) or not _is_secret(secret_hex):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError(
             "invalid_secret_hex",
@@ -33,7 +33,7 @@ def check_secret(secret_hex: str) -> str:
 
 
 def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
-    """The secret in lower case, if everything about the rotation is valid."""
+    """The secret in lower case; raises if the rotation is invalid."""
     if not isinstance(kid, str) or not is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
     secret = check_secret(secret_hex)
@@ -50,7 +50,7 @@ class Secrets(Concern, Protocol):
         ...
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
-        """For embedders, at every boot: install where empty; another current key is refused."""
+        """Install a secret where none is stored, at every boot; refuses another current key."""
         ...
 
     async def rotate_waitpoint_hmac_secret(
@@ -60,15 +60,15 @@ class Secrets(Concern, Protocol):
         new_secret_hex: str,
         grace_ms: int = DEFAULT_GRACE_MS,
     ) -> Rotation:
-        """Make a new secret current on one partition; the old verifies until its grace ends."""
+        """Make a new secret current on one partition; the old one verifies until its grace ends."""
         ...
 
     async def rotate_waitpoint_hmac_secret_all(
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
     ) -> RotationSummary:
-        """Rotate every partition; one that fails never stops the others, and a re-run converges."""
+        """Rotate every partition. A failing one does not stop the others; a rerun converges."""
         ...
 
     async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
-        """The keys of a partition that validate now, without their secrets."""
+        """The keys of a partition that verify now, without their secrets."""
         ...

@@ -1,4 +1,4 @@
-"""What waits, for what, and what came."""
+"""Waitpoints: what executions wait for, and the signals that arrived."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waitpoints(Concern, Protocol):
-    """What waits, for what, and what came."""
+    """Waitpoints: what executions wait for, and the signals that arrived."""
 
     async def create_waitpoint(
         self, handle: Handle, waitpoint_key: str, expires_in_ms: int
     ) -> PendingWaitpoint:
-        """A waitpoint that buffers signals until a suspension uses it; the lease is kept."""
+        """Create a waitpoint that buffers signals until a suspension uses it; keeps the lease."""
         ...
 
     async def close_waitpoint(
@@ -46,7 +46,7 @@ class Waitpoints(Concern, Protocol):
         *,
         handle: Handle | None = None,
     ) -> bool:
-        """Close a waitpoint; False when it was closed already. Workers pass their handle."""
+        """Close a waitpoint; False if it was closed before. Workers pass their handle."""
         ...
 
     async def list_pending_waitpoints(
@@ -60,7 +60,7 @@ class Waitpoints(Concern, Protocol):
         ...
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
-        """The signals that satisfied the suspension which led to this lease, oldest first."""
+        """The signals that resumed this attempt, oldest first."""
         ...
 
     async def read_signal(
@@ -70,7 +70,7 @@ class Waitpoints(Concern, Protocol):
         ...
 
     async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
-        """The waitpoints of the present run that nobody waits on now; a replay begins a new run.
+        """The past waitpoints of the current run; a replay starts a new run.
 
         What came to the `wanted` keys is read along, unless it is much. A damaged record under
         one of these keys raises `corruption`; under any other key it is left out and logged.

@@ -1,4 +1,4 @@
-"""Which worker processes exist. Advisory: it never decides on a lease."""
+"""The registry of worker processes. Advisory: leases do not depend on it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Coverage(msgspec.Struct, frozen=True):
-    """How near the live workers of a lane come to what an execution requires."""
+    """How well the live workers of a lane cover what an execution requires."""
 
     workers: int
     missing: tuple[str, ...]
-    """What the best of them lacks; with no worker at all, everything required."""
+    """What the best of them lacks; without workers, everything required."""
 
 
 def waits_for_worker(vector: StateVector) -> bool:
-    """Whether a worker is what the execution needs next: it may be claimed, now or later."""
+    """Whether the execution waits for a worker, or will after its delay."""
     return (
         vector.lifecycle_phase is LifecyclePhase.RUNNABLE or vector.ownership_state in _RECLAIMABLE
     )
 
 
 def least_missing(required: Iterable[str], workers: Iterable[WorkerEntry]) -> Coverage:
-    """Coverage is one worker's own: two that offer half each cover nothing."""
+    """The coverage by the best single worker; two halves do not add up."""
     wanted = frozenset(required)
     count = 0
     fewest = tuple(sorted(wanted))
@@ -56,7 +56,7 @@ def least_missing(required: Iterable[str], workers: Iterable[WorkerEntry]) -> Co
 
 
 class Workers(Concern, Protocol):
-    """Which worker processes exist. Advisory: it never decides on a lease."""
+    """The registry of worker processes. Advisory: leases do not depend on it."""
 
     async def register_worker(
         self,
@@ -69,19 +69,19 @@ class Workers(Concern, Protocol):
         namespace: str = "default",
         only_if_absent: bool = False,
     ) -> Literal["registered", "refreshed"]:
-        """Announce a worker process, or refresh what is known of it."""
+        """Register a worker process, or refresh its registration."""
         ...
 
     async def heartbeat_worker(
         self, worker_instance_id: str, namespace: str = "default"
     ) -> int | None:
-        """Renew a registration; its next expiry in ms, or None when it is not registered."""
+        """Renew a registration; returns its next expiry in ms, or None if it is not registered."""
         ...
 
     async def mark_worker_dead(
         self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
     ) -> Literal["marked", "not_registered"]:
-        """Remove a worker process from the registry; its leases are judged by their expiry."""
+        """Remove a worker process from the registry; its leases stay until they expire."""
         ...
 
     async def list_workers(

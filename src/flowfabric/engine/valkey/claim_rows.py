@@ -22,7 +22,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     """One claim from its positional form; parts that this version does not know are skipped."""
     optional_parts = row[8] if len(row) > 8 else _NO_OPTIONAL_PARTS
     if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
-        # Another library version knows more of them, or fewer.
+        # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
     attempt_type, tags, namespace, timeout, deadline, cause = optional_parts
     return Claim(
@@ -67,13 +67,13 @@ def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any,
         request.lease_ttl_ms,
         max_n,
         request_id[:32],
-        # Another UUID of the same request: the last group tells the two apart.
+        # A second UUID of the request, different in its last group.
         f"{request_id[:24]}{request_id[28:36]}",
     )
 
 
 def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:
-    """The claims of a reply. One that cannot be read expires; it must not take the others along."""
+    """The claims of a reply, without those that cannot be read: their leases expire."""
     lane, ttl, instance = request.lane_id, request.lease_ttl_ms, request.worker_instance_id
     claims: list[Claim] = []
     problem: ReplyError | None = None

@@ -52,7 +52,7 @@ class Page(msgspec.Struct):
         return self
 
     def result(self, position: str, asked: str) -> StreamFrames:
-        """What a read from `asked` returns; `position` is where it stands without frames."""
+        """The result of a read from `asked`; `position` is its cursor if no frame was examined."""
         # With nothing retained, all up to the last frame ever written are gone.
         oldest = self.oldest or self.newest
         return StreamFrames(
@@ -105,7 +105,7 @@ def _extra(frame: Frame) -> bytes:
 
 
 def append_outcome(reply: Sequence[Any]) -> AppendOutcome:
-    """What an append answered. Entries of one call have consecutive ids."""
+    """The outcome of an append. Entries of one call have consecutive ids."""
     count, last, version = int(reply[2]), text(reply[3]), text(reply[5])
     ids: tuple[str, ...] = (last,) if count == 1 else ()
     if count > 1:
@@ -121,7 +121,7 @@ def append_outcome(reply: Sequence[Any]) -> AppendOutcome:
 
 
 def page_of(reply: Sequence[Any], execution_id: str) -> Page:
-    """What the range read answered."""
+    """A page of the range read."""
     entries, *rest = reply[2:]
     page = Stored.from_row(f"stream of {execution_id}", _PAGE_PARTS, rest)
     return Page(

@@ -126,13 +126,13 @@ class ValkeyLeases(Leases):
         moment = await self._calls.server_time_ms() if as_of is None else whole(as_of, "as_of", 0)
         limit = min(whole(limit, "limit", 0), _MAX_PAGE)
         at_once = max(1, whole(max_partitions_per_call, "max_partitions_per_call", 0))
-        behind = None if after is None else _cursor(after)
+        start = None if after is None else _cursor(after)
         if namespace is not None:
             validate_namespace(namespace)
         if limit == 0:
             return ExpiredLeases(())
         damage = Damage("list_expired_leases")
-        due = await self._due(moment, behind, at_once, damage)
+        due = await self._due(moment, start, at_once, damage)
         found, more = await damage.first(
             limit, due, lambda each: self._lease(*each, moment, namespace)
         )

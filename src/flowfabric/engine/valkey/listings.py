@@ -50,7 +50,7 @@ _LANE_INDEXES = {
     "blocked_operator": "blocked:operator",
     "blocked_lane": "blocked:lane",
 }
-# These are kept apart by what the executions require.
+# These have one index per set of required capabilities.
 _BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
 _CHUNK = 200
 _MAX_EXAMINED = 10_000
@@ -85,9 +85,9 @@ class ValkeyListings(Listings):
         rows: list[ExecutionSummary] = []
         examined = 0
         for index in await self._used(partition, position):
-            behind: str | None = after
-            while behind is not None:
-                ids, behind = await self._ids(index, behind, chunk, damage)
+            start: str | None = after
+            while start is not None:
+                ids, start = await self._ids(index, start, chunk, damage)
                 for member, row in zip(ids, await self._rows(ids, where, damage), strict=True):
                     if len(rows) == limit or examined == _MAX_EXAMINED:
                         more = after if partition is not None else sealed(index, after)
@@ -123,7 +123,7 @@ class ValkeyListings(Listings):
     async def _ids(
         self, partition: int, after: str, count: int, damage: Damage
     ) -> tuple[list[ExecutionId], str | None]:
-        """The next ids, and behind which member more may follow."""
+        """The next ids, and the member after which more may follow."""
         key = keys.index(f"{{fp:{partition}}}", "all_executions")
         first = b"(" + raw(after) if after else b"-"
         members: Any = await self._calls.read(
@@ -136,7 +136,7 @@ class ValkeyListings(Listings):
     async def _rows(
         self, ids: Sequence[ExecutionId], where: Filter | None, damage: Damage
     ) -> list[ExecutionSummary | None]:
-        """One row per id; None where there is no readable record or the filter says no."""
+        """One row per id; None where no readable record matches the filter."""
         return await damage.keep_all(self._row(each, where) for each in ids)
 
     async def _row(
@@ -185,7 +185,7 @@ class ValkeyListings(Listings):
     async def _scored(
         self, name: str, after: tuple[float, str] | None, count: int, damage: Damage
     ) -> list[tuple[float, ExecutionId]]:
-        """The next entries of one index by score, then id; equal scores are read through."""
+        """The next entries of one index by score, then id."""
         low = "-inf" if after is None else repr(after[0])
         entries: list[tuple[float, ExecutionId]] = []
         offset = 0
@@ -232,7 +232,7 @@ def _page(limit: Any) -> int:
 
 
 def _check_filter(where: Any) -> None:
-    """A misspelt filter would otherwise look like an empty deployment."""
+    """Refuse a misspelt filter, which would look like an empty deployment."""
     instance(where, Filter, "where")
     if where.state is not None:
         one_of(where.state, "state", _PUBLIC_STATES)

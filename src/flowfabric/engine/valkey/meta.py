@@ -1,4 +1,4 @@
-"""The engine itself: is it there, what can it do, what time is it."""
+"""The engine itself: health, capabilities, clock."""
 
 from __future__ import annotations
 

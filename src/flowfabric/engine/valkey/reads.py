@@ -1,4 +1,4 @@
-"""Reading one execution. Nothing here changes state."""
+"""Reading one execution."""
 
 from __future__ import annotations
 

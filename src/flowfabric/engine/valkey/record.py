@@ -82,7 +82,7 @@ class Record(Stored):
 
     @property
     def namespace(self) -> str:
-        """The tenant."""
+        """The namespace."""
         return self.text("namespace", "default")
 
     @property
@@ -92,7 +92,7 @@ class Record(Stored):
 
     @property
     def public_state(self) -> PublicState:
-        """The one word a user reads."""
+        """The state that users see."""
         return self.vector.public_state
 
     @property
@@ -181,7 +181,7 @@ class Record(Stored):
         return found | {name: self.number(name, 0) for name in counters}
 
     def info(self) -> ExecutionInfo:
-        """The operator's view."""
+        """What operators read."""
         count = self.attempt_count
         return ExecutionInfo(
             execution_id=self.execution_id,
@@ -203,7 +203,7 @@ class Record(Stored):
         )
 
     def snapshot(self, tags: Mapping[str, str]) -> ExecutionSnapshot:
-        """The strict view."""
+        """Everything, strictly decoded."""
         blocking = self.vector.blocking_reason.value
         return ExecutionSnapshot(
             execution_id=self.execution_id,

@@ -171,12 +171,16 @@ class ValkeyStreams(Streams):
         with self._pool.permit(waits=block_ms > 0):
             return await self._connected(reader, wait)
 
-    def _reader(self, execution_id: ExecutionId, index: int, visibility: Visibility) -> _Reader:
+    def _reader(
+        self, execution_id: ExecutionId, index: int, visibility: Visibility
+    ) -> _StreamReader:
         whole(index, "attempt_index", 0, U32)
         one_of(visibility, "visibility", _VISIBILITIES)
-        return _Reader(self._calls, self._calls.checked(execution_id), index, visibility)
+        return _StreamReader(self._calls, self._calls.checked(execution_id), index, visibility)
 
-    async def _connected(self, reader: _Reader, work: Callable[[Connection], Awaitable[T]]) -> T:
+    async def _connected(
+        self, reader: _StreamReader, work: Callable[[Connection], Awaitable[T]]
+    ) -> T:
         """Read on a pooled connection, again after an outage; a read is never ambiguous."""
         for again in (True, False):
             try:
@@ -221,7 +225,7 @@ def _patched(document: bytes, frames: Sequence[Frame], append: Append) -> bytes:
     return merged
 
 
-class _Reader:
+class _StreamReader:
     """Reads one stream on a connection of its own."""
 
     def __init__(

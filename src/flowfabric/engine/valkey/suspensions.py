@@ -115,7 +115,7 @@ class ValkeySuspensions(Suspensions):
             position = (score, after) if index == begin else (0, "")
             while True:
                 room = limit - len(entries)
-                # One more than fits tells whether anything follows.
+                # One more than fits shows whether more follow.
                 rows = await self._suspended_rows(index, names, position, room + 1, damage)
                 for position, row in rows[:room]:
                     entry = damage.keep(lambda row=row: _suspended_entry(row))

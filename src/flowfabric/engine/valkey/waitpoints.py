@@ -1,4 +1,4 @@
-"""What waits, for what, and what came."""
+"""Waitpoints: what executions wait for, and the signals that arrived."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ValkeyWaitpoints(Waitpoints):
             raise unreadable(reply, "ff_close_waitpoint", "close_waitpoint", execution_id)
         if reply[-1] == b"active":
             log.warning(
-                "an active waitpoint was closed: something else must end the pause now",
+                "an active waitpoint was closed: no signal can end the pause there",
                 extra={
                     "action": "waitpoint_closed",
                     "execution_id": execution_id,
@@ -204,7 +204,7 @@ class ValkeyWaitpoints(Waitpoints):
             _ids(ended, "waitpoints")
             ids = _ids(ended, "all_satisfier_signals")
         signals = await asyncio.gather(*(self.read_signal(eid, one) for one in ids))
-        # Recorded in the order of acceptance, which is the order of their times too.
+        # Stored in the order of acceptance.
         return [signal for signal in signals if signal is not None]
 
     async def read_signal(
@@ -299,7 +299,7 @@ def _past_wait(
             for each, (fields, payload) in zip(signal_ids, contents, strict=True)
             if fields
         )
-    # One that was never waited on is closed without either.
+    # A waitpoint that was never waited on has neither.
     used = stored.is_set("suspension_id") or stored.is_set("satisfied_at")
     return PastWait(
         waitpoint_id=stored_text(identity, stored.context, "waitpoint_id"),

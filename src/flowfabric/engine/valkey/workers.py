@@ -1,4 +1,4 @@
-"""Which worker processes exist. Advisory: it never decides on a lease."""
+"""The registry of worker processes. Advisory: leases do not depend on it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ValkeyWorkers(Workers):
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
-        # Tells a repeat of our own registration from another process with the same instance id.
+        # Distinguishes our own repeat from another process with the same instance id.
         self._nonce = ""
 
     async def register_worker(
