@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import ClassVar, Literal
 
 import msgspec
@@ -12,7 +14,7 @@ import msgspec
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import ClaimGrant
 from flowfabric.core.errors import ContentionError, EngineError, NotFoundError, StateError
-from flowfabric.core.ids import ExecutionId, fnv1a64, validate_lane, validate_worker_id
+from flowfabric.core.ids import fnv1a64, validate_lane, validate_worker_id
 from flowfabric.engine.api.arguments import whole
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scheduler.cycle import ClaimCycle
@@ -62,29 +64,45 @@ class WorkerGrants:
         others. A partition that cannot be searched is skipped; its error is raised when no other
         has work.
         """
-        counts = self._backend.counts
+        counts, claims = self._backend.counts, self._backend.claims
         lane = self._hinted.get(lane_id) or LaneHints(validate_lane(lane_id), counts, 0)
         validate_worker_id(worker_id)
         start = self._start(validate_worker_id(worker_instance_id, "worker_instance_id"))
-        whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS)
-        search = _Search(
-            self._backend,
-            self._cycle,
-            worker_id,
-            worker_instance_id,
-            caps.normalise(worker_capabilities, "worker"),
-            grant_ttl_ms,
+        offered = caps.normalise(worker_capabilities, "worker")
+        grant = partial(
+            claims.issue_claim_grant,
+            worker_id=worker_id,
+            worker_instance_id=worker_instance_id,
+            worker_capabilities=offered,
+            grant_ttl_ms=whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS),
+            lane_id=lane_id,
         )
+        failures: list[EngineError] = []
+
+        async def take(lane_id: str, tag: str, _: int) -> tuple[list[ClaimGrant], bool]:
+            try:
+                found = await claims.scan_eligible_executions(lane_id, tag, _CANDIDATES, offered)
+                for execution_id in await self._cycle.admit(found):
+                    # Others may have granted, claimed or cancelled it since it was read.
+                    with contextlib.suppress(ContentionError, StateError, NotFoundError):
+                        return [await grant(execution_id)], execution_id != found[-1]
+            except EngineError as error:
+                log.warning(
+                    "partition %s not searched: %s", tag, error, extra={"action": "claim_failed"}
+                )
+                failures.append(error)
+            return [], False
+
         tags = list(dict.fromkeys((lane.home, *lane, *window(start, counts))))
         tags = await self._backend.wakeups.find_work(lane_id, tags)
-        found = await self._cycle.visit(lane, tags, 1, search.take)
+        grants = await self._cycle.visit(lane, tags, 1, take)
         if len(lane):
             self._hinted[lane_id] = lane
         else:
             self._hinted.pop(lane_id, None)
-        if not found and search.failure is not None:
-            raise search.failure
-        return found[0] if found else NoWork()
+        if failures and not grants:
+            raise failures[0]
+        return grants[0] if grants else NoWork()
 
     def _start(self, instance: str) -> int:
         """Where the window of a worker begins: workers are spread out, and all windows move on."""
@@ -93,57 +111,3 @@ class WorkerGrants:
             self._moved_at = now
             self._cursor += WINDOW
         return fnv1a64(instance.encode()) + self._cursor
-
-
-class _Search:
-    """Grants for one worker from the partitions of a lane."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        cycle: ClaimCycle,
-        worker_id: str,
-        worker_instance_id: str,
-        capabilities: Sequence[str],
-        ttl_ms: int,
-    ) -> None:
-        self._claims = backend.claims
-        self._cycle = cycle
-        self._worker = worker_id, worker_instance_id
-        self._capabilities = capabilities
-        self._ttl_ms = ttl_ms
-        self.failure: EngineError | None = None
-
-    async def take(self, lane_id: str, tag: str, wanted: int) -> tuple[list[ClaimGrant], bool]:
-        grants: list[ClaimGrant] = []
-        try:
-            found = await self._claims.scan_eligible_executions(
-                lane_id, tag, _CANDIDATES, self._capabilities
-            )
-            for execution_id in await self._cycle.admit(found):
-                if len(grants) == wanted:
-                    return grants, True
-                grants += await self._grant(lane_id, execution_id)
-        except EngineError as error:
-            log.warning(
-                "partition %s not searched: %s", tag, error, extra={"action": "claim_failed"}
-            )
-            self.failure = self.failure or error
-        return grants, False
-
-    async def _grant(self, lane_id: str, execution_id: ExecutionId) -> list[ClaimGrant]:
-        worker_id, worker_instance_id = self._worker
-        try:
-            grant = await self._claims.issue_claim_grant(
-                execution_id,
-                worker_id=worker_id,
-                worker_instance_id=worker_instance_id,
-                worker_capabilities=self._capabilities,
-                grant_ttl_ms=self._ttl_ms,
-                lane_id=lane_id,
-            )
-        except (ContentionError, StateError, NotFoundError) as error:
-            # Granted, claimed, cancelled or held back since it was read.
-            log.debug("%s not granted: %s", execution_id, error)
-            return []
-        return [grant]

@@ -132,24 +132,17 @@ class Results:
 
 
 def _encoded(result: object) -> Encoded:
-    """Result bytes with their label, or the failure of the handler that returned neither."""
-    if not isinstance(result, tuple):
-        raise _unusable(f"a {type(result).__name__}")
-    parts = cast("tuple[object, ...]", result)
-    if len(parts) != 2:
-        raise _unusable(f"a tuple of {len(parts)}")
-    data, label = parts
-    if not isinstance(data, bytes) or not isinstance(label, str):
-        raise _unusable(f"({type(data).__name__}, {type(label).__name__})")
-    try:
-        label.encode()
-    except UnicodeEncodeError:
-        raise _unusable("a label that is not valid Unicode") from None
-    return data, label
-
-
-def _unusable(got: str) -> HandlerFailure:
-    # What a handler returns is decided by its code: a retry would return the same.
-    return HandlerFailure(
+    """Result bytes with their label; anything else is the failure of its handler."""
+    match result:
+        case (bytes() as data, str() as label) if label.encode(errors="replace").decode() == label:
+            return data, label
+        case tuple():
+            got = (
+                f"({', '.join(type(part).__name__ for part in cast('tuple[object, ...]', result))})"
+            )
+        case _:
+            got = f"a {type(result).__name__}"
+    # A retry would return the same.
+    raise HandlerFailure(
         f"a handler returns bytes, None, or (bytes, encoding label), not {got}", "permanent"
     )

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 from flowfabric.core.contracts.streams import StreamedFrame, Visibility
 from flowfabric.core.errors import TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.events import Events
-from flowfabric.engine.api.reads import Reads
-from flowfabric.engine.api.streams import StreamFollower, Streams
+from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.streams import StreamFollower
+from flowfabric.sdk.loop_thread import Connect
 
 _RETRY_S = 0.2
 
 
-class _Source(Protocol):
-    """What a tail reads from."""
-
-    @property
-    def streams(self) -> Streams: ...
-
-    @property
-    def reads(self) -> Reads: ...
-
-    @property
-    def events(self) -> Events: ...
-
-
-Open = Callable[[], Awaitable[_Source]]
-"""Finds it in the running event loop, when the first frame is wanted."""
-
-
 class Tail:
-    """Iterates over the frames of an execution as they come, over retries and reclaims.
+    """Iterates over the frames of an execution as they come, through retries and reclaims.
 
-    Ends when the execution has ended and its last output was read. `attempt` and `position` tell
-    where it is, to go on there later; `closed_reason` how the last attempt's output ended.
+    Ends when the execution has ended and its last output was read. Pass `attempt` and `position`
+    to a later tail to continue there. `closed_reason` says how the last attempt's output ended.
 
     >>> async for frame in client.tail(execution_id):  # doctest: +SKIP
     ...     print(frame.payload)
@@ -45,7 +27,7 @@ class Tail:
 
     def __init__(
         self,
-        open: Open,  # noqa: A002
+        open: Connect,  # noqa: A002
         execution_id: ExecutionId,
         attempt: int | Literal["latest"] = "latest",
         *,
@@ -56,7 +38,7 @@ class Tail:
         if attempt != "latest" and (isinstance(attempt, bool) or not isinstance(attempt, int)):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             raise invalid_input("attempt", "must be a number or 'latest'")
         self._open = open
-        self._source: _Source
+        self._source: Backend
         self._execution_id = execution_id
         self._follow_attempts = follow_attempts
         self._after = after
@@ -69,7 +51,7 @@ class Tail:
 
     @property
     def position(self) -> str:
-        """Where in the output of the attempt it is."""
+        """The position in the output of the attempt."""
         return self._after if self._follower is None else self._follower.position
 
     @property
