@@ -55,7 +55,7 @@ async def test_an_id_that_is_none_and_one_that_does_not_exist(app: ff.Fabric) ->
 async def test_patience_is_a_duration(app: ff.Fabric) -> None:
     run: ff.Run[Any] = await app.submit("nobody_serves_it")
     for timeout, shown in ((0.01, "0.01 s"), ("10ms", "10ms"), (timedelta(0, 0, 1), "0:00:00")):
-        with pytest.raises(TimeoutError, match=f"{run.id.uuid} has not ended within {shown}"):
+        with pytest.raises(TimeoutError, match=f"{run.id.uuid} did not finish within {shown}"):
             await run.result(timeout=timeout)
     for wrong in (math.nan, -1, "soon", True):
         with pytest.raises(ValidationError, match="invalid_input: timeout: "):

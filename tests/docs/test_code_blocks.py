@@ -47,7 +47,7 @@ def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
 
 
 def test_only_handlers_may_raise() -> None:
-    logged = "fetch of {fp:86}:4f741fa7-d815-4982-8948-2e74a37ea035 failed: no\n"
+    logged = "fetch {fp:86}:4f741fa7-d815-4982-8948-2e74a37ea035 failed: no\n"
     raised = "Traceback (most recent call last):\n  File x\nConnectionError: no\n"
     assert tracebacks(logged + raised) == []
     assert tracebacks("Task exception was never retrieved\n" + raised) != []

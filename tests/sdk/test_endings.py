@@ -153,7 +153,7 @@ async def test_a_cancelled_execution_is_no_error(
     assert {await state(engine.backend, each) for each in ids} == {"cancelled"}
     told = [r for r in caplog.records if r.__dict__.get("action") == "task_abandoned"]
     assert {record.levelno for record in told} == {logging.DEBUG}
-    assert all("the execution was cancelled; this attempt stopped" in r.message for r in told)
+    assert all("stopped: the execution was cancelled" in r.message for r in told)
 
 
 async def test_a_retry_after_an_attempt_timeout_comes_at_its_exact_time(

@@ -103,7 +103,7 @@ def chained() -> Exception:
         (raises(KeyboardInterrupt()), "handler_panic", "handler crashed: KeyboardInterrupt"),
         (awaits_something_cancelled, "handler_panic", "handler crashed: CancelledError"),
         (returns("text"), "permanent", f"{RETURNS} a str"),
-        (returns((b"x",)), "permanent", f"{RETURNS} a tuple of 1"),
+        (returns((b"x",)), "permanent", f"{RETURNS} (bytes)"),
         (returns((5, "json")), "permanent", f"{RETURNS} (int, str)"),
         (returns((b"x", None)), "permanent", f"{RETURNS} (bytes, NoneType)"),
         (returns((b"x", "\ud800")), "permanent", f"{RETURNS} a label that is not valid Unicode"),

@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class RunError(FlowFabricError):
-    """The execution did not end with a result. `info` tells all about it."""
+    """The execution did not end with a result; `info` holds what is known about it."""
 
     def __init__(self, info: ExecutionInfo) -> None:
         super().__init__(info)
@@ -97,7 +97,7 @@ class NotFinished(RunError):
     """The execution has not ended yet."""
 
     def __str__(self) -> str:
-        return f"{self.info.execution_kind} is {self.info.public_state.value}: wait for it"
+        return f"{self.info.execution_kind} is {self.info.public_state.value}, not finished."
 
 
 class ExecutionFailed(RunError):
@@ -175,7 +175,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
     list = engine_call("listings", Listings.list_executions)
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
-        """Wait until the execution has ended; the end is pushed, not polled for."""
+        """Wait until the execution has ended, without polling."""
         if timeout is None:
             return await self._ended(execution_id)
         limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
@@ -186,7 +186,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
             if not limit.expired():
                 raise
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
-        raise TimeoutError(f"{execution_id} has not ended within {given}")
+        raise TimeoutError(f"Execution {execution_id} did not finish within {given}.")
 
     async def _ended(self, execution_id: ExecutionId) -> Outcome:
         known = False
@@ -196,7 +196,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
                 known = True
                 info, result = await self.backend.reads.read_outcome(execution_id)
             except TransportError as error:
-                # Once it was seen, an outage of the server does not end the wait.
+                # The execution is known to exist: wait through an outage.
                 if not known or not error.retryable or self.closed:
                     raise
                 await asyncio.sleep(_RETRY_S)
@@ -243,7 +243,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
 
     async def _close(self) -> None:
-        """Close every connection; who still waits gets an error."""
+        """Close every connection; calls still waiting fail."""
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):

@@ -1,4 +1,4 @@
-"""How attempts end: failed, timed out, released, or no longer ours."""
+"""How attempts end without a result: failed, timed out, released or lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunSummary(msgspec.Struct):
     retried: int = 0
     """Attempts that failed and will be repeated."""
     released: int = 0
-    """Attempts that were given back and go on later, here or elsewhere."""
+    """Attempts that were given back and resume later, here or elsewhere."""
     abandoned: int = 0
     """Attempts whose end was not accepted, or is not known to be."""
 
@@ -71,32 +71,33 @@ class Endings:
         """Whether the worker itself cancels its handlers."""
 
     def count(self, finished_by: str) -> None:
-        """The handler ended its task itself."""
+        """Count a task that its handler ended."""
         counter = _COUNTED_AS.get(finished_by)
         if counter is not None:
             setattr(self.summary, counter, getattr(self.summary, counter) + 1)
 
     async def unknown(self, task: ClaimedTask) -> None:
-        """No handler serves this kind: fail the attempt, or leave it to another worker."""
+        """Fail an attempt whose kind has no handler, or leave it to another worker."""
         reason = f"no handler is registered for kind {task.execution_kind!r}"
         if self._on_unknown == "fail":
             await self.fail(task, HandlerFailure(reason, "runtime_no_handler"))
             return
         try:
-            # A pause, or this worker would take it again at once.
-            now = await self._backend.meta.server_time_ms()
-            await task.delay_execution(now + _UNKNOWN_PAUSE_MS)
+            # After a pause, or this worker would claim it again at once.
+            delay_until = await self._backend.meta.server_time_ms() + _UNKNOWN_PAUSE_MS
+        except EngineError as error:
+            self.abandon(task, error)
+            return
+        await self._release(task, delay_until, reason)
+
+    async def _release(self, task: ClaimedTask, delay_until: int, reason: str) -> None:
+        try:
+            await task.delay_execution(delay_until)
         except FlowFabricError as error:
             self.abandon(task, error)
             return
         self.summary.released += 1
-        log.info(
-            "%s %s released: %s",
-            task.execution_kind,
-            task.execution_id,
-            reason,
-            extra={"action": "task_released", "execution_id": task.execution_id},
-        )
+        log_task(logging.INFO, "task_released", task, f"released: {reason}")
 
     async def fail(self, task: ClaimedTask, error: BaseException) -> None:
         """Store what the handler raised; the stored policy decides on a retry."""
@@ -104,23 +105,12 @@ class Endings:
         if task.finished_by is not None:
             # The handler ended its task and then raised: its own call stands.
             if not _has_parked(error):
-                log.error(
-                    "%s raised after its task had ended: %s",
-                    task.execution_kind,
-                    failure.log_message,
-                    exc_info=failure.exc_info,
-                    extra={"action": "late_failure", "execution_id": task.execution_id},
-                )
+                text = f"raised after it had ended: {failure.log_message}"
+                log_task(logging.ERROR, "late_failure", task, text, failure.exc_info)
             self.count(task.finished_by)
             return
-        log.warning(
-            "%s of %s failed: %s",
-            task.execution_kind,
-            task.execution_id,
-            failure.log_message,
-            exc_info=failure.exc_info,
-            extra={"action": "task_failed", "execution_id": task.execution_id},
-        )
+        text = f"failed: {failure.log_message}"
+        log_task(logging.WARNING, "task_failed", task, text, failure.exc_info)
         await self._settle_cancellation()
         try:
             outcome = await task.fail(failure.report, failure.category)
@@ -139,18 +129,18 @@ class Endings:
             self._scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
 
     async def _settle_cancellation(self) -> None:
-        """A handler that cancelled its own task must not cancel the report of its failure, too."""
+        """Keep a handler that cancelled its own task from cancelling the report of its failure."""
         current = asyncio.current_task()
         if current is not None and current.cancelling() and not self._leaving():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
 
     async def refuse(self, task: ClaimedTask, error: ValidationError) -> None:
-        """A result that is too large stays too large: no retry."""
+        """Fail an attempt whose result is too large; a retry would return the same."""
         await self.fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
 
     async def timed_out(self, task: ClaimedTask) -> None:
-        """The handler was stopped at its attempt timeout."""
+        """End an attempt whose handler was stopped at its timeout."""
         if task.finished_by is not None:
             return
         try:
@@ -169,14 +159,14 @@ class Endings:
         task.finish("attempt_timeout")
 
     async def _hint_retry(self, task: ClaimedTask) -> None:
-        # A hint that is missing costs only latency.
+        # Without the hint, the retry only starts later.
         with contextlib.suppress(EngineError):
             retried = await self._backend.reads.read_execution_info(task.execution_id)
             if retried.delay_until is not None:
                 self._hint(task, retried.delay_until)
 
     async def _expire(self, task: ClaimedTask) -> str:
-        """Have the engine end the attempt; what it answered, us or a scanner that was faster."""
+        """What became of the attempt; a scanner may have ended it first."""
         backend, answer = self._backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
             (answer,) = await backend.upkeep.expire_execution(
@@ -194,44 +184,38 @@ class Endings:
         return answer
 
     async def hand_over(self, task: ClaimedTask) -> None:
-        """The worker goes: the attempt goes on elsewhere, or fails if that was asked for."""
+        """Release an attempt because the worker stops, or fail it if the run asks for that."""
         if self.on_shutdown == "fail":
             reason = HandlerFailure("the worker is shutting down", "worker_shutdown")
             await self.fail(task, reason)
-            return
-        try:
-            await task.delay_execution(1)
-        except FlowFabricError as error:
-            self.abandon(task, error)
-            return
-        self.summary.released += 1
-        log.info(
-            "%s %s released: the worker is stopping",
-            task.execution_kind,
-            task.execution_id,
-            extra={"action": "task_released", "execution_id": task.execution_id},
-        )
+        else:
+            await self._release(task, 1, "the worker is stopping")
 
     def abandon(self, task: ClaimedTask, error: BaseException) -> None:
-        """The end was not accepted: the execution is somebody else's now, or already over."""
+        """Give up a task whose end the engine did not accept, or may not have."""
         if task.lease_lost is not None and task.lease_lost.reason == RELEASED:
             # Logged when the loop was found blocked.
             self.summary.released += 1
             task.finish("released")
             return
-        cancelled = _was_cancelled(error)
-        log.log(
-            logging.DEBUG if cancelled else logging.ERROR,
-            "%s %s: %s",
-            task.execution_kind,
-            task.execution_id,
-            "the execution was cancelled; this attempt stopped"
-            if cancelled
-            else f"the end of this attempt was not accepted: {error}",
-            extra={"action": "task_abandoned", "execution_id": task.execution_id},
-        )
+        if _was_cancelled(error):
+            text = "stopped: the execution was cancelled"
+            log_task(logging.DEBUG, "task_abandoned", task, text)
+        else:
+            text = f"ended, but the engine did not accept it: {error}"
+            log_task(logging.ERROR, "task_abandoned", task, text)
         self.summary.abandoned += 1
         task.finish("abandoned")
+
+
+def log_task(
+    level: int, action: str, task: ClaimedTask, text: str, cause: BaseException | None = None
+) -> None:
+    """Log one event of a task."""
+    extra = {"action": action, "execution_id": task.execution_id}
+    log.log(
+        level, "%s %s %s", task.execution_kind, task.execution_id, text, exc_info=cause, extra=extra
+    )
 
 
 def _was_cancelled(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ TERMINAL_CODES = frozenset(
         "execution_not_found",
     }
 )
-"""Answers to a renewal that mean: the lease is over for good."""
+"""Errors of a renewal after which the lease is gone for good."""
 CANCELLED = "the execution was cancelled"
 RELEASED = "the event loop was blocked, so the worker released the execution"
 _TIMED_OUT = "the attempt timed out while the event loop was blocked"
@@ -42,7 +42,7 @@ _LONGEST_LOOK_S = 1.0
 
 
 async def _timed_out(backend: Backend, handle: Handle) -> bool:
-    """Have the engine end an attempt whose time is over; False when it is not over yet."""
+    """Have the engine end an attempt that timed out; False when its time is not over yet."""
     execution_id = handle.execution_id
     (answer,) = await backend.upkeep.expire_execution(
         execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [execution_id]
@@ -56,7 +56,7 @@ def is_cancelled(error: EngineError) -> bool:
 
 
 class LeaseWatcher(Protocol):
-    """Who wants to hear of the loss of a lease."""
+    """Learns that a lease is lost."""
 
     def lease_is_lost(self, code: str, reason: str) -> None:
         """Called once, from the keeper's thread."""
@@ -83,7 +83,7 @@ class HeldLease:
     ) -> None:
         ttl = handle.lease_ttl_ms / 1000
         self.handle = handle
-        # Weak, so that a task nobody refers to any more is noticed.
+        # Weak, so that a task without references is noticed.
         self.watcher = weakref.ref(watcher)
         self.failures = 0
         self.lost_code: str | None = None
@@ -94,7 +94,7 @@ class HeldLease:
 
     @property
     def alive(self) -> bool:
-        """Whether the lease may still be ours: not known to be lost, and not run out."""
+        """Whether the lease is neither known to be lost nor past its deadline."""
         return self.lost_code is None and time.monotonic() < self.deadline
 
     @property
@@ -157,8 +157,9 @@ class LeaseKeeper:
         self._held.pop(held.handle.lease, None)
 
     def give_back(self) -> int:
-        """From any thread, when the process is about to end by force: return every lease, and how
-        many were returned. Best effort; the others lapse.
+        """Return every lease, best effort, because the process ends by force; from any thread.
+
+        The result is how many were returned; the others lapse.
         """
         loop, backend = self._loop, self._backend
         handles = [held.handle for held in list(self._held.values())]
@@ -217,7 +218,7 @@ class LeaseKeeper:
         self._idle = False
 
     def _tend(self, backend: Backend) -> None:
-        """Give up what has run out, renew what is due: one call per partition, all at once."""
+        """Give up leases that have run out and renew those that are due, per partition."""
         now = time.monotonic()
         due: dict[str, list[HeldLease]] = {}
         for held in list(self._held.values()):
@@ -244,7 +245,7 @@ class LeaseKeeper:
                 self._begin(self._give_up(backend, held))
 
     async def _give_up(self, backend: Backend, held: HeldLease) -> None:
-        """End an attempt that timed out, hand any other to the next worker."""
+        """End an attempt that timed out; release any other to the next worker."""
         while held.handle.lease in self._held:
             reason = RELEASED if time.monotonic() < held.times_out_at else _TIMED_OUT
             try:
@@ -264,7 +265,7 @@ class LeaseKeeper:
         started = time.monotonic()
         answers: list[Renewed | EngineError]
         try:
-            # A slow answer is still good while the leases last.
+            # A late reply is good while the leases last.
             async with asyncio.timeout(min(held.deadline for held in batch) - started):
                 answers = await backend.leases.renew_many([held.handle for held in batch])
         except EngineError as error:
@@ -272,7 +273,7 @@ class LeaseKeeper:
         except TimeoutError:
             answers = [TransportError("timeout", "no answer while the lease lasted")] * len(batch)
         except Exception as error:
-            # Whatever it is, the other leases must go on.
+            # A bug here must not end the renewal of the other leases.
             log.exception("renewal broke", extra={"action": "renewal_broke"})
             answers = [TransportError("other", str(error))] * len(batch)
         for held, answer in zip(batch, answers, strict=True):
@@ -282,7 +283,7 @@ class LeaseKeeper:
             if isinstance(answer, Renewed):
                 ttl = held.handle.lease_ttl_ms / 1000
                 held.failures = 0
-                # Counted from before the call: the engine extended it no earlier.
+                # From before the call: the engine extended it no earlier.
                 held.deadline = started + ttl
                 held.next_at = started + _spread(ttl / 3)
                 self.renewed += 1

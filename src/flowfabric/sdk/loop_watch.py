@@ -1,4 +1,4 @@
-"""Notices that the worker's event loop is blocked, and says by what."""
+"""Finds out that the worker's event loop is blocked, and by which task."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class LoopWatch:
         self._warned = False
 
     def stuck(self, leases: Iterable[HeldLease]) -> list[HeldLease]:
-        """Leases to give up, never the blocking task's own: those whose attempt timed out, at
-        once; all others when the limit has passed.
+        """The leases to give up: at once those whose attempt timed out, all after the limit.
+
+        The blocking task keeps its own.
         """
         if not self._still_blocked():
             return []
@@ -79,7 +80,7 @@ class LoopWatch:
                 _log(logging.WARNING, f"The event loop runs again after {self._blocked_s:.0f} s.")
             self._answered = self._warned = False
             self._blocked_s = 0.0
-            # The loop is closed when the worker was left behind.
+            # The loop is closed when the worker was dropped.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._answer)
         else:

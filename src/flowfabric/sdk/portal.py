@@ -1,4 +1,4 @@
-"""From ordinary code into an event loop: one private loop on its own thread."""
+"""A private event loop on its own thread, for code that has none."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PortalClosed(RuntimeError):
 class Portal:
     """Runs coroutines for any number of threads. Starts with its first call.
 
-    A forked child gets a thread and a loop of its own: `generation` tells that what belonged to
-    the old loop must be opened again.
+    A forked child gets a thread and a loop of its own. `generation` then differs, and what
+    belonged to the old loop must be opened again.
     """
 
     def __init__(self, name: str = "ff-portal") -> None:
@@ -42,7 +42,7 @@ class Portal:
 
     def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run the coroutine that `make` gives on the private loop and wait for its result."""
-        # In one step: after the loop has wound up, nothing handed to it would ever run.
+        # Under the lock: a coroutine handed to a loop that has stopped would never run.
         with self._lock:
             loop = self._running()
             if threading.current_thread() is self._thread:
@@ -58,7 +58,7 @@ class Portal:
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        """The loop, started with the first call; asked for under the lock."""
+        """The loop, started by the first call. Call it under the lock."""
         if self._closed:
             raise PortalClosed("this client is closed")
         if self._loop is None:
@@ -70,10 +70,7 @@ class Portal:
         return self._loop
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, cancel whatever is left, end the thread. Calls still waiting fail.
-
-        What `last` raises is raised when all that is done.
-        """
+        """Run `last`, cancel the calls that still wait, end the thread; then raise what `last` did."""
         _open.discard(self)
         with self._lock:
             self._closed = True

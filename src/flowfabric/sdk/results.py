@@ -1,4 +1,4 @@
-"""Results on their way to the engine: joined per loop tick, with the next claims in return."""
+"""Completes tasks: one call per loop tick, which also claims the next ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
-from flowfabric.core.errors import (
-    EngineError,
-    FlowFabricError,
-    TransportError,
-    ValidationError,
-)
+from flowfabric.core.errors import EngineError, FlowFabricError, TransportError, ValidationError
 from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.endings import Endings
 from flowfabric.sdk.failures import HandlerFailure
@@ -43,8 +38,7 @@ class Results:
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
         """Complete this task with the others of this loop tick.
 
-        What cannot be a result is refused here, where it is one handler's failure and not that
-        of the whole batch.
+        Refuses here what is no result, so that it fails one handler and not the whole batch.
         """
         handle = task.claim.handle
         if result is None or type(result) is bytes:
@@ -60,11 +54,11 @@ class Results:
 
     @property
     def pending(self) -> bool:
-        """Whether results are still on their way."""
+        """Whether results are not answered yet."""
         return bool(self._done or self._calls)
 
     async def drain(self) -> None:
-        """Return when every result was answered or given up."""
+        """Wait until every result was answered or given up."""
         while self.pending:
             self._flush()
             await asyncio.wait(list(self._calls))
@@ -84,7 +78,7 @@ class Results:
         try:
             await self._deliver(lane_id, tag, finished)
         except BaseException as error:
-            # Only a bug or the loop's end gets here; a permit must not be lost even then.
+            # Only a bug or the end of the loop leads here; no permit may be lost even then.
             for task, _ in finished:
                 if task.finished_by is None:
                     self._endings.abandon(task, error)
@@ -121,7 +115,7 @@ class Results:
             await self._endings.refuse(task, problem)
 
     async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
-        """The batch as a whole was refused: let each task try for itself."""
+        """Complete one task of a batch that was refused as a whole."""
         try:
             await task.complete(completion.result_payload, completion.result_encoding)
             self._endings.summary.completed += 1
@@ -136,10 +130,11 @@ def _encoded(result: object) -> Encoded:
     match result:
         case (bytes() as data, str() as label) if label.encode(errors="replace").decode() == label:
             return data, label
+        case (bytes(), str()):
+            got = "a label that is not valid Unicode"
         case tuple():
-            got = (
-                f"({', '.join(type(part).__name__ for part in cast('tuple[object, ...]', result))})"
-            )
+            parts = cast("tuple[object, ...]", result)
+            got = f"({', '.join(type(part).__name__ for part in parts)})"
         case _:
             got = f"a {type(result).__name__}"
     # A retry would return the same.

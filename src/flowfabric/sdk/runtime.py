@@ -12,13 +12,11 @@ from typing import Any, Literal
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, forget_on_fork
 from flowfabric.scheduler.loop import ClaimLoop
-from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary
+from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary, log_task
 from flowfabric.sdk.loop_watch import LoopWatch, handled
 from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
-
-log = logging.getLogger(__name__)
 
 Handler = Callable[[ClaimedTask], Awaitable[bytes | Encoded | None]]
 """Handles one task; what it returns becomes the result."""
@@ -233,12 +231,8 @@ class WorkerRuntime:
             await asyncio.wait(list(self._running.values()), timeout=_WIND_UP_S)
         stubborn, self._running = self._running, {}
         for task in stubborn:
-            log.error(
-                "%s %s ignored its cancellation; the worker leaves it behind and gives it back",
-                task.execution_kind,
-                task.execution_id,
-                extra={"action": "task_left_behind", "execution_id": task.execution_id},
-            )
+            text = "ignored its cancellation; the worker leaves it behind and gives it back"
+            log_task(logging.ERROR, "task_left_behind", task, text)
         await asyncio.gather(
             *(self._endings.hand_over(task) for task in stubborn if task.finished_by is None)
         )

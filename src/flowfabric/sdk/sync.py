@@ -59,7 +59,7 @@ class SyncClient(SyncTwin[Client], Closing):
         if self._generation != generation:
             client = await self._open()
             if self._generation == generation and client is not self._target:
-                # Another thread of the fork was faster.
+                # Another thread of the forked process connected first.
                 await client.aclose()
             else:
                 self._target, self._generation = client, generation

@@ -68,16 +68,15 @@ class Worker(ClosedOnce):
         self.new_scanners = new_scanners
         """Makes the scanners of one run, not yet started; None when this process has none."""
         self.complete_on_exit = config.complete_on_exit
+        self._terms: _LeaseTerms = {
+            "worker_id": config.worker_id,
+            "worker_instance_id": config.worker_instance_id,
+            "lease_ttl_ms": config.lease_ttl_ms,
+        }
         self.claims = WorkerClaims(
             backend,
             {
-                lane: ClaimRequest(
-                    lane,
-                    config.worker_id,
-                    config.worker_instance_id,
-                    capabilities=config.capabilities_csv,
-                    lease_ttl_ms=config.lease_ttl_ms,
-                )
+                lane: ClaimRequest(lane, capabilities=config.capabilities_csv, **self._terms)
                 for lane in config.lanes
             },
             self._adopt,
@@ -107,7 +106,7 @@ class Worker(ClosedOnce):
             lambda: None if settings is None else ScannerThread(connect, settings, backend),
         )
         try:
-            # Whoever prepared the server may have been warned long ago, and elsewhere.
+            # The warnings of the process that prepared the server may be long gone.
             await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
         except BaseException:
             await backend.aclose()
@@ -188,7 +187,7 @@ class Worker(ClosedOnce):
     def forgotten(self, held: HeldLease) -> None:
         """Return the permit and the lease of a task that was garbage collected; from any thread."""
         self.keeper.release(held)
-        # The loop is closed when the whole worker was left behind.
+        # The loop is closed when the whole worker was dropped.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take_back, held)
 
@@ -219,7 +218,7 @@ class Worker(ClosedOnce):
 
     async def claim_from_grant(self, lane_id: str, grant: ClaimGrant) -> ClaimedTask:
         """Turn a scheduler's grant into a task; a paused attempt resumes."""
-        claims, terms = self.backend.claims, self._terms()
+        claims, terms = self.backend.claims, self._terms
 
         async def consume() -> Claim:
             try:
@@ -234,7 +233,7 @@ class Worker(ClosedOnce):
     async def claim_from_resume_grant(self, grant: ResumeGrant) -> ClaimedTask:
         """Turn a resume grant into a task: the same attempt resumes here."""
         return await self.claims.claim_with(
-            lambda: self.backend.claims.claim_from_resume_grant(grant, **self._terms())
+            lambda: self.backend.claims.claim_from_resume_grant(grant, **self._terms)
         )
 
     async def claim_from_reclaim_grant(
@@ -243,17 +242,9 @@ class Worker(ClosedOnce):
         """Take over an execution whose lease was lost."""
         return await self.claims.claim_with(
             lambda: self.backend.claims.reclaim_execution(
-                grant, max_reclaim_count=max_reclaim_count, **self._terms()
+                grant, max_reclaim_count=max_reclaim_count, **self._terms
             )
         )
-
-    def _terms(self) -> _LeaseTerms:
-        config = self.config
-        return {
-            "worker_id": config.worker_id,
-            "worker_instance_id": config.worker_instance_id,
-            "lease_ttl_ms": config.lease_ttl_ms,
-        }
 
     # --- signals ----------------------------------------------------------------------------
 
@@ -278,7 +269,7 @@ class Worker(ClosedOnce):
     async def _close(self) -> None:
         """Give held leases back, deregister, close every connection."""
         async with contextlib.AsyncExitStack() as closing:
-            # The last first. Whatever breaks or is cut off, the next step is taken.
+            # Runs from the last to the first; each step also after one that failed.
             closing.push_async_callback(self.backend.aclose)
             closing.push_async_callback(self._deregister)
             closing.push_async_callback(asyncio.to_thread, self.keeper.stop)
