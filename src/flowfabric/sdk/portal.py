@@ -70,7 +70,7 @@ class Portal:
         return self._loop
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Run `last`, cancel the calls that still wait, end the thread; then raise what `last` did."""
+        """Run `last`, cancel the calls that wait, end the thread; then raise what `last` raised."""
         _open.discard(self)
         with self._lock:
             self._closed = True
