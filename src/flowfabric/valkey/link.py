@@ -125,7 +125,7 @@ class Link:
         # Ends with the current attempt: None, or what went wrong.
         self._attempt: asyncio.Future[TransportError | None] | None = None
         self._error: TransportError | None = None
-        self._closed = False
+        self.closed = False
         self._pause = 0.0
         self._up_at: float | None = None
         self._wrong_server = False
@@ -141,7 +141,7 @@ class Link:
         """The open connection. Unless `patient`, raises after the first failed attempt."""
         loop = asyncio.get_running_loop()
         while self.conn is None:
-            if self._closed:
+            if self.closed:
                 raise faults.lost(self.address.peer, "the client is closed", sent=False)
             if self._error is not None and (self.hurried or not patient):
                 raise self._failure(self._error)
@@ -163,7 +163,7 @@ class Link:
 
     async def dedicated(self, on_push: OnPush | None) -> Connection:
         """Another connection to the same server, owned by the caller."""
-        if self._closed:
+        if self.closed:
             raise faults.lost(self.address.peer, "the client is closed", sent=False)
         conn = await self._dial(on_push, self._dedicated.discard)
         if conn.is_open:
@@ -172,7 +172,7 @@ class Link:
 
     def close(self) -> None:
         """Stop dialling, fail every waiting call, and start closing the connections."""
-        self._closed = True
+        self.closed = True
         if self._dialler is not None:
             self._dialler.cancel()
         if self._attempt is not None and not self._attempt.done():
@@ -229,7 +229,7 @@ class Link:
         self._redial(conn)
 
     def _redial(self, conn: Connection) -> None:
-        if self._attempt is not None or self._closed or conn.loop.is_closed():
+        if self._attempt is not None or self.closed or conn.loop.is_closed():
             return
         # A peer that drops every new connection must not be dialled in a tight loop.
         if self._up_at is None or conn.loop.time() - self._up_at > _LAST_BACKOFF:

@@ -163,6 +163,7 @@ class Transport(ABC):
         begun: float | None = None,
         *,
         replay_safe: bool = False,
+        only: Link | None = None,
     ) -> PatientCall:
         return PatientCall(
             args,
@@ -170,12 +171,12 @@ class Transport(ABC):
             timeout,
             self._request_timeout,
             replay_safe=replay_safe,
-            leaving=lambda: self._closed or self._hurried,
+            leaving=lambda: self._closed or self._hurried or (only is not None and only.closed),
         )
 
     async def _ask(self, link: Link, *args: Arg, timeout: float | None = None) -> Reply:
         """Send one command to this server and no other; a read is repeated until it is answered."""
-        call = self._patient(args, timeout)
+        call = self._patient(args, timeout, only=link)
         return await (link.send(call) if call.reads else link.send_once(call))
 
     async def _call_all(

@@ -334,3 +334,14 @@ class TestLogin:
         app = keep(self.client(guarded, "app", "s3cret"))
         await app.call("ACL", "SETUSER", "late", "on", ">pw", "+@all")
         assert await late.call("PING") == b"PONG"
+
+
+async def test_a_question_to_a_node_that_left_ends(keep: Keeper, tmp_path: Path) -> None:
+    """The map drops nodes that left the cluster; nobody repeats what was asked of them."""
+    client = keep(Client(Address(socket_path=str(tmp_path / "none.sock"))))
+    (ask,) = (await client.primaries()).values()
+    asking = asyncio.ensure_future(ask("PING"))
+    await until(lambda: client._link._error is not None)
+    client._link.close()
+    error = await asyncio.wait_for(failure(asking), 3)
+    assert (error.kind, error.ambiguous) == ("transport", False)
