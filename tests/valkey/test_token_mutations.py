@@ -219,8 +219,8 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "limit of the buffer",
         SIGNAL,
-        "  if buffering\n",
-        "  if false\n",
+        "  if buffering and ",
+        "  if false and ",
         stored_susp_pending.test_a_full_buffer_refuses_instead_of_forgetting,
     ),
     (

@@ -112,7 +112,8 @@ reply.register_function('ff_append', function(c, id, args)
   if mode == 'b' then
     local rate
     keep, rate = best_effort_keep(meta[6], meta[7], want, c.now, (#args - 7) / 3)
-    values.append(update, { 'ema_rate_hz', rate, 'last_append_ts_ms', c.now, 'maxlen_applied_last', keep })
+    values.append(update,
+      { 'ema_rate_hz', rate, 'last_append_ts_ms', c.now, 'maxlen_applied_last', keep })
   end
   if meta[2] and not durable then continue_after(stream, meta[8]) end
   local op, length = limit(mode, maxlen, keep, durable)
@@ -124,7 +125,7 @@ reply.register_function('ff_append', function(c, id, args)
   if seq ~= '' then
     values.add(update, 'seen', seq .. ' ' .. last .. ' ' .. count .. (version and ' ' .. version or ''))
   end
-  -- `durable`: absent before the first frame that must stay, 0 while all of those are summary patches.
+  -- `durable`: absent before the first frame that must stay, 0 while all are summary patches.
   local stays = mode == 'd' and (maxlen > 0 and maxlen or DEFAULT_MAXLEN) or (durable or 0)
   if mode ~= 'b' and tostring(stays) ~= durable then values.add(update, 'durable', stays) end
   if not meta[2] then

@@ -17,5 +17,6 @@ granting.register_function('ff_claim_resumed', record.checked, function(c, id, r
   local worker, ttl, lease_id = args[3], tonumber(args[5]), args[6]
   return granting.replayed(c, id, rec, lease_id, '', 'resumed')
     or refusal(c, rec) or granting.refusal(c, id, rec, worker, args[4])
-    or granting.claim(c, id, rec, 'resumed', { lease_prefix = lease_id, worker = worker, ttl = ttl })
+    or granting.claim(c, id, rec, 'resumed',
+      { lease_prefix = lease_id, worker = worker, ttl = ttl })
 end, { 'allow-oom' })

@@ -3,8 +3,7 @@
 -- Arguments: any number of execution ids.
 -- Replies per id: behaviour applied (fail | cancel | expire | auto_resume | escalate) |
 --   not_found_cleaned | not_suspended_cleaned | no_active_suspension_cleaned | not_yet_due |
---   error:<why>.
--- Errors: none. Events: completion | resumed | escalated.
+--   error:<why>. Errors: none. Events: completion | resumed | escalated.
 local OUTCOMES = { fail = 'f', cancel = 'c', expire = 'x' }
 
 local function finish(c, id, rec, behavior)

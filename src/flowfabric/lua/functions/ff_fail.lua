@@ -34,7 +34,8 @@ record.register_function('ff_fail', record.checked_lease, function(c, id, rec, a
   record.add_or_clear(c, id, rec, fields, 'failure_category', category)
   ending.finish(c, id, rec, {
     outcome = 'f', reason = 'failed_terminal', category = category ~= '' and category or nil,
-    stream_reason = 'attempt_failure', source = request and 'operator_override' or nil, fields = fields,
+    stream_reason = 'attempt_failure', fields = fields,
+    source = request and 'operator_override' or nil,
   })
   operator.remember(c, id, rec, request, 'terminal_failed')
   return reply.ok('terminal_failed')

@@ -26,7 +26,7 @@ granting.register_function('ff_grant_and_claim', record.checked, function(c, id,
       resumed and 'resumed' or 'fresh')
     or refusal(c, id, rec)
     or granting.claim(c, id, rec, paused and 'resumed' or 'fresh', {
-      lease_prefix = lease_id, attempt_prefix = attempt_id, worker = args[3], ttl = tonumber(args[4]),
-      reason = paused and 'issue_grant_and_claim_resumed' or 'issue_grant_and_claim',
+      lease_prefix = lease_id, attempt_prefix = attempt_id, worker = args[3],
+      ttl = tonumber(args[4]), reason = 'issue_grant_and_claim' .. (paused and '_resumed' or ''),
     })
 end, { 'allow-oom' })

@@ -13,22 +13,16 @@ local function before(a_score, a_id, b_score, b_id)
   return a_score < b_score or (a_score == b_score and a_id < b_id)
 end
 
--- The rank of the first member after the position, which may be gone, and the number of reads.
-local function first_after(key, score, id)
-  if id == '' then return 0, 0 end
-  local reads, low, high = 0, 0, server.call('ZCARD', key)
+-- The members after the position, which may be gone, and the number of reads to find it.
+local function read_page(key, score, id, limit)
+  local reads, low, high = 0, 0, id ~= '' and server.call('ZCARD', key) or 0
   while low < high do
     local middle = math.floor((low + high) / 2)
     reads = reads + 1
     local found = server.call('ZRANGE', key, middle, middle, 'WITHSCORES')
     if before(score, id, tonumber(found[2]), found[1]) then high = middle else low = middle + 1 end
   end
-  return low, reads
-end
-
-local function read_page(key, score, id, limit)
-  local first, reads = first_after(key, score, id)
-  return server.call('ZRANGE', key, first, first + limit - 1, 'WITHSCORES'), reads
+  return server.call('ZRANGE', key, low, low + limit - 1, 'WITHSCORES'), reads
 end
 
 register('ff_list_suspended', function(keys, args)

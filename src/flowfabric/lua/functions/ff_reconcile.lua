@@ -4,8 +4,7 @@
 --   entries that do not belong there (those of the records always are), then execution ids.
 -- Replies: per id consistent | drifted:<its lane index> <wrong>><missing> |
 --   repaired:<wrong>><missing> | orphan | orphan_removed | error:<why>; then the lanes that the
---   records name.
--- Errors: none. Events: none; rings the doorbell.
+--   records name. Errors: none. Events: none; rings the doorbell.
 
 -- For an index whose score is not on the record.
 local ANY = 'any'
@@ -196,17 +195,15 @@ local function compare(c, piece, id, rec, want, suffix)
   return wrong, missing
 end
 
-local function drop(c, piece, id)
-  if not next(piece.held[id]) then return 'consistent' end
-  if not piece.repair then return 'orphan' end
-  for key in pairs(piece.held[id]) do leave(c, piece, id, key) end
-  return 'orphan_removed'
-end
-
-local function reconcile(c, piece, id)
+local function verdict(c, piece, id)
   if piece.broken[id] then return piece.broken[id] end
   local rec = piece.records[id]
-  if not rec then return drop(c, piece, id) end
+  if not rec then
+    if not next(piece.held[id]) then return 'consistent' end
+    if not piece.repair then return 'orphan' end
+    for key in pairs(piece.held[id]) do leave(c, piece, id, key) end
+    return 'orphan_removed'
+  end
   local want, suffix = demanded(c, id, rec)
   local wrong, missing = compare(c, piece, id, rec, want, suffix)
   if #wrong + #missing == 0 then return 'consistent' end
@@ -230,7 +227,7 @@ register('ff_reconcile', function(keys, args)
       broken = {}, held = {}, signatures = {}, looked = {}, unreadable = {},
     }
     read(c, piece, lanes, seen)
-    values.append(replies, batch.each(piece.ids, 1, function(id) return reconcile(c, piece, id) end))
+    values.append(replies, batch.each(piece.ids, 1, function(id) return verdict(c, piece, id) end))
     for _, stored in pairs(piece.repair and piece.signatures or {}) do
       c:release_signature(stored[1], stored[2])
     end

@@ -7,8 +7,7 @@
 local function renew(c, id, text, ttl)
   local rec = record.read(c, id)
   if not rec then return reply.err('execution_not_found') end
-  local problem = fence.check(c, id, rec, text, false, true)
-  if problem then return problem end
+  reply.stop_with(fence.check(c, id, rec, text, false, true))
   local expires = c.now + ttl
   server.call('HSET', K.core(c.tag, id), 'lease_expires_at', expires, 'lease_last_renewed_at', c.now)
   c:zadd(K.index(c.tag, 'lease_expiry'), expires, id)

@@ -32,15 +32,11 @@ local function unauthorised(c, id, rec, signal, point, token)
   if point.execution_id ~= id then return reply.err('invalid_waitpoint_for_execution') end
 end
 
-local function unknown(rec, id, point, signal)
-  if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
-  return granting.lane_problem(rec, signal.lane or '')
-end
-
 local function earlier(id, signal, dedup)
   local known = dedup and server.call('GET', dedup)
   if not known and server.call('EXISTS', K.signal(id, signal.id)) == 1 then known = signal.id end
-  return known and reply.ok('duplicate', known, server.call('HGET', K.signal(id, known), 'observed_effect'))
+  return known
+    and reply.ok('duplicate', known, server.call('HGET', K.signal(id, known), 'observed_effect'))
 end
 
 -- Where the signal goes: `buffer`, or the open suspension with its condition.
@@ -73,8 +69,8 @@ local function excess(c, id, rec, signal, point, buffering, vouched)
     return reply.err('signal_limit_exceeded', values.text(most + count))
   end
   -- The condition is not known yet, so any buffered signal may satisfy it.
-  if buffering
-      and server.call('LLEN', K.waitpoint_signals(c.tag, signal.waitpoint_id)) >= signal.maxlen + count then
+  local buffer = K.waitpoint_signals(c.tag, signal.waitpoint_id)
+  if buffering and server.call('LLEN', buffer) >= signal.maxlen + count then
     return reply.err('signal_limit_exceeded', values.text(signal.maxlen + count))
   end
 end
@@ -99,7 +95,8 @@ record.register_function('ff_signal', record.checked, function(c, id, rec, args)
   signal.waitpoint_id, signal.id, signal.payload = args[2], args[3], args[6] == '1' and args[7] or nil
   local point = suspension.read_hash(K.waitpoint(c.tag, signal.waitpoint_id))
   if vouched then
-    reply.stop_with(unknown(rec, id, point, signal))
+    if not point or point.execution_id ~= id then return reply.err('waitpoint_not_found') end
+    reply.stop_with(granting.lane_problem(rec, signal.lane or ''))
   else
     reply.stop_with(unauthorised(c, id, rec, signal, point, args[4]))
   end

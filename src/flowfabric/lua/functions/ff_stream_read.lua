@@ -20,9 +20,7 @@ local CLOSED_BY_WHOM = {
 }
 -- Entries and bytes that one call reads at most, and the entries read first: the largest frames
 -- must fit, and small ones should need few commands.
-local MAX_EXAMINED = 1000
-local MAX_BYTES = 1048576
-local FIRST_CHUNK = 16
+local MAX_EXAMINED, MAX_BYTES, FIRST_CHUNK = 1000, 1048576, 16
 
 -- How an attempt that never wrote a frame ended, if it did.
 local function ended_silently(c, id, index, rec)

@@ -6,8 +6,7 @@
 -- Replies: per partition [tag, fingerprint, names of the indexes that exist], for as many
 --   partitions as fit into one call; the caller asks for the others again.
 --   The fingerprint changes with every entry added, removed or scored anew; for an index with very
---   many entries, only with their number. Lease renewals do not change it.
--- Errors: none.
+--   many entries, only with their number. Lease renewals do not change it. Errors: none.
 
 -- The largest index whose entries are read, and the number of entries that one call reads.
 local SMALL, AT_ONCE = 500, 5000
@@ -40,8 +39,8 @@ local function content_of(seen, key)
   elseif string.find(key, ':sigs$') then
     local signatures, lane = waiting.signatures(key), string.sub(key, 1, -#'sigs' - 1)
     table.sort(signatures)
-    for _, signature in ipairs(signatures) do
-      values.append(seen.more, { lane .. 'eligible:' .. signature, lane .. 'reclaimable:' .. signature })
+    for _, each in ipairs(signatures) do
+      values.append(seen.more, { lane .. 'eligible:' .. each, lane .. 'reclaimable:' .. each })
     end
     return table.concat(signatures, ' ')
   end
@@ -76,7 +75,7 @@ end
 local function possible_keys(prefix, place)
   local keys, known, others = {}, {}, {}
   for _, name in ipairs(place.known) do known[prefix .. name] = true end
-  for _, timer in ipairs(place.whole and indexes.TIMERS or {}) do keys[#keys + 1] = prefix .. timer end
+  for _, name in ipairs(place.whole and indexes.TIMERS or {}) do keys[#keys + 1] = prefix .. name end
   for _, lane in ipairs(place.lanes) do
     indexes.add_lane(keys, place.tag, lane)
     keys[#keys + 1] = prefix .. 'lane:' .. K.lane_part(lane) .. ':config'

@@ -2,8 +2,7 @@
 -- Keys: every key of the execution, lane terminal, all_executions, purge_backlog.
 -- Arguments: lane, then execution ids.
 -- Replies per id: purged | purging (ff_purge deletes the rest) | not_due | not_terminal (or of
---   another lane) | orphan_removed | error:<why>.
--- Errors: none. Events: none.
+--   another lane) | orphan_removed | error:<why>. Errors: none. Events: none.
 batch.register_function('ff_trim', 2, function(c, id, args)
   local lane, rec = args[1], record.read(c, id)
   local index = K.lane(c.tag, lane, 'terminal')
@@ -13,7 +12,6 @@ batch.register_function('ff_trim', 2, function(c, id, args)
   end
   -- The record decides: a damaged index must not delete anything early.
   if ending.purge_due(id, rec) > c.now then return 'not_due' end
-  local attempts = record.attempt_count(rec)
   server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
     K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
     K.steps(c.tag, id), K.unresolved(c.tag, id), K.suspension(c.tag, id),
@@ -21,7 +19,8 @@ batch.register_function('ff_trim', 2, function(c, id, args)
     K.pending_waitpoints(c.tag, id), K.suspend_dedup(c.tag, id))
   server.call('ZREM', index, id)
   server.call('ZREM', K.index(c.tag, 'all_executions'), id)
-  local left = purging.step(c, id, attempts .. ((rec.streamed or rec.tailed) and 's' or ''))
+  local output = (rec.streamed or rec.tailed) and 's' or ''
+  local left = purging.step(c, id, record.attempt_count(rec) .. output)
   if not left then return 'purged' end
   server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left)
   return 'purging'

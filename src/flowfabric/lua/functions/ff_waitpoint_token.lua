@@ -10,8 +10,9 @@ reply.register_function('ff_waitpoint_token', function(c, id, args)
       or not (point.state == 'pending' or point.state == 'active') then
     return reply.ok(false)
   end
-  if not tokens.problem(c, point.waitpoint_token or '') then return reply.ok(point.waitpoint_token) end
-  local token = tokens.mint(c, args[2], point.waitpoint_key, tonumber(point.created_at))
+  local token = point.waitpoint_token or ''
+  if not tokens.problem(c, token) then return reply.ok(token) end
+  token = tokens.mint(c, args[2], point.waitpoint_key, tonumber(point.created_at))
   server.call('HSET', key, 'waitpoint_token', token)
   return reply.ok(token)
 end, { 'allow-oom' })

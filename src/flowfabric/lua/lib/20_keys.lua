@@ -46,10 +46,11 @@ function K.lane(tag, lane, name)
   return of_lane[tag][lane][name]
 end
 
-function K.worker_leases(tag, instance) return 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases' end
+function K.worker_leases(tag, instance)
+  return 'ff:idx:' .. tag .. ':worker:' .. instance .. ':leases'
+end
 function K.last_claim(tag, lane, instance) return K.lane(tag, lane, 'claimed:' .. instance) end
 
--- Claimable executions are indexed by the capabilities that they require.
 local function by_signature(name)
   local prefix = name .. ':'
   return function(tag, lane, signature)

@@ -2,14 +2,10 @@
 -- executions joins its index changes into one command per index and writes them last.
 Context.__index = Context
 
-local function start_queue(self)
-  self.queued, self.open_commands, self.released = {}, {}, {}
-end
-
 -- `joined` is for calls that may handle several executions.
 function Context.open(tag, joined)
   local self = setmetatable({ tag = tag, now = clock.now(), joined = joined, lanes = {} }, Context)
-  if joined then start_queue(self) end
+  if joined then self.queued, self.open_commands, self.released = {}, {}, {} end
   return self
 end
 
@@ -49,8 +45,7 @@ local function drop_unused(self, lane, signature)
   end
 end
 
--- An execution with this signature has left its index. The last one takes the signature with it,
--- as soon as the index changes are written.
+-- The last execution that leaves takes its signature along, once the index changes are written.
 function Context:release_signature(lane, signature)
   if not signature then return end
   if not self.joined then return drop_unused(self, lane, signature) end
@@ -68,7 +63,7 @@ function Context:flush()
   for lane, signatures in pairs(self.released) do
     for signature in pairs(signatures) do drop_unused(self, lane, signature) end
   end
-  start_queue(self)
+  self.queued, self.open_commands, self.released = {}, {}, {}
 end
 
 local DEFAULT_WEIGHT_MS = 1e12

@@ -11,8 +11,7 @@ local function is_tailed(rec, index)
   return rec.tailed and string.find(rec.tailed, ',' .. index .. ',', 1, true)
 end
 
--- Closes the current attempt's stream and wakes its followers. The first reason stays, unless it
--- is provisional.
+-- Closes the current attempt's stream and wakes its followers; replaces only a provisional reason.
 function streams.close(c, id, rec, reason)
   if not (rec.streamed or rec.tailed) or not rec.attempt then return end
   local index = string.match(rec.attempt, '/(%d+)$')

@@ -48,7 +48,7 @@ local function proves(secret, code, waitpoint_id, point)
   return values.equal(made, code) and key and created_at
 end
 
--- What is wrong with a token; with a waitpoint, also whether it is the waitpoint's. All other errors
+-- What is wrong with a token; with a waitpoint, also whether it is the waitpoint's. Other errors
 -- depend only on the token and the key store, so they reveal nothing about waitpoints.
 function tokens.problem(c, token, waitpoint_id, point)
   local kid, code = string.match(token, '^([^:]+):(.*)$')
@@ -70,8 +70,8 @@ function tokens.kids(tag, now)
   for name in pairs(fields) do
     local kid = string.match(name, '^secret:(.+)$') or string.match(name, '^expires_at:(.+)$')
     if kid and kid ~= fields.current_kid then
-      local expires = fields['expires_at:' .. kid]
-      past[kid] = fields['secret:' .. kid] and tokens.in_grace(expires, now) and tonumber(expires) or false
+      local expires = fields['secret:' .. kid] and fields['expires_at:' .. kid]
+      past[kid] = tokens.in_grace(expires, now) and tonumber(expires) or false
     end
   end
   return fields.current_kid, past

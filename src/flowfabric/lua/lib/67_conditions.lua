@@ -22,9 +22,9 @@ local SATISFIERS = {
 }
 
 local function leaf_of(node)
-  local single, count = node.Single, node.Composite
-  if single then
-    return { keys = { single.waitpoint_key }, matcher = single.matcher, kind = 'Single', needed = 1 }
+  local one, count = node.Single, node.Composite
+  if one then
+    return { keys = { one.waitpoint_key }, matcher = one.matcher, kind = 'Single', needed = 1 }
   end
   return { keys = count.waitpoints, matcher = count.matcher, kind = count.count_kind,
     needed = tonumber(count.n) }
@@ -34,7 +34,7 @@ end
 local function each_leaf(node, path, visit)
   if type(node) ~= 'table' then return end
   if node.Composite and node.Composite.kind == 'AllOf' then
-    for i, member in ipairs(node.Composite.members) do each_leaf(member, path .. '.' .. i, visit) end
+    for i, each in ipairs(node.Composite.members) do each_leaf(each, path .. '.' .. i, visit) end
   elseif node.Composite or node.Single then
     visit(leaf_of(node), path)
   end

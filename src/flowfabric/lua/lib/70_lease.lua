@@ -19,8 +19,7 @@ function lease.drop_grant(c, id, rec)
   end
 end
 
--- Moves a lapsed lease to the lane's reclaimable index. Lease, worker and timers stay for the
--- reclaim and for operators.
+-- Lease, worker and timers stay for the reclaim and for operators.
 function lease.mark_expired(c, id, rec)
   if rec.state ~= S.ACTIVE then return end
   record.transition(c, id, rec, S.EXPIRED, 'lease_expired_at', c.now,

@@ -1,7 +1,6 @@
 -- The one index that holds an execution without a lease.
 
--- How many different signatures the claimable executions of a lane may have in a partition: a claim
--- looks at each of them.
+-- Signatures per lane and partition: a claim looks at each of them.
 local MAX_SIGNATURES = 128
 
 function waiting.signature_excess(c, lane, signature)
@@ -17,8 +16,7 @@ function waiting.signature_excess(c, lane, signature)
   end
 end
 
--- The signatures of a lane. Executions that become claimable later may exceed the limit: then each
--- call sees a random part.
+-- Executions that become claimable later may exceed the limit: then each call sees a random part.
 function waiting.signatures(key)
   if server.call('SCARD', key) <= MAX_SIGNATURES then return server.call('SMEMBERS', key) end
   return server.call('SRANDMEMBER', key, MAX_SIGNATURES)

@@ -55,8 +55,7 @@ local function index_at(c, id, rec, epoch)
   end
 end
 
--- How the attempt that the caller names ended or paused, from the archive or the record; nil if it
--- is not the caller's.
+-- How the attempt that the caller names ended or paused; nil if it is not the caller's.
 function fence.own_attempt(c, id, rec, text)
   local given = fence.parse(text)
   if given.lease_id == '' or given.attempt_id == '' or given.epoch == '' then return nil end
@@ -76,6 +75,6 @@ function fence.own_attempt(c, id, rec, text)
       next_attempt_index = archived[6], paused = archived[7] }
   end
   if not mine(rec.attempt, rec.lease) then return nil end
-  local ended = S.is_terminal(rec.state) and S.attempt_end(rec.state) or nil
-  return { state = ended, ended_by = rec.ended_by, paused = rec.paused }
+  return { state = S.is_terminal(rec.state) and S.attempt_end(rec.state) or nil,
+    ended_by = rec.ended_by, paused = rec.paused }
 end

@@ -10,8 +10,7 @@ function operator.answered(rec, request)
   return at and string.match(rec.operator_requests, '^[^\n]*', at + 1)
 end
 
--- The request id in the source `operator_override <request id>`, and the answer it got before; nil
--- for any other source.
+-- The request id in `operator_override <request id>`, and the answer it got before; or nil.
 function operator.override(rec, source)
   local request = string.match(source, '^operator_override (%S+)$')
   return request, request and operator.answered(rec, request)

@@ -1,7 +1,6 @@
 -- Recording signals and deciding their effect.
 
--- What a signal does to the open suspension, without writing anything: effect, whether it satisfies
--- the condition, and the progress to store.
+-- What a signal does to the open suspension; writes nothing.
 function signals.judge(c, id, condition, signal)
   local made, referred = conditions.marks(condition, signal)
   if #made == 0 then

@@ -3,9 +3,7 @@
 -- Executions that cannot be claimed now (a live grant, a grace period, an unreadable record) must
 -- not hide those after them: a claim looks this much further, at most this far into one index, and
 -- at most at this many candidates of all indexes together.
-local LOOK_AHEAD = 16
-local MAX_LOOKED = 256
-local MAX_CANDIDATES = 1024
+local LOOK_AHEAD, MAX_LOOKED, MAX_CANDIDATES = 16, 256, 1024
 -- A claim stops once its payloads and tags have this many bytes.
 local MAX_BYTES = 4194304
 local DEFAULT_RECLAIM_CAP = 1000
@@ -53,7 +51,7 @@ local function covered(c, want, offered)
   if not want.covered then
     want.covered = {}
     for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'))) do
-      if not claiming.missing(signature, offered) then want.covered[#want.covered + 1] = signature end
+      if not claiming.missing(signature, offered) then table.insert(want.covered, signature) end
     end
     local indexes_seen = 2 + 2 * #want.covered
     want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
@@ -112,7 +110,6 @@ function claiming.mode(c, rec)
     local grace = c:lane(rec.lane_id).reclaim_grace
     if tonumber(rec.lease_expires_at) + grace <= c.now then return 'reclaimed' end
   end
-  return nil
 end
 
 function claiming.reclaim_cap(rec, fallback)
@@ -273,8 +270,7 @@ local function look(c, want, offered, limit, rows)
   return left, crowded, stuck
 end
 
--- Claims up to want.max executions of a lane; a repeated request gets the same claims. Returns the
--- rows and how many claimable executions are left.
+-- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
@@ -303,8 +299,7 @@ function claiming.many(c, want)
   return rows, left
 end
 
--- The claim arguments from `first` on: lane, worker, capabilities CSV, lease ttl, max, lease id
--- prefix, attempt id prefix.
+-- The claim arguments from `first` on.
 function claiming.wanted(args, first)
   return {
     lane = args[first], worker = args[first + 1], capabilities = args[first + 2],

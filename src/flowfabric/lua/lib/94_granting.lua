@@ -1,7 +1,6 @@
 -- Grants: short-lived permission for one worker to lease one execution.
 
-local MAX_CAPABILITIES = 256
-local MAX_CAPABILITY_BYTES = 4096
+local MAX_CAPABILITIES, MAX_CAPABILITY_BYTES = 256, 4096
 
 function granting.capability_excess(csv)
   local _, commas = string.gsub(csv, ',', '')

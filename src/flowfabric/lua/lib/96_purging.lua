@@ -1,7 +1,6 @@
 -- Deleting all keys of an execution, a limited number per call.
 
-local CHUNK = 500
-local STEPS = 4
+local CHUNK, STEPS = 500, 4
 
 local function delete(keys)
   for first, last in values.pieces(keys) do server.call('DEL', unpack(keys, first, last)) end

@@ -11,8 +11,7 @@ function batch.excess(args, count)
   end
 end
 
--- One answer per id from `first` on. An id that cannot be handled answers `error:<why>` and does
--- not affect the others.
+-- One answer per id from `first` on; `error:<why>` for one that cannot be handled.
 function batch.each(ids, first, handle)
   local answers = {}
   for i = first, #ids do

@@ -27,8 +27,7 @@ function indexes.existing(names)
   return found
 end
 
--- Adds the names of a lane's indexes. Built here: a look into every lane of every partition would
--- displace the names that are kept.
+-- Built here: the names of every lane and partition would displace those that are kept.
 function indexes.add_lane(names, tag, lane)
   local part = K.index(tag, '') .. 'lane:' .. K.lane_part(lane) .. ':'
   for _, suffix in ipairs(indexes.OF_LANE) do names[#names + 1] = part .. suffix end
