@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from flowfabric import __version__
 from flowfabric.core.errors import UnavailableError
+from flowfabric.scheduler.grants import NoWork, WorkerGrants
 from tests.conformance.argument_calls import CALLS
 from tests.support.engine import Engine
 from tests.support.suspension import SECRET
@@ -91,3 +92,11 @@ async def test_it_says_which_backend_it_is(engine: Engine) -> None:
     version = identity.version
     assert identity.family == meta.backend_label() == "valkey"
     assert f"{version.major}.{version.minor}.{version.patch}" == __version__
+
+
+async def test_claim_for_worker_depends_on_a_scheduler(engine: Engine) -> None:
+    meta, claims = engine.backend.meta, cast("Any", engine.backend.claims)
+    assert not meta.capabilities().supports["claim_for_worker"]
+    WorkerGrants(engine.backend).attach()
+    assert meta.capabilities().supports["claim_for_worker"]
+    assert await claims.claim_for_worker("default", "pool", "pool-1") == NoWork()

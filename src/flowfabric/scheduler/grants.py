@@ -17,6 +17,7 @@ from flowfabric.core.errors import ContentionError, EngineError, NotFoundError, 
 from flowfabric.core.ids import fnv1a64, validate_lane, validate_worker_id
 from flowfabric.engine.api.arguments import whole
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.capabilities import provide
 from flowfabric.scheduler.cycle import ClaimCycle
 from flowfabric.scheduler.hints import WINDOW, LaneHints, window
 
@@ -48,6 +49,10 @@ class WorkerGrants:
         self._hinted: dict[str, LaneHints] = {}
         self._cursor = 0
         self._moved_at = time.monotonic()
+
+    def attach(self) -> None:
+        """Make this the `claim_for_worker` of the backend's claims."""
+        provide(self._backend.claims, self.claim_for_worker)
 
     async def claim_for_worker(
         self,

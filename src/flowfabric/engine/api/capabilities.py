@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
@@ -111,6 +111,11 @@ def refuse_missing(backend: Backend) -> None:
             if not hasattr(concern, name):
                 setattr(concern, name, Refusal(name))
         setattr(backend, noun, concern)
+
+
+def provide(concern: object, operation: Callable[..., Awaitable[object]]) -> None:
+    """Add an operation that a part above the backend provides: its flag turns true."""
+    setattr(concern, operation.__name__, operation)
 
 
 def supported(backend: Backend) -> dict[str, bool]:
