@@ -14,8 +14,8 @@ from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.events import (
-    Event,
     Events,
+    F,
     Start,
     SubscribeOptions,
     Subscription,
@@ -135,11 +135,11 @@ class ClientEvents(Subscriptions):
     async def follow(
         self,
         families: Sequence[str],
-        form: Callable[[Event, bytes], T],
+        form: type[F],
         cursor: Start,
         options: SubscribeOptions,
         namespace: str | None = None,
-    ) -> EventFeed[T]:
+    ) -> EventFeed[F]:
         """`Subscriptions.follow`, through outages of the server."""
         if options.get("group") is not None:
             # A member keeps its name, and with it its partitions, when it subscribes again.

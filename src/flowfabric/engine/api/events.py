@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
 
 import msgspec
@@ -20,9 +20,6 @@ _GAINS = frozenset({"acquired", "renewed", "reclaimed"})
 _LOSSES = frozenset({"released", "expired", "revoked"})
 LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
 """What lease history calls an entry of another type."""
-
-
-F = TypeVar("F", bound=msgspec.Struct)
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -52,22 +49,6 @@ class Event(msgspec.Struct, frozen=True):
         """A field that the type adds, or the default."""
         return self.fields.get(name, default)
 
-    def at_cursor(self, cursor: bytes) -> Event:
-        """This event with the position after it."""
-        return msgspec.structs.replace(self, cursor=cursor)
-
-    def fill(self, form: type[F], cursor: bytes, **known: Any) -> F:
-        """The typed form of this event."""
-        known = {
-            **self.fields,
-            **{name: getattr(self, name) for name in self.__struct_fields__},
-            "cursor": cursor,
-            **known,
-        }
-        if self.execution_id is not None:
-            known["execution_id"] = ExecutionId.trusted(self.execution_id)
-        return form(**{name: known[name] for name in form.__struct_fields__ if name in known})
-
 
 class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An execution ended."""
@@ -95,11 +76,6 @@ class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a result is stored."""
     tags: Mapping[str, str] | None = None
 
-    @classmethod
-    def of(cls, event: Event, cursor: bytes) -> Self:
-        """The form of a `completion` entry."""
-        return event.fill(cls, cursor)
-
 
 class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An execution changed hands."""
@@ -126,14 +102,6 @@ class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
     """How the execution ended, if that released the lease."""
     revoked_by: str | None = None
     branch: str | None = None
-
-    @classmethod
-    def of(cls, event: Event, cursor: bytes) -> Self:
-        """The form of an entry about a lease."""
-        taken: dict[str, Any] = {}
-        if event.type == "reclaimed":
-            taken = {name.removeprefix("new_"): value for name, value in event.fields.items()}
-        return event.fill(cls, cursor, **taken, type=LEASE_NAMES.get(event.type, event.type))
 
     @property
     def new_owner(self) -> str | None:
@@ -165,11 +133,6 @@ class SignalEvent(msgspec.Struct, frozen=True, kw_only=True):
     effect: str = ""
     """What the signal did, such as `resume_condition_satisfied`."""
 
-    @classmethod
-    def of(cls, event: Event, cursor: bytes) -> Self:
-        """The form of a `signal` entry."""
-        return event.fill(cls, cursor)
-
 
 class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A worker process registered or left."""
@@ -185,11 +148,22 @@ class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
     worker_instance_id: str = ""
     reason: str | None = None
 
-    @classmethod
-    def of(cls, event: Event, cursor: bytes) -> Self:
-        """The form of an entry of a worker registry."""
-        namespace = event.event_id.removeprefix("worker:").rpartition("/")[0]
-        return event.fill(cls, cursor, namespace=namespace)
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+def typed(event: Event, form: type[F], cursor: bytes) -> F:
+    """An event in the form that a subscription returns."""
+    known: dict[str, Any] = {**event.fields, **msgspec.structs.asdict(event), "cursor": cursor}
+    if event.execution_id is not None:
+        known["execution_id"] = ExecutionId.trusted(event.execution_id)
+    if form is LeaseEvent:
+        known["type"] = LEASE_NAMES.get(event.type, event.type)
+        if event.type == "reclaimed":
+            known |= {name.removeprefix("new_"): each for name, each in event.fields.items()}
+    elif form is WorkerEvent:
+        known["namespace"] = event.event_id.removeprefix("worker:").rpartition("/")[0]
+    return form(**{name: known[name] for name in form.__struct_fields__ if name in known})
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +239,6 @@ def checked_options(options: SubscribeOptions) -> SubscribeOptions:
 
 
 E_co = TypeVar("E_co", covariant=True)
-T = TypeVar("T")
 
 
 class Subscription(Protocol[E_co]):
@@ -309,12 +282,12 @@ class Subscriptions(Protocol):
     async def follow(
         self,
         families: Sequence[str],
-        form: Callable[[Event, bytes], T],
+        form: type[F],
         cursor: Start,
         options: SubscribeOptions,
         namespace: str | None = None,
-    ) -> Subscription[T]:
-        """Every entry of these families, as `form` makes it from an event and its cursor.
+    ) -> Subscription[F]:
+        """Every entry of these families in this form.
 
         With a namespace, from the feed of its worker registry.
         """
@@ -332,7 +305,7 @@ class Subscriptions(Protocol):
         """
         for family in listed(families, "families"):
             one_of(family, "families", get_args(Family))
-        return await self.follow(families, Event.at_cursor, cursor, options)
+        return await self.follow(families, Event, cursor, options)
 
     async def subscribe_completion(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
@@ -343,31 +316,31 @@ class Subscriptions(Protocol):
         ...     async for event in feed:
         ...         print(event.execution_id, event.outcome)
         """
-        return await self.follow(["completion"], CompletionEvent.of, cursor, options)
+        return await self.follow(["completion"], CompletionEvent, cursor, options)
 
     async def subscribe_lease_history(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[LeaseEvent]:
         """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
-        return await self.follow(["lease"], LeaseEvent.of, cursor, options)
+        return await self.follow(["lease"], LeaseEvent, cursor, options)
 
     async def subscribe_signal_delivery(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[SignalEvent]:
         """Follow the signals that executions accept, and what each one did."""
-        return await self.follow(["signal"], SignalEvent.of, cursor, options)
+        return await self.follow(["signal"], SignalEvent, cursor, options)
 
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
         """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
-        return await self.follow(["operator"], Event.at_cursor, cursor, options)
+        return await self.follow(["operator"], Event, cursor, options)
 
     async def subscribe_worker_events(
         self, namespace: str = "default", cursor: Start = "now"
     ) -> Subscription[WorkerEvent]:
         """Follow the worker processes of a namespace that register, leave or expire."""
-        return await self.follow(["worker"], WorkerEvent.of, cursor, {}, namespace)
+        return await self.follow(["worker"], WorkerEvent, cursor, {}, namespace)
 
 
 class Events(Subscriptions, Concern, Protocol):

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Generic, Self, TypeVar
+from typing import Generic, Self
 
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
-from flowfabric.engine.api.events import Event, EventFilter
+from flowfabric.engine.api.events import Event, EventFilter, F, typed
 from flowfabric.engine.events.cursor import FeedCursor, Position, cursor_text, position_of
 from flowfabric.engine.events.groups import GroupMember
 from flowfabric.engine.events.reader import FeedReader
@@ -20,7 +20,6 @@ from flowfabric.engine.events.source import FeedSource, FeedState
 _WAIT_S = 1.0
 _BASE_EVERY_S = 1.0
 _UNSURE_AFTER_S = 30.0
-T = TypeVar("T")
 
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "completion": ("completion",),
@@ -55,7 +54,7 @@ def families_of(event: Event) -> tuple[str, ...]:
     return known
 
 
-class FeedSubscription(AsyncClosing, Generic[T]):
+class FeedSubscription(AsyncClosing, Generic[F]):
     """`Subscription` on any source of feeds."""
 
     def __init__(
@@ -65,11 +64,11 @@ class FeedSubscription(AsyncClosing, Generic[T]):
         cursor: FeedCursor,
         *,
         families: Collection[str],
-        form: Callable[[Event, bytes], T],
+        form: type[F],
         where: EventFilter,
         member: GroupMember | None = None,
         fresh: bool = False,
-        on_close: Callable[[FeedSubscription[T]], None],
+        on_close: Callable[[FeedSubscription[F]], None],
     ) -> None:
         self._source = source
         self._selection = selection
@@ -96,7 +95,7 @@ class FeedSubscription(AsyncClosing, Generic[T]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> T | CorruptionError:
+    async def __anext__(self) -> F | CorruptionError:
         """The next event; waits for it."""
         while not self._ended:
             while self._ready:
@@ -110,7 +109,7 @@ class FeedSubscription(AsyncClosing, Generic[T]):
                     self._member.returned(feed, position)
                 if isinstance(found, CorruptionError):
                     return found
-                return self._form(found, self.cursor)
+                return typed(found, self._form, self.cursor)
             try:
                 await self._fill()
             except TransportError as error:

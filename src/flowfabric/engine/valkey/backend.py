@@ -10,7 +10,7 @@ from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Absent, refuse_missing
-from flowfabric.engine.events.subscriptions import FeedEvents
+from flowfabric.engine.events.feed_events import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
     MintSecret,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
@@ -12,9 +12,9 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.arguments import listed, partition_number
 from flowfabric.engine.api.events import (
-    Event,
     EventFilter,
     Events,
+    F,
     Start,
     SubscribeOptions,
     checked_options,
@@ -24,8 +24,6 @@ from flowfabric.engine.events.groups import GroupMember
 from flowfabric.engine.events.selection import FeedSelection
 from flowfabric.engine.events.source import FeedSource
 from flowfabric.engine.events.subscription import FeedSubscription
-
-T = TypeVar("T")
 
 
 class FeedEvents(Events):
@@ -45,11 +43,11 @@ class FeedEvents(Events):
     async def follow(
         self,
         families: Sequence[str],
-        form: Callable[[Event, bytes], T],
+        form: type[F],
         cursor: Start,
         options: SubscribeOptions,
         namespace: str | None = None,
-    ) -> FeedSubscription[T]:
+    ) -> FeedSubscription[F]:
         options = checked_options(options)
         feeds = None if namespace is None else [f"worker:{validate_namespace(namespace)}"]
         if (partitions := options.get("partitions")) is not None:
