@@ -78,7 +78,7 @@ async def test_a_poison_item_rests_after_three_failures(
         errors = [(await supervisor.scan_once("delayed_promoter")).errors for _ in range(14)]
     assert errors == [1, 1, 1, *[0] * 10, 1]
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.getMessage().startswith("persistent delayed_promoter failure")
+    assert record.getMessage().startswith("scanner delayed_promoter: persistent failure")
     assert record.__dict__["scanner"] == "delayed_promoter"
     assert record.__dict__["item"] == poison
     assert record.__dict__["failures"] == 3

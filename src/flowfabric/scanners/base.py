@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,8 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
+
+log = logging.getLogger(__name__)
 
 
 class ScanResult(msgspec.Struct, frozen=True):
@@ -100,6 +103,20 @@ class Scanner(Protocol):
     async def scan(self, cycle: Cycle) -> None:
         """Do what is due in the cycle's territory."""
         ...
+
+
+def report(
+    level: int,
+    scanner: str,
+    action: str,
+    message: str,
+    fields: Mapping[str, object],
+    crash: BaseException | None = None,
+) -> None:
+    """Log what a scanner did, with the fields that all such records have."""
+    if log.isEnabledFor(level):
+        extra = {"action": action, "scanner": scanner, **fields}
+        log.log(level, "scanner %s: %s", scanner, message, exc_info=crash, extra=extra)
 
 
 async def wait_until(event: asyncio.Event, seconds: float) -> None:

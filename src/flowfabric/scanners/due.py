@@ -10,11 +10,9 @@ from flowfabric.core.ids import is_execution_id
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import DueScan, Index
-from flowfabric.scanners.base import Cycle
+from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.poison import PoisonList
 from flowfabric.scanners.territory import Territory
-
-log = logging.getLogger(__name__)
 
 _INDEXES_AT_ONCE = 2000
 _NOT_DUE = frozenset({"not_yet_due", "not_yet_expired", "not_due"})
@@ -108,38 +106,19 @@ class DueScanner(ABC):
                 removed += 1
                 cycle.processed += 1
                 if not self.is_member(index.tag, member):
-                    log.warning(
-                        "%s removed a malformed member of %s: %s",
-                        self.name,
-                        index,
-                        shown(member),
-                        extra={"action": "member_malformed", **self._fields(index, member)},
-                    )
+                    message = f"removed a malformed member of {index}: {shown(member)}"
+                    fields = {"item": shown(member), "partition": index.tag}
+                    report(logging.WARNING, self.name, "member_malformed", message, fields)
         return removed
 
     def _note_failure(self, index: Index, member: str, answer: str) -> None:
-        fields = self._fields(index, member)
+        fields: dict[str, object] = {"item": shown(member), "partition": index.tag}
         if not self._poison.failed(member):
-            log.warning(
-                "%s failed for %s: %s",
-                self.name,
-                shown(member),
-                answer.removeprefix("error:"),
-                extra={"action": "scanner_failure", "error": answer, **fields},
-            )
+            fields["error"] = answer
+            message = f"failed for {shown(member)}: {answer.removeprefix('error:')}"
+            report(logging.WARNING, self.name, "scanner_failure", message, fields)
             return
-        log.error(
-            "persistent %s failure: %s is skipped for %d cycles",
-            self.name,
-            shown(member),
-            self._poison.SKIPPED_CYCLES,
-            extra={
-                "action": "scanner_poison",
-                "failures": self._poison.MAX_FAILURES,
-                "backoff_cycles": self._poison.SKIPPED_CYCLES,
-                **fields,
-            },
-        )
-
-    def _fields(self, index: Index, member: str) -> dict[str, str]:
-        return {"scanner": self.name, "item": shown(member), "partition": index.tag}
+        fields["failures"] = self._poison.MAX_FAILURES
+        fields["backoff_cycles"] = skipped = self._poison.SKIPPED_CYCLES
+        message = f"persistent failure: {shown(member)} is skipped for {skipped} cycles"
+        report(logging.ERROR, self.name, "scanner_poison", message, fields)

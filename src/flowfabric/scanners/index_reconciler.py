@@ -10,7 +10,7 @@ from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
-from flowfabric.scanners.base import Cycle
+from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.partition_walk import PartitionWalk
 from flowfabric.scanners.territory import Territory
 
@@ -85,11 +85,8 @@ class IndexReconciler:
             lost, self._next_sought = found, end % count
         for tag in lost:
             cycle.processed += 1
-            log.warning(
-                "partition %s holds work but was not registered; registered it again",
-                tag,
-                extra={"action": "partition_registered", "scanner": self.name, "partition": tag},
-            )
+            message = f"registered partition {tag} again: it holds work"
+            report(logging.WARNING, self.name, "partition_registered", message, {"partition": tag})
         return lost
 
     async def _register_lanes(self, cycle: Cycle) -> None:
@@ -107,11 +104,8 @@ class IndexReconciler:
             await places.register_places(lost)
             for lane in sorted(set[str]().union(*lost.values())):
                 cycle.processed += 1
-                log.warning(
-                    "lane %s holds work but was not registered; registered it again",
-                    lane,
-                    extra={"action": "lane_registered", "scanner": self.name, "lane": lane},
-                )
+                message = f"registered lane {lane} again: it holds work"
+                report(logging.WARNING, self.name, "lane_registered", message, {"lane": lane})
 
     # --- the round over all partitions ------------------------------------------------
 
@@ -259,33 +253,17 @@ class IndexReconciler:
                 self.repaired += 1
                 cycle.processed += 1
                 expected = before[member].removeprefix("drifted:").partition(" ")[0]
-                log.warning(
-                    "index of %s repaired: %s",
-                    shown(member),
-                    answer,
-                    extra={
-                        "action": "index_repaired",
-                        "expected_index": expected,
-                        "repair": answer,
-                        **state,
-                        **self._fields(tag, member),
-                    },
-                )
+                message = f"repaired the index of {shown(member)}: {answer}"
+                fields = {"partition": tag, "execution_id": shown(member), "repair": answer}
+                fields |= {"expected_index": expected, **state}
+                report(logging.WARNING, self.name, "index_repaired", message, fields)
             elif answer != "consistent":
                 self._item_failed(cycle, "could not repair", tag, member, answer)
 
     def _item_failed(self, cycle: Cycle, what: str, tag: str, member: str, error: str) -> None:
         cycle.errors += 1
-        log.warning(
-            "%s: %s: %s",
-            self.name,
-            what,
-            error,
-            extra={"action": "scanner_failure", "error": error, **self._fields(tag, member)},
-        )
-
-    def _fields(self, tag: str, member: str) -> dict[str, str]:
-        return {"scanner": self.name, "partition": tag, "execution_id": shown(member)}
+        fields = {"partition": tag, "execution_id": shown(member), "error": error}
+        report(logging.WARNING, self.name, "scanner_failure", f"{what}: {error}", fields)
 
 
 def _is_drift(verdict: str) -> bool:

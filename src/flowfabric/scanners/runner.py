@@ -9,14 +9,12 @@ import random
 import msgspec
 
 from flowfabric.engine.api.backend import Backend
-from flowfabric.scanners.base import Cycle, Failure, Scanner, ScanResult, wait_until
+from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
 from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import LeaderElection
 from flowfabric.scanners.outage import Outage
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.watch import DueWatch
-
-log = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 0.1
 _CANCELLED_PAUSE_S = 1.0
@@ -120,18 +118,11 @@ class Runner:
                 await wait_until(stop, _CANCELLED_PAUSE_S)
             elif (error := cycles.exception()) is not None:
                 self._restarts += 1
-                log.error(
-                    "scanner %s crashed, restarting in %g s",
-                    self.name,
-                    self._shared.restart_backoff_s,
-                    exc_info=error,
-                    extra={
-                        "action": "scanner_crashed",
-                        "scanner": self.name,
-                        "restart_count": self._restarts,
-                    },
-                )
-                await wait_until(stop, self._shared.restart_backoff_s)
+                pause = self._shared.restart_backoff_s
+                message = f"crashed, restarting in {pause:g} s"
+                fields = {"restart_count": self._restarts}
+                report(logging.ERROR, self.name, "scanner_crashed", message, fields, error)
+                await wait_until(stop, pause)
 
     async def _run_cycles(self) -> None:
         stop, scanning = self._shared.stop, self._shared.leadership.scanning
@@ -214,52 +205,22 @@ class Runner:
         elif not others:
             self._shared.outage.ended()
         for failure in others:
-            self._log_failure(failure, first=not self._failed_cycles and failure is others[0])
+            is_new = not self._failed_cycles and failure is others[0]
+            level = logging.WARNING if is_new else logging.DEBUG
+            fields = {"error": str(failure.error), **failure.fields}
+            message = f"{failure.what}: {failure.error}"
+            report(level, self.name, "scanner_failure", message, fields)
         if others:
             self._failed_cycles += 1
         elif self._failed_cycles and not outages:
             failed, self._failed_cycles = self._failed_cycles, 0
-            log.info(
-                "scanner %s works again after %d failed cycles",
-                self.name,
-                failed,
-                extra={
-                    "action": "scanner_recovered",
-                    "scanner": self.name,
-                    "failed_cycles": failed,
-                },
-            )
+            message = f"works again after {failed} failed cycles"
+            report(logging.INFO, self.name, "scanner_recovered", message, {"failed_cycles": failed})
         level = logging.INFO if cycle.processed or cycle.errors else logging.DEBUG
-        if log.isEnabledFor(level):
-            log.log(
-                level,
-                "%s: %d processed, %d errors",
-                self.name,
-                cycle.processed,
-                cycle.errors,
-                extra={
-                    "action": "scanner_cycle",
-                    "scanner": self.name,
-                    "processed": cycle.processed,
-                    "errors": cycle.errors,
-                    "elapsed_ms": round(self._last_duration_s * 1000),
-                },
-            )
-
-    def _log_failure(self, failure: Failure, *, first: bool) -> None:
-        log.log(
-            logging.WARNING if first else logging.DEBUG,
-            "scanner %s: %s: %s",
-            self.name,
-            failure.what,
-            failure.error,
-            extra={
-                "action": "scanner_failure",
-                "scanner": self.name,
-                "error": str(failure.error),
-                **failure.fields,
-            },
-        )
+        message = f"{cycle.processed} processed, {cycle.errors} errors"
+        counts = {"processed": cycle.processed, "errors": cycle.errors}
+        counts["elapsed_ms"] = round(self._last_duration_s * 1000)
+        report(level, self.name, "scanner_cycle", message, counts)
 
 
 async def _first_of(*events: asyncio.Event) -> None:
