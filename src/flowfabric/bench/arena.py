@@ -66,7 +66,7 @@ async def arena(aof: Aof) -> AsyncGenerator[Arena]:
         server = await asyncio.to_thread(start_embedded, Path(folder), aof=aof)
         pid = server.pid
         try:
-            with _without_persistence_warning():
+            with _without_health_warnings():
                 backend = await open_backend(
                     server.url, prepare_with=PartitionCounts(), name="ff-bench"
                 )
@@ -87,15 +87,11 @@ async def _gone(pid: int | None) -> bool:
 
 
 @contextlib.contextmanager
-def _without_persistence_warning() -> Generator[None]:
+def _without_health_warnings() -> Generator[None]:
     """The server has no append-only file on purpose."""
     log = logging.getLogger("flowfabric.engine.valkey.health")
-
-    def other(record: logging.LogRecord) -> bool:
-        return not (isinstance(record.args, tuple) and record.args[:1] == ("persistence",))
-
-    log.addFilter(other)
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.removeFilter(other)
+        log.setLevel(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""What of a server puts work at risk: settings, memory, its role, its disk, its clock."""
+"""Checks of the server: settings, memory, role, disk, clock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from flowfabric.valkey.transport import Transport
 log = logging.getLogger(__name__)
 _NEARLY_FULL = 0.9
 _MIB = 1024 * 1024
-# What INFO says of a disk that makes the server refuse writes.
+# Fields of INFO that show a failing disk, which makes the server refuse writes.
 _DISK = {
     "aof_last_write_status": "the last write to the append-only file failed",
     "rdb_last_bgsave_status": "the last snapshot failed",
 }
 Facts = dict[str, dict[str, str]]
-"""By server, what it says of itself."""
+"""What each server reports, by its address."""
 
 
 async def health_findings(transport: Transport) -> list[Finding]:
-    """Of every primary; what a server does not show is passed over."""
+    """Check every primary; skip what a server does not show."""
     settings, facts = await asyncio.gather(
         _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
         _reported(transport),
@@ -37,7 +37,7 @@ async def health_findings(transport: Transport) -> list[Finding]:
 
 
 async def log_findings(transport: Transport) -> None:
-    """Warn of what puts work at risk; a check that fails is no reason not to work."""
+    """Warn of what puts work at risk. Never raises: the server works without these checks."""
     try:
         findings = await health_findings(transport)
     except EngineError as error:
@@ -95,7 +95,7 @@ def _memory(facts: Facts) -> Finding:
         return Finding("memory", Grade.OK, f"{_size(used)} used, no limit set")
     limit = int(facts[fullest]["maxmemory"])
     detail = f"{_size(used)} of {_size(limit)} used{_where(fullest, facts)}"
-    advice = "raise maxmemory, or let finished work go sooner with a shorter retention"
+    advice = "raise maxmemory, or shorten the retention of finished work"
     if share(fullest) >= 1:
         return Finding("memory", Grade.BROKEN, f"{detail}: no new work is taken", advice)
     if share(fullest) >= _NEARLY_FULL:
@@ -119,7 +119,7 @@ def _writes(facts: Facts) -> Finding:
                     "writes",
                     Grade.BROKEN,
                     f"{detail}{_where(server, facts)}: the server may refuse writes",
-                    "look at the server's log and at the space on its disk",
+                    "check the server's log and the free space on its disk",
                 )
     return Finding("writes", Grade.OK, "accepted")
 
@@ -143,7 +143,7 @@ async def _settings(transport: Transport, *names: str) -> Facts:
     try:
         replies: dict[str, Any] = await transport.call_all_primaries("CONFIG", "GET", *names)
     except EngineError as error:
-        # Managed servers often forbid CONFIG; that is no reason not to run on them.
+        # Managed servers often forbid CONFIG.
         log.debug("settings not readable: %s", error)
         return {}
     return {
