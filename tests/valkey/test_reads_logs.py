@@ -10,7 +10,7 @@ from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.layers.audit import warn_of_reclaims
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.collisions import report_collisions
+from flowfabric.engine.valkey.boot import report_collisions
 from tests.conformance.test_reads_logs import Records, said
 from tests.support.engine import LANE, Engine
 from tests.support.leases import reclaim
@@ -68,7 +68,7 @@ async def test_lanes_that_share_a_partition_are_told_at_boot(
     engine: Engine, caplog: Records
 ) -> None:
     backend = engine.backend
-    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.collisions")
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.boot")
     await backend.meta.prepare()
     (clean,) = said(caplog, "lane_collisions")
     assert (clean["grade"], clean["levelno"], clean["shared"]) == ("clean", logging.DEBUG, [])
@@ -91,7 +91,7 @@ async def test_few_shared_lanes_among_many_are_no_warning(engine: Engine, caplog
     counts = PartitionCounts(flow=65_535)
     names = [f"lane-{n}" for n in range(200)]
     await engine.backend.transport.call("SADD", keys.LANES, *names, key=keys.LANES)
-    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.collisions")
+    caplog.set_level(logging.DEBUG, "flowfabric.engine.valkey.boot")
     await report_collisions(engine.backend.transport, counts)
     (told,) = said(caplog, "lane_collisions")
     assert told["levelno"] < logging.WARNING

@@ -28,7 +28,7 @@ from flowfabric.core.errors import (
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_namespace
-from flowfabric.engine.api.batches import BATCH
+from flowfabric.engine.api.executions import BATCH
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id

@@ -33,6 +33,10 @@ from flowfabric.engine.api.concern import Concern
 
 Holder = Handle | Fence
 NO_FENCE = Fence()
+BATCH = 256
+"""The most items one engine call takes; longer batches are sent in pieces."""
+BATCH_BYTES = 4_194_304
+"""The most bytes of payloads and options it takes, unless a single item is larger."""
 _POLICY_CACHE = 256
 _policies: dict[int, tuple[ExecutionPolicy, str]] = {}
 
@@ -105,6 +109,21 @@ def check_retry_policy(given: Any) -> None:
     except (msgspec.DecodeError, UnicodeError):
         raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
     parse_policy({"retry_policy": value})
+
+
+def in_parts(positions: list[int], sizes: list[int]) -> list[list[int]]:
+    """Consecutive parts of a batch; the server runs nothing else during one call."""
+    if len(positions) <= BATCH and sum(sizes) <= BATCH_BYTES:
+        return [positions]
+    parts: list[list[int]] = [[]]
+    total = 0
+    for position, size in zip(positions, sizes, strict=True):
+        if parts[-1] and (len(parts[-1]) == BATCH or total + size > BATCH_BYTES):
+            parts.append([])
+            total = 0
+        parts[-1].append(position)
+        total += size
+    return parts
 
 
 class Executions(Concern, Protocol):

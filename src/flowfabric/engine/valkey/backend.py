@@ -19,10 +19,10 @@ from flowfabric.engine.valkey.boot import (
     configured_secret,
     join,
     prepare,
+    report_collisions,
 )
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.claims import ValkeyClaims
-from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.lanes import ValkeyLanes

@@ -11,7 +11,7 @@ from typing import Any
 from flowfabric.core.environment import flag, invalid, whole_number
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import validate_lanes
-from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_secret
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, Limits
@@ -34,6 +34,13 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 """
+_LEVELS = {
+    CollisionGrade.CLEAN: logging.DEBUG,
+    CollisionGrade.WATCH: logging.INFO,
+    CollisionGrade.ELEVATED: logging.WARNING,
+    CollisionGrade.REMEDIATE: logging.WARNING,
+}
+_SHOWN_GROUPS = 16
 
 
 def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
@@ -174,3 +181,29 @@ async def read_counts(transport: Transport) -> PartitionCounts:
         "this Valkey holds no partition counts: prepare it once with `flowfabric doctor --prepare`",
         "partition_config",
     )
+
+
+async def report_collisions(transport: Transport, counts: PartitionCounts) -> None:
+    """Log how many registered lanes share their home partition, and which."""
+    members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
+    lanes = [member.decode(errors="replace") for member in members]
+    found = lane_collisions(lanes, counts)
+    level = _LEVELS[found.grade]
+    if log.isEnabledFor(level):
+        groups = [
+            group for _, group in zip(range(_SHOWN_GROUPS), found.shared.values(), strict=False)
+        ]
+        log.log(
+            level,
+            "%d of %d lanes share a partition: %s",
+            found.affected,
+            found.lanes,
+            "; ".join(", ".join(group) for group in groups) or "none",
+            extra={
+                "action": "lane_collisions",
+                "grade": found.grade.value,
+                "lanes": found.lanes,
+                "affected": found.affected,
+                "shared": groups,
+            },
+        )

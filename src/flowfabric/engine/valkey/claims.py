@@ -30,9 +30,8 @@ from flowfabric.engine.api.arguments import (
     positive_ms,
     whole,
 )
-from flowfabric.engine.api.batches import BATCH
 from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
-from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text
 from flowfabric.engine.valkey.claim_rows import claim_args, claim_of, read_claims

@@ -44,7 +44,6 @@ from flowfabric.engine.api.arguments import (
     timestamp,
     whole,
 )
-from flowfabric.engine.api.batches import in_parts
 from flowfabric.engine.api.executions import (
     NO_FENCE,
     Completion,
@@ -53,6 +52,7 @@ from flowfabric.engine.api.executions import (
     check_new,
     check_retry_policy,
     check_size,
+    in_parts,
     policy_json,
 )
 from flowfabric.engine.valkey.calls import (

@@ -11,9 +11,8 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Capabilities, Identity, Version, supported
 from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp, StoreUsage
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.boot import prepare
+from flowfabric.engine.valkey.boot import prepare, report_collisions
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.collisions import report_collisions
 from flowfabric.engine.valkey.diagnosis import check_deployment, check_server
 from flowfabric.engine.valkey.health import log_findings, server_facts
 from flowfabric.engine.valkey.library import LIBRARY_VERSION
