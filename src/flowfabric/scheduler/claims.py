@@ -7,11 +7,10 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
-import msgspec
-
-from flowfabric.core.contracts.leases import Claim
+from flowfabric.core.contracts.leases import Claim, ClaimedMany
 from flowfabric.core.errors import EngineError, TransportError, WorkerAtCapacity
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
@@ -28,16 +27,6 @@ T = TypeVar("T")
 _MAX_STICKY = 16
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
-
-
-class Successors(msgspec.Struct, frozen=True):
-    """What a completing call claimed in the same trip."""
-
-    lane_id: str
-    tag: str
-    claims: Sequence[Claim] = ()
-    remaining: int = 0
-    since: float = 0.0
 
 
 class WorkerClaims(Generic[T]):
@@ -195,11 +184,12 @@ class WorkerClaims(Generic[T]):
 
     async def complete(
         self, lane_id: str, tag: str, items: Sequence[Completion], may_repeat: Callable[[], bool]
-    ) -> tuple[list[EngineError | None], Successors | None]:
+    ) -> tuple[list[EngineError | None], Callable[[], list[T]]]:
         """Complete executions and claim as many of the same lane and partition.
 
-        Repeats the same request after an outage as long as `may_repeat`. Pass the successors to
-        `adopt_successors` when the completed tasks have released their permits.
+        Repeats the same request after an outage as long as `may_repeat`. Returns the errors, and
+        a function that returns the claimed tasks: call it when the completed ones have released
+        their permits.
         """
         request, request_id, since = self._requests[lane_id], new_uuid(), time.monotonic()
         # Completing these tasks frees their permits, so claim that many.
@@ -222,21 +212,20 @@ class WorkerClaims(Generic[T]):
                 )
             else:
                 if not room:
-                    return outcomes, None
-                return outcomes, Successors(lane_id, tag, claimed.claims, claimed.remaining, since)
+                    return outcomes, list
+                return outcomes, partial(self._adopt_claimed, lane_id, tag, claimed, since)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
             pause = min(pause * 2, _LAST_PAUSE_S)
 
-    def adopt_successors(self, found: Successors) -> list[T]:
-        """The tasks to start now; leases without a permit are given back."""
-        claims = found.claims
+    def _adopt_claimed(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> list[T]:
+        claims = claimed.claims
         # As in `claim_at`: what remains is not claimable by this worker.
-        if not (claims and found.remaining):
-            self.lanes[found.lane_id].visited(found.tag, more=False)
+        if not (claims and claimed.remaining):
+            self.lanes[lane_id].visited(tag, more=False)
         room = 0 if self.stopping else self.reserve(len(claims))
         if len(claims) > room:
             self.in_background(self.cycle.give_back([claim.handle for claim in claims[room:]]))
-        return [self._adopt(claim, found.since) for claim in claims[:room]]
+        return [self._adopt(claim, since) for claim in claims[:room]]
 
     def _may_stick(self, lane_id: str, tag: str) -> bool:
         """Stay on a partition for a while only, and not while others wait longer."""

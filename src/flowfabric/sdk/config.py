@@ -1,4 +1,4 @@
-"""How a worker is set up."""
+"""The settings of a worker process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEASES_BLOCKED = 3
 
 
 def default_worker_id() -> str:
-    """The pool a worker belongs to unless it says otherwise: its host."""
+    """The pool of a worker without a configured one: its host name."""
     return "".join(socket.gethostname().split()) or "worker"
 
 
@@ -53,14 +53,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Sequence[str] = ()
     lease_ttl_ms: int = 30_000
     claim_poll_interval_ms: int = 1_000
-    """The longest pause after an empty claim when no doorbell rings; twice that with scanners,
-    which ring again for work that waits."""
+    """The longest wait for a doorbell before the worker looks for work itself; twice that with
+    scanners, which ring again for waiting work."""
     max_concurrent_tasks: int = 1
     block_limit_ms: int | None = None
-    """How long a task may block the event loop before the worker releases the other executions it
-    holds; three leases unless set."""
+    """How long a task may block the event loop before the worker releases its other executions;
+    by default three times the lease."""
     complete_on_exit: bool = False
-    """Whether leaving `async with task:` normally completes a task that has no end yet."""
+    """Whether the normal end of `async with task:` completes the task."""
     batch: int = 64
     """The most executions one call claims or completes: large enough to share a round trip, small
     enough that the next one overlaps with it."""
@@ -71,14 +71,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(self.lease_ttl_ms, bool) or self.lease_ttl_ms < _MIN_LEASE_TTL_MS:
             raise ConfigError("worker", f"must be at least {_MIN_LEASE_TTL_MS}", "lease_ttl_ms")
         if not 1 <= self.batch <= _MAX_BATCH:
-            raise ConfigError("worker", f"must be 1 to {_MAX_BATCH}", "batch")
+            raise ConfigError("worker", f"must be between 1 and {_MAX_BATCH}", "batch")
         if self.claim_poll_interval_ms < 1:
             raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
         if self.block_limit_ms is not None and self.block_limit_ms < _MIN_BLOCK_LIMIT_MS:
             raise ConfigError("worker", f"must be at least {_MIN_BLOCK_LIMIT_MS}", "block_limit_ms")
         for field, check in _CHECKS:
             try:
-                # Kept as checked: what was given may be an iterator, which reads once.
+                # Store the checked value: the given one may be an iterator.
                 msgspec.structs.force_setattr(self, field, check(getattr(self, field)))
             except EngineError as error:
                 problem = error.detail.removeprefix(f"{field}: ")
@@ -109,5 +109,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def liveness_ttl_ms(self) -> int:
-        """How long the registry believes in this process without a heartbeat."""
+        """How long the registry lists this process without a heartbeat."""
         return max(2 * self.lease_ttl_ms, 1_000)

@@ -88,7 +88,7 @@ class Results:
         items = [completion for _, completion in finished]
         try:
             # The same request is good while any of the leases may last.
-            outcomes, successors = await self._claims.complete(
+            outcomes, claimed_tasks = await self._claims.complete(
                 lane_id, tag, items, lambda: any(task.may_hold_lease for task, _ in finished)
             )
         except TransportError as error:
@@ -108,9 +108,8 @@ class Results:
                 refused.append((task, outcome))
             else:
                 self._endings.abandon(task, outcome)
-        if successors is not None:
-            for task in self._claims.adopt_successors(successors):
-                self._start(task)
+        for task in claimed_tasks():
+            self._start(task)
         for task, problem in refused:
             await self._endings.refuse(task, problem)
 
