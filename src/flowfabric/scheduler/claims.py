@@ -17,7 +17,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
 from flowfabric.scheduler.cycle import ClaimCycle
-from flowfabric.scheduler.hints import LaneHints, Lanes
+from flowfabric.scheduler.hints import LaneHints, LaneRotation
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class WorkerClaims(Generic[T]):
         """Claim nothing more, and start nothing of what a completing call claims."""
         self.poll_s = poll_s
         instance = next(iter(requests.values())).worker_instance_id
-        self.lanes = Lanes(requests, backend.counts, instance)
+        self.lanes = LaneRotation(requests, backend.counts, instance)
         self.on_release: Callable[[], None] | None = None
         self._backend = backend
         self._requests = requests

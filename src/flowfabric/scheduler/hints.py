@@ -63,7 +63,7 @@ class LaneHints:
         return [self.home, *(tag for tag in window(start, self._counts) if tag != self.home)]
 
 
-class Lanes:
+class LaneRotation:
     """The lanes of one worker, served in turn so that none starves another."""
 
     def __init__(self, lanes: Iterable[str], counts: PartitionCounts, instance: str) -> None:

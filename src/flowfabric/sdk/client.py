@@ -40,7 +40,7 @@ _RETRY_S = 0.2
 _SHOWN_CHARS = 200
 
 
-class SubmitOptions(TypedDict, total=False):
+class ExecutionOptions(TypedDict, total=False):
     """What may be set for an execution besides its kind and payload."""
 
     lane: str
@@ -141,7 +141,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         return cls(await open_backend(place), namespace)
 
     def new_execution(
-        self, kind: str, payload: bytes = b"", **options: Unpack[SubmitOptions]
+        self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
     ) -> NewExecution:
         """One execution to submit, with an id minted for its lane unless one is given."""
         fields: dict[str, Any] = dict(options)
@@ -161,7 +161,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         )
 
     async def submit(
-        self, kind: str, payload: bytes = b"", **options: Unpack[SubmitOptions]
+        self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
     ) -> CreateOutcome:
         """Submit one execution; with an idempotency key or a fixed id at most once."""
         new = self.new_execution(kind, payload, **options)

@@ -43,7 +43,7 @@ class HandlerFailure(FlowFabricError):
         return f"{self.category}: {self.reason}"
 
 
-class Failure(msgspec.Struct, frozen=True):
+class FailureDescription(msgspec.Struct, frozen=True):
     """An exception in words."""
 
     reason: str
@@ -56,20 +56,20 @@ class Failure(msgspec.Struct, frozen=True):
     """What a log record shows besides; None when it has no traceback, or a huge one."""
 
 
-def describe(error: BaseException) -> Failure:
+def describe(error: BaseException) -> FailureDescription:
     """An exception in words. Never raises, although the exception's class is user code."""
     try:
         return _describe(error)
     except BaseException:  # noqa: BLE001 - whatever it raises, the failure is recorded
         text = _NO_DESCRIPTION
-        return Failure(text, "handler_error", text, text, None)
+        return FailureDescription(text, "handler_error", text, text, None)
 
 
-def _describe(error: BaseException) -> Failure:
+def _describe(error: BaseException) -> FailureDescription:
     if isinstance(error, HandlerFailure):
         reason = error.reason
         report = truncate_utf8(reason, _CHAIN_BYTES)
-        return Failure(reason, error.category, report, str(error), None)
+        return FailureDescription(reason, error.category, report, str(error), None)
     category = next(name for kind, name in _CATEGORIES.items() if isinstance(error, kind))
     reason = _chain(error)
     report = _with_frames(truncate_utf8(reason, _CHAIN_BYTES), error)
@@ -77,8 +77,8 @@ def _describe(error: BaseException) -> Failure:
     if len(message) > _LOGGED_CHARS:
         message = f"{message[:_LOGGED_CHARS]}…"
     if sum(map(len, traceback.format_exception(error))) <= _TRACEBACK_CHARS:
-        return Failure(reason, category, report, message, error)
-    return Failure(reason, category, report, f"{message}\n{report}", None)
+        return FailureDescription(reason, category, report, message, error)
+    return FailureDescription(reason, category, report, f"{message}\n{report}", None)
 
 
 def _chain(error: BaseException) -> str:
