@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 from flowfabric.bench.arena import LANE, Arena, arena
-from flowfabric.bench.raw import Raw
 from flowfabric.bench.report import Figures, Options, Progress, percentile, percentiles
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
+from flowfabric.engine.valkey.raw import RawCalls
 
 _SMALL = 1_000
 _BLOCK = 50
@@ -53,7 +53,7 @@ class _Backlog:
         """Create so many executions."""
         self._progress.begin(f"backlog: create {wanted:,}", wanted)
         self._block = min(_BLOCK, wanted)
-        raw = Raw(self._at, self._progress.advance)
+        raw = RawCalls(self._at.backend, LANE, self._at.tag, self._progress.advance)
         for start in range(0, wanted, _SLICE):
             await raw.send(raw.creations(min(_SLICE, wanted - start)))
 
@@ -66,6 +66,6 @@ class _Backlog:
             times.append((time.perf_counter_ns() - start) / 1e6)
             taken += [Completion(claim.handle) for claim in claimed.claims]
         await at.backend.executions.complete_many(taken)
-        raw = Raw(at, lambda _: None)
+        raw = RawCalls(at.backend, LANE, at.tag, lambda _: None)
         await raw.send(raw.creations(len(taken)))
         return times

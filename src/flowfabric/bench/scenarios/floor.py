@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.bench.arena import arena
-from flowfabric.bench.raw import Raw
+from flowfabric.bench.arena import LANE, arena
 from flowfabric.bench.report import Figures, Options, Progress
+from flowfabric.engine.valkey.raw import RawCalls
 
 _WARM_UP = 1024
 
@@ -17,7 +17,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     """Create, claim and complete `n` executions, each transition as one timed block."""
     n = options.n
     async with arena(options.aof) as at:
-        raw = Raw(at, progress.advance)
+        raw = RawCalls(at.backend, LANE, at.tag, progress.advance)
         progress.begin("floor: warm-up", 3 * _WARM_UP)
         await raw.warm_up(_WARM_UP)
         progress.begin("floor: create, claim, complete", 3 * n)
@@ -35,7 +35,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     }
 
 
-async def _timed(raw: Raw, calls: Sequence[Any]) -> tuple[float, list[Any]]:
+async def _timed(raw: RawCalls, calls: Sequence[Any]) -> tuple[float, list[Any]]:
     start = time.perf_counter()
     answers = await raw.send(calls)
     return time.perf_counter() - start, answers

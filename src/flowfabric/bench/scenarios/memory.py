@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from flowfabric.bench.arena import Arena, arena
-from flowfabric.bench.raw import Raw
+from flowfabric.bench.arena import LANE, Arena, arena
 from flowfabric.bench.report import Figures, Options, Progress
+from flowfabric.engine.valkey.raw import RawCalls
 
 _PAYLOAD = b'{"text":"' + b"x" * 189 + b'"}'
 _WARM_UP = 256
@@ -19,7 +19,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     """Create, claim and complete `n` executions with a payload of 200 bytes."""
     n = options.n
     async with arena(options.aof) as at:
-        raw = Raw(at, progress.advance)
+        raw = RawCalls(at.backend, LANE, at.tag, progress.advance)
         progress.begin("memory: warm-up", 3 * _WARM_UP)
         await raw.warm_up(_WARM_UP, _PAYLOAD)
         progress.begin("memory: create, claim, complete", 3 * n)

@@ -1,7 +1,4 @@
-"""The engine's functions without anything above them: the floor that the product is compared with.
-
-Arguments are built beforehand and calls are batched, so this module alone goes past the interface.
-"""
+"""The engine's functions without checks or typed results, for measurements to compare with."""
 
 from __future__ import annotations
 
@@ -9,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from flowfabric.bench.arena import LANE, Arena
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.claim_rows import claim_args
@@ -23,18 +20,20 @@ Call = tuple[str, Sequence[Any]]
 Row = Sequence[Any]
 
 
-class Raw:
-    """Whole transitions of many executions of one lane."""
+class RawCalls:
+    """Creates, claims and completes many executions in one partition of a lane."""
 
-    def __init__(self, arena: Arena, advance: Callable[[int], None]) -> None:
-        self._calls = cast("ValkeyBackend", arena.backend).calls
-        self._tag = arena.tag
+    def __init__(
+        self, backend: Backend, lane_id: str, tag: str, advance: Callable[[int], None]
+    ) -> None:
+        self._calls = cast("ValkeyBackend", backend).calls
+        self._tag = tag
         self._advance = advance
-        self._request = ClaimRequest(LANE, "bench", f"bench-{new_uuid()}")
+        self._request = ClaimRequest(lane_id, "bench", f"bench-{new_uuid()}")
 
     def creations(self, n: int, payload: bytes = b"") -> list[Call]:
         """The calls that create `n` executions."""
-        ids = ExecutionId.mint_solo_many(LANE, self._calls.counts, n)
+        ids = ExecutionId.mint_solo_many(self._request.lane_id, self._calls.counts, n)
         return [
             (
                 "ff_create",
@@ -62,7 +61,7 @@ class Raw:
         ]
 
     async def send(self, calls: Sequence[Call]) -> list[Any]:
-        """Make the calls, a few at a time; the item answers of all of them in order."""
+        """Make the calls, a few at a time; returns the answers of all items in order."""
         waiting, replies = iter(enumerate(calls)), dict[int, list[Any]]()
         await asyncio.gather(*(self._send_some(waiting, replies) for _ in range(_DEPTH)))
         return [answer for _, answers in sorted(replies.items()) for answer in answers]
