@@ -359,7 +359,7 @@ async def test_functions_for_tests_are_refused_in_production(cli: Cli) -> None:
     assert (await cli("ps", "--json")).code == 0
     _, found = await examined(cli, PYTHONPATH="")
     assert found["functions"]["grade"] == "broken"
-    assert "its clock can be moved" in found["functions"]["detail"]
+    assert "functions for tests that move its clock" in found["functions"]["detail"]
     looked = await cli("ps", "--json", PYTHONPATH="")
     assert (looked.code, looked.error["code"]) == (1, "library_version_conflict")
 
