@@ -260,6 +260,22 @@ async def test_all_nodes_of_a_cluster_are_followed(clustered: Engine) -> None:
     assert not seen & rest
 
 
+async def test_a_group_on_a_cluster(clustered: Engine) -> None:
+    """Partitions that come into use later are shared as well."""
+    client = Client(clustered.backend)
+    found: set[str] = set()
+    async with await client.subscribe_completion(group="g") as feed, asyncio.timeout(20):
+        handles = [await clustered.running(lane=f"lane-{n}") for n in range(6)]
+        for handle in handles:
+            await clustered.backend.executions.complete(handle)
+        while len(found) < len(handles):
+            event = await anext(feed)
+            assert isinstance(event, CompletionEvent)
+            await feed.ack(event.event_id)
+            found.add(event.execution_id)
+    assert found == {handle.execution_id for handle in handles}
+
+
 async def test_expired_leases_of_a_cluster(clustered: Engine) -> None:
     handles = [await clustered.running(lane=f"lane-{n}") for n in range(6)]
     await clustered.advance(40_000)
