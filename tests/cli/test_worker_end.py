@@ -76,7 +76,7 @@ async def test_what_cannot_be_stopped_does_not_keep_the_process(
         done = await running.end()
     assert done.code == 0
     assert "1 released." in done.lines[-1]
-    named = f"stubborn of {execution_id} ignores that it was cancelled" in done.out
+    named = f"stubborn {execution_id} ignored its cancellation" in done.out
     assert named == (kind == "stubborn")
     state = await client.backend.reads.read_execution_state(execution_id)
     assert state is PublicState.WAITING
