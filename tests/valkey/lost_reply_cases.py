@@ -392,6 +392,17 @@ CASES: dict[str, Case] = {
         waiting,
         lambda backend, _: backend.lanes.set_lane_state(LANE, "paused", "why"),
     ),
+    "store_lane": Case(
+        "ff_store_lane",
+        waiting,
+        lambda backend, _: backend.lanes.set_lane_config(LANE, reclaim_grace_ms=7),
+    ),
+    "register_names": Case(
+        "ff_register_names",
+        nothing,
+        lambda backend, _: backend.places.register_places({"{fp:7}": ["mail"]}),
+        no_answer,
+    ),
     "register_places": Case(
         "ff_register_places",
         nothing,

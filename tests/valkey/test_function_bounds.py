@@ -37,6 +37,7 @@ CONSTANT = {
     "ff_progress": ONE_RECORD,
     "ff_resign": ONE_RECORD,
     "ff_revoke": ONE_RECORD,
+    "ff_store_lane": ONE_RECORD,
     "ff_wait_children": ONE_RECORD,
     "ff_waitpoint_token": ONE_RECORD,
     "ff_worker_dead": ONE_RECORD,

@@ -190,6 +190,7 @@ async def test_registries_of_lanes(engine: Engine) -> None:
         await backend.lanes.set_lane_config("lane1", reclaim_grace_ms=5)
 
     await assert_short(engine, "ff_register_places", register)
+    await assert_short(engine, "ff_register_names", register)
     await assert_short(engine, "ff_set_lane", set_lane)
     for lane in lanes[200:300]:
         execution_id = ExecutionId(f"{tag}:{new_uuid()}")

@@ -53,6 +53,7 @@ HELD = (
 async def situation(engine: Engine) -> dict[str, Any]:
     """What each call below needs of its own, made while the library still answers."""
     await engine.backend.secrets.seed_at_boot(SECRET)
+    await engine.backend.workers.register_worker(**KNOWN)
     given: dict[str, Any] = {
         "cancel": await engine.create(lane="other"),
         "priority": await engine.create(lane="other"),

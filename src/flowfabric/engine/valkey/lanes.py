@@ -16,17 +16,6 @@ from flowfabric.engine.valkey.pages import given_cursor
 from flowfabric.engine.valkey.places import ValkeyPlaces, keep_lanes
 
 _LANE_STATES = ("active", "paused", "draining", "disabled")
-_STORE_LANE = """#!lua flags=allow-oom
-local before = redis.call('HGET', KEYS[1], 'state')
-for i = 1, #ARGV, 2 do
-  if ARGV[i + 1] == '' then
-    redis.call('HDEL', KEYS[1], ARGV[i])
-  else
-    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
-  end
-end
-return before
-"""
 _FAN_OUT = 16
 
 
@@ -97,8 +86,8 @@ class ValkeyLanes(Lanes):
         """
         key = keys.lane_config(validate_lane(lane_id))
         await keep_lanes(self._calls, [lane_id])
-        before: Any = await self._calls.transport.call(
-            "EVAL", _STORE_LANE, 1, key, *fields, key=key, replay_safe=True
+        before = await self._calls.ask(
+            "ff_store_lane", key, fields, lambda reply: text(reply[2]), op="set_lane"
         )
 
         async def copy(partition: int) -> None:
@@ -106,4 +95,4 @@ class ValkeyLanes(Lanes):
             await self._calls.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
 
         await at_once(_FAN_OUT, map(copy, range(self._calls.counts.flow)))
-        return "active" if before is None else text(before)
+        return before or "active"

@@ -19,13 +19,8 @@ from flowfabric.core.text import lossless
 from flowfabric.engine.api.places import Places
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
-from flowfabric.valkey.transport import Transport
 
 T = TypeVar("T")
-# At the memory limit a plain SADD is refused, and workers must still be able to start.
-_ADD = """#!lua flags=allow-oom
-return redis.call('SADD', KEYS[1], unpack(ARGV))
-"""
 _AT_ONCE = 500
 # A process keeps registering what it used within this time.
 _FORGET_S = 300.0
@@ -91,7 +86,7 @@ class ValkeyPlaces(Places):
             used.setdefault(tag, set()).update(lanes)
         try:
             refused = await self._store(used)
-            await add_names(self._calls.transport, keys.NAMESPACES, self.known_namespaces.copy())
+            await add_names(self._calls, keys.NAMESPACES, self.known_namespaces.copy())
         except BaseException:
             self._repeat_at = None
             raise
@@ -111,7 +106,7 @@ class ValkeyPlaces(Places):
         pairs = [(_number(tag), lane) for tag, lanes in places.items() for lane in sorted(lanes)]
         for part in _parts(pairs):
             refused.update(await _stamp(self._calls, part))
-        await add_names(self._calls.transport, keys.PARTITIONS, map(_number, places))
+        await add_names(self._calls, keys.PARTITIONS, map(_number, places))
         return refused
 
     async def register(self, tag: str, lanes: set[str]) -> None:
@@ -184,10 +179,10 @@ def _parts(items: Iterable[T]) -> Iterable[list[T]]:
     return (given[start : start + _AT_ONCE] for start in range(0, len(given), _AT_ONCE))
 
 
-async def add_names(transport: Transport, key: str, names: Iterable[str | int]) -> None:
+async def add_names(calls: FunctionCalls, key: str, names: Iterable[str | int]) -> None:
     """Add to one of the registries of names in use."""
     for part in _parts(names):
-        await transport.call("EVAL", _ADD, 1, key, *part, key=key, replay_safe=True)
+        await calls.fcall("ff_register_names", key, part, op="register_names")
 
 
 def lane_limit(lane: str) -> EngineError:

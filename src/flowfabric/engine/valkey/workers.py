@@ -66,7 +66,7 @@ class ValkeyWorkers(Workers):
             self._nonce,
         )
         if namespace not in self._places.known_namespaces:
-            await add_names(self._calls.transport, keys.NAMESPACES, [namespace])
+            await add_names(self._calls, keys.NAMESPACES, [namespace])
             self._places.known_namespaces.add(namespace)
         return await self._calls.ask(
             *("ff_worker_register", tag, args),

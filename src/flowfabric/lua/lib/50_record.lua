@@ -141,3 +141,9 @@ function record.archive(c, id, rec, state, extra)
   for name, value in pairs(extra or {}) do values.add(args, name, value) end
   server.call(unpack(args))
 end
+
+-- An empty value removes the setting.
+function record.store_setting(key, name, value)
+  if value == '' then return server.call('HDEL', key, name) end
+  return server.call('HSET', key, name, value)
+end
