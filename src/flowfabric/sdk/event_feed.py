@@ -132,7 +132,7 @@ class ClientEvents(Subscriptions):
     _events: Events
     _feeds: weakref.WeakSet[EventFeed[Any]]
 
-    async def follow(
+    async def _follow(
         self,
         families: Sequence[str],
         form: type[F],
@@ -140,7 +140,7 @@ class ClientEvents(Subscriptions):
         options: SubscribeOptions,
         namespace: str | None = None,
     ) -> EventFeed[F]:
-        """`Subscriptions.follow`, through outages of the server."""
+        """A feed that subscribes again after an outage of the server."""
         if options.get("group") is not None:
             # A member keeps its name, and with it its partitions, when it subscribes again.
             options.setdefault("member", new_uuid())

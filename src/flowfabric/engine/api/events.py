@@ -279,7 +279,7 @@ class Subscriptions(Protocol):
     an earlier subscription to the same partitions.
     """
 
-    async def follow(
+    async def _follow(
         self,
         families: Sequence[str],
         form: type[F],
@@ -305,7 +305,7 @@ class Subscriptions(Protocol):
         """
         for family in listed(families, "families"):
             one_of(family, "families", get_args(Family))
-        return await self.follow(families, Event, cursor, options)
+        return await self._follow(families, Event, cursor, options)
 
     async def subscribe_completion(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
@@ -316,35 +316,46 @@ class Subscriptions(Protocol):
         ...     async for event in feed:
         ...         print(event.execution_id, event.outcome)
         """
-        return await self.follow(["completion"], CompletionEvent, cursor, options)
+        return await self._follow(["completion"], CompletionEvent, cursor, options)
 
     async def subscribe_lease_history(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[LeaseEvent]:
         """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
-        return await self.follow(["lease"], LeaseEvent, cursor, options)
+        return await self._follow(["lease"], LeaseEvent, cursor, options)
 
     async def subscribe_signal_delivery(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[SignalEvent]:
         """Follow the signals that executions accept, and what each one did."""
-        return await self.follow(["signal"], SignalEvent, cursor, options)
+        return await self._follow(["signal"], SignalEvent, cursor, options)
 
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
         """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
-        return await self.follow(["operator"], Event, cursor, options)
+        return await self._follow(["operator"], Event, cursor, options)
 
     async def subscribe_worker_events(
         self, namespace: str = "default", cursor: Start = "now"
     ) -> Subscription[WorkerEvent]:
         """Follow the worker processes of a namespace that register, leave or expire."""
-        return await self.follow(["worker"], WorkerEvent, cursor, {}, namespace)
+        return await self._follow(["worker"], WorkerEvent, cursor, {}, namespace)
 
 
 class Events(Subscriptions, Concern, Protocol):
     """Following the event feeds, and waiting for executions to end."""
+
+    async def follow(
+        self,
+        families: Sequence[str],
+        form: type[F],
+        cursor: Start,
+        options: SubscribeOptions,
+        namespace: str | None = None,
+    ) -> Subscription[F]:
+        """What the typed forms are made of, for callers that subscribe again after an outage."""
+        return await self._follow(families, form, cursor, options, namespace)
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
         """Return when the execution has ended, sometimes earlier: read its state then.

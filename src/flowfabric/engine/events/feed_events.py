@@ -40,7 +40,7 @@ class FeedEvents(Events):
         self._watch = CompletionWatch(source, read_state)
         self._open: set[FeedSubscription[Any]] = set()
 
-    async def follow(
+    async def _follow(
         self,
         families: Sequence[str],
         form: type[F],
