@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Self, TypeVar, cast
 
 from flowfabric.core.closing import AsyncClosing, Closing
@@ -16,8 +16,8 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.events import (
     Events,
     F,
+    FeedRequest,
     Start,
-    SubscribeOptions,
     Subscription,
     Subscriptions,
 )
@@ -132,20 +132,11 @@ class ClientEvents(Subscriptions):
     _events: Events
     _feeds: weakref.WeakSet[EventFeed[Any]]
 
-    async def _follow(
-        self,
-        families: Sequence[str],
-        form: type[F],
-        cursor: Start,
-        options: SubscribeOptions,
-        namespace: str | None = None,
-    ) -> EventFeed[F]:
+    async def _follow(self, request: FeedRequest[F], cursor: Start) -> EventFeed[F]:
         """A feed that subscribes again after an outage of the server."""
-        if options.get("group") is not None:
+        if request.options.get("group") is not None:
             # A member keeps its name, and with it its partitions, when it subscribes again.
-            options.setdefault("member", new_uuid())
-        feed = EventFeed(
-            lambda start: self._events.follow(families, form, start, options, namespace)
-        )
+            request.options.setdefault("member", new_uuid())
+        feed = EventFeed(lambda start: self._events.follow(request, start))
         self._feeds.add(feed)
         return await feed.begin(cursor)

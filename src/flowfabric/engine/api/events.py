@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Generic, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
 
 import msgspec
 
@@ -272,6 +272,16 @@ class Subscription(Protocol[E_co]):
         ...
 
 
+class FeedRequest(msgspec.Struct, Generic[F], frozen=True):
+    """Every entry of these families in this form."""
+
+    families: Sequence[str]
+    form: type[F]
+    options: SubscribeOptions
+    namespace: str | None = None
+    """If set, the feed of this namespace's worker registry is read."""
+
+
 class Subscriptions(Protocol):
     """Following the event feeds.
 
@@ -279,19 +289,7 @@ class Subscriptions(Protocol):
     an earlier subscription to the same partitions.
     """
 
-    async def _follow(
-        self,
-        families: Sequence[str],
-        form: type[F],
-        cursor: Start,
-        options: SubscribeOptions,
-        namespace: str | None = None,
-    ) -> Subscription[F]:
-        """Every entry of these families in this form.
-
-        With a namespace, from the feed of its worker registry.
-        """
-        ...
+    async def _follow(self, request: FeedRequest[F], cursor: Start) -> Subscription[F]: ...
 
     async def subscribe(
         self,
@@ -305,7 +303,7 @@ class Subscriptions(Protocol):
         """
         for family in listed(families, "families"):
             one_of(family, "families", get_args(Family))
-        return await self._follow(families, Event, cursor, options)
+        return await self._follow(FeedRequest(families, Event, options), cursor)
 
     async def subscribe_completion(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
@@ -316,46 +314,39 @@ class Subscriptions(Protocol):
         ...     async for event in feed:
         ...         print(event.execution_id, event.outcome)
         """
-        return await self._follow(["completion"], CompletionEvent, cursor, options)
+        return await self._follow(FeedRequest(["completion"], CompletionEvent, options), cursor)
 
     async def subscribe_lease_history(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[LeaseEvent]:
         """Follow who holds which execution: every claim, renewal, loss and return of a lease."""
-        return await self._follow(["lease"], LeaseEvent, cursor, options)
+        return await self._follow(FeedRequest(["lease"], LeaseEvent, options), cursor)
 
     async def subscribe_signal_delivery(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[SignalEvent]:
         """Follow the signals that executions accept, and what each one did."""
-        return await self._follow(["signal"], SignalEvent, cursor, options)
+        return await self._follow(FeedRequest(["signal"], SignalEvent, options), cursor)
 
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
         """Follow what operators do: cancel, revoke, resume, replay, change priorities."""
-        return await self._follow(["operator"], Event, cursor, options)
+        return await self._follow(FeedRequest(["operator"], Event, options), cursor)
 
     async def subscribe_worker_events(
         self, namespace: str = "default", cursor: Start = "now"
     ) -> Subscription[WorkerEvent]:
         """Follow the worker processes of a namespace that register, leave or expire."""
-        return await self._follow(["worker"], WorkerEvent, cursor, {}, namespace)
+        return await self._follow(FeedRequest(["worker"], WorkerEvent, {}, namespace), cursor)
 
 
 class Events(Subscriptions, Concern, Protocol):
     """Following the event feeds, and waiting for executions to end."""
 
-    async def follow(
-        self,
-        families: Sequence[str],
-        form: type[F],
-        cursor: Start,
-        options: SubscribeOptions,
-        namespace: str | None = None,
-    ) -> Subscription[F]:
+    async def follow(self, request: FeedRequest[F], cursor: Start) -> Subscription[F]:
         """What the typed forms are made of, for callers that subscribe again after an outage."""
-        return await self._follow(families, form, cursor, options, namespace)
+        return await self._follow(request, cursor)
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
         """Return when the execution has ended, sometimes earlier: read its state then.

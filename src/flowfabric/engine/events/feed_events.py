@@ -15,8 +15,8 @@ from flowfabric.engine.api.events import (
     EventFilter,
     Events,
     F,
+    FeedRequest,
     Start,
-    SubscribeOptions,
     checked_options,
 )
 from flowfabric.engine.events.completions import CompletionWatch
@@ -40,15 +40,8 @@ class FeedEvents(Events):
         self._watch = CompletionWatch(source, read_state)
         self._open: set[FeedSubscription[Any]] = set()
 
-    async def _follow(
-        self,
-        families: Sequence[str],
-        form: type[F],
-        cursor: Start,
-        options: SubscribeOptions,
-        namespace: str | None = None,
-    ) -> FeedSubscription[F]:
-        options = checked_options(options)
+    async def _follow(self, request: FeedRequest[F], cursor: Start) -> FeedSubscription[F]:
+        options, namespace = checked_options(request.options), request.namespace
         feeds = None if namespace is None else [f"worker:{validate_namespace(namespace)}"]
         if (partitions := options.get("partitions")) is not None:
             feeds = self._feeds(partitions)
@@ -63,8 +56,8 @@ class FeedEvents(Events):
             self._source,
             selection,
             start,
-            families=families,
-            form=form,
+            families=request.families,
+            form=request.form,
             where=options.get("where") or EventFilter(),
             member=member,
             # These positions come from the feeds as they are now.
