@@ -179,7 +179,7 @@ async def test_a_right_token_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPat
 def test_forgeries_are_never_the_real_token():
     ids = [ExecutionId.parse(f"{{fp:1}}:{uuid.UUID(int=n)}") for n in range(3)]
     targets = [
-        tokens.Target(eid, str(uuid.UUID(int=n)), f"k1:{n:040x}") for n, eid in enumerate(ids)
+        tokens.SignalTarget(eid, str(uuid.UUID(int=n)), f"k1:{n:040x}") for n, eid in enumerate(ids)
     ]
     made = list(tokens.forgeries(random.Random(7), targets, 2000))
     assert len(made) == 2000

@@ -13,7 +13,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import ClusterClient, slot_of
 from flowfabric.valkey.connection import Connection
-from flowfabric.valkey.transport import Client
+from flowfabric.valkey.transport import StandaloneClient
 from tests.support.cluster import TestCluster, until
 
 NAME = "cancelled"
@@ -202,12 +202,12 @@ async def test_while_it_is_closed(cluster: TestCluster, busy: bool) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 async def test_while_the_client_of_one_server_is_closed(cluster: TestCluster, busy: bool) -> None:
     address = parse_url(cluster.nodes[0].url)
-    client = Client(address, name=NAME)
+    client = StandaloneClient(address, name=NAME)
     pending: asyncio.Future[Any] | None = None
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         nonlocal client, pending
-        client = Client(address, name=NAME)
+        client = StandaloneClient(address, name=NAME)
         if busy:
             await client.wait_ready()
         pending = asyncio.ensure_future(client.call("PING"))
@@ -227,7 +227,7 @@ async def test_while_the_client_of_one_server_is_closed(cluster: TestCluster, bu
 
 
 async def test_while_one_server_opens_a_connection_of_its_own(cluster: TestCluster) -> None:
-    client = Client(parse_url(cluster.nodes[0].url), name=NAME)
+    client = StandaloneClient(parse_url(cluster.nodes[0].url), name=NAME)
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         return client.blocking

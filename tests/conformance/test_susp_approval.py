@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowfabric.core.conditions import Count, CountKind
-from flowfabric.core.contracts.suspension import Accepted, Duplicate, UsePending
+from flowfabric.core.contracts.suspension import Accepted, DuplicateSignal, UsePending
 from flowfabric.core.ids import new_uuid
 from tests.support.engine import Engine, refused, untouched
 from tests.support.leases import running
@@ -84,7 +84,7 @@ async def test_a_token_holder_cannot_use_up_the_key_of_an_approval(engine: Engin
     repeated = await waits.backend.signals.deliver_approval_signal(
         execution_id, point, "go", decided_by="ann"
     )
-    assert repeated == Duplicate(outcome.signal_id)
+    assert repeated == DuplicateSignal(outcome.signal_id)
 
 
 async def test_a_token_holder_cannot_use_up_the_room_for_an_approval(engine: Engine) -> None:

@@ -13,7 +13,7 @@ from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.suspension import (
     Accepted,
     AlreadySatisfiedSuspension,
-    Duplicate,
+    DuplicateSignal,
     Suspended,
     UsePending,
 )
@@ -46,7 +46,7 @@ async def test_one_key_at_once(engine: Engine) -> None:
     parked = await waits.park()
     answers = await asyncio.gather(*(waits.send(parked, idempotency_key="x") for _ in range(20)))
     (accepted,) = [answer for answer in answers if isinstance(answer, Accepted)]
-    assert answers.count(Duplicate(accepted.signal_id)) == 19
+    assert answers.count(DuplicateSignal(accepted.signal_id)) == 19
 
 
 async def test_suspend_and_signal_in_both_orders(engine: Engine) -> None:
@@ -112,4 +112,6 @@ async def test_a_callers_own_repeat_is_a_duplicate(engine: Engine) -> None:
     waits = await Waits.open(engine)
     parked = await waits.park()
     first = await keyed(waits.backend, parked)
-    assert await keyed(waits.backend, parked) == Duplicate(first.signal_id), "after the resume too"
+    assert await keyed(waits.backend, parked) == DuplicateSignal(first.signal_id), (
+        "after the resume too"
+    )

@@ -13,7 +13,7 @@ from flowfabric.core.conditions import (
     CountKind,
     Single,
 )
-from flowfabric.core.contracts.suspension import Accepted, Duplicate, Suspended
+from flowfabric.core.contracts.suspension import Accepted, DuplicateSignal, Suspended
 from flowfabric.core.ids import WaitpointToken, new_uuid
 from tests.support.engine import Engine, refused, untouched
 from tests.support.leases import running
@@ -171,13 +171,13 @@ async def test_a_repeat_is_recognised_before_the_state_is_looked_at(
     assert isinstance(first, Accepted)
     async with untouched(engine):
         again = await waits.send(parked, "other", idempotency_key="x", payload=b"other")
-    assert again == Duplicate(first.signal_id)
+    assert again == DuplicateSignal(first.signal_id)
     await engine.backend.executions.cancel_execution(parked.handle.execution_id)
-    assert await waits.send(parked, idempotency_key="x") == Duplicate(first.signal_id)
+    assert await waits.send(parked, idempotency_key="x") == DuplicateSignal(first.signal_id)
     late = await situation(waits)
     if situation is not terminal:
         answer = await waits.send(late, idempotency_key="first")
-        assert isinstance(answer, Duplicate)
+        assert isinstance(answer, DuplicateSignal)
 
 
 async def test_a_key_belongs_to_its_waitpoint(engine: Engine) -> None:
@@ -195,8 +195,8 @@ async def test_a_signal_id_is_taken_once_per_execution(engine: Engine) -> None:
     assert await waits.effect(one, signal_id=identity, payload=b"1") == "appended_to_waitpoint"
     async with untouched(engine):
         # Explicitly given: a repeat of the caller, also to another waitpoint.
-        assert await waits.send(one, signal_id=identity) == Duplicate(identity)
-        assert await waits.send(one, at=1, signal_id=identity) == Duplicate(identity)
+        assert await waits.send(one, signal_id=identity) == DuplicateSignal(identity)
+        assert await waits.send(one, at=1, signal_id=identity) == DuplicateSignal(identity)
     assert await waits.effect(two, signal_id=identity, payload=b"2") == "resume_condition_satisfied"
     signal = await waits.backend.waitpoints.read_signal(one.handle.execution_id, identity)
     assert signal is not None

@@ -33,7 +33,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     Accepted,
     AlreadySatisfiedSuspension,
-    Duplicate,
+    DuplicateSignal,
     FreshWaitpoint,
     ResumePolicy,
     Suspended,
@@ -348,7 +348,7 @@ class Pauses(RuleBasedStateMachine):
         )
         if isinstance(answer, Accepted):
             answer = answer.effect
-        elif isinstance(answer, Duplicate):
+        elif isinstance(answer, DuplicateSignal):
             answer = f"duplicate {answer.existing_signal_id}"
         assert answer == expected
 

@@ -56,6 +56,17 @@ def test_no_function_is_a_stub() -> None:
     assert found == [], "write it, or declare it with abc.abstractmethod"
 
 
+def test_no_two_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, text in texts():
+        if name.startswith("src/") and name.endswith(".py"):
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(name)
+    assert homes, "no class found"
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
 @pytest.mark.parametrize(
     "line", ["# TO" + "DO later", "x = 1  # FIX" + "ME", "see /ho" + "me/ada/x", "'/wo" + "rk/a'"]
 )

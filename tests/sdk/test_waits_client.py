@@ -10,7 +10,7 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.core.conditions import AllOf, Single
-from flowfabric.core.contracts.suspension import Accepted, Duplicate, Suspended
+from flowfabric.core.contracts.suspension import Accepted, DuplicateSignal, Suspended
 from flowfabric.core.errors import EngineError, NotFoundError, ValidationError
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.sync import SyncClient
@@ -73,7 +73,7 @@ async def test_a_signal_with_its_token(client: Client, waits: Waits) -> None:
     again = await client.deliver_signal(
         execution_id, waitpoint_id, token, "go", idempotency_key="once"
     )
-    assert again == Duplicate(NOBODY)
+    assert again == DuplicateSignal(NOBODY)
 
 
 async def test_a_trusted_caller_may_delay_the_resume(client: Client, waits: Waits) -> None:
@@ -96,7 +96,7 @@ async def test_approval_by_key_or_id(client: Client, waits: Waits) -> None:
         b'"fine"',
     )
     repeat = await client.approve(execution_id, "legal", decided_by="ada")
-    assert repeat == Duplicate(legal.signal_id)
+    assert repeat == DuplicateSignal(legal.signal_id)
     other = await client.approve(execution_id, "legal", "rejected", decided_by="ada")
     assert isinstance(other, Accepted)
     money = await client.approve(execution_id, parked.details.waitpoints[1].waitpoint_id)

@@ -12,7 +12,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import (
     Accepted,
     AlreadySatisfiedSuspension,
-    Duplicate,
+    DuplicateSignal,
     Suspended,
     TriggeredResume,
 )
@@ -102,7 +102,7 @@ async def test_strict_and_lenient_forms_of_already_satisfied(
         "go",
         idempotency_key="once",
     )
-    assert repeat == Duplicate(sent.signal_id)
+    assert repeat == DuplicateSignal(sent.signal_id)
     outcome = await task.try_suspend_on_pending(pending, GO)
     assert isinstance(outcome, AlreadySatisfiedSuspension)
     assert task.is_lease_healthy()

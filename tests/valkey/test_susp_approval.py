@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.core.conditions import Single
-from flowfabric.core.contracts.suspension import Accepted, Duplicate
+from flowfabric.core.contracts.suspension import Accepted, DuplicateSignal
 from tests.support.engine import Engine
 from tests.support.suspension import Waits
 
@@ -15,9 +15,9 @@ async def test_an_operator_approves_without_a_token(engine: Engine) -> None:
     approve = waits.backend.signals.deliver_approval_signal
     rejected = await approve(execution_id, point, "rejected", idempotency_suffix="1")
     assert isinstance(rejected, Accepted)
-    assert await approve(execution_id, point, "rejected", idempotency_suffix="1") == Duplicate(
-        rejected.signal_id
-    )
+    assert await approve(
+        execution_id, point, "rejected", idempotency_suffix="1"
+    ) == DuplicateSignal(rejected.signal_id)
     approved = await approve(
         execution_id, point, "approved", idempotency_suffix="1", decided_by="ann", payload=b"ok"
     )

@@ -143,7 +143,7 @@ class ClientSignals:
         """Decide as an operator; `waitpoint` is the key or the id of an open one.
 
         The handler sees `decided_by` as a trusted identity: pass whom you have authenticated.
-        Each person decides once per signal name; a repeat is a `Duplicate`.
+        Each person decides once per signal name; a repeat is a `DuplicateSignal`.
 
         >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
         """

@@ -11,7 +11,7 @@ from flowfabric.valkey.address import Address
 from flowfabric.valkey.cluster import ClusterClient
 from flowfabric.valkey.connection import CONNECT_TIMEOUT, DialOptions, Reply
 from flowfabric.valkey.link import Revive
-from flowfabric.valkey.transport import Client, Transport
+from flowfabric.valkey.transport import StandaloneClient, Transport
 
 MINIMUM_VERSION: Final = (8, 0)
 
@@ -41,7 +41,7 @@ async def connect(
     transport = (
         ClusterClient(address, **options)
         if address.cluster
-        else Client(address, revive=revive, **options)
+        else StandaloneClient(address, revive=revive, **options)
     )
     waiting = asyncio.get_running_loop().call_later(
         _SILENCE, _log_waiting, address.peer, connect_timeout

@@ -190,10 +190,10 @@ class Transport(ABC):
         return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
 
 
-class Client(Transport):
+class StandaloneClient(Transport):
     """A standalone server behind one multiplexed connection.
 
-    >>> client = Client(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
+    >>> client = StandaloneClient(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     >>> await client.fcall("ff_version", "{fp:0}")  # doctest: +SKIP
     """
 

@@ -11,11 +11,11 @@ import uvloop
 
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import Connection
-from flowfabric.valkey.transport import Client
+from flowfabric.valkey.transport import StandaloneClient
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
-Kept = TypeVar("Kept", Client, Connection)
+Kept = TypeVar("Kept", StandaloneClient, Connection)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -39,7 +39,7 @@ class Keeper:
     """Closes what a test opened, even if the test fails: uvloop hangs on a socket left open."""
 
     def __init__(self) -> None:
-        self._kept: list[Client | Connection] = []
+        self._kept: list[StandaloneClient | Connection] = []
 
     def __call__(self, opened: Kept) -> Kept:
         self._kept.append(opened)
@@ -58,18 +58,18 @@ async def keep() -> AsyncIterator[Keeper]:
 
 
 @pytest.fixture
-async def client(shared_server: TestServer) -> AsyncIterator[Client]:
+async def client(shared_server: TestServer) -> AsyncIterator[StandaloneClient]:
     """Straight to the server, on an empty keyspace."""
-    client = Client(parse_url(shared_server.url))
+    client = StandaloneClient(parse_url(shared_server.url))
     await client.call("FLUSHALL")
     yield client
     await client.aclose()
 
 
 @pytest.fixture
-async def far(proxy: FaultProxy, client: Client) -> AsyncIterator[Client]:
+async def far(proxy: FaultProxy, client: StandaloneClient) -> AsyncIterator[StandaloneClient]:
     """To the same server through the fault proxy, connected."""
-    far = Client(parse_url(proxy.url))
+    far = StandaloneClient(parse_url(proxy.url))
     await far.wait_ready()
     yield far
     await far.aclose()

@@ -25,48 +25,50 @@ _HEX = "0123456789abcdef"
 _REFUSALS = frozenset({"invalid_token", "token_expired", "invalid_waitpoint_for_execution"})
 
 
-class Target(msgspec.Struct, frozen=True):
+class SignalTarget(msgspec.Struct, frozen=True):
     """An open waitpoint and its token."""
 
     execution_id: ExecutionId
     waitpoint_id: str
     token: str
 
-    def with_token(self, token: str) -> Target:
+    def with_token(self, token: str) -> SignalTarget:
         """The same waitpoint with another token."""
-        return Target(self.execution_id, self.waitpoint_id, token)
+        return SignalTarget(self.execution_id, self.waitpoint_id, token)
 
 
-def _altered(rng: random.Random, target: Target, _: Target) -> Target:
+def _altered(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     token, at = target.token, rng.randrange(len(target.token))
     other = rng.choice([digit for digit in _HEX if digit != token[at]])
     return target.with_token(f"{token[:at]}{other}{token[at + 1 :]}")
 
 
-def _guessed(rng: random.Random, target: Target, _: Target) -> Target:
+def _guessed(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     kid = target.token.partition(":")[0]
     return target.with_token(f"{kid}:{rng.getrandbits(160):040x}")
 
 
-def _truncated(rng: random.Random, target: Target, _: Target) -> Target:
+def _truncated(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     return target.with_token(target.token[: rng.randrange(1, len(target.token))])
 
 
-def _extended(rng: random.Random, target: Target, _: Target) -> Target:
+def _extended(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     more = rng.choices(_HEX + ":\0 ", k=rng.randrange(1, 9))
     return target.with_token(target.token + "".join(more))
 
 
-FORGERS: Sequence[Callable[[random.Random, Target, Target], Target]] = (
+FORGERS: Sequence[Callable[[random.Random, SignalTarget, SignalTarget], SignalTarget]] = (
     *(_guessed, _altered, _truncated, _extended),
     # The token of another waitpoint, the waitpoint of another execution, and no waitpoint.
     lambda _, target, other: target.with_token(other.token),
-    lambda _, target, other: Target(target.execution_id, other.waitpoint_id, other.token),
-    lambda _, target, __: Target(target.execution_id, new_uuid(), target.token),
+    lambda _, target, other: SignalTarget(target.execution_id, other.waitpoint_id, other.token),
+    lambda _, target, __: SignalTarget(target.execution_id, new_uuid(), target.token),
 )
 
 
-def forgeries(rng: random.Random, targets: Sequence[Target], n: int) -> Iterator[Target]:
+def forgeries(
+    rng: random.Random, targets: Sequence[SignalTarget], n: int
+) -> Iterator[SignalTarget]:
     """`n` tokens that belong to none of the targets."""
     for number in range(n):
         yield FORGERS[number % len(FORGERS)](rng, *rng.sample(targets, 2))
@@ -91,13 +93,13 @@ async def run(options: Options, progress: Progress) -> Figures:
     return {"tried": tried, "accepted": accepted, "per_s": tried / seconds}
 
 
-async def _signal(at: Arena, target: Target) -> object:
+async def _signal(at: Arena, target: SignalTarget) -> object:
     return await at.backend.signals.deliver_signal(
         target.execution_id, target.waitpoint_id, target.token, "go"
     )
 
 
-async def _target(at: Arena) -> Target:
+async def _target(at: Arena) -> SignalTarget:
     """An execution that waits for any signal."""
     backend, eid = at.backend, ExecutionId.solo(LANE, at.backend.counts)
     await backend.executions.create_execution(
@@ -108,10 +110,10 @@ async def _target(at: Arena) -> Target:
     outcome = await backend.suspensions.suspend(claim.handle, condition=Single("go"))
     assert isinstance(outcome, Suspended)
     details = outcome.details
-    return Target(eid, details.waitpoint_id, details.waitpoint_token.reveal())
+    return SignalTarget(eid, details.waitpoint_id, details.waitpoint_token.reveal())
 
 
-async def _send(at: Arena, forged: Iterator[Target], progress: Progress) -> tuple[int, int]:
+async def _send(at: Arena, forged: Iterator[SignalTarget], progress: Progress) -> tuple[int, int]:
     tried = accepted = 0
     for forgery in forged:
         try:

@@ -106,14 +106,14 @@ class Accepted(msgspec.Struct, frozen=True):
         return self.effect == "resume_condition_satisfied"
 
 
-class Duplicate(msgspec.Struct, frozen=True):
+class DuplicateSignal(msgspec.Struct, frozen=True):
     """The same signal was accepted before; nothing was written."""
 
     kind: ClassVar[Literal["duplicate"]] = "duplicate"
     existing_signal_id: str
 
 
-SignalOutcome = Accepted | Duplicate
+SignalOutcome = Accepted | DuplicateSignal
 
 
 class TriggeredResume(msgspec.Struct, frozen=True):

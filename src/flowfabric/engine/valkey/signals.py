@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.contracts.suspension import Accepted, Duplicate, SignalOutcome
+from flowfabric.core.contracts.suspension import Accepted, DuplicateSignal, SignalOutcome
 from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken, new_uuid, validate_uuid
 from flowfabric.engine.api.signals import CheckedSignal, Signals, revealed
@@ -44,7 +44,7 @@ class ValkeySignals(Signals):
             # An id minted for this very call and already known: our own reply was lost.
             if reply[2] == b"accepted" or (signal.signal_id is None and known == identity):
                 return Accepted(known, text(effect))
-            return Duplicate(known)
+            return DuplicateSignal(known)
 
         return await self._calls.ask_about(
             execution_id, "ff_signal", args, outcome, op="deliver_signal"
