@@ -15,7 +15,7 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import ClaimGrant
 from flowfabric.core.errors import ContentionError, EngineError, NotFoundError, StateError
 from flowfabric.core.ids import fnv1a64, validate_lane, validate_worker_id
-from flowfabric.engine.api.arguments import whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import provide
 from flowfabric.scheduler.cycle import ClaimCycle
@@ -79,7 +79,7 @@ class WorkerGrants:
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             worker_capabilities=offered,
-            grant_ttl_ms=whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS),
+            grant_ttl_ms=check.whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS),
             lane_id=lane_id,
         )
         failures: list[EngineError] = []

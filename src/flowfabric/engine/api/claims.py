@@ -18,7 +18,7 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
-from flowfabric.engine.api.arguments import checked_text, instance, positive_ms
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.executions import Completion
 
@@ -36,8 +36,8 @@ class ClaimRequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         validate_lane(self.lane_id)
         worker_pair(self.worker_id, self.worker_instance_id)
-        checked_text(self.capabilities, "capabilities")
-        positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
+        check.text(self.capabilities, "capabilities")
+        check.positive_ms(self.lease_ttl_ms, "lease_ttl_ms")
 
 
 class GrantOptions(TypedDict, total=False):
@@ -133,7 +133,7 @@ class Claims(Concern, Protocol):
     ) -> Claim:
         """`claim_resumed_execution` on the grant's own lane."""
         return await self.claim_resumed_execution(
-            instance(grant, ResumeGrant, "grant"),
+            check.instance(grant, ResumeGrant, "grant"),
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             lease_ttl_ms=lease_ttl_ms,

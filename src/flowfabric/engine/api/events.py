@@ -10,7 +10,7 @@ import msgspec
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.tags import validate_tag_filter
-from flowfabric.engine.api.arguments import checked_text, each_text, instance, listed, one_of
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 Start = bytes | str | int
@@ -188,9 +188,9 @@ class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
         """Raise `invalid_input` for a part of the wrong type."""
         for name in ("namespace", "lane", "kind", "flow_id", "execution_id", "outcome"):
             if getattr(self, name) is not None:
-                checked_text(getattr(self, name), name)
+                check.text(getattr(self, name), name)
         if self.types is not None:
-            each_text(self.types, "types")
+            check.texts(self.types, "types")
         validate_tag_filter(self.tags)
 
     def accepts(self, event: Event) -> bool:
@@ -230,11 +230,11 @@ def checked_options(options: SubscribeOptions) -> SubscribeOptions:
     if unknown := sorted(options.keys() - _OPTIONS):
         raise TypeError(f"a subscription has no option {unknown[0]!r}")
     if (where := options.get("where")) is not None:
-        instance(where, EventFilter, "where").validate()
+        check.instance(where, EventFilter, "where").validate()
     if (group := options.get("group")) is not None:
         validate_lane(group, "group")
     if (member := options.get("member")) is not None:
-        checked_text(member, "member")
+        check.text(member, "member")
     return options
 
 
@@ -301,8 +301,8 @@ class Subscriptions(Protocol):
 
         >>> feed = await client.subscribe(["completion", "signal"])  # doctest: +SKIP
         """
-        for family in listed(families, "families"):
-            one_of(family, "families", get_args(Family))
+        for family in check.listed(families, "families"):
+            check.one_of(family, "families", get_args(Family))
         return await self._follow(FeedRequest(families, Event, options), cursor)
 
     async def subscribe_completion(

@@ -28,7 +28,7 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tag_key
-from flowfabric.engine.api.arguments import checked_bytes, checked_text, held, timestamp, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 Holder = Handle | Fence
@@ -51,7 +51,7 @@ class Completion(msgspec.Struct, frozen=True):
 
 def check_size(payload: Any, field: str, limit: int) -> None:
     """Refuse a payload that is larger than the deployment allows."""
-    size = len(checked_bytes(payload, field))
+    size = len(check.binary(payload, field))
     if size > limit:
         raise ValidationError(
             "payload_too_large", f"{field} is {size} bytes long; the limit is {limit}"
@@ -65,9 +65,9 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     validate_namespace(item.namespace)
     check_size(item.input_payload, "input_payload", max_payload_bytes)
     if item.payload_encoding != "":
-        checked_text(item.payload_encoding, "payload_encoding")
+        check.text(item.payload_encoding, "payload_encoding")
     if item.priority is not None:
-        whole(item.priority, "priority")
+        check.whole(item.priority, "priority")
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
     if item.idempotency_key != "":
@@ -77,11 +77,11 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     if item.tags or type(item.tags) is not dict:
         validate_creation_tags(item.tags)
     if item.delay_until is not None:
-        timestamp(item.delay_until, "delay_until")
+        check.timestamp(item.delay_until, "delay_until")
     if item.delay_ms is not None:
-        timestamp(item.delay_ms, "delay_ms")
+        check.timestamp(item.delay_ms, "delay_ms")
     if item.execution_deadline_at is not None:
-        timestamp(item.execution_deadline_at, "execution_deadline_at")
+        check.timestamp(item.execution_deadline_at, "execution_deadline_at")
     if item.policy is not None:
         policy_json(item.policy)
 
@@ -105,7 +105,7 @@ def policy_json(policy: ExecutionPolicy) -> str:
 def check_retry_policy(given: Any) -> None:
     """Refuse a retry policy that no execution could be created with."""
     try:
-        value: Any = msgspec.json.decode(checked_text(given, "retry_policy_json"))
+        value: Any = msgspec.json.decode(check.text(given, "retry_policy_json"))
     except (msgspec.DecodeError, UnicodeError):
         raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
     parse_policy({"retry_policy": value})
@@ -154,7 +154,7 @@ class Executions(Concern, Protocol):
     ) -> Completed:
         """`complete_execution` for the holder of the lease."""
         return await self.complete_execution(
-            *(held(handle).execution_id, handle),
+            *(check.handle(handle).execution_id, handle),
             result_payload=result_payload,
             result_encoding=result_encoding,
         )
@@ -179,7 +179,9 @@ class Executions(Concern, Protocol):
     async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
         """`fail_execution` for the holder of the lease."""
         return await self.fail_execution(
-            *(held(handle).execution_id, handle), failure_reason=reason, failure_category=category
+            *(check.handle(handle).execution_id, handle),
+            failure_reason=reason,
+            failure_category=category,
         )
 
     async def cancel_execution(
@@ -195,7 +197,7 @@ class Executions(Concern, Protocol):
 
     async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
         """`cancel_execution` for the holder of the lease."""
-        execution_id = held(handle).execution_id
+        execution_id = check.handle(handle).execution_id
         return await self.cancel_execution(execution_id, reason, source="worker", fence=handle)
 
     async def delay_execution(
@@ -211,7 +213,7 @@ class Executions(Concern, Protocol):
 
     async def delay(self, handle: Handle, delay_until: int) -> Delayed:
         """`delay_execution` for the holder of the lease."""
-        execution_id = held(handle).execution_id
+        execution_id = check.handle(handle).execution_id
         return await self.delay_execution(execution_id, handle, delay_until=delay_until)
 
     async def move_to_waiting_children(
@@ -226,7 +228,7 @@ class Executions(Concern, Protocol):
 
     async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
         """`move_to_waiting_children` for the holder of the lease."""
-        return await self.move_to_waiting_children(held(handle).execution_id, handle)
+        return await self.move_to_waiting_children(check.handle(handle).execution_id, handle)
 
     async def update_progress(
         self,
@@ -244,7 +246,7 @@ class Executions(Concern, Protocol):
     ) -> None:
         """`update_progress` for the holder of the lease."""
         await self.update_progress(
-            held(handle).execution_id, handle, progress_pct=pct, progress_message=message
+            check.handle(handle).execution_id, handle, progress_pct=pct, progress_message=message
         )
 
     async def change_priority(

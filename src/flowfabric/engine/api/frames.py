@@ -11,7 +11,7 @@ import msgspec
 from flowfabric.core.contracts.streams import BestEffort, Frame, FrameMode
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.merge_patch import PATCH_KIND
-from flowfabric.engine.api.arguments import checked_bytes, checked_text, instance, one_of, whole
+from flowfabric.engine.api import check
 
 MAX_FRAME_BYTES = 65_536
 MAX_BATCH_FRAMES = 256
@@ -53,22 +53,22 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
     seq: int | None = None
 
     def __post_init__(self) -> None:
-        one_of(self.mode, "mode", _MODES)
-        whole(self.max_payload_bytes, "max_payload_bytes", 0, U32)
-        whole(self.summary_max_bytes, "summary_max_bytes", 0, U32)
-        checked_text(self.patch_kind, "patch_kind")
+        check.one_of(self.mode, "mode", _MODES)
+        check.whole(self.max_payload_bytes, "max_payload_bytes", 0, U32)
+        check.whole(self.summary_max_bytes, "summary_max_bytes", 0, U32)
+        check.text(self.patch_kind, "patch_kind")
         if self.best_effort is not None:
-            instance(self.best_effort, BestEffort, "best_effort")
+            check.instance(self.best_effort, BestEffort, "best_effort")
         if self.retention_maxlen is not None:
-            whole(self.retention_maxlen, "retention_maxlen", 0, U32)
+            check.whole(self.retention_maxlen, "retention_maxlen", 0, U32)
         if self.seq is not None:
-            whole(self.seq, "seq", 0, U64)
+            check.whole(self.seq, "seq", 0, U64)
 
     def live(self) -> dict[str, Any]:
         """The settings of best-effort frames, defaults filled in."""
         given = self.best_effort or BestEffort()
         for name in ("ttl_ms", "maxlen_floor", "maxlen_ceiling"):
-            if whole(getattr(given, name), name) > U32:
+            if check.whole(getattr(given, name), name) > U32:
                 raise invalid_input(name, f"must be at most {U32}")
         if not isinstance(given.ema_alpha, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid_input("ema_alpha", "must be a number")
@@ -87,7 +87,7 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
             raise invalid_input("frames", f"must be 1 to {MAX_BATCH_FRAMES}")
         total = 0
         for frame in frames:
-            checked_bytes(instance(frame, Frame, "frames").payload, "payload")
+            check.binary(check.instance(frame, Frame, "frames").payload, "payload")
             _check_text("metadata_json", frame.metadata_json, U32)
             size = size_of(frame)
             total += size
@@ -109,8 +109,8 @@ def size_of(frame: Frame) -> int:
 
 
 def _check_names(frame: Frame) -> None:
-    checked_text(frame.kind, "kind")
-    instance(frame.frame_type, str, "frame_type")
+    check.text(frame.kind, "kind")
+    check.instance(frame.frame_type, str, "frame_type")
     name = frame.name
     # Printable is the common case and quick to check.
     if len(name.encode(errors="replace")) > _FRAME_TYPE_BYTES or (
@@ -123,11 +123,11 @@ def _check_names(frame: Frame) -> None:
     for field, longest in _LONGEST.items():
         _check_text(field, getattr(frame, field), longest)
     if frame.ts is not None:
-        whole(frame.ts, "ts", 0, U64)
+        check.whole(frame.ts, "ts", 0, U64)
 
 
 def _check_text(field: str, value: str, longest: int) -> None:
-    size = len(checked_text(value, field))
+    size = len(check.text(value, field))
     if not value.isascii():
         size = len(value.encode())
     if size > longest:

@@ -10,7 +10,7 @@ import msgspec
 from flowfabric.core.contracts.leases import Fence, Handle, Renewed, RevokeOutcome
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.arguments import held
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 
@@ -46,7 +46,9 @@ class Leases(Concern, Protocol):
 
     async def renew(self, handle: Handle) -> Renewed:
         """`renew_lease` for the holder of the lease."""
-        return await self.renew_lease(held(handle).execution_id, handle, handle.lease_ttl_ms)
+        return await self.renew_lease(
+            check.handle(handle).execution_id, handle, handle.lease_ttl_ms
+        )
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
         """Renew many. Outcomes are in input order; one handle's error affects no other."""

@@ -13,7 +13,7 @@ from flowfabric.core.contracts.suspension import (
     SeedResult,
 )
 from flowfabric.core.errors import ValidationError
-from flowfabric.engine.api.arguments import MAX_EXACT
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 DEFAULT_GRACE_MS = 86_400_000
@@ -37,7 +37,7 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
     if not isinstance(kid, str) or not is_kid(kid):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValidationError("invalid_kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
     secret = check_secret(secret_hex)
-    if type(grace_ms) is not int or not 0 <= grace_ms <= MAX_EXACT:
+    if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
         raise ValidationError("invalid_grace_ms", "must be a whole number from 0")
     return secret
 

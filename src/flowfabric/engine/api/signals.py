@@ -16,7 +16,7 @@ from flowfabric.core.ids import (
     validate_text,
     validate_uuid,
 )
-from flowfabric.engine.api.arguments import checked_bytes, checked_text, instance, one_of, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 _DAY_MS = 86_400_000
@@ -85,18 +85,18 @@ class Signals(Concern, Protocol):
             "source_type": source_type,
             "source_identity": source_identity,
             "correlation_id": correlation_id,
-            "target_scope": one_of(target_scope, "target_scope", ("waitpoint", "execution")),
+            "target_scope": check.one_of(target_scope, "target_scope", ("waitpoint", "execution")),
             "payload_encoding": _check(signal_name, payload, payload_encoding),
             "idempotency_key": idempotency_key,
-            "resume_delay_ms": whole(resume_delay_ms, "resume_delay_ms", 0),
-            "dedup_ttl_ms": whole(dedup_ttl_ms, "dedup_ttl_ms", 0),
-            "maxlen": whole(signal_maxlen, "signal_maxlen", 1),
+            "resume_delay_ms": check.whole(resume_delay_ms, "resume_delay_ms", 0),
+            "dedup_ttl_ms": check.whole(dedup_ttl_ms, "dedup_ttl_ms", 0),
+            "maxlen": check.whole(signal_maxlen, "signal_maxlen", 1),
         }
         for field in ("source_type", "source_identity", "correlation_id", "idempotency_key"):
             validate_text(options[field], field, limit=_MAX_FIELD_BYTES)
         validate_text(signal_category, "signal_category", limit=_MAX_FIELD_BYTES)
         if created_at is not None:
-            options["created_at"] = whole(created_at, "created_at", 0)
+            options["created_at"] = check.whole(created_at, "created_at", 0)
         _limit(options, max_signals_per_execution)
         if signal_id is not None:
             validate_uuid(signal_id, "signal_id")
@@ -136,11 +136,11 @@ class Signals(Concern, Protocol):
             "target_scope": "execution",
             "payload_encoding": _check(signal_name, payload, payload_encoding),
             "idempotency_key": f"approval:{signal_name}:{idempotency_suffix or decided_by}",
-            "dedup_ttl_ms": whole(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0),
-            "maxlen": whole(maxlen, "maxlen", 1),
+            "dedup_ttl_ms": check.whole(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0),
+            "maxlen": check.whole(maxlen, "maxlen", 1),
         }
         _limit(options, max_signals_per_execution)
-        if checked_text(lane_id, "lane_id"):
+        if check.text(lane_id, "lane_id"):
             options["lane"] = validate_lane(lane_id)
         return await self._deliver(execution_id, waitpoint_id, CheckedSignal(options, payload))
 
@@ -174,12 +174,14 @@ class Signals(Concern, Protocol):
 
 def revealed(token: WaitpointToken | str, field: str) -> str:
     """A token as it is sent; the engine judges its form."""
-    return token.reveal() if isinstance(token, WaitpointToken) else instance(token, str, field)
+    return (
+        token.reveal() if isinstance(token, WaitpointToken) else check.instance(token, str, field)
+    )
 
 
 def _limit(options: dict[str, Any], max_signals: int | None) -> None:
     if max_signals is not None:
-        options["max_signals"] = whole(max_signals, "max_signals_per_execution", 0)
+        options["max_signals"] = check.whole(max_signals, "max_signals_per_execution", 0)
 
 
 def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
@@ -188,7 +190,7 @@ def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
     validate_text(encoding or "", "payload_encoding", limit=_MAX_FIELD_BYTES)
     if payload is None:
         return ""
-    size = len(checked_bytes(payload, "payload"))
+    size = len(check.binary(payload, "payload"))
     if size > _MAX_PAYLOAD_BYTES:
         raise ValidationError(
             "payload_too_large", f"payload is {size} bytes long; the limit is {_MAX_PAYLOAD_BYTES}"

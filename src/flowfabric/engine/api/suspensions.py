@@ -26,15 +26,7 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_text, validate_uuid
-from flowfabric.engine.api.arguments import (
-    MAX_EXACT,
-    fence_text,
-    flag,
-    instance,
-    listed,
-    one_of,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
 MAX_KEY_BYTES = 256
@@ -79,7 +71,7 @@ class Suspensions(Concern, Protocol):
         same idempotency key (default: the suspension id) returns the first answer. The empty key
         means none; then a lost reply cannot be repaired.
         """
-        if instance(handle, Handle, "handle").kind == "suspended":
+        if check.instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
         check_types(condition)
         bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
@@ -88,9 +80,9 @@ class Suspensions(Concern, Protocol):
         identity = new_uuid() if suspension_id is None else suspension_id
         pointer = continuation_metadata_pointer
         options: dict[str, Any] = {
-            "timeout_behavior": one_of(behavior, "timeout_behavior", _BEHAVIORS),
+            "timeout_behavior": check.one_of(behavior, "timeout_behavior", _BEHAVIORS),
             "behavior_given": timeout_behavior is not None,
-            "requested_by": one_of(requested_by, "requested_by", _REQUESTERS),
+            "requested_by": check.one_of(requested_by, "requested_by", _REQUESTERS),
             "idem": identity
             if idempotency_key is None
             else validate_text(idempotency_key, "idempotency_key"),
@@ -119,7 +111,7 @@ class Suspensions(Concern, Protocol):
         keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
         check_bindings(condition, keys, timeout_given=timeout_at is not None)
         if timeout_at is not None:
-            whole(timeout_at, "timeout_at", -MAX_EXACT)
+            check.whole(timeout_at, "timeout_at", -check.MAX_EXACT)
         try:
             check_tree(condition)
             _check_limits(bindings)
@@ -141,7 +133,7 @@ class Suspensions(Concern, Protocol):
         self, execution_id: ExecutionId, fence: Fence, **arguments: Any
     ) -> SuspendOutcome:
         """`suspend` for services that hold a fence but no handle."""
-        lease_id, epoch, attempt_id, index = fence_text(fence).split("/")
+        lease_id, epoch, attempt_id, index = check.fence(fence).split("/")
         handle = Handle(
             execution_id=execution_id,
             lease=f"{lease_id}/{epoch}",
@@ -183,7 +175,7 @@ def _fresh(condition: Condition) -> list[Binding]:
 
 def _named(bindings: Sequence[Binding]) -> list[Binding]:
     """The bindings; a primary one without a key is named after its id."""
-    named: list[Binding] = listed(bindings, "waitpoints")[:]
+    named: list[Binding] = check.listed(bindings, "waitpoints")[:]
     for binding in named:
         if not isinstance(binding, FreshWaitpoint | UsePending):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid_input("waitpoints", "must be FreshWaitpoint or UsePending")
@@ -211,11 +203,13 @@ def _check_limits(bindings: Sequence[Binding]) -> None:
 
 
 def _policy(given: ResumePolicy | None) -> str:
-    policy = ResumePolicy() if given is None else instance(given, ResumePolicy, "resume_policy")
+    policy = (
+        ResumePolicy() if given is None else check.instance(given, ResumePolicy, "resume_policy")
+    )
     for name in _FLAGS:
-        flag(getattr(policy, name), name)
+        check.flag(getattr(policy, name), name)
     if policy.resume_target != "runnable":
         raise invalid_input("resume_policy", "resume_target must be runnable")
     if policy.resume_delay_ms is not None:
-        whole(policy.resume_delay_ms, "resume_delay_ms", 0)
+        check.whole(policy.resume_delay_ms, "resume_delay_ms", 0)
     return _policy_json(policy).decode()

@@ -10,7 +10,7 @@ from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.arguments import listed, partition_number
+from flowfabric.engine.api import check
 from flowfabric.engine.api.events import (
     EventFilter,
     Events,
@@ -69,8 +69,8 @@ class FeedEvents(Events):
 
     def _feeds(self, partitions: Sequence[int]) -> list[str]:
         numbers = {
-            partition_number(each, self._counts, "partitions")
-            for each in listed(partitions, "partitions")
+            check.partition(each, self._counts, "partitions")
+            for each in check.listed(partitions, "partitions")
         }
         if not numbers:
             raise invalid_input("partitions", "must not be empty; omit it to read all of them")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from flowfabric.core.errors import engine_error, invalid_input
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.arguments import whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Start
 from flowfabric.engine.events.cursor import LAST_SEQ, FeedCursor, Position
 from flowfabric.engine.events.source import FeedSource
@@ -37,7 +37,7 @@ class FeedSelection:
         if isinstance(start, bool) or not isinstance(start, (bytes, str, int)):
             raise invalid_input("cursor", "must be now, start, a time in ms, or a cursor")
         if isinstance(start, int):
-            whole(start, "cursor", 1)
+            check.whole(start, "cursor", 1)
             # Every feed from its first entry of that millisecond.
             at = dict.fromkeys(await self.list(), (start - 1, LAST_SEQ))
             return FeedCursor(start, at, self.only)

@@ -21,7 +21,7 @@ from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle, Reclaim
 from flowfabric.core.contracts.suspension import RotationSummary
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import WaitpointToken
-from flowfabric.engine.api.arguments import each_stored
+from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Reads
 
@@ -194,7 +194,7 @@ def _timer_logged(method: Method) -> Method:
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> list[str]:
         given = bind(*args, **options)
-        given["ids"] = each_stored(given["ids"], "ids")
+        given["ids"] = check.stored_names(given["ids"], "ids")
         answers = await method(**given)
         if log.isEnabledFor(logging.INFO):
             op = given["reason"].value if "reason" in given else "suspension_timeout"

@@ -23,7 +23,7 @@ from flowfabric.core.errors import (
 from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
-from flowfabric.engine.api.arguments import checked_tag, fence_text
+from flowfabric.engine.api import check
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.valkey.reads import READ_FUNCTIONS
@@ -131,7 +131,7 @@ class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
 def proof(holder: Handle | Fence) -> str:
     """The fence as the functions compare it; another backend's handle proves nothing here."""
     if not isinstance(holder, Handle):
-        return fence_text(holder)
+        return check.fence(holder)
     if holder.backend != "valkey":
         raise ValidationError(
             "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
@@ -282,7 +282,7 @@ class FunctionCalls:
 
     def checked_tag(self, tag: Any, field: str = "tag") -> str:
         """The tag of one of this deployment's partitions, or `invalid_input`."""
-        return checked_tag(tag, self.counts, field)
+        return check.tag(tag, self.counts, field)
 
 
 def _typed(error: TransportError, place: str) -> EngineError:

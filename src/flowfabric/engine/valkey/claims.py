@@ -21,15 +21,7 @@ from flowfabric.core.contracts.leases import (
 )
 from flowfabric.core.errors import ConfigError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
-from flowfabric.engine.api.arguments import (
-    MAX_EXACT,
-    checked_text,
-    count,
-    instance,
-    listed,
-    positive_ms,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
 from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
@@ -68,7 +60,7 @@ class ValkeyClaims(Claims):
         *,
         request_id: str | None = None,
     ) -> tuple[list[EngineError | None], ClaimedMany]:
-        items = listed(items, "items")
+        items = check.listed(items, "items")
         claim = _claim_args(request, max_n, request_id)
         tag = self._calls.checked_tag(tag)
         outcomes: list[EngineError | None] = [None] * len(items)
@@ -83,9 +75,9 @@ class ValkeyClaims(Claims):
         self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
     ) -> list[ExecutionId]:
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
-        if whole(limit, "limit") < 1:
+        if check.whole(limit, "limit") < 1:
             return []
-        limit = min(limit, MAX_EXACT)
+        limit = min(limit, check.MAX_EXACT)
         signatures = ["", *await self._calls.signatures(tag, lane)]
         if worker_capabilities is not None:
             offered = {"", *caps.normalise(worker_capabilities, "worker")}
@@ -146,17 +138,17 @@ class ValkeyClaims(Claims):
         admission_summary: str = "",
     ) -> tuple[str, int, str]:
         """The key of the grant, when it expires, and the lane of the execution."""
-        ttl = positive_ms(grant_ttl_ms, "grant_ttl_ms")
+        ttl = check.positive_ms(grant_ttl_ms, "grant_ttl_ms")
         execution_id = self._calls.checked(execution_id)
-        if checked_text(lane_id, "lane_id"):
+        if check.text(lane_id, "lane_id"):
             validate_lane(lane_id)
         csv, problem = _offered(worker_capabilities)
         token = new_uuid()
         args = (
             *(execution_id, lane_id, worker_pair(worker_id, worker_instance_id), csv, ttl, token),
-            checked_text(capability_hash, "capability_hash"),
-            checked_text(route_snapshot_json, "route_snapshot_json"),
-            checked_text(admission_summary, "admission_summary"),
+            check.text(capability_hash, "capability_hash"),
+            check.text(route_snapshot_json, "route_snapshot_json"),
+            check.text(admission_summary, "admission_summary"),
             problem,
         )
         key = f"{keys.grant(execution_id.tag, execution_id)}#{token}"
@@ -205,8 +197,8 @@ class ValkeyClaims(Claims):
         ids: tuple[str, ...],
     ) -> Claim:
         execution_id = self._granted(grant)
-        ttl = positive_ms(ttl, "lease_ttl_ms")
-        lane = checked_text(lane_id, "lane_id")
+        ttl = check.positive_ms(ttl, "lease_ttl_ms")
+        lane = check.text(lane_id, "lane_id")
         args = (lane, worker_pair(*worker), _token(grant), ttl, *ids)
         return await self._calls.ask_about(
             *(execution_id, f"ff_{op}", args),
@@ -214,7 +206,7 @@ class ValkeyClaims(Claims):
         )
 
     def _granted(self, grant: ClaimGrant) -> ExecutionId:
-        instance(grant, ClaimGrant, "grant")
+        check.instance(grant, ClaimGrant, "grant")
         try:
             key = PartitionKey.parse(grant.partition_key)
         except EngineError as error:
@@ -234,12 +226,12 @@ class ValkeyClaims(Claims):
         worker_instance_id: str = "operator",
         request_id: str | None = None,
     ) -> Claim:
-        ttl = positive_ms(lease_duration_ms, "lease_duration_ms")
+        ttl = check.positive_ms(lease_duration_ms, "lease_duration_ms")
         worker = worker_pair(worker_id, worker_instance_id)
         lease_id = _uuid(request_id, "request_id")
         # Derived, so that a repeat of the request names the same attempt.
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
-        args = (checked_text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
+        args = (check.text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
         return await self._calls.ask_about(
             *(execution_id, "ff_grant_and_claim", args),
             lambda reply: claim_of(reply[2], text(reply[3]), ttl, worker_instance_id),
@@ -257,17 +249,17 @@ class ValkeyClaims(Claims):
         lease_id: str | None = None,
         attempt_id: str | None = None,
     ) -> ReclaimOutcome:
-        execution_id = self._granted(instance(grant, ReclaimGrant, "grant"))
-        whole(grant.expires_at_ms, "expires_at_ms")
-        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        execution_id = self._granted(check.instance(grant, ReclaimGrant, "grant"))
+        check.whole(grant.expires_at_ms, "expires_at_ms")
+        ttl = check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (
-            checked_text(grant.lane_id, "lane_id"),
+            check.text(grant.lane_id, "lane_id"),
             worker_pair(worker_id, worker_instance_id),
             _token(grant),
             ttl,
             _uuid(lease_id, "lease_id"),
             _uuid(attempt_id, "attempt_id"),
-            count(max_reclaim_count, "max_reclaim_count"),
+            check.count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
             return await self._calls.ask_about(
@@ -286,14 +278,14 @@ class ValkeyClaims(Claims):
 
 def _claim_args(request: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
     """The arguments of a claim, or nothing when nothing is to be claimed."""
-    instance(request, ClaimRequest, "request")
-    most = min(whole(max_n, "max_n"), BATCH)
+    check.instance(request, ClaimRequest, "request")
+    most = min(check.whole(max_n, "max_n"), BATCH)
     identity = _uuid(request_id, "request_id")
     return claim_args(request, most, identity) if most > 0 else ()
 
 
 def _token(grant: ClaimGrant) -> str:
-    return checked_text(grant.grant_key, "grant_key").rpartition("#")[2]
+    return check.text(grant.grant_key, "grant_key").rpartition("#")[2]
 
 
 def _offered(tokens: Any) -> tuple[str, str]:

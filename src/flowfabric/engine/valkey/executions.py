@@ -31,19 +31,7 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tags
 from flowfabric.core.text import FAILURE_REASON_LIMIT
-from flowfabric.engine.api.arguments import (
-    checked_source,
-    checked_text,
-    clamped,
-    count,
-    flag,
-    held,
-    instance,
-    listed,
-    reason_text,
-    timestamp,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.executions import (
     NO_FENCE,
     Completion,
@@ -84,21 +72,21 @@ class ValkeyExecutions(Executions):
         self._places = places
 
     async def create_execution(self, new: NewExecution) -> CreateOutcome:
-        instance(new, NewExecution, "new")
+        check.instance(new, NewExecution, "new")
         (outcome,) = await self.create_many([new])
         if isinstance(outcome, EngineError):
             raise outcome
         return outcome
 
     async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
-        items = listed(items, "items")
+        items = check.listed(items, "items")
         outcomes: list[CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
         limit = self._calls.limits.max_payload_bytes
         for position, item in enumerate(items):
             try:
                 if type(item) is not NewExecution:
-                    instance(item, NewExecution, "items")
+                    check.instance(item, NewExecution, "items")
                 tag = self._calls.checked(item.execution_id).tag
                 check_new(item, limit)
             except EngineError as error:
@@ -156,7 +144,7 @@ class ValkeyExecutions(Executions):
         execution_id = self._calls.checked(execution_id)
         args = [1, *self._completion_args(execution_id, fence, result_payload, result_encoding)]
         if source != "lease_holder":
-            args[3] = checked_source(source)
+            args[3] = check.source(source)
         reply = await self._calls.fcall("ff_complete", execution_id.tag, args, op="complete")
         with decoding(reply, "ff_complete", "complete", execution_id):
             (answer,) = reply[2]
@@ -171,11 +159,11 @@ class ValkeyExecutions(Executions):
         if result is None:
             return (execution_id, proof(fence), "lease_holder", "0", b"")
         check_size(result, "result_payload", self._calls.limits.max_payload_bytes)
-        label = f"1{checked_text(encoding, 'result_encoding')}" if encoding != "" else "1"
+        label = f"1{check.text(encoding, 'result_encoding')}" if encoding != "" else "1"
         return (execution_id, proof(fence), "lease_holder", label, result)
 
     async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
-        items = listed(items, "items")
+        items = check.listed(items, "items")
         outcomes: Outcomes = [None] * len(items)
         for tag, batch in self.completions(items, outcomes).items():
             await self.complete_in(tag, items, *batch, outcomes)
@@ -192,11 +180,11 @@ class ValkeyExecutions(Executions):
         for position, item in enumerate(items):
             try:
                 if type(item) is not Completion:
-                    instance(item, Completion, "items")
+                    check.instance(item, Completion, "items")
                 handle = item.handle
                 # A handle that a claim made needs no look at its parts.
                 if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
-                    held(handle)
+                    check.handle(handle)
                 execution_id = handle.execution_id
                 args = self._completion_args(
                     execution_id, handle, item.result_payload, item.result_encoding
@@ -243,15 +231,15 @@ class ValkeyExecutions(Executions):
         source: str = "lease_holder",
         retry_policy_json: str = "",
     ) -> FailOutcome:
-        if checked_text(retry_policy_json, "retry_policy_json") and source != "operator_override":
+        if check.text(retry_policy_json, "retry_policy_json") and source != "operator_override":
             retry_policy_json = ""
         elif retry_policy_json:
             check_retry_policy(retry_policy_json)
         args = (
             proof(fence),
-            checked_source(source),
-            reason_text(failure_reason, "failure_reason", FAILURE_REASON_LIMIT),
-            reason_text(failure_category, "failure_category"),
+            check.source(source),
+            check.reason(failure_reason, "failure_reason", FAILURE_REASON_LIMIT),
+            check.reason(failure_category, "failure_category"),
             retry_policy_json,
         )
         return await self._calls.ask_about(execution_id, "ff_fail", args, _fail_outcome)
@@ -264,10 +252,10 @@ class ValkeyExecutions(Executions):
         source: str = "operator_override",
         fence: Holder = NO_FENCE,
     ) -> Cancelled:
-        if checked_text(source, "source") in _INTERNAL_SOURCES:
+        if check.text(source, "source") in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
         execution_id = self._calls.checked(execution_id)
-        args = (execution_id, reason_text(reason, "reason"), source, proof(fence))
+        args = (execution_id, check.reason(reason, "reason"), source, proof(fence))
         reply = await self._calls.fcall("ff_cancel", execution_id.tag, args, op="cancel")
         if reply[2:3] != [b"cancelled"]:
             raise unreadable(reply, "ff_cancel", "cancel", execution_id)
@@ -282,8 +270,8 @@ class ValkeyExecutions(Executions):
         source: str = "lease_holder",
     ) -> Delayed:
         execution_id = self._calls.checked(execution_id)
-        until = timestamp(delay_until, "delay_until", low=1)
-        args = (proof(fence), checked_source(source), until)
+        until = check.timestamp(delay_until, "delay_until", low=1)
+        args = (proof(fence), check.source(source), until)
         return await self._calls.ask_about(
             execution_id, "ff_delay", args, lambda reply: Delayed(execution_id, PUBLIC[reply[2]])
         )
@@ -304,7 +292,7 @@ class ValkeyExecutions(Executions):
                 case _:
                     raise ValueError(reply)
 
-        args = (proof(fence), checked_source(source))
+        args = (proof(fence), check.source(source))
         return await self._calls.ask_about(execution_id, "ff_wait_children", args, outcome)
 
     async def update_progress(
@@ -318,9 +306,9 @@ class ValkeyExecutions(Executions):
         message = "" if progress_message is None else progress_message
         args = (
             proof(fence),
-            "" if progress_pct is None else whole(progress_pct, "progress_pct", 0, 100),
+            "" if progress_pct is None else check.whole(progress_pct, "progress_pct", 0, 100),
             "0" if progress_message is None else "1",
-            reason_text(message, "progress_message"),
+            check.reason(message, "progress_message"),
         )
         await self._calls.ask_about(execution_id, "ff_progress", args, lambda _: None)
 
@@ -330,7 +318,7 @@ class ValkeyExecutions(Executions):
         return await self._calls.ask_about(
             execution_id,
             "ff_change_priority",
-            (whole(new_priority, "new_priority"), new_uuid()),
+            (check.whole(new_priority, "new_priority"), new_uuid()),
             lambda reply: PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
         )
 
@@ -344,10 +332,10 @@ class ValkeyExecutions(Executions):
         keep_steps: bool = False,
     ) -> Replayed:
         args = (
-            reason_text(reason, "reason"),
-            reason_text(requested_by, "requested_by"),
-            count(expected_replay_count, "expected_replay_count"),
-            "1" if flag(keep_steps, "keep_steps") else "0",
+            check.reason(reason, "reason"),
+            check.reason(requested_by, "requested_by"),
+            check.count(expected_replay_count, "expected_replay_count"),
+            "1" if check.flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
         )
         return await self._calls.ask_about(
@@ -382,11 +370,11 @@ def _options(item: NewExecution) -> bytes:
     if item.tags:
         options["tags"] = [part for pair in item.tags.items() for part in pair]
     if item.delay_until is not None:
-        options["delay"] = clamped(item.delay_until)
+        options["delay"] = check.clamped(item.delay_until)
     if item.delay_ms is not None:
-        options["delay_in"] = clamped(item.delay_ms)
+        options["delay_in"] = check.clamped(item.delay_ms)
     if item.execution_deadline_at is not None:
-        options["deadline"] = clamped(item.execution_deadline_at)
+        options["deadline"] = check.clamped(item.execution_deadline_at)
     if item.creator_identity:
         options["creator"] = item.creator_identity
     return _pack(options) if options else b""

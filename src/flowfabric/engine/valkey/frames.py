@@ -19,7 +19,7 @@ from flowfabric.core.contracts.streams import (
 from flowfabric.core.errors import CorruptionError
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
-from flowfabric.engine.api.arguments import held
+from flowfabric.engine.api import check
 from flowfabric.engine.api.frames import Append
 from flowfabric.engine.valkey.calls import proof, text
 
@@ -73,7 +73,7 @@ def _order(entry: str) -> tuple[int, int]:
 
 def append_args(handle: Handle, frames: Sequence[Frame], append: Append) -> list[Any]:
     """The arguments of one append; those of a patch get their document later."""
-    proof(held(handle))
+    proof(check.handle(handle))
     args: list[Any] = [
         handle.execution_id,
         handle.lease,

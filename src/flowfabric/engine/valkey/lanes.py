@@ -8,7 +8,7 @@ from typing import Any
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import validate_lane
 from flowfabric.core.stored import Stored
-from flowfabric.engine.api.arguments import flag, one_of, reason_text, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.lanes import Lanes, LaneSettings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
@@ -28,7 +28,7 @@ class ValkeyLanes(Lanes):
 
     async def list_lanes(self, cursor: str = "", limit: int = 1000) -> tuple[list[str], str | None]:
         given_cursor(cursor)
-        whole(limit, "limit")
+        check.whole(limit, "limit")
         rest = [lane for lane in await self._places.lanes_in_use() if lane > cursor]
         page = rest[: max(0, limit)]
         return page, page[-1] if page and len(rest) > len(page) else None
@@ -55,8 +55,8 @@ class ValkeyLanes(Lanes):
         )
 
     async def set_lane_state(self, lane_id: str, state: str, reason: str = "") -> str:
-        one_of(state, "state", _LANE_STATES)
-        told = reason_text(reason, "reason")
+        check.one_of(state, "state", _LANE_STATES)
+        told = check.reason(reason, "reason")
         return await self._store_lane(lane_id, ("state", state, "reason", told))
 
     async def set_lane_config(
@@ -73,9 +73,9 @@ class ValkeyLanes(Lanes):
             ("reclaim_grace_ms", reclaim_grace_ms, 0),
         ):
             if value is not None:
-                fields += (name, whole(value, name, low, 10**12))
+                fields += (name, check.whole(value, name, low, 10**12))
         if emit_renewals is not None:
-            fields += ("emit_renewals", "1" if flag(emit_renewals, "emit_renewals") else "0")
+            fields += ("emit_renewals", "1" if check.flag(emit_renewals, "emit_renewals") else "0")
         if fields:
             await self._store_lane(lane_id, fields)
 

@@ -18,14 +18,7 @@ from flowfabric.core.contracts.leases import (
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.stored import Stored
-from flowfabric.engine.api.arguments import (
-    checked_text,
-    held,
-    listed,
-    positive_ms,
-    reason_text,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.leases import ExpiredLease, ExpiredLeases, Leases
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
@@ -50,9 +43,9 @@ class ValkeyLeases(Leases):
         self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
     ) -> Renewed:
         execution_id = self._calls.checked(execution_id)
-        ttl = positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        ttl = check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
         if isinstance(fence, Handle):
-            held(fence, "fence")
+            check.handle(fence, "fence")
         args = (execution_id, proof(fence), ttl)
         reply = await self._calls.fcall("ff_renew", execution_id.tag, args, op="renew")
         with decoding(reply, "ff_renew", "renew", execution_id):
@@ -63,13 +56,13 @@ class ValkeyLeases(Leases):
         return outcome
 
     async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
-        handles = listed(handles, "handles")
+        handles = check.listed(handles, "handles")
         outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
         batches: dict[str, list[int]] = {}
         for position, handle in enumerate(handles):
             try:
-                proof(held(handle, "handles"))
-                positive_ms(handle.lease_ttl_ms, "lease_ttl_ms")
+                proof(check.handle(handle, "handles"))
+                check.positive_ms(handle.lease_ttl_ms, "lease_ttl_ms")
             except EngineError as error:
                 outcomes[position] = error
             else:
@@ -98,9 +91,9 @@ class ValkeyLeases(Leases):
         revoked_by: str = "operator",
     ) -> RevokeOutcome:
         args = (
-            checked_text(expected_lease_id, "expected_lease_id"),
-            reason_text(reason, "reason"),
-            reason_text(revoked_by, "revoked_by"),
+            check.text(expected_lease_id, "expected_lease_id"),
+            check.reason(reason, "reason"),
+            check.reason(revoked_by, "revoked_by"),
             # A repeat must not revoke the lease of a later holder.
             new_uuid(),
         )
@@ -123,9 +116,11 @@ class ValkeyLeases(Leases):
         max_partitions_per_call: int = 32,
         namespace: str | None = None,
     ) -> ExpiredLeases:
-        moment = await self._calls.server_time_ms() if as_of is None else whole(as_of, "as_of", 0)
-        limit = min(whole(limit, "limit", 0), _MAX_PAGE)
-        at_once = max(1, whole(max_partitions_per_call, "max_partitions_per_call", 0))
+        moment = (
+            await self._calls.server_time_ms() if as_of is None else check.whole(as_of, "as_of", 0)
+        )
+        limit = min(check.whole(limit, "limit", 0), _MAX_PAGE)
+        at_once = max(1, check.whole(max_partitions_per_call, "max_partitions_per_call", 0))
         start = None if after is None else _cursor(after)
         if namespace is not None:
             validate_namespace(namespace)
@@ -213,7 +208,7 @@ def _renewal(answer: Any, execution_id: ExecutionId, epoch: int) -> Renewed | En
 def _cursor(after: Any) -> Due:
     try:
         expiry, execution_id = after
-        return whole(expiry, "after", 0), ExecutionId.parse(execution_id)
+        return check.whole(expiry, "after", 0), ExecutionId.parse(execution_id)
     except (TypeError, ValueError, EngineError) as error:
         problem = "after: must be the cursor of an earlier page"
         raise ValidationError("invalid_cursor", problem) from error

@@ -19,14 +19,7 @@ from flowfabric.core.ids import (
 from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tag_filter
 from flowfabric.core.text import lossless, raw
-from flowfabric.engine.api.arguments import (
-    MAX_EXACT,
-    checked_text,
-    instance,
-    one_of,
-    partition_number,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.listings import Filter, Listings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
@@ -72,7 +65,7 @@ class ValkeyListings(Listings):
         where: Filter | None = None,
     ) -> ExecutionPage:
         if partition is not None:
-            partition_number(partition, self._calls.counts)
+            check.partition(partition, self._calls.counts)
         limit = _page(limit)
         given_cursor(cursor)
         if where is not None:
@@ -159,8 +152,8 @@ class ValkeyListings(Listings):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
-        suffix = _LANE_INDEXES[one_of(state, "state", _LANE_INDEXES)]
-        tag = f"{{fp:{partition_number(partition, self._calls.counts)}}}"
+        suffix = _LANE_INDEXES[check.one_of(state, "state", _LANE_INDEXES)]
+        tag = f"{{fp:{check.partition(partition, self._calls.counts)}}}"
         given_cursor(cursor)
         names = [keys.lane(tag, validate_lane(lane_id), suffix)]
         apart = _BY_SIGNATURE.get(suffix)
@@ -204,8 +197,8 @@ class ValkeyListings(Listings):
         return entries[:count]
 
     async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
-        checked_text(uuid_prefix, "uuid_prefix")
-        limit = min(whole(limit, "limit"), MAX_EXACT)
+        check.text(uuid_prefix, "uuid_prefix")
+        limit = min(check.whole(limit, "limit"), check.MAX_EXACT)
         if limit < 1:
             return []
         tags = [f"{{fp:{index}}}" for index in await self._places.partitions_in_use()]
@@ -228,14 +221,14 @@ class ValkeyListings(Listings):
 
 
 def _page(limit: Any) -> int:
-    return min(whole(limit, "limit"), _MAX_PAGE)
+    return min(check.whole(limit, "limit"), _MAX_PAGE)
 
 
 def _check_filter(where: Any) -> None:
     """Refuse a misspelt filter, which would look like an empty deployment."""
-    instance(where, Filter, "where")
+    check.instance(where, Filter, "where")
     if where.state is not None:
-        one_of(where.state, "state", _PUBLIC_STATES)
+        check.one_of(where.state, "state", _PUBLIC_STATES)
     if where.lane is not None:
         validate_lane(where.lane, "lane")
     if where.namespace is not None:

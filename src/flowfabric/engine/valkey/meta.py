@@ -6,7 +6,7 @@ import asyncio
 
 from flowfabric.core.errors import TimeoutError_
 from flowfabric.core.version import VERSION
-from flowfabric.engine.api.arguments import partition_number, seconds
+from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Capabilities, Identity, Version, supported
 from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp, StoreUsage
@@ -39,7 +39,7 @@ class ValkeyMeta(Meta):
         return Applied(f"function library version {LIBRARY_VERSION}") if loaded else NoOp()
 
     async def shutdown_prepare(self, grace_s: float) -> None:
-        grace_s = seconds(grace_s, "grace_s")
+        grace_s = check.seconds(grace_s, "grace_s")
         op, loop = "shutdown_prepare", asyncio.get_running_loop()
         started = loop.time()
         if not await self._pool.drain(grace_s):
@@ -74,7 +74,7 @@ class ValkeyMeta(Meta):
 
     async def feed_size(self, partition: int) -> tuple[int, int]:
         calls = self._calls
-        feed = keys.events(f"{{fp:{partition_number(partition, calls.counts)}}}")
+        feed = keys.events(f"{{fp:{check.partition(partition, calls.counts)}}}")
         place = f"{feed}: event feed"
         used = await calls.transport.call("MEMORY", "USAGE", feed, "SAMPLES", 0, key=feed)
         return await calls.read(place, "XLEN", feed), used or 0

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from flowfabric.core.errors import CorruptionError, EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, stored_id
 from flowfabric.core.text import lossless
-from flowfabric.engine.api.arguments import checked_text
+from flowfabric.engine.api import check
 
 log = logging.getLogger(__name__)
 K = TypeVar("K")
@@ -83,7 +83,7 @@ def chunks(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
 def given_cursor(value: Any) -> str:
     """The text of a cursor; empty for the first page."""
     with reading_cursor():
-        return checked_text(value, "cursor")
+        return check.text(value, "cursor")
 
 
 def sealed(*parts: str | float) -> str:

@@ -17,7 +17,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.core.stored import corrupt, stored_text
-from flowfabric.engine.api.arguments import checked_text, each_text
+from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_worker
@@ -111,7 +111,7 @@ class ValkeyReads(Reads):
 
     async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
         execution_id = self._calls.checked(execution_id)
-        checked_text(key, "key")
+        check.text(key, "key")
         name = keys.tags(execution_id.tag, execution_id)
         value = await self._calls.read(f"{execution_id}: tags", "HGET", name, key)
         return None if value is None else stored_text(value, execution_id, "tags")
@@ -122,7 +122,7 @@ class ValkeyReads(Reads):
     async def read_exec_core_fields(
         self, execution_id: ExecutionId, names: Sequence[str]
     ) -> dict[str, str | None]:
-        names = each_text(names, "names")
+        names = check.texts(names, "names")
         record = await self._record(execution_id)
         known = {} if record is None else record.named_fields()
         return {name: known.get(name) for name in names}

@@ -20,7 +20,7 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import EngineError, invalid_input
 from flowfabric.core.stored import stored_text
-from flowfabric.engine.api.arguments import checked_text, partition_number
+from flowfabric.engine.api import check
 from flowfabric.engine.api.secrets import (
     DEFAULT_GRACE_MS,
     Secrets,
@@ -98,9 +98,9 @@ class ValkeySecrets(Secrets):
         return outcome
 
     async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
-        if not _is_seed_secret(checked_text(secret_hex, "secret_hex")):
+        if not _is_seed_secret(check.text(secret_hex, "secret_hex")):
             raise invalid_input("secret_hex", "must be 64 hex digits, not all zeros")
-        if not is_kid(checked_text(kid, "kid")):
+        if not is_kid(check.text(kid, "kid")):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
         found = await self._seed_everywhere(kid, secret_hex.lower())
         if any(current != kid for _, current in found):
@@ -170,7 +170,7 @@ class ValkeySecrets(Secrets):
         )
 
     def _tag(self, partition: int) -> str:
-        return f"{{fp:{partition_number(partition, self._calls.counts)}}}"
+        return f"{{fp:{check.partition(partition, self._calls.counts)}}}"
 
 
 def _found(reply: list[Any]) -> list[Found]:

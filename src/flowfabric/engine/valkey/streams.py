@@ -21,7 +21,7 @@ from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behi
 from flowfabric.core.errors import EngineError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
-from flowfabric.engine.api.arguments import listed, one_of, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.frames import U32, Append, AppendOptions
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.valkey import keys
@@ -55,7 +55,7 @@ class ValkeyStreams(Streams):
         self, handle: Handle, frames: Sequence[Frame], **options: Unpack[AppendOptions]
     ) -> AppendOutcome:
         append = Append(**options)
-        frames = listed(frames, "frames")
+        frames = check.listed(frames, "frames")
         append.check(frames)
         args = append_args(handle, frames, append)
         if append.mode == "summary":
@@ -107,7 +107,7 @@ class ValkeyStreams(Streams):
         self, execution_id: ExecutionId, attempt_index: int
     ) -> SummaryDocument | None:
         execution_id = self._calls.checked(execution_id)
-        whole(attempt_index, "attempt_index", 0, U32)
+        check.whole(attempt_index, "attempt_index", 0, U32)
         key = keys.summary(execution_id.tag, execution_id, attempt_index)
         context = f"summary of {execution_id}"
         return summary_of(context, await self._calls.read(f"{context}: record", "HGETALL", key))
@@ -144,7 +144,7 @@ class ValkeyStreams(Streams):
         visibility: Visibility = "all",
     ) -> StreamFrames:
         cursor = StreamCursor.parse(after)
-        whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
+        check.whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
         check_count(count_limit)
         position = asked = cursor.after()
         reader = self._reader(execution_id, attempt_index, visibility)
@@ -174,8 +174,8 @@ class ValkeyStreams(Streams):
     def _reader(
         self, execution_id: ExecutionId, index: int, visibility: Visibility
     ) -> _StreamReader:
-        whole(index, "attempt_index", 0, U32)
-        one_of(visibility, "visibility", _VISIBILITIES)
+        check.whole(index, "attempt_index", 0, U32)
+        check.one_of(visibility, "visibility", _VISIBILITIES)
         return _StreamReader(self._calls, self._calls.checked(execution_id), index, visibility)
 
     async def _connected(

@@ -24,7 +24,7 @@ from flowfabric.core.ids import ExecutionId, WaitpointToken, stored_id
 from flowfabric.core.state import PublicState
 from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless, raw
-from flowfabric.engine.api.arguments import each_stored, one_of, partition_number, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.pages import (
@@ -71,8 +71,8 @@ class ValkeySuspensions(Suspensions):
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
     ) -> Resumed:
         args = (
-            one_of(trigger_type, "trigger_type", _TRIGGERS),
-            whole(resume_delay_ms, "resume_delay_ms", 0),
+            check.one_of(trigger_type, "trigger_type", _TRIGGERS),
+            check.whole(resume_delay_ms, "resume_delay_ms", 0),
         )
         return await self._calls.ask_about(
             *(execution_id, "ff_resume", args),
@@ -83,14 +83,14 @@ class ValkeySuspensions(Suspensions):
         )
 
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
-        names, tag = each_stored(ids, "ids"), self._calls.checked_tag(tag)
+        names, tag = check.stored_names(ids, "ids"), self._calls.checked_tag(tag)
         verdicts: list[str] = []
         for part in chunks(names, _EXPIRED_AT_ONCE):
             verdicts += await self._calls.ask_each("ff_expire_suspension", tag, *part)
         return verdicts
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
-        names = each_stored(ids, "ids")
+        names = check.stored_names(ids, "ids")
         return await self._calls.ask_each(
             "ff_expire_waitpoint", self._calls.checked_tag(tag), *names
         )
@@ -99,7 +99,7 @@ class ValkeySuspensions(Suspensions):
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
     ) -> SuspendedPage:
         begin, score, after = _parse_cursor(cursor)
-        limit = min(whole(limit, "limit"), _MAX_PAGE)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         partitions = await self._suspended_partitions(partition)
         if cursor and begin not in partitions:
             raise ValidationError("invalid_cursor", "is of another listing")
@@ -159,7 +159,7 @@ class ValkeySuspensions(Suspensions):
 
     async def _suspended_partitions(self, partition: int | None) -> list[int]:
         if partition is not None:
-            return [partition_number(partition, self._calls.counts)]
+            return [check.partition(partition, self._calls.counts)]
         return await self._places.partitions_in_use()
 
 

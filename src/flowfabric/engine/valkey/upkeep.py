@@ -11,7 +11,7 @@ from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import PartitionKey, is_uuid, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, raw, shown
-from flowfabric.engine.api.arguments import each_stored, instance, one_of
+from flowfabric.engine.api import check
 from flowfabric.engine.api.upkeep import (
     ALL_EXECUTIONS,
     Audit,
@@ -115,25 +115,25 @@ class ValkeyUpkeep(Upkeep):
     # --- acting on what is due --------------------------------------------------------
 
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
-        names = each_stored(ids, "ids")
+        names = check.stored_names(ids, "ids")
         return await self._calls.ask_each("ff_mark_expired", self._calls.checked_tag(tag), *names)
 
     async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
-        names = each_stored(ids, "ids")
+        names = check.stored_names(ids, "ids")
         place = self._calls.checked_tag(tag), validate_lane(lane_id)
         return await self._calls.ask_each("ff_promote_delayed", *place, *names)
 
     async def expire_execution(
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
     ) -> list[str]:
-        names = each_stored(ids, "ids")
-        why = instance(reason, ExpireReason, "reason").value
+        names = check.stored_names(ids, "ids")
+        why = check.instance(reason, ExpireReason, "reason").value
         return await self._calls.ask_each("ff_expire", self._calls.checked_tag(tag), why, *names)
 
     # --- retention --------------------------------------------------------------------
 
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
-        names = each_stored(ids, "ids")
+        names = check.stored_names(ids, "ids")
         place = self._calls.checked_tag(tag), validate_lane(lane_id)
         return await self._calls.ask_each("ff_trim", *place, *names)
 
@@ -218,8 +218,8 @@ class ValkeyUpkeep(Upkeep):
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Mode = "repair"
     ) -> list[str]:
-        names = each_stored(ids, "ids")
-        one_of(mode, "mode", get_args(Mode))
+        names = check.stored_names(ids, "ids")
+        check.one_of(mode, "mode", get_args(Mode))
         self._calls.checked_tag(tag)
         lanes = (await self._places.lanes_in_use())[:_LANES_SEARCHED]
         return (await self.audit_indexes(tag, names, lanes, mode)).verdicts

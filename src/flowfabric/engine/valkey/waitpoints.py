@@ -35,15 +35,7 @@ from flowfabric.core.ids import (
 )
 from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.core.text import lossless, shown
-from flowfabric.engine.api.arguments import (
-    checked_text,
-    each_text,
-    held,
-    instance,
-    listed,
-    positive_ms,
-    whole,
-)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
 from flowfabric.engine.api.waitpoints import LastWait, Waitpoints
 from flowfabric.engine.valkey import keys
@@ -65,12 +57,12 @@ class ValkeyWaitpoints(Waitpoints):
     async def create_waitpoint(
         self, handle: Handle, waitpoint_key: str, expires_in_ms: int
     ) -> PendingWaitpoint:
-        held(handle)
+        check.handle(handle)
         try:
             validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
         except ValidationError as error:
             raise ValidationError("invalid_waitpoint_key", error.detail) from None
-        expires = positive_ms(expires_in_ms, "expires_in_ms")
+        expires = check.positive_ms(expires_in_ms, "expires_in_ms")
         return await self._calls.ask_about(
             *(handle.execution_id, "ff_create_waitpoint"),
             (proof(handle), new_uuid(), waitpoint_key, expires),
@@ -92,7 +84,7 @@ class ValkeyWaitpoints(Waitpoints):
             execution_id,
             validate_uuid(waitpoint_id, "waitpoint_id"),
             validate_text(reason, "reason", required=True),
-            "" if handle is None else proof(held(handle)),
+            "" if handle is None else proof(check.handle(handle)),
         )
         reply = await self._calls.fcall(
             "ff_close_waitpoint", execution_id.tag, args, op="close_waitpoint"
@@ -119,8 +111,8 @@ class ValkeyWaitpoints(Waitpoints):
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
     ) -> OpenWaitpoints:
         execution_id = self._calls.checked(execution_id)
-        checked_text(after, "after")
-        limit = max(1, min(whole(limit, "limit"), _MAX_PAGE))
+        check.text(after, "after")
+        limit = max(1, min(check.whole(limit, "limit"), _MAX_PAGE))
         tag, core = execution_id.tag, keys.core(execution_id.tag, execution_id)
         if not await self._calls.transport.call("EXISTS", core, key=core):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
@@ -186,7 +178,7 @@ class ValkeyWaitpoints(Waitpoints):
         )
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
-        proof(held(handle))
+        proof(check.handle(handle))
         eid, epoch = handle.execution_id, handle.lease_epoch
         met, ended = await asyncio.gather(
             self._stored(eid, "met", keys.met(eid.tag, eid)),
@@ -211,9 +203,9 @@ class ValkeyWaitpoints(Waitpoints):
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
     ) -> ResumeSignal | None:
         execution_id = self._calls.checked(execution_id)
-        checked_text(signal_id, "signal_id")
+        check.text(signal_id, "signal_id")
         if waitpoint_key is not None:
-            checked_text(waitpoint_key, "waitpoint_key")
+            check.text(waitpoint_key, "waitpoint_key")
         context = f"signal {shown(signal_id)}"
         body = keys.signal_payload(execution_id, signal_id)
         stored, payload = await asyncio.gather(
@@ -232,7 +224,7 @@ class ValkeyWaitpoints(Waitpoints):
 
     async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
         execution_id = self._calls.checked(execution_id)
-        names, cursor = each_text(wanted, "wanted"), "0"
+        names, cursor = check.texts(wanted, "wanted"), "0"
         damage, asked = Damage("read_waits"), {name.encode() for name in names}
         found: dict[str, PastWait] = {}
 
@@ -261,10 +253,10 @@ class ValkeyWaitpoints(Waitpoints):
         self, execution_id: ExecutionId, wait: PastWait
     ) -> list[ResumeSignal]:
         execution_id = self._calls.checked(execution_id)
-        instance(wait, PastWait, "wait")
+        check.instance(wait, PastWait, "wait")
         if wait.signals is not None:
-            return listed(wait.signals, "signals")[:]
-        ids = each_text(wait.signal_ids, "signal_ids")
+            return check.listed(wait.signals, "signals")[:]
+        ids = check.texts(wait.signal_ids, "signal_ids")
         read = (self.read_signal(execution_id, each, wait.waitpoint_key) for each in ids)
         return [signal for signal in await asyncio.gather(*read) if signal is not None]
 

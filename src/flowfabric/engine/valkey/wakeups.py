@@ -8,7 +8,7 @@ from typing import Any
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import validate_lane
-from flowfabric.engine.api.arguments import listed
+from flowfabric.engine.api import check
 from flowfabric.engine.api.wakeups import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
@@ -35,7 +35,7 @@ class ValkeyWakeups:
 
     async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
         validate_lane(lane_id)
-        tags = [self._calls.checked_tag(tag, "tags") for tag in listed(tags, "tags")]
+        tags = [self._calls.checked_tag(tag, "tags") for tag in check.listed(tags, "tags")]
         if self._calls.transport.is_cluster or not await self._any_work(lane_id, tags):
             return tags if self._calls.transport.is_cluster else []
         # Most often it is the first: the lane's own partition.

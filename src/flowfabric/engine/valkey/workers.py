@@ -10,7 +10,7 @@ from flowfabric.core.errors import invalid_input
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
-from flowfabric.engine.api.arguments import MAX_EXACT, checked_text, flag, positive_ms, whole
+from flowfabric.engine.api import check
 from flowfabric.engine.api.workers import WorkerEntry, Workers
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
@@ -53,8 +53,8 @@ class ValkeyWorkers(Workers):
         tag = _tag(namespace)
         validate_worker_id(worker_id)
         validate_worker_id(worker_instance_id, "worker_instance_id")
-        positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
-        flag(only_if_absent, "only_if_absent")
+        check.positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
+        check.flag(only_if_absent, "only_if_absent")
         self._nonce = self._nonce or new_uuid()
         args = (
             worker_id,
@@ -87,7 +87,7 @@ class ValkeyWorkers(Workers):
         self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
     ) -> Literal["marked", "not_registered"]:
         tag = _tag(namespace)
-        if len(checked_text(reason, "reason").encode()) > _REASON_BYTES or not reason.isprintable():
+        if len(check.text(reason, "reason").encode()) > _REASON_BYTES or not reason.isprintable():
             raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
         args = (validate_worker_id(worker_instance_id, "worker_instance_id"), reason)
         return await self._calls.ask(
@@ -97,8 +97,8 @@ class ValkeyWorkers(Workers):
     async def list_workers(
         self, namespace: str | None = "default", after: str = "", limit: int | None = 1000
     ) -> list[WorkerEntry]:
-        checked_text(after, "after")
-        limit = MAX_EXACT if limit is None else whole(limit, "limit")
+        check.text(after, "after")
+        limit = check.MAX_EXACT if limit is None else check.whole(limit, "limit")
         namespaces = await self._places.namespaces_in_use() if namespace is None else [namespace]
         listed = sorted(
             [pair for each in namespaces for pair in await self._instances(each, after)]

@@ -1,7 +1,5 @@
 """Checks of arguments; a wrong type or form raises `invalid_input`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -53,7 +51,7 @@ def listed(value: Any, field: str) -> list[Any]:
     return list(cast("Iterable[Any]", value))
 
 
-def checked_text(value: Any, field: str) -> str:
+def text(value: Any, field: str) -> str:
     """Text that UTF-8 can represent."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
@@ -65,12 +63,12 @@ def checked_text(value: Any, field: str) -> str:
     return value
 
 
-def each_text(values: Any, field: str) -> list[str]:
+def texts(values: Any, field: str) -> list[str]:
     """A list of texts."""
-    return [checked_text(value, field) for value in listed(values, field)]
+    return [text(value, field) for value in listed(values, field)]
 
 
-def each_stored(values: Any, field: str) -> list[str]:
+def stored_names(values: Any, field: str) -> list[str]:
     """A list of stored names, malformed ones included."""
     found = listed(values, field)
     for value in found:
@@ -86,28 +84,28 @@ def one_of(value: Any, field: str, allowed: Collection[str]) -> str:
     return value
 
 
-def reason_text(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
+def reason(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
     """Text for people: cut to its limit rather than refused."""
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     return truncate_utf8(value, limit)
 
 
-def checked_bytes(value: Any, field: str) -> bytes:
+def binary(value: Any, field: str) -> bytes:
     """Opaque bytes."""
     if not isinstance(value, bytes):
         raise _wrong_type(field, "bytes", value)
     return value
 
 
-def checked_source(value: Any) -> str:
+def source(value: Any) -> str:
     """Who acts on a lease. An override gets an id, so that a repeat is recognised."""
-    source = checked_text(value, "source")
-    if source == _OVERRIDE:
+    given = text(value, "source")
+    if given == _OVERRIDE:
         return f"{_OVERRIDE} {new_uuid()}"
-    if " " in source:
+    if " " in given:
         raise invalid_input("source", "must not contain spaces")
-    return source
+    return given
 
 
 def whole(value: Any, field: str, low: int | None = None, high: int = MAX_EXACT) -> int:
@@ -148,12 +146,12 @@ def seconds(value: Any, field: str) -> float:
     return max(0.0, value)
 
 
-def partition_number(value: Any, counts: PartitionCounts, field: str = "partition") -> int:
+def partition(value: Any, counts: PartitionCounts, field: str = "partition") -> int:
     """The number of one of the deployment's partitions."""
     return whole(value, field, 0, counts.flow - 1)
 
 
-def checked_tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
+def tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
     """The hash tag of one of the deployment's partitions."""
     match = _is_tag(value) if isinstance(value, str) else None
     if match is None or int(match[1]) >= counts.flow:
@@ -161,24 +159,24 @@ def checked_tag(value: Any, counts: PartitionCounts, field: str = "tag") -> str:
     return value
 
 
-def held(value: Any, field: str = "handle") -> Handle:
+def handle(value: Any, field: str = "handle") -> Handle:
     """A handle that a claim returned."""
-    handle = instance(value, Handle, field)
+    given = instance(value, Handle, field)
     if (
-        type(handle.execution_id) is not ExecutionId
-        or _is_pair(checked_text(handle.lease, field)) is None
-        or _is_pair(checked_text(handle.attempt, field)) is None
+        type(given.execution_id) is not ExecutionId
+        or _is_pair(text(given.lease, field)) is None
+        or _is_pair(text(given.attempt, field)) is None
     ):
         raise invalid_input(field, "is not a handle that a claim returned")
-    return handle
+    return given
 
 
-def fence_text(fence: Any) -> str:
+def fence(fence: Any) -> str:
     """A fence as the functions compare it. Its parts must not contain the separator `/`."""
     if not isinstance(fence, Fence):
         raise _wrong_type("fence", "a Handle or a Fence", fence)
     for field in ("lease_id", "attempt_id"):
-        if "/" in checked_text(getattr(fence, field), field):
+        if "/" in text(getattr(fence, field), field):
             raise invalid_input(field, "must not contain '/'")
     for field in ("lease_epoch", "attempt_index"):
         value: Any = getattr(fence, field)
