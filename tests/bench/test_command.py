@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from flowfabric.bench.arena import arena
 from flowfabric.bench.command import Scenario, register
-from flowfabric.bench.report import as_table, median_run, percentile, rounded
+from flowfabric.bench.report import Options, Progress, as_table, median_run, percentile, rounded
 from flowfabric.bench.workers import Plan, worker_process
 from flowfabric.core.errors import ConfigError
 
@@ -85,7 +85,7 @@ def test_rounding_keeps_small_and_large_values_readable():
 
 
 async def test_a_worker_process_ends_with_its_block():
-    async with arena("no") as at:
+    async with arena(Options(n=1), Progress()) as at:
         async with worker_process(Plan(url=at.url)) as worker:
             running = worker.process.returncode
         assert running is None

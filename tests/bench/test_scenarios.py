@@ -16,9 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from flowfabric.bench.arena import arena
-from flowfabric.bench.command import measure, register
+from flowfabric.bench.command import register
 from flowfabric.bench.report import Options, Progress, as_table
-from flowfabric.bench.scenarios import tokens
+from flowfabric.bench.scenarios import measure, tokens
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.config import WorkerConfig
@@ -191,6 +191,7 @@ async def test_what_is_so_on_purpose_is_nothing_to_warn_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The server of a run keeps no log; the worker's look at its health must not say so."""
-    async with arena("no") as place, await Worker.connect(WorkerConfig(scanners=False), place.url):
+    config = WorkerConfig(scanners=False)
+    async with arena(Options(n=1), Progress()) as at, await Worker.connect(config, at.url):
         pass
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

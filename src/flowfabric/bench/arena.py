@@ -1,39 +1,42 @@
 """The private server a scenario runs on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
-from flowfabric.bench.command import Aof
+from flowfabric.bench.report import Options, Progress
 from flowfabric.core.partition import PartitionCounts, solo_partition
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.valkey.connect import open_backend, start_embedded
+from flowfabric.engine.valkey.raw import RawCalls
+
+T = TypeVar("T")
 
 LANE = "default"
 _END_S = 30.0
 _POLL_S = 0.001
+_health_log = logging.getLogger("flowfabric.engine.valkey.health")
 
 
 class Arena:
-    """A server of its own with a prepared engine on it."""
+    """A server of its own with a prepared engine on it, and what to measure there."""
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: Backend, options: Options, progress: Progress) -> None:
         self.url = url
         self.backend = backend
+        self.options = options
+        self.progress = progress
         self.partition = solo_partition(LANE, backend.counts)
         """The partition that holds the lane's executions."""
         self.tag = f"{{fp:{self.partition}}}"
-
-    async def seed_secret(self) -> None:
-        """Make waits possible: their tokens are signed."""
-        await self.backend.secrets.seed_at_boot(secrets.token_hex(32))
+        self.raw = RawCalls(backend, LANE, self.tag, progress.step)
 
     async def server_cpu_s(self) -> float:
         """Processor time of the server's main thread."""
@@ -59,20 +62,30 @@ async def poll(condition: Callable[[], Awaitable[bool]]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+async def timed(work: Awaitable[T]) -> tuple[float, T]:
+    """How many seconds the work takes, and its result."""
+    start = time.perf_counter()
+    result = await work
+    return time.perf_counter() - start, result
+
+
 @contextlib.asynccontextmanager
-async def arena(aof: Aof) -> AsyncGenerator[Arena]:
+async def arena(options: Options, progress: Progress) -> AsyncGenerator[Arena]:
     """A fresh server; it and its data are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="ff-bench-", ignore_cleanup_errors=True) as folder:
-        server = await asyncio.to_thread(start_embedded, Path(folder), aof=aof)
+        server = await asyncio.to_thread(start_embedded, Path(folder), aof=options.aof)
         pid = server.pid
+        # The server has no append-only file on purpose.
+        _health_log.setLevel(logging.ERROR)
         try:
-            with _without_health_warnings():
-                backend = await open_backend(
-                    server.url, prepare_with=PartitionCounts(), name="ff-bench"
-                )
-                async with contextlib.aclosing(backend):
-                    yield Arena(server.url, backend)
+            counts = PartitionCounts()
+            backend = await open_backend(server.url, prepare_with=counts, name="ff-bench")
+            async with contextlib.aclosing(backend):
+                # Tokens of waits are signed.
+                await backend.secrets.seed_at_boot(secrets.token_hex(32))
+                yield Arena(server.url, backend, options, progress)
         finally:
+            _health_log.setLevel(logging.NOTSET)
             server.release()
             # Remove the folder only after the server has stopped writing to it.
             with contextlib.suppress(TimeoutError):
@@ -84,14 +97,3 @@ async def _gone(pid: int | None) -> bool:
         return pid is None or os.kill(pid, 0) is not None
     except ProcessLookupError:
         return True
-
-
-@contextlib.contextmanager
-def _without_health_warnings() -> Generator[None]:
-    """The server has no append-only file on purpose."""
-    log = logging.getLogger("flowfabric.engine.valkey.health")
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(logging.NOTSET)

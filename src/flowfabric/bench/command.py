@@ -1,15 +1,10 @@
 """`flowfabric bench`: cheap to import; what it measures with is loaded when it runs."""
 
-from __future__ import annotations
-
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-if TYPE_CHECKING:
-    from flowfabric.bench.report import Options, Progress
 
 Aof = Literal["no", "everysec", "always"]
 # fmt: off
@@ -46,40 +41,6 @@ stream     n frames of one task and of ten, all stored; a frame until the tail
 tokens     n forged, cut, altered and misplaced waitpoint tokens are tried
 """
 
-_SCENARIOS: dict[Scenario, tuple[int, int, str]] = {
-    "lifecycle": (20_000, 3, "lifecycle_per_s"),
-    "floor": (20_000, 3, "lifecycle_per_s"),
-    "latency": (1_000, 3, "start_p50_ms"),
-    "memory": (20_000, 1, "bytes_waiting"),
-    "idle": (8_000, 1, "submit_slowdown_pct"),
-    "backlog": (1_000_000, 1, "ratio_p99"),
-    "recovery": (8, 3, "recovery_s"),
-    "resume": (1_000, 3, "p50_ms"),
-    "stream": (100_000, 3, "frames_per_s"),
-    "tokens": (1_000_000, 1, "per_s"),
-}
-"""The default of n and of repeat, and the figure whose median decides which run is reported."""
-
-
-async def measure(
-    scenario: Scenario, options: Options, repeat: int, progress: Progress
-) -> dict[str, str | float]:
-    """Run a scenario `repeat` times, each on a new server, and report the median run."""
-    from importlib import import_module  # noqa: PLC0415
-
-    from flowfabric.bench.report import median_run, rounded  # noqa: PLC0415
-
-    run = import_module(f"flowfabric.bench.scenarios.{scenario}").run
-    decides = "of_floor" if options.with_floor else _SCENARIOS[scenario][2]
-    figures = median_run([await run(options, progress) for _ in range(repeat)], decides)
-    return {
-        "scenario": scenario,
-        "n": options.n,
-        "aof": options.aof,
-        "repeat": repeat,
-        **{key: rounded(value) for key, value in figures.items()},
-    }
-
 
 def bench(
     scenario: Annotated[Scenario, typer.Argument(show_default=False)],
@@ -106,19 +67,19 @@ def bench(
     for given, name in ((unbatched, "--unbatched"), (with_floor, "--with-floor")):
         if given and scenario != "lifecycle":
             raise typer.BadParameter(f"{name} belongs to the lifecycle scenario")
-    default_n, default_repeat, _ = _SCENARIOS[scenario]
-
     # Engine, event loop and tables are loaded for a run only: `flowfabric --help` stays quick.
     import uvloop  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415
 
     from flowfabric.bench.report import Options, Progress, as_table  # noqa: PLC0415
+    from flowfabric.bench.scenarios import MEASUREMENTS, measure  # noqa: PLC0415
     from flowfabric.core.errors import FlowFabricError  # noqa: PLC0415
 
-    options = Options(n=n or default_n, aof=aof, unbatched=unbatched, with_floor=with_floor)
+    usual = MEASUREMENTS[scenario]
+    options = Options(n=n or usual.n, aof=aof, unbatched=unbatched, with_floor=with_floor)
     try:
         with Progress() as progress:
-            report = uvloop.run(measure(scenario, options, repeat or default_repeat, progress))
+            report = uvloop.run(measure(scenario, options, repeat or usual.repeat, progress))
     except FlowFabricError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error

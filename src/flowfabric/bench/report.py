@@ -1,20 +1,16 @@
 """What a scenario is given and what it reports: options, progress, figures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import msgspec
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from flowfabric.bench.command import Aof
 
-Figures = Mapping[str, float]
+Figures = dict[str, float]
 """The measured values of one run by key."""
 
 
@@ -31,38 +27,31 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """How long `idle` counts commands."""
 
 
-class Progress:
+class Progress(bars.Progress):
     """One bar on stderr for the current phase; nothing where stderr is not a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self._bar = Bar(
-            *(TextColumn("{task.description}"), BarColumn()),
-            *(MofNCompleteColumn(), TimeElapsedColumn()),
+        super().__init__(
+            *(bars.TextColumn("{task.description}"), bars.BarColumn()),
+            *(bars.MofNCompleteColumn(), bars.TimeElapsedColumn()),
             console=console,
             transient=True,
             disable=not console.is_terminal,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("", total=None)
+        self._phase = self.add_task("", total=None)
 
     def begin(self, phase: str, total: int) -> None:
         """Start a phase of `total` steps."""
-        self._bar.reset(self._task, total=total, description=phase)
+        self.reset(self._phase, total=total, description=phase)
 
-    def advance(self, steps: int = 1) -> None:
+    def step(self, steps: int = 1) -> None:
         """Count steps of the phase."""
-        self._bar.advance(self._task, steps)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self.advance(self._phase, steps)
 
 
-_MEANING: Mapping[str, tuple[str, str]] = {
+_MEANING = {
     "submit_per_s": ("submitted", "/s"),
     "process_per_s": ("claimed, run and completed", "/s"),
     "lifecycle_per_s": ("whole lifecycles", "/s"),

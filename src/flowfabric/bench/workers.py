@@ -4,22 +4,19 @@ A process gets its plan as JSON, `python -m flowfabric.bench.workers PLAN`, and 
 with its time. It exits when its stdin closes, so it never outlives its parent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import uvloop
 
 from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
-from flowfabric.app.tasks import Task
 from flowfabric.bench.arena import LANE
 from flowfabric.core.errors import ConfigError
 
@@ -27,11 +24,11 @@ _WAIT_S = 120.0
 _END_S = 20.0
 
 
-class BenchApp:
+class BenchApp(Fabric):
     """An application on the scenario's server: `noop`, `stamp`, `hold`, `ask` and `unwanted`."""
 
     def __init__(self, url: str, *, started: Callable[[], None] = lambda: None) -> None:
-        self.fabric = Fabric(url)
+        super().__init__(url)
         self.expect(0, lambda: None)
 
         async def noop() -> None:
@@ -56,13 +53,9 @@ class BenchApp:
         async def unwanted() -> None:
             raise AssertionError("no worker offers what this task requires")
 
-        task = self.fabric.task(lane=LANE)
-        self.noop: Task[[], Any] = task(noop)
-        self.stamp: Task[[], Any] = task(stamp)
-        self.hold: Task[[], Any] = task(hold)
-        self.ask: Task[[], Any] = task(ask)
-        nobody = self.fabric.task(lane=LANE, capabilities={"bench-nobody"})
-        self.unwanted: Task[[], Any] = nobody(unwanted)
+        task = self.task(lane=LANE)
+        self.noop, self.stamp, self.hold, self.ask = task(noop), task(stamp), task(hold), task(ask)
+        self.unwanted = self.task(lane=LANE, capabilities={"bench-nobody"})(unwanted)
 
     def expect(self, calls: int, reached: Callable[[], None]) -> None:
         """Call `reached` after this many calls of `noop`; `first_ns` is the time of the first."""
@@ -94,7 +87,7 @@ async def _run(plan: Plan) -> None:
     app = BenchApp(plan.url, started=lambda: _print("started"))
     app.expect(plan.goal, lambda: _print("reached"))
     workers = [
-        app.fabric.worker(
+        app.worker(
             concurrency=plan.concurrency,
             batch=plan.batch,
             lanes=[plan.lane],
@@ -107,19 +100,15 @@ async def _run(plan: Plan) -> None:
         asyncio.create_task(worker.run(grace_s=0.0, signals=False, ready=lambda: _print("ready")))
         for worker in workers
     ]
-    ending = asyncio.create_task(_stdin_closed())
+    closed = asyncio.Event()
+    # Not a thread that reads: it would keep a crashed process from exiting.
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), closed.set)
+    ending = asyncio.create_task(closed.wait())
     await asyncio.wait([ending, *serving], return_when=asyncio.FIRST_COMPLETED)
     for worker in workers:
         worker.stop()
     await asyncio.gather(*serving)
-    await app.fabric.aclose()
-
-
-async def _stdin_closed() -> None:
-    closed = asyncio.Event()
-    # Not a thread that reads: it would keep a crashed process from exiting.
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), closed.set)
-    await closed.wait()
+    await app.aclose()
 
 
 class WorkerProcess:
@@ -138,24 +127,12 @@ class WorkerProcess:
                 event, _, at_ns = (await self.process.stdout.readline()).decode().partition(" ")
                 if not event:
                     self._errors.seek(0)
-                    *_, said = [
-                        "no message",
-                        *self._errors.read().decode(errors="replace").splitlines(),
-                    ]
+                    lines = self._errors.read().decode(errors="replace").splitlines()
+                    said = lines[-1] if lines else "no message"
                     raise ConfigError("bench", f"a worker process ended: {said}")
                 if event == name:
                     found.append(int(at_ns))
         return found
-
-    async def end(self) -> None:
-        """Stop its workers and wait; kill it if that takes too long."""
-        if self.process.returncode is None and self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), _END_S)
-        except TimeoutError:
-            self.process.kill()
-            await self.process.wait()
 
 
 @contextlib.asynccontextmanager
@@ -175,7 +152,13 @@ async def worker_process(plan: Plan) -> AsyncGenerator[WorkerProcess]:
             await worker.events("ready", plan.workers)
             yield worker
         finally:
-            await worker.end()
+            if process.returncode is None and process.stdin is not None:
+                process.stdin.close()
+            try:
+                await asyncio.wait_for(process.wait(), _END_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
 
 
 if __name__ == "__main__":

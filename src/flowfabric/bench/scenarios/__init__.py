@@ -1,1 +1,55 @@
-"""One module a scenario."""
+"""What `flowfabric bench` measures: one function per scenario, each run on a server of its own."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+from flowfabric.bench.arena import Arena, arena
+from flowfabric.bench.command import Scenario
+from flowfabric.bench.report import Figures, Options, Progress, median_run, rounded
+from flowfabric.bench.scenarios import delays, lifecycle, load, stream, tokens
+
+
+class Measurement(NamedTuple):
+    """How a scenario is measured, with its default of n and of repeat."""
+
+    run: Callable[[Arena], Awaitable[Figures]]
+    n: int
+    repeat: int
+    decides: str
+    """The figure whose median decides which run is reported."""
+
+
+MEASUREMENTS: Mapping[Scenario, Measurement] = {
+    "lifecycle": Measurement(lifecycle.lifecycle, 20_000, 3, "lifecycle_per_s"),
+    "floor": Measurement(lifecycle.floor, 20_000, 3, "lifecycle_per_s"),
+    "latency": Measurement(delays.latency, 1_000, 3, "start_p50_ms"),
+    "memory": Measurement(load.memory, 20_000, 1, "bytes_waiting"),
+    "idle": Measurement(load.idle, 8_000, 1, "submit_slowdown_pct"),
+    "backlog": Measurement(load.backlog, 1_000_000, 1, "ratio_p99"),
+    "recovery": Measurement(delays.recovery, 8, 3, "recovery_s"),
+    "resume": Measurement(delays.resume, 1_000, 3, "p50_ms"),
+    "stream": Measurement(stream.run, 100_000, 3, "frames_per_s"),
+    "tokens": Measurement(tokens.run, 1_000_000, 1, "per_s"),
+}
+
+
+async def measure(
+    scenario: Scenario, options: Options, repeat: int, progress: Progress
+) -> dict[str, str | float]:
+    """Run a scenario `repeat` times, each on a new server, and report the median run."""
+    runs = [await _run_once(scenario, options, progress) for _ in range(repeat)]
+    decides = "of_floor" if options.with_floor else MEASUREMENTS[scenario].decides
+    figures = {key: rounded(value) for key, value in median_run(runs, decides).items()}
+    about = {"scenario": scenario, "n": options.n, "aof": options.aof, "repeat": repeat}
+    return about | figures
+
+
+async def _run_once(scenario: Scenario, options: Options, progress: Progress) -> Figures:
+    """The figures of one run, and of the floor right after it if asked."""
+    async with arena(options, progress) as at:
+        figures = await MEASUREMENTS[scenario].run(at)
+    if options.with_floor:
+        async with arena(options, progress) as at:
+            most = (await lifecycle.floor(at))["lifecycle_per_s"]
+        figures |= {"floor_per_s": most, "of_floor": figures["lifecycle_per_s"] / most}
+    return figures

@@ -1,13 +1,10 @@
-"""Submit, claim, run a no-op and complete through the public API."""
-
-from __future__ import annotations
+"""Submit, claim, run a no-op and complete: through the public API, and as raw calls."""
 
 import asyncio
 import time
 
-from flowfabric.bench.arena import Arena, arena
-from flowfabric.bench.report import Figures, Options, Progress
-from flowfabric.bench.scenarios import floor
+from flowfabric.bench.arena import Arena, timed
+from flowfabric.bench.report import Figures
 from flowfabric.bench.workers import BenchApp, Plan, worker_process
 
 _WARM_UP = 1024
@@ -17,29 +14,40 @@ _CALLERS = 64
 _PINGS = 2_000
 
 
-async def run(options: Options, progress: Progress) -> Figures:
-    """The figures of one run, and of the floor right after it if asked."""
-    async with arena(options.aof) as at:
-        measure = _unbatched if options.unbatched else _batched
-        figures = await measure(at, options.n, progress)
-    if not options.with_floor:
-        return figures
-    most = (await floor.run(options, progress))["lifecycle_per_s"]
-    return {**figures, "floor_per_s": most, "of_floor": figures["lifecycle_per_s"] / most}
+async def floor(at: Arena) -> Figures:
+    """What the engine's functions alone allow: raw batched calls, each transition timed."""
+    n, raw = at.options.n, at.raw
+    at.progress.begin("floor: warm-up", 3 * _WARM_UP)
+    await raw.warm_up(_WARM_UP)
+    at.progress.begin("floor: create, claim, complete", 3 * n)
+    cpu = await at.server_cpu_s()
+    create_s, _ = await timed(raw.send(raw.creations(n)))
+    claim_s, rows = await timed(raw.send(raw.claims(n)))
+    complete_s, _ = await timed(raw.send(raw.completions(rows)))
+    cpu = await at.server_cpu_s() - cpu
+    return {
+        "submit_per_s": n / create_s,
+        "claim_per_s": n / claim_s,
+        "complete_per_s": n / complete_s,
+        "lifecycle_per_s": n / (create_s + claim_s + complete_s),
+        "server_us": cpu / n * 1e6,
+    }
 
 
-async def _batched(at: Arena, n: int, progress: Progress) -> Figures:
+async def lifecycle(at: Arena) -> Figures:
     """Submit everything, then run one worker until it is done, both in this process."""
-    app = BenchApp(at.url)
-    async with app.fabric:
-        progress.begin("lifecycle: warm-up", _WARM_UP)
-        await _submit(app, _WARM_UP, progress)
+    if at.options.unbatched:
+        return await _unbatched(at)
+    n = at.options.n
+    async with BenchApp(at.url) as app:
+        at.progress.begin("lifecycle: warm-up", _WARM_UP)
+        await _submit(at, app, _WARM_UP)
         await _process(at, app, _WARM_UP)
-        progress.begin("lifecycle", 2 * n)
+        at.progress.begin("lifecycle", 2 * n)
         server, python = await at.server_cpu_s(), time.process_time()
-        submit_s = await _submit(app, n, progress)
+        submit_s, _ = await timed(_submit(at, app, n))
         process_s = await _process(at, app, n)
-        progress.advance(n)
+        at.progress.step(n)
         server, python = await at.server_cpu_s() - server, time.process_time() - python
     return {
         "submit_per_s": n / submit_s,
@@ -50,20 +58,18 @@ async def _batched(at: Arena, n: int, progress: Progress) -> Figures:
     }
 
 
-async def _submit(app: BenchApp, n: int, progress: Progress) -> float:
-    start = time.perf_counter()
+async def _submit(at: Arena, app: BenchApp, n: int) -> None:
     for done in range(0, n, _CHUNK):
         size = min(_CHUNK, n - done)
-        await app.fabric.submit_many(app.noop, [()] * size)
-        progress.advance(size)
-    return time.perf_counter() - start
+        await app.submit_many(app.noop, [()] * size)
+        at.progress.step(size)
 
 
 async def _process(at: Arena, app: BenchApp, n: int) -> float:
     """Seconds from the first handler to the last stored completion."""
     reached = asyncio.Event()
     app.expect(n, reached.set)
-    worker = app.fabric.worker(concurrency=_CONCURRENCY)
+    worker = app.worker(concurrency=_CONCURRENCY)
     serving = asyncio.create_task(worker.run(signals=False))
     serving.add_done_callback(lambda _: reached.set())
     try:
@@ -77,10 +83,10 @@ async def _process(at: Arena, app: BenchApp, n: int) -> float:
         await serving
 
 
-async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
+async def _unbatched(at: Arena) -> Figures:
     """One execution per call, with many callers and with one."""
-    figures = await _single_calls(at, n, _CALLERS, progress)
-    serial = await _single_calls(at, n, 1, progress)
+    figures = await _single_calls(at, _CALLERS)
+    serial = await _single_calls(at, 1)
     start = time.perf_counter()
     for _ in range(_PINGS):
         await at.backend.meta.ping()
@@ -93,17 +99,17 @@ async def _unbatched(at: Arena, n: int, progress: Progress) -> Figures:
     }
 
 
-async def _single_calls(at: Arena, n: int, callers: int, progress: Progress) -> Figures:
+async def _single_calls(at: Arena, callers: int) -> Figures:
     """Submit here and process in a worker process at the same time, one execution per call.
 
     Each caller submits, waits for the answer and submits again; the worker has as many slots,
     and each of them ends its execution and takes the next one.
     """
-    app = BenchApp(at.url)
+    n = at.options.n
     plan = Plan(url=at.url, concurrency=callers, batch=1, goal=_WARM_UP + n)
-    async with app.fabric, worker_process(plan) as worker:
-        progress.begin(f"lifecycle: callers: {callers}", _WARM_UP + n)
-        await _submit(app, _WARM_UP, progress)
+    async with BenchApp(at.url) as app, worker_process(plan) as worker:
+        at.progress.begin(f"lifecycle: callers: {callers}", _WARM_UP + n)
+        await _submit(at, app, _WARM_UP)
         await at.until_done()
         server = await at.server_cpu_s()
         start = time.perf_counter()
@@ -111,8 +117,8 @@ async def _single_calls(at: Arena, n: int, callers: int, progress: Progress) -> 
 
         async def submit_some() -> None:
             for _ in rest:
-                await app.fabric.submit(app.noop)
-                progress.advance()
+                await app.submit(app.noop)
+                at.progress.step()
 
         await asyncio.gather(*(submit_some() for _ in range(callers)))
         submit_s = time.perf_counter() - start

@@ -1,7 +1,5 @@
 """Output of attempts: how much a worker can write, and how soon followers have it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -9,8 +7,8 @@ import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from flowfabric.bench.arena import LANE, Arena, arena, poll
-from flowfabric.bench.report import Figures, Options, Progress, percentile, percentiles
+from flowfabric.bench.arena import LANE, Arena, poll, timed
+from flowfabric.bench.report import Figures, percentile, percentiles
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.ids import ExecutionId
@@ -31,29 +29,26 @@ _TURNS = 7
 Tasks = Sequence[ClaimedTask]
 
 
-async def run(options: Options, progress: Progress) -> Figures:
+async def run(at: Arena) -> Figures:
     """Write `n` frames as fast as possible, then single ones that tails wait for."""
-    n, tails = options.n, options.workers
+    n, tails = at.options.n, at.options.workers
     samples = max(10, n // _FRAMES_PER_LAG)
-    async with arena(options.aof) as at:
-        config = WorkerConfig(max_concurrent_tasks=tails + _WRITERS + 1, scanners=False)
-        async with await Worker.connect(config, at.url) as worker:
-            count = max(tails, _WRITERS)
-            ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
-            await at.backend.executions.create_many(
-                [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
-            )
-            tasks = await worker.claim_many(count)
-            progress.begin("stream: write", 2)
-            await _write(tasks[:1], n // 10)
-            one = await _write(tasks[:1], n)
-            progress.advance()
-            ten = await _write(tasks[:_WRITERS], n)
-            progress.advance()
-            lag = await _lags(at, tasks[:1], samples, progress)
-            crowd = await _lags(at, tasks, samples, progress)
-            slowdown = await _slowdown(at, tasks, samples, progress)
-            await asyncio.gather(*(task.complete() for task in tasks))
+    config = WorkerConfig(max_concurrent_tasks=tails + _WRITERS + 1, scanners=False)
+    async with await Worker.connect(config, at.url) as worker:
+        count = max(tails, _WRITERS)
+        ids = ExecutionId.mint_solo_many(LANE, at.backend.counts, count)
+        await at.backend.executions.create_many(
+            [NewExecution(execution_id=i, execution_kind="write", lane_id=LANE) for i in ids]
+        )
+        tasks = await worker.claim_many(count)
+        at.progress.begin("stream: write", 3)
+        await _write(at, tasks[:1], n // 10)
+        one = await _write(at, tasks[:1], n)
+        ten = await _write(at, tasks[:_WRITERS], n)
+        lag = await _lags(at, tasks[:1], samples)
+        crowd = await _lags(at, tasks, samples)
+        slowdown = await _slowdown(at, tasks, samples)
+        await asyncio.gather(*(task.complete() for task in tasks))
     return {
         "frames_per_s": one,
         "frames_per_s_10": ten,
@@ -63,7 +58,7 @@ async def run(options: Options, progress: Progress) -> Figures:
     }
 
 
-async def _write(tasks: Tasks, n: int) -> float:
+async def _write(at: Arena, tasks: Tasks, n: int) -> float:
     """Frames per second, all stored."""
     each = max(1, n // len(tasks))
 
@@ -72,9 +67,9 @@ async def _write(tasks: Tasks, n: int) -> float:
             await task.write_frame(_TOKEN)
         await task.flush_output()
 
-    start = time.perf_counter()
-    await asyncio.gather(*(write(task) for task in tasks))
-    return each * len(tasks) / (time.perf_counter() - start)
+    seconds, _ = await timed(asyncio.gather(*(write(task) for task in tasks)))
+    at.progress.step()
+    return each * len(tasks) / seconds
 
 
 @contextlib.asynccontextmanager
@@ -104,28 +99,28 @@ async def _read(client: Client, task: ClaimedTask, lags: asyncio.Queue[float]) -
         lags.put_nowait((time.monotonic_ns() - int(frame.payload)) / 1e6)
 
 
-async def _lags(at: Arena, tasks: Tasks, samples: int, progress: Progress) -> list[float]:
+async def _lags(at: Arena, tasks: Tasks, samples: int) -> list[float]:
     """Milliseconds from writing a frame until the tail of its stream has it."""
     lags, measured = asyncio.Queue[float](), list[float]()
-    progress.begin(f"stream: {len(tasks)} tails", samples)
+    at.progress.begin(f"stream: {len(tasks)} tails", samples)
     async with _tails(at, tasks, lags):
         for _ in range(samples):
             await asyncio.sleep(_PAUSE_S)
             frame = Frame(payload=b"%d" % time.monotonic_ns(), frame_type="delta")
             await random.choice(tasks).write_frame(frame)  # noqa: S311 - a test load
             measured.append(await lags.get())
-            progress.advance()
+            at.progress.step()
     return measured
 
 
-async def _slowdown(at: Arena, tasks: Tasks, samples: int, progress: Progress) -> float:
+async def _slowdown(at: Arena, tasks: Tasks, samples: int) -> float:
     """How many percent longer a call takes on the connection of a client whose tails all wait."""
-    progress.begin("stream: calls beside waiting tails", _TURNS)
+    at.progress.begin("stream: calls beside waiting tails", _TURNS)
     ratios: list[float] = []
     for _ in range(_TURNS):
         alone = await _call_s(at, tasks[:1], samples)
         ratios.append(await _call_s(at, tasks, samples) / alone)
-        progress.advance()
+        at.progress.step()
     return 100 * (percentile(ratios, 50) - 1)
 
 

@@ -1,16 +1,14 @@
 """Whether a waitpoint can be signalled with a token that is not its own."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 import msgspec
 
-from flowfabric.bench.arena import LANE, Arena, arena
-from flowfabric.bench.report import Figures, Options, Progress
+from flowfabric.bench.arena import LANE, Arena, timed
+from flowfabric.bench.report import Figures
 from flowfabric.core.conditions import Single
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.suspension import Accepted, Suspended
@@ -32,9 +30,9 @@ class SignalTarget(msgspec.Struct, frozen=True):
     waitpoint_id: str
     token: str
 
-    def with_token(self, token: str) -> SignalTarget:
+    def with_token(self, token: str) -> Self:
         """The same waitpoint with another token."""
-        return SignalTarget(self.execution_id, self.waitpoint_id, token)
+        return msgspec.structs.replace(self, token=token)
 
 
 def _altered(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
@@ -74,21 +72,18 @@ def forgeries(
         yield FORGERS[number % len(FORGERS)](rng, *rng.sample(targets, 2))
 
 
-async def run(options: Options, progress: Progress) -> Figures:
+async def run(at: Arena) -> Figures:
     """Send `n` forged tokens to waitpoints that wait for any signal."""
-    async with arena(options.aof) as at:
-        await at.seed_secret()
-        targets = [await _target(at) for _ in range(_TARGETS)]
-        forged = forgeries(random.Random(), targets, options.n)  # noqa: S311 - a test load
-        progress.begin("tokens: forged", options.n)
-        start = time.perf_counter()
-        counts = await asyncio.gather(*(_send(at, forged, progress) for _ in range(_SENDERS)))
-        seconds = time.perf_counter() - start
-        # The real tokens still work, so the forged ones were refused for being forged.
-        for target in targets:
-            outcome = await _signal(at, target)
-            if not (isinstance(outcome, Accepted) and outcome.resumed):
-                raise ConfigError("bench", "a real token was refused, so the figures mean nothing")
+    targets = [await _target(at) for _ in range(_TARGETS)]
+    forged = forgeries(random.Random(), targets, at.options.n)  # noqa: S311 - a test load
+    at.progress.begin("tokens: forged", at.options.n)
+    senders = asyncio.gather(*(_send(at, forged) for _ in range(_SENDERS)))
+    seconds, counts = await timed(senders)
+    # The real tokens still work, so the forged ones were refused for being forged.
+    for target in targets:
+        outcome = await _signal(at, target)
+        if not (isinstance(outcome, Accepted) and outcome.resumed):
+            raise ConfigError("bench", "a real token was refused, so the figures mean nothing")
     tried, accepted = map(sum, zip(*counts, strict=True))
     return {"tried": tried, "accepted": accepted, "per_s": tried / seconds}
 
@@ -113,7 +108,7 @@ async def _target(at: Arena) -> SignalTarget:
     return SignalTarget(eid, details.waitpoint_id, details.waitpoint_token.reveal())
 
 
-async def _send(at: Arena, forged: Iterator[SignalTarget], progress: Progress) -> tuple[int, int]:
+async def _send(at: Arena, forged: Iterator[SignalTarget]) -> tuple[int, int]:
     tried = accepted = 0
     for forgery in forged:
         try:
@@ -124,5 +119,5 @@ async def _send(at: Arena, forged: Iterator[SignalTarget], progress: Progress) -
                 raise
         tried += 1
         if tried % _REPORT == 0:
-            progress.advance(_REPORT)
+            at.progress.step(_REPORT)
     return tried, accepted
