@@ -15,7 +15,7 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.portal import Portal, PortalClosed
+from flowfabric.sdk.loop_thread import Portal, PortalClosed
 from flowfabric.sdk.sync import SyncClient
 
 
@@ -138,7 +138,7 @@ def test_a_last_step_that_fails_is_raised_when_all_is_ended() -> None:
 
 
 def test_a_last_step_without_end_does_not_keep_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.sdk.portal._LAST_S", 0.01)
+    monkeypatch.setattr("flowfabric.sdk.loop_thread._LAST_S", 0.01)
     portal = Portal("ff-endless")
     caller = waiting(portal)
     portal.close(endless)

@@ -21,7 +21,7 @@ import flowfabric as ff
 from flowfabric.app.output import OutputStream, SyncOutputStream
 from flowfabric.core.contracts.executions import Created
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.loop_thread import Portal
 from flowfabric.sdk.sync import SyncClient
 from tests.support.engine import Engine
 from tests.support.sdk import watch_of

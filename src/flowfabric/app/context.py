@@ -27,7 +27,7 @@ from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.forks import generation
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.blocking import SyncTwin, blocking
-from flowfabric.sdk.portal import LoopCaller, refuse_after_fork
+from flowfabric.sdk.loop_thread import LoopCaller, refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 
 V = TypeVar("V")

@@ -11,7 +11,7 @@ from flowfabric.app import codec
 from flowfabric.core.contracts.streams import Frame, FrameMode
 from flowfabric.core.forks import generation
 from flowfabric.sdk.blocking import SyncTwin, blocking
-from flowfabric.sdk.portal import refuse_after_fork
+from flowfabric.sdk.loop_thread import refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 
 _FRAME_BYTES = 65_536

@@ -15,7 +15,7 @@ from flowfabric.core.closing import Closing
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.loop_thread import Portal
 from flowfabric.sdk.sync import SyncClient
 
 P = ParamSpec("P")

@@ -1,22 +1,19 @@
 """Leases for the handlers of this process: within its permits, repeated when a reply is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
-from flowfabric.core.contracts.leases import Claim, ClaimedMany
+from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle
 from flowfabric.core.errors import EngineError, TransportError, WorkerAtCapacity
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
-from flowfabric.scheduler.cycle import ClaimCycle
 from flowfabric.scheduler.hints import LaneHints, LaneRotation
 
 log = logging.getLogger(__name__)
@@ -27,6 +24,16 @@ T = TypeVar("T")
 _MAX_STICKY = 16
 _FIRST_PAUSE_S = 0.1
 _LAST_PAUSE_S = 1.0
+
+
+async def give_back(backend: Backend, handles: Iterable[Handle]) -> int:
+    """Return leases, best effort: the others lapse. The result is how many were returned."""
+    calls = (backend.executions.delay(handle, 1) for handle in handles)
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    for error in failed:
+        log.debug("lease not given back: %s", error)
+    return len(outcomes) - len(failed)
 
 
 class WorkerClaims(Generic[T]):
@@ -44,7 +51,7 @@ class WorkerClaims(Generic[T]):
         permits: int,
         poll_s: float,
     ) -> None:
-        self.cycle = ClaimCycle(backend)
+        self.backend = backend
         self.free = permits
         self.released = 0
         """How many permits came back so far."""
@@ -54,7 +61,6 @@ class WorkerClaims(Generic[T]):
         instance = next(iter(requests.values())).worker_instance_id
         self.lanes = LaneRotation(requests, backend.counts, instance)
         self.on_release: Callable[[], None] | None = None
-        self._backend = backend
         self._requests = requests
         self._adopt = adopt
         self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
@@ -68,10 +74,6 @@ class WorkerClaims(Generic[T]):
         taken = min(wanted, self.free)
         self.free -= taken
         return taken
-
-    def unreserve(self, count: int) -> None:
-        """Return permits that no task took."""
-        self.free += count
 
     def release(self) -> None:
         """Return the permit of a task that ended."""
@@ -91,7 +93,7 @@ class WorkerClaims(Generic[T]):
                 if len(tasks) < wanted:
                     await self._sweep_when_due(lane)
                     rest = wanted - len(tasks)
-                    tasks += await self.cycle.visit(lane, list(lane), rest, self.claim_at)
+                    tasks += await lane.visit(list(lane.hinted), rest, self.claim_at)
         except EngineError:
             # What was claimed before the fault is not lost with it.
             if not tasks:
@@ -99,9 +101,8 @@ class WorkerClaims(Generic[T]):
         return tasks
 
     async def _sweep_when_due(self, lane: LaneHints) -> None:
-        swept_at = lane.swept_at
-        if not len(lane) or swept_at is None or time.monotonic() - swept_at >= self.poll_s:
-            for tag in await self.cycle.sweep(lane):
+        if not lane.hinted or time.monotonic() - lane.swept_at >= self.poll_s:
+            for tag in await lane.sweep(self.backend):
                 lane.add(tag)
 
     async def claim_at(self, lane_id: str, tag: str, max_n: int) -> tuple[list[T], bool]:
@@ -112,7 +113,7 @@ class WorkerClaims(Generic[T]):
         request_id, since, repeats = self._request(lane_id, tag)
         tasks: list[T] = []
         try:
-            claimed = await self._backend.claims.claim_many(
+            claimed = await self.backend.claims.claim_many(
                 self._requests[lane_id], tag, reserved, request_id=request_id
             )
             tasks = [self._adopt(claim, since) for claim in claimed.claims[:reserved]]
@@ -121,10 +122,10 @@ class WorkerClaims(Generic[T]):
                 self._note_unanswered(lane_id, tag, request_id, since)
             raise
         finally:
-            self.unreserve(reserved - len(tasks))
+            self.free += reserved - len(tasks)
         if len(claimed.claims) > reserved:
             # The answer to an earlier request, when more permits were free.
-            await self.cycle.give_back(claim.handle for claim in claimed.claims[reserved:])
+            await give_back(self.backend, [claim.handle for claim in claimed.claims[reserved:]])
         if tasks:
             self._register_place(lane_id, tag)
         # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
@@ -142,7 +143,7 @@ class WorkerClaims(Generic[T]):
                 return outcome
             claimed = True
         finally:
-            self.unreserve(not claimed)
+            self.free += not claimed
         self._register_place(outcome.handle.lane_id, outcome.handle.execution_id.tag)
         return self._adopt(outcome, since)
 
@@ -163,11 +164,11 @@ class WorkerClaims(Generic[T]):
 
     def _register_place(self, lane_id: str, tag: str) -> None:
         """Have the scanners look where work was found."""
-        lanes = self._backend.places.known_places.get(tag)
+        lanes = self.backend.places.known_places.get(tag)
         if lanes is None or lane_id not in lanes:
-            self.in_background(self._backend.places.register_places({tag: [lane_id]}))
+            self.in_background(self.backend.places.register_places({tag: [lane_id]}))
 
-    def in_background(self, work: Awaitable[None]) -> None:
+    def in_background(self, work: Awaitable[object]) -> None:
         """Run what no caller waits for; a failure is logged at debug level."""
 
         async def run() -> None:
@@ -197,7 +198,7 @@ class WorkerClaims(Generic[T]):
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                outcomes, claimed = await self._backend.claims.complete_and_claim(
+                outcomes, claimed = await self.backend.claims.complete_and_claim(
                     tag, items, request, room, request_id=request_id
                 )
             except TransportError as error:
@@ -205,11 +206,8 @@ class WorkerClaims(Generic[T]):
                     if room and error.ambiguous:
                         self._note_unanswered(lane_id, tag, request_id, since)
                     raise
-                log.warning(
-                    "results not stored, trying again: %s",
-                    error,
-                    extra={"action": "complete_delayed"},
-                )
+                extra = {"action": "complete_delayed"}
+                log.warning("results not stored, trying again: %s", error, extra=extra)
             else:
                 if not room:
                     return outcomes, list
@@ -224,14 +222,15 @@ class WorkerClaims(Generic[T]):
             self.lanes[lane_id].visited(tag, more=False)
         room = 0 if self.stopping else self.reserve(len(claims))
         if len(claims) > room:
-            self.in_background(self.cycle.give_back([claim.handle for claim in claims[room:]]))
+            unused = [claim.handle for claim in claims[room:]]
+            self.in_background(give_back(self.backend, unused))
         return [self._adopt(claim, since) for claim in claims[:room]]
 
     def _may_stick(self, lane_id: str, tag: str) -> bool:
         """Stay on a partition for a while only, and not while others wait longer."""
-        if self.stopping or tag not in self.lanes[lane_id]:
+        if self.stopping or tag not in self.lanes[lane_id].hinted:
             return False
-        if all(len(lane) <= (lane.lane_id == lane_id) for lane in self.lanes):
+        if all(len(lane.hinted) <= (lane.lane_id == lane_id) for lane in self.lanes):
             return True
         self._sticky += 1
         if self._sticky < _MAX_STICKY:

@@ -1,7 +1,5 @@
 """Grants for workers that claim through a server (`claim_for_worker`)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -18,7 +16,6 @@ from flowfabric.core.ids import fnv1a64, validate_lane, validate_worker_id
 from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import provide
-from flowfabric.scheduler.cycle import ClaimCycle
 from flowfabric.scheduler.hints import WINDOW, LaneHints, window
 
 log = logging.getLogger(__name__)
@@ -45,7 +42,6 @@ class WorkerGrants:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._cycle = ClaimCycle(backend)
         self._hinted: dict[str, LaneHints] = {}
         self._cursor = 0
         self._moved_at = time.monotonic()
@@ -87,21 +83,20 @@ class WorkerGrants:
         async def take(lane_id: str, tag: str, _: int) -> tuple[list[ClaimGrant], bool]:
             try:
                 found = await claims.scan_eligible_executions(lane_id, tag, _CANDIDATES, offered)
-                for execution_id in await self._cycle.admit(found):
+                for execution_id in found:
                     # Others may have granted, claimed or cancelled it since it was read.
                     with contextlib.suppress(ContentionError, StateError, NotFoundError):
                         return [await grant(execution_id)], execution_id != found[-1]
             except EngineError as error:
-                log.warning(
-                    "partition %s not searched: %s", tag, error, extra={"action": "claim_failed"}
-                )
+                extra = {"action": "claim_failed"}
+                log.warning("partition %s not searched: %s", tag, error, extra=extra)
                 failures.append(error)
             return [], False
 
-        tags = list(dict.fromkeys((lane.home, *lane, *window(start, counts))))
+        tags = list(dict.fromkeys((lane.home, *lane.hinted, *window(start, counts))))
         tags = await self._backend.wakeups.find_work(lane_id, tags)
-        grants = await self._cycle.visit(lane, tags, 1, take)
-        if len(lane):
+        grants = await lane.visit(tags, 1, take)
+        if lane.hinted:
             self._hinted[lane_id] = lane
         else:
             self._hinted.pop(lane_id, None)

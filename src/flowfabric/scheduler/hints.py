@@ -1,15 +1,28 @@
-"""Which partitions of a lane are believed to hold work, and where to look besides."""
+"""Which partitions of a lane are believed to hold work, and the visits to them.
 
-from __future__ import annotations
+Hints say where to go: doorbell rings, sweeps, and what an earlier visit left over. Two callers
+share them:
 
+* `WorkerClaims` takes leases for the handlers of its own process, within its permits;
+* `WorkerGrants` reserves executions for workers that claim through a server.
+"""
+
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import TypeVar
 
 from flowfabric.core.ids import fnv1a64
 from flowfabric.core.partition import PartitionCounts, solo_partition
+from flowfabric.engine.api.backend import Backend
+
+T = TypeVar("T")
 
 WINDOW = 32
 """How many partitions a sweep covers."""
+
+Take = Callable[[str, str, int], Awaitable[tuple[list[T], bool]]]
+"""Takes up to N executions of a lane and partition; also tells whether to come back for more."""
 
 
 def window(start: int, counts: PartitionCounts) -> list[str]:
@@ -18,7 +31,7 @@ def window(start: int, counts: PartitionCounts) -> list[str]:
 
 
 class LaneHints:
-    """The partitions of one lane that may hold work, oldest hint first.
+    """The partitions of one lane that may hold work.
 
     Hints may be lost, so a slow sweep visits all partitions in turn. Each lane has its own
     position, seeded by the worker, so that a fleet spreads out.
@@ -29,38 +42,43 @@ class LaneHints:
         self.home = f"{{fp:{solo_partition(lane_id, counts)}}}"
         self._counts = counts
         self._cursor = seed
-        self._hinted: dict[str, None] = {}
-        self.swept_at: float | None = None
-        """When, on the monotonic clock, the last sweep began; None before the first."""
+        self.hinted: dict[str, None] = {}
+        """The tags of the partitions, oldest hint first."""
+        self.swept_at = -math.inf
+        """When, on the monotonic clock, the last sweep began."""
 
     def add(self, tag: str) -> None:
         """Hint at a partition where work was seen or announced."""
-        self._hinted.setdefault(tag)
+        self.hinted.setdefault(tag)
 
     def visited(self, tag: str, *, more: bool) -> None:
         """Drop a visited partition, or move it behind the others if work remains there."""
-        self._hinted.pop(tag, None)
+        self.hinted.pop(tag, None)
         if more:
-            self._hinted[tag] = None
+            self.hinted[tag] = None
 
     def oldest(self) -> str | None:
         """The partition to visit next, if any."""
-        return next(iter(self._hinted), None)
+        return next(iter(self.hinted), None)
 
-    def __contains__(self, tag: str) -> bool:
-        return tag in self._hinted
-
-    def __len__(self) -> int:
-        return len(self._hinted)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._hinted)
-
-    def sweep(self) -> list[str]:
-        """The lane's own partition, then the next window of the others."""
+    async def sweep(self, backend: Backend) -> list[str]:
+        """Where work waits in the lane's own partition and the next window; not what is hinted."""
         self.swept_at = time.monotonic()
         start, self._cursor = self._cursor, self._cursor + WINDOW
-        return [self.home, *(tag for tag in window(start, self._counts) if tag != self.home)]
+        tags = dict.fromkeys((self.home, *window(start, self._counts)))
+        unknown = [tag for tag in tags if tag not in self.hinted]
+        return await backend.wakeups.find_work(self.lane_id, unknown) if unknown else []
+
+    async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
+        """Go to the partitions in this order until `wanted` executions were taken."""
+        taken: list[T] = []
+        for tag in tags:
+            if len(taken) >= wanted:
+                break
+            found, more = await take(self.lane_id, tag, wanted - len(taken))
+            self.visited(tag, more=more)
+            taken += found
+        return taken
 
 
 class LaneRotation:
@@ -79,7 +97,7 @@ class LaneRotation:
 
     def hinted(self) -> bool:
         """Whether any lane is believed to hold work."""
-        return any(len(lane) for lane in self._order)
+        return any(lane.hinted for lane in self._order)
 
     def in_turn(self) -> list[LaneHints]:
         """Every lane, starting with a different one each time."""
@@ -89,7 +107,7 @@ class LaneRotation:
     def next(self) -> LaneHints | None:
         """The next lane that is believed to hold work; it then goes to the back."""
         for position, lane in enumerate(self._order):
-            if len(lane):
+            if lane.hinted:
                 self._order.append(self._order.pop(position))
                 return lane
         return None

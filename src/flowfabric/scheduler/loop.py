@@ -1,16 +1,14 @@
 """Runs claim cycles while a worker serves: asleep without permits or hints, awake at a ring."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from flowfabric.core.errors import AuthError, EngineError, TransportError
-from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.wakeups import WorkPlace
 from flowfabric.scheduler.claims import WorkerClaims
 
@@ -32,21 +30,15 @@ class ClaimLoop(Generic[T]):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        claims: WorkerClaims[T],
-        start: Callable[[T], None],
-        *,
-        batch: int,
-        listen_s: float,
+        self, claims: WorkerClaims[T], start: Callable[[T], None], *, batch: int, listen_s: float
     ) -> None:
-        self._backend = backend
+        self._backend = claims.backend
         self._claims = claims
         self._lanes = claims.lanes
         self._start = start
         self._batch = batch
         self._listen_s = listen_s
-        self._doorbell = backend.wakeups.listen(lane.lane_id for lane in claims.lanes)
+        self._doorbell = claims.backend.wakeups.listen(lane.lane_id for lane in claims.lanes)
         self._wake = asyncio.Event()
         self._stopped = asyncio.Event()
         self._rings_wanted = asyncio.Event()
@@ -92,9 +84,8 @@ class ClaimLoop(Generic[T]):
             except EngineError as error:
                 if is_permanent(error):
                     raise
-                log.warning(
-                    "claim failed, trying again: %s", error, extra={"action": "claim_failed"}
-                )
+                extra = {"action": "claim_failed"}
+                log.warning("claim failed, trying again: %s", error, extra=extra)
                 await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(pause * 2, _LAST_PAUSE_S)
 
@@ -148,7 +139,7 @@ class ClaimLoop(Generic[T]):
                 places = [(lane.lane_id, lane.home) for lane in self._lanes]
             for place in places:
                 if self._claims.free and not self._stopped.is_set():
-                    self._hint(place)
+                    self._hint(*place)
                 else:
                     await self._ring_again(place)
             self._listening = False
@@ -168,18 +159,15 @@ class ClaimLoop(Generic[T]):
                 log.debug("doorbell not looked at: %s", error)
                 continue
             for place in places:
-                self._hint(place)
+                self._hint(*place)
             self._wake.set()
 
-    def _hint(self, place: WorkPlace) -> None:
-        lane_id, tag = place
+    def _hint(self, lane_id: str, tag: str) -> None:
         self._lanes[lane_id].add(tag)
 
     async def _sweep(self) -> list[WorkPlace]:
         return [
-            (lane.lane_id, tag)
-            for lane in self._lanes
-            for tag in await self._claims.cycle.sweep(lane)
+            (lane.lane_id, tag) for lane in self._lanes for tag in await lane.sweep(self._backend)
         ]
 
     async def _pass_on(self, place: WorkPlace) -> None:
@@ -188,14 +176,12 @@ class ClaimLoop(Generic[T]):
         A worker that hears it again within that time keeps it, so a ring for work that nobody can
         take goes round the idle workers once and ends.
         """
-        now = time.monotonic()
-        passed_at = self._passed.get(place)
         if place not in self._rung:
             return
         self._rung.discard(place)
-        if (passed_at is None or now - passed_at >= self._listen_s) and await self._ring_again(
-            place
-        ):
+        now = time.monotonic()
+        due = now - self._passed.get(place, -math.inf) >= self._listen_s
+        if due and await self._ring_again(place):
             self._passed[place] = now
 
     async def _ring_again(self, place: WorkPlace) -> bool:

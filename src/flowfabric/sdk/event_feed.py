@@ -22,7 +22,7 @@ from flowfabric.engine.api.events import (
     Subscriptions,
 )
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking, iterate
-from flowfabric.sdk.portal import PortalClosed
+from flowfabric.sdk.loop_thread import PortalClosed
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
+from flowfabric.scheduler.claims import give_back
 from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class LeaseKeeper:
         self._held[handle.lease] = held
         if self._idle:
             self._idle = False
-            self._thread.call(self._look_now)
+            self._thread.post(self._look_now)
         return held
 
     def release(self, held: HeldLease) -> None:
@@ -167,12 +168,7 @@ class LeaseKeeper:
         if loop is None or backend is None:
             return 0
 
-        async def give() -> int:
-            calls = (backend.executions.delay(handle, 1) for handle in handles)
-            outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            return sum(not isinstance(outcome, BaseException) for outcome in outcomes)
-
-        giving = give()
+        giving = give_back(backend, handles)
         try:
             return asyncio.run_coroutine_threadsafe(giving, loop).result(_GIVE_BACK_S)
         except (TimeoutError, RuntimeError):

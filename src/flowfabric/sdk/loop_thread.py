@@ -1,22 +1,28 @@
-"""A coroutine on a thread of its own, out of reach of code that blocks the worker's loop."""
-
-from __future__ import annotations
+"""Event loops on threads of their own: out of reach of blocking code, or for code that has none."""
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from flowfabric.core.errors import TransportError
-from flowfabric.core.forks import forget_on_fork, leave_behind
+from flowfabric.core.forks import forget_on_fork, generation, leave_behind
 from flowfabric.engine.api.backend import Backend
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Connect = Callable[[], Awaitable[Backend]]
 """Opens a backend in the running event loop."""
+
+_JOIN_S = 5.0
+_LAST_S = 3.0
+"""How long `last` may take; what is left of `_JOIN_S` is for cancelling the calls."""
 
 
 async def opened(connect: Connect) -> Backend:
@@ -37,12 +43,14 @@ class LoopThread:
     """
 
     def __init__(
-        self, name: str, main: Callable[[], Coroutine[Any, Any, None]], crashed: tuple[str, str]
+        self,
+        name: str,
+        main: Callable[[], Coroutine[Any, Any, None]],
+        crashed: tuple[str, str] | None = None,
     ) -> None:
         self._name = name
         self._main = main
         self._crashed = crashed
-        self._failure: BaseException | None = None
         self._stopping = False
         self._reset()
         forget_on_fork(self)
@@ -55,6 +63,7 @@ class LoopThread:
     def _reset(self) -> None:
         self._gate = threading.Lock()
         self._ready = threading.Event()
+        self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -62,10 +71,14 @@ class LoopThread:
     def start(self) -> None:
         """Start and wait for `ready`; raises what `main` raised before. Ignored after `stop`."""
         with self._gate:
-            if self._stopping or self._thread is not None:
+            if self._stopping:
                 return
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
@@ -83,16 +96,16 @@ class LoopThread:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def stop(self) -> None:
+    def stop(self, timeout: float | None = None) -> None:
         """Cancel `main` and wait for the thread."""
         with self._gate:
             self._stopping = True
             thread = self._thread
         if thread is not None:
-            self.call(self._cancel)
-            thread.join()
+            self.post(self._cancel)
+            thread.join(timeout)
 
-    def call(self, function: Callable[[], object]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         """Call this in the thread's loop, if it runs."""
         loop = self._loop
         if loop is not None:
@@ -106,21 +119,127 @@ class LoopThread:
         if task is not None:
             task.cancel()
 
-    def _run(self) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        # Not asyncio.run(): it may start a thread at its end, which an exiting process cannot.
         try:
-            asyncio.run(self._guarded())
+            loop.run_until_complete(self._guarded())
         except BaseException as error:
             self._failure = error
-            if self._ready.is_set():
+            if self._ready.is_set() and self._crashed is not None:
                 message, action = self._crashed
                 log.critical(message, exc_info=error, extra={"action": action})
         finally:
+            loop.close()
             self._ready.set()
 
     async def _guarded(self) -> None:
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
-        # `stop` may have found no loop to call.
-        if not self._stopping:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._main()
+        current = self._task = asyncio.current_task()
+        try:
+            # `stop` may have found no task to cancel.
+            if not self._stopping:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._main()
+        finally:
+            others = [task for task in asyncio.all_tasks() if task is not current]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+
+class PortalClosed(RuntimeError):
+    """The portal takes no more calls."""
+
+
+class Portal(LoopThread):
+    """Runs coroutines for any number of threads. Starts with its first call.
+
+    A forked child gets a thread and a loop of its own. `generation` then differs, and what
+    belonged to the old loop must be opened again.
+    """
+
+    def __init__(self, name: str = "ff-portal") -> None:
+        super().__init__(name, self._serve)
+        self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.generation = 0
+        _open.add(self)
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `make` gives on the private loop and wait for its result."""
+        self.start()
+        # Under the lock: a coroutine handed to a loop that has stopped would never run.
+        with self._gate:
+            if self._stopping or self._loop is None:
+                raise PortalClosed("this client is closed")
+            if threading.current_thread() is self._thread:
+                raise RuntimeError(
+                    "a blocking call from inside its own event loop would never return"
+                )
+            future = asyncio.run_coroutine_threadsafe(make(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            # Ctrl-C ends the wait, not the work.
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """Run `last`, cancel the calls that wait, end the thread; then raise what `last` raised."""
+        _open.discard(self)
+        self._last = last
+        self.stop(_JOIN_S)
+        failure, self._failure = self._failure, None
+        if failure is not None and not isinstance(failure, TimeoutError):
+            raise failure
+
+    def forget(self) -> None:
+        """In a forked child: the calls to come use a new loop."""
+        super().forget()
+        self.generation += 1
+
+    async def _serve(self) -> None:
+        self.ready()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if self._last is not None:
+                async with asyncio.timeout(_LAST_S):
+                    await self._last()
+
+
+# Weak: a portal that was never used must not live until the end.
+_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    with contextlib.ExitStack() as closing:
+        for portal in list(_open):
+            closing.callback(portal.close)
+
+
+def refuse_after_fork(born: int) -> None:
+    """Refuse a context's operation in a process that was forked after `born`."""
+    if generation() != born:
+        raise RuntimeError(
+            "This process was forked inside a handler: only its parent can use the context."
+        )
+
+
+class LoopCaller:
+    """Runs coroutines on a loop that another thread runs already."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._born = generation()
+
+    def call(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `make` returns and wait for its result."""
+        refuse_after_fork(self._born)
+        operation = make()
+        try:
+            done = asyncio.run_coroutine_threadsafe(operation, self._loop)
+        except RuntimeError:
+            # The loop is closed, so the coroutine never starts.
+            operation.close()
+            raise
+        return done.result()

@@ -54,7 +54,6 @@ class WorkerRuntime:
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
         looks = 2 if config.scanners else 1
         self._claiming = ClaimLoop(
-            worker.backend,
             worker.claims,
             self._start,
             batch=config.batch,

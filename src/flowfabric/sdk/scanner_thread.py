@@ -53,7 +53,7 @@ class ScannerThread:
     def hint(self, lane: str, tag: str, execution_id: str, due_ms: int) -> None:
         """From any thread: an execution may be promoted at this server time, see `DueHints`."""
         self._hints.append((lane, tag, execution_id, due_ms))
-        self._thread.call(self._pass_on)
+        self._thread.post(self._pass_on)
 
     def forget(self) -> None:
         """In a forked child: the supervisor belongs to the parent's loop."""

@@ -17,7 +17,7 @@ from flowfabric.engine.valkey.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.event_feed import SyncEventFeed
-from flowfabric.sdk.portal import Portal
+from flowfabric.sdk.loop_thread import Portal
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
-from flowfabric.scheduler.claims import WorkerClaims
+from flowfabric.scheduler.claims import WorkerClaims, give_back
 from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
@@ -199,7 +199,7 @@ class Worker(ClosedOnce):
 
     async def _give_back_dropped(self, held: HeldLease) -> None:
         await asyncio.sleep(DROP_PAUSE_S)
-        await self.claims.cycle.give_back([held.handle])
+        await give_back(self.backend, [held.handle])
 
     # --- claiming -------------------------------------------------------------------------
 
