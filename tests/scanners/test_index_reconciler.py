@@ -401,7 +401,7 @@ async def test_a_malformed_signature_and_what_stands_under_it(engine: Engine) ->
 async def test_more_lanes_than_a_survey_looks_for(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowfabric.scanners.partition_walk._MAX_LANES_SEARCHED", 3)
+    monkeypatch.setattr("flowfabric.scanners.index_reconciler._MAX_LANES_SEARCHED", 3)
     lanes = [f"lane-{number:02}" for number in range(20)]
     home = engine.new_id()
     ids = {

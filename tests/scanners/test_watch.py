@@ -8,8 +8,7 @@ from typing import Any
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
-from flowfabric.scanners.delayed_promoter import DelayedPromoter
-from flowfabric.scanners.lease_expiry import LeaseExpiry
+from flowfabric.scanners.jobs import DelayedPromoter, LeaseExpiry
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch

@@ -1,10 +1,7 @@
-"""Background jobs: one small scanner per file, one supervisor per process."""
+"""Background jobs: the scanners, and one supervisor of them per process."""
 
-from __future__ import annotations
-
-from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
-from flowfabric.scanners.settings import ScannerSettings
+from flowfabric.scanners.settings import ScannerFilter, ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 
 __all__ = ["DueHints", "ScannerFilter", "ScannerSettings", "ScannerSupervisor"]

@@ -1,18 +1,18 @@
 """What a scanner is, and what it is given for one cycle."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Generator, Mapping
+import math
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.backend import Backend
-from flowfabric.scanners.filter import ScannerFilter
+from flowfabric.scanners.settings import ScannerFilter
 from flowfabric.scanners.territory import Territory
 from flowfabric.scanners.watch import DueWatch
 
@@ -35,40 +35,28 @@ class Failure(NamedTuple):
     fields: dict[str, str]
 
 
+@dataclass
 class Cycle:
     """One pass of a scanner: where it may look, for how long, and what it has done so far."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        territory: Territory,
-        *,
-        where: ScannerFilter | None = None,
-        budget_s: float = 10.0,
-        stop: asyncio.Event | None = None,
-        watch: DueWatch | None = None,
-        thorough: bool = False,
-        progress_at: float | None = None,
-    ) -> None:
-        self.backend = backend
-        self.territory = territory
-        self.where = where or ScannerFilter()
-        self.watch = watch
-        self.thorough = thorough
-        """Take no shortcut: an operator asked for this cycle."""
-        self.progress_at = progress_at
-        """When the server last answered, on the loop's clock."""
-        self.processed = 0
-        self.errors = 0
-        self.more = False
-        self.failures: list[Failure] = []
-        self._stop = stop
-        self._ends_at = asyncio.get_running_loop().time() + budget_s
+    backend: Backend
+    territory: Territory
+    where: ScannerFilter = field(default_factory=ScannerFilter)
+    watch: DueWatch | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ends_at: float = math.inf
+    thorough: bool = False
+    """Take no shortcut: an operator asked for this cycle."""
+    progress_at: float | None = None
+    """When the server last answered, on the loop's clock."""
+    processed: int = 0
+    errors: int = 0
+    more: bool = False
+    failures: list[Failure] = field(default_factory=list[Failure])
 
     def out_of_time(self) -> bool:
         """Whether the cycle must end now; the next one then starts at once."""
-        stopped = self._stop is not None and self._stop.is_set()
-        if stopped or asyncio.get_running_loop().time() >= self._ends_at:
+        if self.stop.is_set() or asyncio.get_running_loop().time() >= self.ends_at:
             self.more = True
         return self.more
 
@@ -110,8 +98,9 @@ def report(
     scanner: str,
     action: str,
     message: str,
-    fields: Mapping[str, object],
     crash: BaseException | None = None,
+    /,
+    **fields: object,
 ) -> None:
     """Log what a scanner did, with the fields that all such records have."""
     if log.isEnabledFor(level):

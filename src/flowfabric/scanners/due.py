@@ -1,7 +1,5 @@
 """The loop that all scanners of time-ordered indexes share."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,11 +9,52 @@ from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import DueScan, Index
 from flowfabric.scanners.base import Cycle, report
-from flowfabric.scanners.poison import PoisonList
 from flowfabric.scanners.territory import Territory
 
 _INDEXES_AT_ONCE = 2000
 _NOT_DUE = frozenset({"not_yet_due", "not_yet_expired", "not_due"})
+_MAX_FAILURES = 3
+_SKIPPED_CYCLES = 10
+_TIDY_EVERY = 50
+_TIDY_ABOVE = 500
+
+
+class PoisonList:
+    """Counts consecutive failures per member, to skip one that keeps failing.
+
+    Local to the process: losing it is harmless.
+    """
+
+    def __init__(self) -> None:
+        self._cycle = 0
+        self._failures: dict[str, int] = {}
+        # The first cycle in which a skipped member is tried again.
+        self._skipped_until: dict[str, int] = {}
+
+    def begin_cycle(self) -> None:
+        self._cycle += 1
+        skipped = self._skipped_until.items()
+        self._skipped_until = {item: until for item, until in skipped if until > self._cycle}
+        if self._cycle % _TIDY_EVERY == 0 and len(self) > _TIDY_ABOVE:
+            self._failures.clear()
+
+    def skips(self, item: str) -> bool:
+        return item in self._skipped_until
+
+    def failed(self, item: str) -> bool:
+        """Count a failure; returns whether the item is skipped from now on."""
+        failures = self._failures.pop(item, 0) + 1
+        if failures < _MAX_FAILURES:
+            self._failures[item] = failures
+            return False
+        self._skipped_until[item] = self._cycle + _SKIPPED_CYCLES + 1
+        return True
+
+    def succeeded(self, item: str) -> None:
+        self._failures.pop(item, None)
+
+    def __len__(self) -> int:
+        return len(self._failures) + len(self._skipped_until)
 
 
 class DueScanner(ABC):
@@ -107,18 +146,21 @@ class DueScanner(ABC):
                 cycle.processed += 1
                 if not self.is_member(index.tag, member):
                     message = f"removed a malformed member of {index}: {shown(member)}"
-                    fields = {"item": shown(member), "partition": index.tag}
-                    report(logging.WARNING, self.name, "member_malformed", message, fields)
+                    self._report(logging.WARNING, "member_malformed", message, index, member)
         return removed
 
     def _note_failure(self, index: Index, member: str, answer: str) -> None:
-        fields: dict[str, object] = {"item": shown(member), "partition": index.tag}
         if not self._poison.failed(member):
-            fields["error"] = answer
             message = f"failed for {shown(member)}: {answer.removeprefix('error:')}"
-            report(logging.WARNING, self.name, "scanner_failure", message, fields)
+            level, action = logging.WARNING, "scanner_failure"
+            self._report(level, action, message, index, member, error=answer)
             return
-        fields["failures"] = self._poison.MAX_FAILURES
-        fields["backoff_cycles"] = skipped = self._poison.SKIPPED_CYCLES
-        message = f"persistent failure: {shown(member)} is skipped for {skipped} cycles"
-        report(logging.ERROR, self.name, "scanner_poison", message, fields)
+        counts = {"failures": _MAX_FAILURES, "backoff_cycles": _SKIPPED_CYCLES}
+        message = f"persistent failure: {shown(member)} is skipped for {_SKIPPED_CYCLES} cycles"
+        self._report(logging.ERROR, "scanner_poison", message, index, member, **counts)
+
+    def _report(
+        self, level: int, action: str, message: str, index: Index, member: str, **fields: object
+    ) -> None:
+        where = {"item": shown(member), "partition": index.tag}
+        report(level, self.name, action, message, **where, **fields)

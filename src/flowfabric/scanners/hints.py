@@ -1,7 +1,5 @@
 """Promotes delays that this process set at their exact time, whichever process scans."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import logging
@@ -10,7 +8,7 @@ from typing import NamedTuple
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.base import wait_until
-from flowfabric.scanners.clock import ServerClock
+from flowfabric.scanners.watch import ServerClock
 
 log = logging.getLogger(__name__)
 

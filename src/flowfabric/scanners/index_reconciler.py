@@ -1,17 +1,16 @@
 """Keeps executions in exactly the indexes that their records demand."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from flowfabric.core.errors import CorruptionError, EngineError
 from flowfabric.core.ids import ExecutionId, stored_lane
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
+from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index, Survey, SurveyRequest
 from flowfabric.scanners.base import Cycle, report
-from flowfabric.scanners.partition_walk import PartitionWalk
 from flowfabric.scanners.territory import Territory
 
 log = logging.getLogger(__name__)
@@ -27,10 +26,95 @@ _SURVEYED_AT_ONCE = 32
 _AT_REST_PER_CYCLE = 64
 _READ_AT_REST_PER_CYCLE = 20
 _SOUGHT_PER_CYCLE = 64
+_MAX_LANES_SEARCHED = 64
+_WITHOUT_IDS = frozenset({"sigs", "config"})
 _FIELDS = ("lifecycle_phase", "eligibility_state", "ownership_state")
 
-Suspects = dict[tuple[str, str, tuple[str, ...]], str]
-"""Tag, execution id and the lanes that were searched, with the verdict."""
+Suspects = dict[tuple[str, tuple[str, ...]], dict[str, str]]
+"""By partition and lanes that were searched: the verdict on each execution id."""
+
+
+@dataclass
+class PartitionWalk:
+    """How far the reconciler has come in a partition.
+
+    It visits all executions, then the other indexes for entries nobody lists.
+    """
+
+    tag: str
+    indexes: tuple[Index, ...] = ()
+    """Those that the last survey found."""
+    lanes: tuple[str, ...] = ()
+    """The lanes of these indexes."""
+    named_lanes: set[str] = field(default_factory=set[str])
+    """Lanes that records named since the last survey."""
+    rank: int = 0
+    """Where the walk continues in the present index."""
+    _left: list[Index] = field(default_factory=list[Index])
+    _fingerprint: str = ""
+    # The fingerprints at the start of this walk, and of the last that was finished.
+    _begun: str | None = None
+    _clean: str | None = None
+
+    def request(self, lanes: Iterable[str]) -> SurveyRequest:
+        return SurveyRequest(self.tag, [*lanes, *self.named_lanes], self.indexes)
+
+    def take(self, survey: Survey) -> None:
+        self.indexes = survey.indexes
+        self.lanes = tuple(sorted({index.lane for index in survey.indexes} - {""}))
+        self.named_lanes.clear()
+        self._fingerprint = survey.fingerprint
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing changed since the last walk."""
+        return self._clean == self._fingerprint
+
+    @property
+    def index(self) -> Index | None:
+        """The index to read next; None at the end of the walk."""
+        return self._left[0] if self._left else None
+
+    @property
+    def active(self) -> list[Index]:
+        """The indexes of executions that workers hold."""
+        return [index for index in self.indexes if index.name == "active"]
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are too many lanes to search all of them at once."""
+        return len(self.lanes) > _MAX_LANES_SEARCHED
+
+    @property
+    def page(self) -> int:
+        """How many executions to audit at once."""
+        return _CROWDED_PAGE if self.is_crowded else _PAGE
+
+    def lanes_to_search(self, index: Index) -> tuple[str, ...]:
+        """Where an audit of this index's members looks for entries under a wrong lane.
+
+        In a crowded partition only in the index's own lane: each lane has its turn.
+        """
+        if not self.is_crowded:
+            return self.lanes
+        return (index.lane,) if index.lane else ()
+
+    def begin(self) -> None:
+        """Start a walk, or continue the one under way.
+
+        A walk that started at rest starts again if the partition has changed since.
+        """
+        if not self._left or (self._begun == self._clean and not self.at_rest):
+            self._begun, self.rank = self._fingerprint, 0
+            others = [index for index in self.indexes if index.name not in _WITHOUT_IDS]
+            self._left = [Index(self.tag, ALL_EXECUTIONS), *others]
+
+    def advance(self) -> None:
+        """Continue with the next index."""
+        self.rank = 0
+        self._left.pop(0)
+        if not self._left:
+            self._clean = self._begun
 
 
 class IndexReconciler:
@@ -86,7 +170,7 @@ class IndexReconciler:
         for tag in lost:
             cycle.processed += 1
             message = f"registered partition {tag} again: it holds work"
-            report(logging.WARNING, self.name, "partition_registered", message, {"partition": tag})
+            report(logging.WARNING, self.name, "partition_registered", message, partition=tag)
         return lost
 
     async def _register_lanes(self, cycle: Cycle) -> None:
@@ -105,7 +189,7 @@ class IndexReconciler:
             for lane in sorted(set[str]().union(*lost.values())):
                 cycle.processed += 1
                 message = f"registered lane {lane} again: it holds work"
-                report(logging.WARNING, self.name, "lane_registered", message, {"lane": lane})
+                report(logging.WARNING, self.name, "lane_registered", message, lane=lane)
 
     # --- the round over all partitions ------------------------------------------------
 
@@ -165,8 +249,7 @@ class IndexReconciler:
     async def _walk_page(self, cycle: Cycle, walk: PartitionWalk, index: Index, room: int) -> int:
         """Audit the next executions of a partition, or the next strays in one of its indexes."""
         upkeep, listed = cycle.backend.upkeep, index.name == ALL_EXECUTIONS
-        page = _CROWDED_PAGE if walk.is_crowded else _PAGE
-        size = min(page, room) if listed else _STRAYS_PAGE
+        size = min(walk.page, room) if listed else _STRAYS_PAGE
         ids = found = await upkeep.list_index(index, walk.rank, size)
         # A crowded partition is searched for entries under a wrong lane here.
         if not listed and not walk.is_crowded:
@@ -183,14 +266,13 @@ class IndexReconciler:
         done = 0
         with cycle.surviving("could not audit the partition", partition=walk.tag):
             for index in walk.active:
-                rank, ids = 0, [""]
-                while ids and done < budget and not cycle.out_of_time():
+                rank, more = 0, True
+                while more and done < budget and not cycle.out_of_time():
                     ids = await cycle.backend.upkeep.list_index(index, rank, _PAGE)
                     await self._audit(cycle, walk, index, ids)
                     rank += _PAGE
                     done += len(ids)
-                    if len(ids) < _PAGE:
-                        break
+                    more = len(ids) == _PAGE
         return done
 
     # --- verdicts ---------------------------------------------------------------------
@@ -209,43 +291,32 @@ class IndexReconciler:
                 log.debug("%s is not a lane", shown(lane))
         for member, verdict in zip(accepted, audit.verdicts, strict=True):
             if _is_drift(verdict):
-                self._suspects.setdefault((walk.tag, member, lanes), verdict)
+                self._suspects.setdefault((walk.tag, lanes), {}).setdefault(member, verdict)
             elif verdict != "consistent":
                 self._item_failed(cycle, "could not audit", walk.tag, member, verdict)
 
     async def _settle(self, cycle: Cycle, suspects: Suspects) -> None:
         """Repair what the last cycle saw too."""
-        groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-        for tag, member, lanes in suspects:
-            groups.setdefault((tag, lanes), []).append(member)
-        for (tag, lanes), members in groups.items():
-            walk = self._walks.get(tag)
-            page = _CROWDED_PAGE if walk is not None and walk.is_crowded else _PAGE
-            for start in range(0, len(members), page):
-                some = members[start : start + page]
-                before = {member: suspects[tag, member, lanes] for member in some}
-                settled = False
+        for (tag, lanes), verdicts in suspects.items():
+            found, page = list(verdicts.items()), self._walks[tag].page
+            for start in range(0, len(found), page):
+                left = before = dict(found[start : start + page])
                 if tag in cycle.territory and not cycle.out_of_time():
                     with cycle.surviving("could not repair", partition=tag):
-                        await self._settle_some(cycle, tag, lanes, before)
-                        settled = True
-                if not settled:
-                    for member, verdict in before.items():
-                        self._suspects[tag, member, lanes] = verdict
+                        left = await self._settle_some(cycle, tag, lanes, before)
+                self._suspects.setdefault((tag, lanes), {}).update(left)
 
     async def _settle_some(
         self, cycle: Cycle, tag: str, lanes: tuple[str, ...], before: dict[str, str]
-    ) -> None:
+    ) -> dict[str, str]:
+        """Repair what drifted as before; returns what drifted in another way."""
         upkeep = cycle.backend.upkeep
         audit = await upkeep.audit_indexes(tag, before, lanes, "check")
-        drifted: list[str] = []
-        for member, verdict in zip(before, audit.verdicts, strict=True):
-            if verdict == before[member]:
-                drifted.append(member)
-            elif _is_drift(verdict):
-                self._suspects[tag, member, lanes] = verdict
+        now = dict(zip(before, audit.verdicts, strict=True))
+        drifted = [member for member, verdict in now.items() if verdict == before[member]]
+        left = {m: v for m, v in now.items() if v != before[m] and _is_drift(v)}
         if not drifted:
-            return
+            return left
         states = await asyncio.gather(*(_state(cycle.backend, member) for member in drifted))
         repair = await upkeep.audit_indexes(tag, drifted, lanes, "repair")
         for member, state, answer in zip(drifted, states, repair.verdicts, strict=True):
@@ -254,16 +325,17 @@ class IndexReconciler:
                 cycle.processed += 1
                 expected = before[member].removeprefix("drifted:").partition(" ")[0]
                 message = f"repaired the index of {shown(member)}: {answer}"
-                fields = {"partition": tag, "execution_id": shown(member), "repair": answer}
-                fields |= {"expected_index": expected, **state}
-                report(logging.WARNING, self.name, "index_repaired", message, fields)
+                fields = {"execution_id": shown(member), "expected_index": expected, **state}
+                fields |= {"partition": tag, "repair": answer}
+                report(logging.WARNING, self.name, "index_repaired", message, **fields)
             elif answer != "consistent":
                 self._item_failed(cycle, "could not repair", tag, member, answer)
+        return left
 
     def _item_failed(self, cycle: Cycle, what: str, tag: str, member: str, error: str) -> None:
         cycle.errors += 1
         fields = {"partition": tag, "execution_id": shown(member), "error": error}
-        report(logging.WARNING, self.name, "scanner_failure", f"{what}: {error}", fields)
+        report(logging.WARNING, self.name, "scanner_failure", f"{what}: {error}", **fields)
 
 
 def _is_drift(verdict: str) -> bool:

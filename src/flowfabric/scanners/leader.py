@@ -1,7 +1,5 @@
 """One process scans for all: an advisory lease that saves commands, nothing more."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging
@@ -13,7 +11,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.base import wait_until
-from flowfabric.scanners.filter import ScannerFilter
+from flowfabric.scanners.settings import ScannerFilter
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +67,8 @@ class LeaderElection:
         """One look at the lease; returns the pause before the next."""
         if self.is_leader:
             if not self._healthy():
-                log.warning(
-                    "a scanner makes no progress; other processes may take over",
-                    extra={"action": "leader_unhealthy"},
-                )
+                message = "a scanner makes no progress; other processes may take over"
+                log.warning(message, extra={"action": "leader_unhealthy"})
                 await self.resign()
                 return self._poll_s
             if await self._renew():

@@ -1,42 +1,74 @@
 """One scanner's task: cycles that never overlap, restarted after a crash."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
+import math
 import random
 
 import msgspec
 
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
-from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.leader import LeaderElection
-from flowfabric.scanners.outage import Outage
+from flowfabric.scanners.settings import ScannerFilter
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.watch import DueWatch
+
+log = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 0.1
 _CANCELLED_PAUSE_S = 1.0
 _STUCK_INTERVALS = 5
 _STUCK_AT_LEAST_S = 10.0
+_OUTAGES = frozenset({"transport", "timeout", "busy_loading", "cluster"})
 
 
-class ScannerStatus(msgspec.Struct, frozen=True, kw_only=True):
+class ScannerStatus(msgspec.Struct, kw_only=True):
     """How one scanner is doing."""
 
     name: str
     interval_s: float
-    cycles: int
-    processed: int
-    errors: int
-    restarts: int
-    last_duration_s: float
-    last_progress_at: float | None
+    cycles: int = 0
+    processed: int = 0
+    errors: int = 0
+    restarts: int = 0
+    last_duration_s: float = 0.0
+    last_progress_at: float | None = None
     """When the server last answered it, on the loop's clock; None before the first answer."""
-    scanning: bool
-    stuck: bool
+    scanning: bool = False
+    stuck: bool = False
     """No progress for several intervals, although it should scan."""
+
+
+class Outage:
+    """Cycles that did not reach the server. All scanners share it: an outage is logged once."""
+
+    def __init__(self) -> None:
+        self._failed_cycles = 0
+        self._ended_at = -math.inf
+
+    @staticmethod
+    def causes(error: EngineError) -> bool:
+        return isinstance(error, TransportError) and error.kind in _OUTAGES
+
+    def noticed(self, error: EngineError, started: float) -> None:
+        """Count a cycle that began at `started`, on the loop's clock."""
+        if not self._failed_cycles and started < self._ended_at:
+            # It began before the last outage ended.
+            return
+        self._failed_cycles += 1
+        if self._failed_cycles == 1:
+            extra = {"action": "scanners_cut_off", "error": str(error)}
+            log.warning("scanners cannot reach the server: %s", error, extra=extra)
+
+    def ended(self) -> None:
+        if not self._failed_cycles:
+            return
+        failed, self._failed_cycles = self._failed_cycles, 0
+        self._ended_at = asyncio.get_running_loop().time()
+        extra = {"action": "scanners_reconnected", "failed_cycles": failed}
+        log.info("scanners reach the server again after %d failed cycles", failed, extra=extra)
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -67,21 +99,12 @@ class Runner:
         self._last_look: float | None = None
         self._more = False
         self._cycle: Cycle | None = None
-        self._cycles = self._processed = self._errors = self._restarts = 0
         self._failed_cycles = 0
-        self._last_duration_s = 0.0
-
-    # --- status ---------------------------------------------------------------------
+        self._status = ScannerStatus(name=scanner.name, interval_s=interval_s)
 
     def status(self) -> ScannerStatus:
-        return ScannerStatus(
-            name=self.name,
-            interval_s=self.interval_s,
-            cycles=self._cycles,
-            processed=self._processed,
-            errors=self._errors,
-            restarts=self._restarts,
-            last_duration_s=self._last_duration_s,
+        return msgspec.structs.replace(
+            self._status,
             last_progress_at=self._progress_at,
             scanning=self._shared.leadership.scanning.is_set(),
             stuck=self._is_stuck(),
@@ -99,8 +122,6 @@ class Runner:
         silent_s = asyncio.get_running_loop().time() - max(since)
         return silent_s > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
 
-    # --- the supervised task --------------------------------------------------------
-
     async def run(self) -> None:
         """Run cycles until stopped; whatever ends them, they start again after a pause."""
         stop = self._shared.stop
@@ -117,11 +138,10 @@ class Runner:
             if cycles.cancelled():
                 await wait_until(stop, _CANCELLED_PAUSE_S)
             elif (error := cycles.exception()) is not None:
-                self._restarts += 1
-                pause = self._shared.restart_backoff_s
+                self._status.restarts = count = self._status.restarts + 1
+                pause, action = self._shared.restart_backoff_s, "scanner_crashed"
                 message = f"crashed, restarting in {pause:g} s"
-                fields = {"restart_count": self._restarts}
-                report(logging.ERROR, self.name, "scanner_crashed", message, fields, error)
+                report(logging.ERROR, self.name, action, message, error, restart_count=count)
                 await wait_until(stop, pause)
 
     async def _run_cycles(self) -> None:
@@ -151,8 +171,6 @@ class Runner:
         # Jitter only shortens: due work waits for an interval at most.
         return max(_MIN_PAUSE_S, self.interval_s * random.uniform(0.9, 1.0))  # noqa: S311
 
-    # --- one cycle ------------------------------------------------------------------
-
     async def cycle(self, partition: str | None = None, *, thorough: bool = False) -> ScanResult:
         """One cycle, over one partition if given; `thorough` takes no shortcut."""
         async with self._one_cycle:
@@ -162,9 +180,9 @@ class Runner:
                 shared.backend,
                 {},
                 where=shared.where,
-                budget_s=max(1.0, self.interval_s),
-                stop=shared.stop,
                 watch=shared.watch,
+                stop=shared.stop,
+                ends_at=started + max(1.0, self.interval_s),
                 thorough=thorough,
                 progress_at=self._progress_at,
             )
@@ -172,10 +190,11 @@ class Runner:
                 await self._scan(cycle, partition, started)
             if not cycle.failures:
                 cycle.progress()
-            self._last_duration_s = loop.time() - started
-            self._cycles += 1
-            self._processed += cycle.processed
-            self._errors += cycle.errors
+            status = self._status
+            status.last_duration_s = loop.time() - started
+            status.cycles += 1
+            status.processed += cycle.processed
+            status.errors += cycle.errors
             self._more = (self._more and partition is not None) or cycle.more
             self._report(cycle, started)
             return cycle.result()
@@ -207,20 +226,19 @@ class Runner:
         for failure in others:
             is_new = not self._failed_cycles and failure is others[0]
             level = logging.WARNING if is_new else logging.DEBUG
-            fields = {"error": str(failure.error), **failure.fields}
-            message = f"{failure.what}: {failure.error}"
-            report(level, self.name, "scanner_failure", message, fields)
+            message, error = f"{failure.what}: {failure.error}", str(failure.error)
+            report(level, self.name, "scanner_failure", message, error=error, **failure.fields)
         if others:
             self._failed_cycles += 1
         elif self._failed_cycles and not outages:
             failed, self._failed_cycles = self._failed_cycles, 0
             message = f"works again after {failed} failed cycles"
-            report(logging.INFO, self.name, "scanner_recovered", message, {"failed_cycles": failed})
+            report(logging.INFO, self.name, "scanner_recovered", message, failed_cycles=failed)
         level = logging.INFO if cycle.processed or cycle.errors else logging.DEBUG
         message = f"{cycle.processed} processed, {cycle.errors} errors"
         counts = {"processed": cycle.processed, "errors": cycle.errors}
-        counts["elapsed_ms"] = round(self._last_duration_s * 1000)
-        report(level, self.name, "scanner_cycle", message, counts)
+        counts["elapsed_ms"] = round(self._status.last_duration_s * 1000)
+        report(level, self.name, "scanner_cycle", message, **counts)
 
 
 async def _first_of(*events: asyncio.Event) -> None:

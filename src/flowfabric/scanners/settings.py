@@ -1,17 +1,17 @@
 """How often scanners run, which are disabled, and which executions they may touch."""
 
-from __future__ import annotations
-
+import asyncio
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import msgspec
 
 from flowfabric.core.environment import invalid, whole_number
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import validate_namespace
-from flowfabric.scanners.filter import ScannerFilter
+from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.engine.api.backend import Backend
 
 INTERVALS_S: Mapping[str, float] = {
     "lease_expiry": 1.5,
@@ -29,6 +29,44 @@ INTERVALS_S: Mapping[str, float] = {
 
 _DAY_MS = 86_400_000
 _number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch
+
+
+class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Accepts executions of one namespace, or with one tag; an empty filter accepts all.
+
+    It separates deployments that share one keyspace.
+
+    >>> ScannerFilter(namespace="acme", instance_tag=("region", "eu")).is_empty
+    False
+    """
+
+    namespace: str | None = None
+    instance_tag: tuple[str, str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.namespace is None and self.instance_tag is None
+
+    async def accepted(self, backend: Backend, ids: Sequence[str]) -> list[str]:
+        """The ids that match, in order. An execution that cannot be read does not match."""
+        if self.is_empty:
+            return list(ids)
+        verdicts = await asyncio.gather(*(self._accepts(backend, member) for member in ids))
+        return [member for member, ok in zip(ids, verdicts, strict=True) if ok]
+
+    async def _accepts(self, backend: Backend, member: str) -> bool:
+        try:
+            execution_id, reads = ExecutionId.parse(member), backend.reads
+            if self.namespace is not None:
+                found = await reads.get_execution_namespace(execution_id)
+                if found != self.namespace:
+                    return False
+            if self.instance_tag is not None:
+                name, value = self.instance_tag
+                return await reads.get_execution_tag(execution_id, name) == value
+        except EngineError:
+            return False
+        return True
 
 
 class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +101,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return ScannerFilter(namespace=self.namespace, instance_tag=self.instance_tag)
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> ScannerSettings:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The settings of the environment; a bad value is a `ConfigError` that names it."""
         env = os.environ if environ is None else environ
         intervals = {name: _interval(env, name) for name in INTERVALS_S}

@@ -1,33 +1,21 @@
 """Starting, watching and stopping all scanners of a process."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
 from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
-from flowfabric.scanners.attempt_timeout import AttemptTimeout
+from flowfabric.scanners import jobs
 from flowfabric.scanners.base import Scanner, ScanResult
-from flowfabric.scanners.delayed_promoter import DelayedPromoter
-from flowfabric.scanners.doorbell import DoorbellScanner
 from flowfabric.scanners.due import DueScanner
-from flowfabric.scanners.execution_deadline import ExecutionDeadline
-from flowfabric.scanners.filter import ScannerFilter
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of
-from flowfabric.scanners.lease_expiry import LeaseExpiry
-from flowfabric.scanners.outage import Outage
-from flowfabric.scanners.pending_wp_expiry import PendingWpExpiry
-from flowfabric.scanners.retention_trimmer import RetentionTrimmer
-from flowfabric.scanners.runner import Runner, ScannerStatus, Shared
-from flowfabric.scanners.settings import ScannerSettings
-from flowfabric.scanners.suspension_timeout import SuspensionTimeout
+from flowfabric.scanners.runner import Outage, Runner, ScannerStatus, Shared
+from flowfabric.scanners.settings import ScannerFilter, ScannerSettings
 from flowfabric.scanners.territory import TerritoryMap
 from flowfabric.scanners.watch import DueWatch
-from flowfabric.scanners.worker_sweeper import WorkerSweeper
 
 log = logging.getLogger(__name__)
 
@@ -48,21 +36,21 @@ class ScannerSupervisor:
     ) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
         where = settings.filter if filter is None else filter
-        watched: list[DueScanner | DoorbellScanner] = [
-            LeaseExpiry(),
-            DelayedPromoter(),
-            AttemptTimeout(),
-            ExecutionDeadline(),
-            SuspensionTimeout(),
-            PendingWpExpiry(),
-            DoorbellScanner(),
+        watched: list[DueScanner | jobs.DoorbellScanner] = [
+            jobs.LeaseExpiry(),
+            jobs.DelayedPromoter(),
+            jobs.AttemptTimeout(),
+            jobs.ExecutionDeadline(),
+            jobs.SuspensionTimeout(),
+            jobs.PendingWpExpiry(),
+            jobs.DoorbellScanner(),
         ]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
         scanners: list[Scanner] = [
             *watched,
             IndexReconciler(),
-            RetentionTrimmer(settings.events_retention_ms),
-            WorkerSweeper(),
+            jobs.RetentionTrimmer(settings.events_retention_ms),
+            jobs.WorkerSweeper(),
         ]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
@@ -101,11 +89,8 @@ class ScannerSupervisor:
             *(loop.create_task(runner.run()) for runner in self._runners.values()),
         ]
         self.hints.start()
-        log.info(
-            "scanners started: %s",
-            ", ".join(self._runners),
-            extra={"action": "scanners_started"},
-        )
+        names = ", ".join(self._runners)
+        log.info("scanners started: %s", names, extra={"action": "scanners_started"})
 
     async def stop(self, timeout: float = 15) -> None:
         """Stop every cycle at its next page and resign; abandon what runs after `timeout`."""

@@ -1,7 +1,5 @@
 """The partitions and lanes that scanners visit."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping
@@ -52,11 +50,9 @@ class TerritoryMap:
             read = await self._places.lanes_by_partition()
         except CorruptionError as error:
             if not self._is_damaged:
-                log.warning(
-                    "a registry cannot be read, scanners use what they read before: %s",
-                    error,
-                    extra={"action": "registry_unreadable", "error": str(error)},
-                )
+                extra = {"action": "registry_unreadable", "error": str(error)}
+                message = "a registry cannot be read, scanners use what they read before: %s"
+                log.warning(message, error, extra=extra)
             self._is_damaged = True
             return self._current
         self._is_damaged = False

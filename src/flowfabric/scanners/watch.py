@@ -1,19 +1,43 @@
-"""One cheap command tells many scanners that nothing is due."""
-
-from __future__ import annotations
+"""When something is due: the server's clock, and one cheap command for many scanners."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import DueScan, Index
-from flowfabric.scanners.clock import ServerClock
 from flowfabric.scanners.territory import Territory
 
 IndexesOf = Callable[[Territory], list[Index]]
 """The indexes that a scanner reads."""
 
 _MAX_PEEKS = 16
+
+
+class ServerClock:
+    """Carries the last server time forward on the loop's clock. It lags by at most one trip."""
+
+    def __init__(self) -> None:
+        self._offset_ms = 0.0
+        self._seen_at: float | None = None
+
+    def observe(self, server_ms: int) -> None:
+        self._seen_at = asyncio.get_running_loop().time()
+        self._offset_ms = server_ms - self._seen_at * 1000
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last observation; infinite before the first."""
+        if self._seen_at is None:
+            return math.inf
+        return asyncio.get_running_loop().time() - self._seen_at
+
+    def now_ms(self) -> float:
+        return asyncio.get_running_loop().time() * 1000 + self._offset_ms
+
+    def loop_time(self, server_ms: float) -> float:
+        """When, on the loop's clock, the server's time will be `server_ms`."""
+        return (server_ms - self._offset_ms) / 1000
 
 
 class DueWatch:
