@@ -11,8 +11,8 @@ import pytest
 from flowfabric.engine.api.meta import Grade
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.embedded_checks import check_secret_file
+from flowfabric.engine.valkey.health import scripting_finding
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, read_library
-from flowfabric.engine.valkey.security import scripting_finding
 from flowfabric.scanners import ScannerSettings
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect

@@ -12,8 +12,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import AppendOutcome, Frame
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.frame_writer import FrameWriter
-from flowfabric.engine.api.streams import StreamFollower, Streams
+from flowfabric.engine.api.streams import FrameWriter, StreamFollower, Streams
 from tests.support.engine import Engine, refused
 from tests.support.streams import append, frames, payloads
 

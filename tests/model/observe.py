@@ -9,7 +9,7 @@ from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo, E
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.feeds import decode_entry
 from tests.model.model import Model
 from tests.model.parts import LEASED, Execution
 from tests.support.state_rules import violations

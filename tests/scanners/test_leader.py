@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowfabric.engine.api.leadership import Leader
+from flowfabric.engine.api.upkeep import Leader
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerFilter, ScannerSettings, ScannerSupervisor

@@ -6,7 +6,7 @@ import pytest
 
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.scanners.base import ScanResult
 from tests.support.engine import Engine
 from tests.support.scanning import idle

@@ -177,7 +177,7 @@ async def test_end_is_pushed(client: Client, engine: Engine) -> None:
     claim = await engine.claim()
     await until(lambda: reading(client, execution_id.tag), "the reader")
     (watcher,) = watch_of(client)._watchers.values()
-    link = cast("_FeedLink", watcher._reader._link)
+    link = cast("_FeedLink", watcher._reader.link)
     await until(lambda: link._client_id > 0, "its connection")
     ids = [link._client_id, await valkey_of(client).transport.call("CLIENT", "ID")]
     await until(lambda: silent(engine, *ids), "a second without a command")

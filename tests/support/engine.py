@@ -21,7 +21,7 @@ from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
-from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"

@@ -15,7 +15,7 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.events.completions import CompletionWatch
-from flowfabric.engine.events.feed_events import FeedEvents
+from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig

@@ -12,7 +12,7 @@ from flowfabric.engine.events import subscription
 from flowfabric.engine.events.cursor import FeedCursor, cursor_text
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import LANE, Engine
 from tests.support.lease_history import LANES, following, lived, nothing_more, take

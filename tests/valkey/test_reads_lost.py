@@ -10,7 +10,7 @@ import pytest
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import ReplyError, TransportError
-from flowfabric.engine.events.feed_events import FeedEvents
+from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import unreadable
 from flowfabric.sdk.client import Client

@@ -11,7 +11,7 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
-from flowfabric.engine.valkey.event_entries import decode_entry
+from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.conformance.test_registry import ELSE, W1
 from tests.support.engine import Engine, refused, untouched

@@ -9,7 +9,7 @@ import pytest
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.stream_pool import StreamPool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.engine.valkey.frames import summary_of
+from flowfabric.engine.valkey.streams import summary_of
 from tests.conformance.test_stream_read import LARGEST, numbers, read
 from tests.support.engine import Engine
 from tests.support.storage import stream_key

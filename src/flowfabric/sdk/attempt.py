@@ -22,7 +22,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from flowfabric.core.contracts.suspension import (
 )
 from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
 from flowfabric.core.ids import new_uuid
-from flowfabric.engine.api.frame_writer import FrameWriter
+from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
 from flowfabric.sdk.failures import describe
 

@@ -10,7 +10,6 @@ from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.lanes import Lanes
-from flowfabric.engine.api.leadership import Leadership
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.meta import Meta
@@ -20,7 +19,7 @@ from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.signals import Signals
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
-from flowfabric.engine.api.upkeep import Upkeep
+from flowfabric.engine.api.upkeep import Leadership, Upkeep
 from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers

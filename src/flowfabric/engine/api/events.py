@@ -1,7 +1,5 @@
 """Events of the feed, as subscribers see them, and subscribing to them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
 
@@ -50,9 +48,7 @@ class Event(msgspec.Struct, frozen=True):
         return self.fields.get(name, default)
 
 
-class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An execution ended."""
-
+class _ExecutionEvent(msgspec.Struct, frozen=True, kw_only=True):
     event_id: str
     cursor: bytes
     at: int
@@ -61,6 +57,11 @@ class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     lane_id: str
     execution_kind: str
     flow_id: str | None = None
+
+
+class CompletionEvent(_ExecutionEvent, frozen=True, kw_only=True):
+    """An execution ended."""
+
     outcome: str = ""
     """`success`, `failed`, `cancelled`, `expired` or `skipped`."""
     reason: str | None = None
@@ -77,19 +78,11 @@ class CompletionEvent(msgspec.Struct, frozen=True, kw_only=True):
     tags: Mapping[str, str] | None = None
 
 
-class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
+class LeaseEvent(_ExecutionEvent, frozen=True, kw_only=True):
     """An execution changed hands."""
 
-    event_id: str
-    cursor: bytes
     type: str
     """`acquired`, `renewed`, `released`, `expired`, `revoked`, `reclaimed`, `replay_initiated`."""
-    at: int
-    execution_id: ExecutionId
-    namespace: str
-    lane_id: str
-    execution_kind: str
-    flow_id: str | None = None
     lease_id: str | None = None
     lease_epoch: int | None = None
     attempt_id: str | None = None
@@ -114,17 +107,9 @@ class LeaseEvent(msgspec.Struct, frozen=True, kw_only=True):
         return self.worker_instance_id if self.type in _LOSSES else None
 
 
-class SignalEvent(msgspec.Struct, frozen=True, kw_only=True):
+class SignalEvent(_ExecutionEvent, frozen=True, kw_only=True):
     """An execution accepted a signal."""
 
-    event_id: str
-    cursor: bytes
-    at: int
-    execution_id: ExecutionId
-    namespace: str
-    lane_id: str
-    execution_kind: str
-    flow_id: str | None = None
     signal_id: str = ""
     signal_name: str = ""
     waitpoint_id: str = ""

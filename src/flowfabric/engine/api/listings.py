@@ -1,7 +1,5 @@
 """Listing executions, page by page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Protocol
 

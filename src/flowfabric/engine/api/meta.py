@@ -1,7 +1,5 @@
 """The engine itself: health, capabilities, clock."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Reading one execution."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Doorbells: how an idle worker learns that there is work, and how to ring for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 

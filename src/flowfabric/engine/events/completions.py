@@ -1,7 +1,5 @@
 """Waiting for executions to end: one reader serves every waiter of a process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -21,15 +19,7 @@ _LAST_PAUSE_S = 1.0
 _NUDGE_S = 0.001
 _RECHECK_S = 15.0
 """A waiter that missed its event for whatever reason reads the state again after this time."""
-_ENDED = frozenset(
-    {
-        PublicState.COMPLETED,
-        PublicState.FAILED,
-        PublicState.CANCELLED,
-        PublicState.EXPIRED,
-        PublicState.SKIPPED,
-    }
-)
+_ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
 Waiters = dict[str, list[asyncio.Future[None]]]
 """Who waits, by execution."""
 
@@ -42,9 +32,7 @@ class CompletionWatch:
     """
 
     def __init__(
-        self,
-        source: FeedSource,
-        read_state: Callable[[ExecutionId], Awaitable[PublicState]],
+        self, source: FeedSource, read_state: Callable[[ExecutionId], Awaitable[PublicState]]
     ) -> None:
         self._source = source
         self._read_state = read_state
@@ -125,7 +113,7 @@ class _Watcher:
         """The read under way waits for other feeds: end it, so that the next has the new ones."""
         try:
             while self._task and not self._reader.positions.keys() <= self._reader.reading:
-                await self._reader.interrupt()
+                await self._reader.link.interrupt()
                 # The read may not have reached the server yet: try until it has changed.
                 await asyncio.sleep(_NUDGE_S)
         except TransportError as error:
@@ -150,7 +138,7 @@ class _Watcher:
         finally:
             self._task = None
             reader, self._reader = self._reader, FeedReader(self._source)
-            reader.close()
+            reader.link.close()
 
     async def _read(self, wait_s: float) -> None:
         positions = self._reader.positions
@@ -179,11 +167,11 @@ class _Watcher:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for of_feed in self.waiters.values():
-            for waiting in of_feed.values():
-                for ended in waiting:
-                    if not ended.done():
-                        ended.set_exception(TransportError("transport", "the client was closed"))
+        for ended in (
+            each for of in self.waiters.values() for some in of.values() for each in some
+        ):
+            if not ended.done():
+                ended.set_exception(TransportError("transport", "the client was closed"))
 
 
 def _wake(waiting: Iterable[asyncio.Future[None]]) -> None:

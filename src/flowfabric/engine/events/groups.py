@@ -1,7 +1,5 @@
 """Sharing a subscription: the members of a group divide its feeds among them (12 §11.3)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -11,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.events.cursor import FeedCursor, Position, cursor_text
-from flowfabric.engine.events.reader import FeedReader
-from flowfabric.engine.events.selection import FeedSelection
+from flowfabric.engine.events.reader import FeedSelection
 from flowfabric.engine.events.source import FeedSource, FeedState
 
 log = logging.getLogger(__name__)
@@ -30,54 +27,37 @@ class GroupMember:
     """
 
     def __init__(
-        self,
-        source: FeedSource,
-        selection: FeedSelection,
-        group: str,
-        name: str,
-        start: FeedCursor,
+        self, source: FeedSource, selection: FeedSelection, group: str, name: str, start: FeedCursor
     ) -> None:
         self._source = source
         self._selection = selection
         self._group = group
         self._name = name
         self._start = start
-        self._held: dict[str, Position] = {}
-        self._unacked: dict[str, Position] = {}
+        self.held: dict[str, Position] = {}
+        """The feeds this member reads, and how far it has read them."""
+        self.unacked: dict[str, Position] = {}
         """The last event returned of each feed, until it is acknowledged."""
         self._members: list[str] = []
         self._renewed_at = 0.0
         self._keeping: asyncio.Task[None] | None = None
-
-    @property
-    def feeds(self) -> list[str]:
-        """The feeds this member reads."""
-        return list(self._held)
 
     async def join(self) -> None:
         """Enter the group and take the feeds that are free."""
         await self._look()
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
-    def attach(self, reader: FeedReader) -> None:
-        """Have this reader read the feeds that are held from here on."""
-        reader.positions = self._held
-
-    def returned(self, feed: str, position: Position) -> None:
-        """An event was handed to the subscriber."""
-        self._unacked[feed] = position
-
     async def ack(self, feed: str, position: Position) -> None:
         """Store that this event and those before it were processed."""
-        if self._unacked.get(feed, position) <= position:
-            self._unacked.pop(feed, None)
-        await self._lease(feed, _LEASE_MS if feed in self._held else 0, position)
+        if self.unacked.get(feed, position) <= position:
+            self.unacked.pop(feed, None)
+        await self._lease(feed, _LEASE_MS if feed in self.held else 0, position)
 
     async def skip(self, gaps: Mapping[str, FeedState]) -> None:
         """Continue after a gap, which the subscriber is told of once."""
         for feed, state in gaps.items():
-            if feed in self._held:
-                self._held[feed] = state.oldest
+            if feed in self.held:
+                self.held[feed] = state.oldest
                 await self._lease(feed, _LEASE_MS, state.oldest)
 
     async def leave(self) -> None:
@@ -86,9 +66,9 @@ class GroupMember:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
         with contextlib.suppress(EngineError):
-            await self._lease_all(self.feeds, 0)
+            await self._lease_all(self.held, 0)
             await self._source.join_group(self._group, self._name, 0, "")
-        self._held.clear()
+        self.held.clear()
 
     # --- leases -----------------------------------------------------------------------------
 
@@ -104,34 +84,29 @@ class GroupMember:
         start = cursor_text(self._start.encode())
         start, members = await self._source.join_group(self._group, self._name, _LEASE_MS, start)
         self._start = FeedCursor.decode(start, self._start.only)
-        mine = [
-            feed for feed in await self._selection.list() if _owner(feed, members) == self._name
-        ]
+        feeds = await self._selection.list()
+        mine = [feed for feed in feeds if _owner(feed, members) == self._name]
         if members != self._members:
-            await self._lease_all(self._held.keys() - set(mine), 0)
+            await self._lease_all(self.held.keys() - set(mine), 0)
             self._members = members
         if time.monotonic() - self._renewed_at >= _RENEW_S:
             self._renewed_at = time.monotonic()
             await self._lease_all(mine, _LEASE_MS)
         else:
-            await self._lease_all([feed for feed in mine if feed not in self._held], _LEASE_MS)
+            await self._lease_all([feed for feed in mine if feed not in self.held], _LEASE_MS)
 
     async def _lease_all(self, feeds: Iterable[str], lease_ms: int) -> None:
         # Everything returned so far is processed where nothing waits to be acknowledged.
-        await asyncio.gather(
-            *(
-                self._lease(feed, lease_ms, None if feed in self._unacked else self._held.get(feed))
-                for feed in list(feeds)
-            )
-        )
+        done = {feed: at for feed, at in self.held.items() if feed not in self.unacked}
+        await asyncio.gather(*(self._lease(each, lease_ms, done.get(each)) for each in feeds))
 
     async def _lease(self, feed: str, lease_ms: int, done: Position | None) -> None:
         held, stored = await self._source.lease_feed(feed, self._group, self._name, lease_ms, done)
         if not held:
-            self._held.pop(feed, None)
-            self._unacked.pop(feed, None)
-        elif feed not in self._held:
-            self._held[feed] = stored or self._start.position(feed)
+            self.held.pop(feed, None)
+            self.unacked.pop(feed, None)
+        elif feed not in self.held:
+            self.held[feed] = stored or self._start.position(feed)
 
 
 def _owner(feed: str, members: Sequence[str]) -> str:

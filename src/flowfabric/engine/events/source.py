@@ -1,7 +1,5 @@
 """What storage provides so that the readers of this folder work on it."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 

@@ -1,20 +1,23 @@
-"""Iterating over events: families, filters, cursors, gaps."""
-
-from __future__ import annotations
+"""Subscribing to events: families, filters, cursors, gaps."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Generic, Self
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Generic, Self
 
 from flowfabric.core.closing import AsyncClosing
 from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
-from flowfabric.engine.api.events import Event, EventFilter, F, typed
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
+from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.state import PublicState
+from flowfabric.engine.api import check
+from flowfabric.engine.api import events as api
+from flowfabric.engine.events.completions import CompletionWatch
 from flowfabric.engine.events.cursor import FeedCursor, Position, cursor_text, position_of
 from flowfabric.engine.events.groups import GroupMember
-from flowfabric.engine.events.reader import FeedReader
-from flowfabric.engine.events.selection import CLOCK_SLACK_MS, FeedSelection
+from flowfabric.engine.events.reader import CLOCK_SLACK_MS, FeedReader, FeedSelection
 from flowfabric.engine.events.source import FeedSource, FeedState
 
 _WAIT_S = 1.0
@@ -23,23 +26,18 @@ _UNSURE_AFTER_S = 30.0
 
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "completion": ("completion",),
-    "acquired": ("lease",),
-    "renewed": ("lease",),
-    "released": ("lease",),
-    "expired": ("lease",),
-    "reclaimed": ("lease",),
-    "revoked": ("lease", "operator"),
-    "replayed": ("lease", "operator"),
     "signal": ("signal",),
-    "flow_cancel_requested": ("flow", "operator"),
     "flow_finished": ("flow",),
+    "flow_cancel_requested": ("flow", "operator"),
+    **dict.fromkeys(("acquired", "renewed", "released", "expired", "reclaimed"), ("lease",)),
+    **dict.fromkeys(("revoked", "replayed"), ("lease", "operator")),
     **dict.fromkeys(("resumed", "escalated", "priority_changed"), ("operator",)),
     **dict.fromkeys(("operator_blocked", "operator_unblocked"), ("operator",)),
     **dict.fromkeys(("worker_registered", "worker_dead", "worker_expired"), ("worker",)),
 }
 
 
-def families_of(event: Event) -> tuple[str, ...]:
+def families_of(event: api.Event) -> tuple[str, ...]:
     """The families an entry belongs to. An unknown type that names a lease is lease history."""
     known = _FAMILIES.get(event.type)
     if known is None:
@@ -54,7 +52,7 @@ def families_of(event: Event) -> tuple[str, ...]:
     return known
 
 
-class FeedSubscription(AsyncClosing, Generic[F]):
+class FeedSubscription(AsyncClosing, Generic[api.F]):
     """`Subscription` on any source of feeds."""
 
     def __init__(
@@ -62,29 +60,28 @@ class FeedSubscription(AsyncClosing, Generic[F]):
         source: FeedSource,
         selection: FeedSelection,
         cursor: FeedCursor,
+        request: api.FeedRequest[api.F],
+        member: GroupMember | None,
         *,
-        families: Collection[str],
-        form: type[F],
-        where: EventFilter,
-        member: GroupMember | None = None,
-        fresh: bool = False,
-        on_close: Callable[[FeedSubscription[F]], None],
+        fresh: bool,
+        on_close: Callable[[Self], None],
     ) -> None:
         self._source = source
         self._selection = selection
         self._reader = FeedReader(source, cursor)
-        self._families = frozenset(families)
-        self._form = form
-        self._where = where
+        self._families = frozenset(request.families)
+        self._form = request.form
+        self._where = request.options.get("where") or api.EventFilter()
         self._member = member
         self._on_close = on_close
-        self._ready: deque[tuple[str, Position, Event | CorruptionError | None]] = deque()
+        self._ready: deque[tuple[str, Position, api.Event | CorruptionError | None]] = deque()
         self._ended = False
         # Times on the monotonic clock; None before the first.
         self._checked_at = time.monotonic() if fresh else None
         self._based_at: float | None = None
         if member is not None:
-            member.attach(self._reader)
+            # The member moves along the feeds that it holds.
+            self._reader.positions = member.held
 
     @property
     def cursor(self) -> bytes:
@@ -95,7 +92,7 @@ class FeedSubscription(AsyncClosing, Generic[F]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> F | CorruptionError:
+    async def __anext__(self) -> api.F | CorruptionError:
         """The next event; waits for it."""
         while not self._ended:
             while self._ready:
@@ -106,10 +103,10 @@ class FeedSubscription(AsyncClosing, Generic[F]):
                 if found is None:
                     continue
                 if self._member is not None:
-                    self._member.returned(feed, position)
+                    self._member.unacked[feed] = position
                 if isinstance(found, CorruptionError):
                     return found
-                return typed(found, self._form, self.cursor)
+                return api.typed(found, self._form, self.cursor)
             try:
                 await self._fill()
             except TransportError as error:
@@ -135,7 +132,7 @@ class FeedSubscription(AsyncClosing, Generic[F]):
         """Stop reading; the iteration ends."""
         self._ended = True
         self._on_close(self)
-        self._reader.close()
+        self._reader.link.close()
         if self._member is not None:
             await self._member.leave()
 
@@ -144,7 +141,7 @@ class FeedSubscription(AsyncClosing, Generic[F]):
     async def _fill(self) -> None:
         now = await self._moment()
         member = self._member
-        feeds = await self._selection.list() if member is None else member.feeds
+        feeds = await self._selection.list() if member is None else list(member.held)
         if not feeds:
             await asyncio.sleep(_WAIT_S)
             return
@@ -153,7 +150,8 @@ class FeedSubscription(AsyncClosing, Generic[F]):
         found, gaps = await self._reader.read(feeds, _WAIT_S)
         await self._refuse(gaps)
         self._checked_at = time.monotonic()
-        self._settle(now, feeds, found)
+        if now is not None:
+            self._settle(now, feeds, found)
         await self._queue(found)
 
     async def _moment(self) -> int | None:
@@ -165,10 +163,8 @@ class FeedSubscription(AsyncClosing, Generic[F]):
         self._based_at = time.monotonic()
         return await self._source.clock_ms()
 
-    def _settle(self, now: int | None, feeds: Sequence[str], found: Collection[str]) -> None:
+    def _settle(self, now: int, feeds: Sequence[str], found: Collection[str]) -> None:
         reader = self._reader
-        if now is None:
-            return
         for feed in found:
             reader.positions[feed] = reader.position(feed)
         base = max(reader.base, now - CLOCK_SLACK_MS)
@@ -182,45 +178,104 @@ class FeedSubscription(AsyncClosing, Generic[F]):
             return
         if self._member is not None:
             await self._member.skip(gaps)
-        positions = dict(self._reader.positions)
-        positions |= {feed: state.oldest for feed, state in gaps.items()}
+        oldest = {feed: state.oldest for feed, state in gaps.items()}
+        positions = {**self._reader.positions, **oldest}
         left = FeedCursor(self._reader.base, positions, self._selection.only)
         raise engine_error("cursor_expired", [cursor_text(left.encode())], "subscribe")
 
     async def _queue(self, found: Mapping[str, Sequence[object]]) -> None:
-        entries = [(feed, entry) for feed, page in found.items() for entry in page]
-        events = [self._decoded(feed, entry) for feed, entry in entries]
-        accepted = await self._accepted([e for e in events if isinstance(e, Event)])
-        for (feed, entry), event in zip(entries, events, strict=True):
-            kept = (
-                event if isinstance(event, CorruptionError) or event.event_id in accepted else None
-            )
-            self._ready.append((feed, self._source.position(entry), kept))
+        entries = [
+            (feed, self._source.position(entry), self._decoded(feed, entry))
+            for feed, page in found.items()
+            for entry in page
+        ]
+        accepted = await self._accepted([e for *_, e in entries if isinstance(e, api.Event)])
+        for feed, position, event in entries:
+            kept = isinstance(event, CorruptionError) or event.event_id in accepted
+            self._ready.append((feed, position, event if kept else None))
 
-    def _decoded(self, feed: str, entry: object) -> Event | CorruptionError:
+    def _decoded(self, feed: str, entry: object) -> api.Event | CorruptionError:
         try:
             return self._source.decode(feed, entry)
         except CorruptionError as error:
             return error
 
-    async def _accepted(self, events: Sequence[Event]) -> set[str]:
+    async def _accepted(self, events: Sequence[api.Event]) -> set[str]:
         """The ids of the events that this subscription returns."""
-        where = self._where
+        where, families = self._where, self._families
         matching = [
             event
             for event in events
-            if not self._families.isdisjoint(families_of(event)) and where.accepts(event)
+            if not families.isdisjoint(families_of(event)) and where.accepts(event)
         ]
         if not where.tags:
             return {event.event_id for event in matching}
         untold = {e.execution_id for e in matching if e.tags is None and e.execution_id}
         tagged = await self._source.tagged(untold, where.tags) if untold else set[str]()
-        return {
-            event.event_id
-            for event in matching
-            if (
-                event.execution_id in tagged
-                if event.tags is None
-                else where.tags.items() <= event.tags.items()
-            )
+
+        def has_tags(event: api.Event) -> bool:
+            if event.tags is None:
+                return event.execution_id in tagged
+            return where.tags.items() <= event.tags.items()
+
+        return {event.event_id for event in matching if has_tags(event)}
+
+
+class FeedEvents(api.Events):
+    """`Events` on any source of feeds: the subscriptions and waits of one deployment."""
+
+    def __init__(
+        self,
+        source: FeedSource,
+        counts: PartitionCounts,
+        read_state: Callable[[ExecutionId], Awaitable[PublicState]],
+    ) -> None:
+        self._source = source
+        self._counts = counts
+        self._watch = CompletionWatch(source, read_state)
+        self._open: set[FeedSubscription[Any]] = set()
+
+    async def _follow(
+        self, request: api.FeedRequest[api.F], cursor: api.Start
+    ) -> FeedSubscription[api.F]:
+        options, namespace = api.checked_options(request.options), request.namespace
+        feeds = None if namespace is None else [f"worker:{validate_namespace(namespace)}"]
+        if (partitions := options.get("partitions")) is not None:
+            feeds = self._feeds(partitions)
+        selection = FeedSelection(self._source, self._counts, feeds)
+        start = await selection.cursor(cursor)
+        member = None
+        if (group := options.get("group")) is not None:
+            name = options.get("member") or new_uuid()
+            member = GroupMember(self._source, selection, group, name, start)
+            await member.join()
+        # These positions come from the feeds as they are now.
+        fresh = member is None and cursor in ("", b"", "now", "start")
+        subscription = FeedSubscription(
+            *(self._source, selection, start, request, member),
+            fresh=fresh,
+            on_close=self._open.discard,
+        )
+        self._open.add(subscription)
+        return subscription
+
+    def _feeds(self, partitions: Sequence[int]) -> list[str]:
+        numbers = {
+            check.partition(each, self._counts, "partitions")
+            for each in check.listed(partitions, "partitions")
         }
+        if not numbers:
+            raise invalid_input("partitions", "must not be empty; omit it to read all of them")
+        return [f"fp:{number}" for number in sorted(numbers)]
+
+    async def wait_ended(self, execution_id: ExecutionId) -> None:
+        if not isinstance(execution_id, ExecutionId):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
+            execution_id = ExecutionId.parse(execution_id)
+        await self._watch.wait_ended(execution_id.check_partition(self._counts))
+
+    async def aclose(self) -> None:
+        """End every subscription and every wait."""
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self._watch.aclose)
+            for subscription in list(self._open):
+                closing.push_async_callback(subscription.aclose)

@@ -10,7 +10,7 @@ from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.capabilities import Absent, refuse_missing
-from flowfabric.engine.events.feed_events import FeedEvents
+from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
     MintSecret,
@@ -26,7 +26,6 @@ from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
 from flowfabric.engine.valkey.lanes import ValkeyLanes
-from flowfabric.engine.valkey.leadership import ValkeyLeadership
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
@@ -37,7 +36,7 @@ from flowfabric.engine.valkey.signals import ValkeySignals
 from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
 from flowfabric.engine.valkey.streams import ValkeyStreams
 from flowfabric.engine.valkey.suspensions import ValkeySuspensions
-from flowfabric.engine.valkey.upkeep import ValkeyUpkeep
+from flowfabric.engine.valkey.upkeep import ValkeyLeadership, ValkeyUpkeep
 from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
 from flowfabric.engine.valkey.wakeups import ValkeyWakeups
 from flowfabric.engine.valkey.workers import ValkeyWorkers

@@ -1,7 +1,5 @@
 """Preparing a deployment, and checking that a client can use one."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

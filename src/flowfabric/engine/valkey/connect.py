@@ -3,8 +3,6 @@
 The only module of this package that the layers above import.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
@@ -46,7 +44,7 @@ def check_url(url: str) -> None:
     parse_url(url)
 
 
-def start_embedded(data_dir: Path | None = None, *, aof: Aof = "everysec") -> EmbeddedServer:
+def start_embedded(data_dir: Path | None = None, *, aof: "Aof" = "everysec") -> "EmbeddedServer":
     """Start or join the embedded server of a folder; blocks, and the caller releases it."""
     from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
 

@@ -1,7 +1,5 @@
 """What puts the work of a deployment at risk, and what to do about it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -17,9 +15,8 @@ from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import configured_counts
-from flowfabric.engine.valkey.health import health_findings
+from flowfabric.engine.valkey.health import check_security, health_findings
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, library_fits, read_library
-from flowfabric.engine.valkey.security import check_security
 from flowfabric.valkey.connect import MINIMUM_VERSION
 from flowfabric.valkey.connect import check_server as check_version
 from flowfabric.valkey.transport import Transport

@@ -1,7 +1,5 @@
 """Checks of the embedded Valkey: its folder, its program, and who can read its secret."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,20 +1,21 @@
 """The event feeds as Valkey stores them: one stream per partition and per worker registry."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.errors import CorruptionError, TransportError
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.ids import ExecutionId, stored_id
+from flowfabric.core.stored import Stored, corrupt
+from flowfabric.core.text import lossless
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.events.cursor import BEGINNING, Position, before, entry_id, position_of
 from flowfabric.engine.events.source import FeedState, Pages
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
-from flowfabric.engine.valkey.event_entries import decode_entry
 from flowfabric.engine.valkey.library import read_primaries
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.valkey.transport import Connection
@@ -26,6 +27,109 @@ _LIST_EVERY_S = 1.0
 _GROUPS = "{fp:0}"
 """Where the members of groups are registered."""
 Entry = tuple[bytes, Sequence[bytes]]
+_NAMES = {
+    "f": "flow_id",
+    "tg": "tags",
+    "o": "outcome",
+    "r": "reason",
+    "s": "source",
+    "c": "failure_category",
+    "rr": "result_ref",
+    "ty": "attempt_type",
+    "du": "delay_until",
+    "oe": "old_lease_epoch",
+    "by": "requested_by",
+    "b": "branch",
+    "rc": "replay_count",
+    "op": "old_priority",
+    "np": "new_priority",
+    "si": "signal_id",
+    "sn": "signal_name",
+    "wp": "waitpoint_id",
+    "st": "source_type",
+    "sr": "source_identity",
+    "ef": "effect",
+    "su": "suspension_id",
+    "tr": "trigger",
+    "cr": "close_reason",
+}
+_COMMON = frozenset({"t", "at", "id", "ns", "l", "k"})
+_PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
+_NUMBERS = frozenset(
+    {"delay_until", "old_lease_epoch", "replay_count", "old_priority", "new_priority"}
+)
+
+
+class _FeedLink:
+    """Blocks on a connection of its own; polls where one read cannot cover the feeds."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+        self._conn: Connection | None = None
+        self._client_id = 0
+        self._closed = False
+
+    async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        # In a cluster only a call of the transport finds out that a slot has moved.
+        if self._calls.transport.is_cluster and (len(positions) > 1 or not wait_s):
+            return await self._poll(positions, count, wait_s)
+        try:
+            return await self._block(positions, count, wait_s)
+        except BaseException:
+            # A read given up would answer the next one.
+            self._drop("the read was given up")
+            raise
+
+    async def _block(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        conn = self._conn
+        if conn is None or not conn.is_open:
+            conn = self._conn = await self._calls.transport.blocking(_tag(next(iter(positions))))
+            self._client_id = await conn.submit(("CLIENT", "ID"))
+        if self._closed:
+            raise TransportError("transport", "the subscription was closed")
+        block = ("BLOCK", int(wait_s * 1000)) if wait_s else ()
+        names = {_key(feed): feed for feed in positions}
+        command = (
+            "XREAD",
+            "COUNT",
+            count,
+            *block,
+            "STREAMS",
+            *names,
+            *map(entry_id, positions.values()),
+        )
+        reply: Any = await conn.submit(command, wait_s + _GRACE_S)
+        return {} if not reply else {names[key.decode()]: page for key, page in reply.items()}
+
+    async def _poll(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
+        replies: list[Any] = await asyncio.gather(
+            *(
+                self._calls.transport.call(
+                    *("XREAD", "COUNT", count, "STREAMS", _key(feed), entry_id(at)), key=_key(feed)
+                )
+                for feed, at in positions.items()
+            )
+        )
+        found = zip(positions, replies, strict=True)
+        pages = {feed: next(iter(reply.values())) for feed, reply in found if reply}
+        if not pages and wait_s:
+            await asyncio.sleep(_POLL_S)
+        return pages
+
+    async def interrupt(self) -> None:
+        if self._client_id:
+            await self._calls.transport.call(
+                "CLIENT", "UNBLOCK", self._client_id, key="", replay_safe=True
+            )
+
+    def _drop(self, why: str) -> None:
+        conn, self._conn, self._client_id = self._conn, None, 0
+        if conn is not None:
+            conn.abort(why)
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop("the reader was closed")
 
 
 class ValkeyFeeds:
@@ -127,78 +231,6 @@ class ValkeyFeeds:
         )
 
 
-class _FeedLink:
-    """Blocks on a connection of its own; polls where one read cannot cover the feeds."""
-
-    def __init__(self, calls: FunctionCalls) -> None:
-        self._calls = calls
-        self._conn: Connection | None = None
-        self._client_id = 0
-        self._closed = False
-
-    async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        # In a cluster only a call of the transport finds out that a slot has moved.
-        if self._calls.transport.is_cluster and (len(positions) > 1 or not wait_s):
-            return await self._poll(positions, count, wait_s)
-        try:
-            return await self._block(positions, count, wait_s)
-        except BaseException:
-            # A read given up would answer the next one.
-            self._drop("the read was given up")
-            raise
-
-    async def _block(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        conn = self._conn
-        if conn is None or not conn.is_open:
-            conn = self._conn = await self._calls.transport.blocking(_tag(next(iter(positions))))
-            self._client_id = await conn.submit(("CLIENT", "ID"))
-        if self._closed:
-            raise TransportError("transport", "the subscription was closed")
-        block = ("BLOCK", int(wait_s * 1000)) if wait_s else ()
-        names = {_key(feed): feed for feed in positions}
-        command = (
-            "XREAD",
-            "COUNT",
-            count,
-            *block,
-            "STREAMS",
-            *names,
-            *map(entry_id, positions.values()),
-        )
-        reply: Any = await conn.submit(command, wait_s + _GRACE_S)
-        return {} if not reply else {names[key.decode()]: page for key, page in reply.items()}
-
-    async def _poll(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        replies: list[Any] = await asyncio.gather(
-            *(
-                self._calls.transport.call(
-                    *("XREAD", "COUNT", count, "STREAMS", _key(feed), entry_id(at)), key=_key(feed)
-                )
-                for feed, at in positions.items()
-            )
-        )
-        found = zip(positions, replies, strict=True)
-        pages = {feed: next(iter(reply.values())) for feed, reply in found if reply}
-        if not pages and wait_s:
-            await asyncio.sleep(_POLL_S)
-        return pages
-
-    async def interrupt(self) -> None:
-        if self._client_id:
-            await self._calls.transport.call(
-                "CLIENT", "UNBLOCK", self._client_id, key="", replay_safe=True
-            )
-
-    def _drop(self, why: str) -> None:
-        conn, self._conn, self._client_id = self._conn, None, 0
-        if conn is not None:
-            conn.abort(why)
-
-    def close(self) -> None:
-        self._closed = True
-        self._drop("the reader was closed")
-
-
 def _tag(feed: str) -> str:
     return f"{{{feed.removeprefix('worker:')}}}"
 
@@ -221,3 +253,65 @@ def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
     else:
         trimmed = oldest
     return FeedState(last, oldest, trimmed)
+
+
+# --- stored entries under the names that subscribers see ----------------------------------------
+
+
+def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
+    """An event from the alternating names and values of a stream entry."""
+    event_id = f"{feed}/{lossless(entry_id)}"
+    return _event(event_id, Stored.from_hash(f"event {event_id}", flat))
+
+
+def decode_history(feed: str, stored: bytes, execution_id: str) -> Event:
+    """An event from the history of an execution, where its entry id comes first."""
+    try:
+        _, entry_id, *flat = msgspec.msgpack.decode(stored, type=list[str])
+    except (msgspec.MsgspecError, ValueError):
+        raise corrupt(execution_id, "history", "has an unreadable entry") from None
+    return decode_entry(feed, entry_id.encode(), [part.encode() for part in flat])
+
+
+def _event(event_id: str, stored: Stored) -> Event:
+    fields: dict[str, Any] = {}
+    for name in stored.fields:
+        if name in _PAIRS:
+            fields |= zip(_PAIRS[name], stored.pair(name) or (None, None), strict=True)
+        elif name == "w":
+            worker_id, _, fields["worker_instance_id"] = stored.text(name).partition(" ")
+            fields["worker_id"] = worker_id or None
+        elif name not in _COMMON:
+            known = _NAMES.get(name, name)
+            numeric = known in _NUMBERS
+            fields[known] = stored.number(name) if numeric else stored.text(name, "")
+    kind = stored.text("t")
+    if kind == "acquired":
+        fields.setdefault("attempt_type", "initial")
+    if kind == "revoked":
+        fields["revoked_by"] = fields.pop("requested_by", "operator")
+    if kind == "reclaimed":
+        for part in _PAIRS:
+            stored.text(part)
+        for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
+            fields[f"new_{part}"] = fields.pop(part)
+    if "result_ref" in fields:
+        fields["result_ref"] = True
+    if "tags" in fields:
+        fields["tags"] = stored.parsed("tg", _tags)
+    about = stored.maybe_text("id")
+    default = None if about is None else "default"
+    written_at = event_id.rpartition("/")[2].partition("-")[0].encode()
+    return Event(
+        event_id,
+        kind,
+        Stored(stored.context, {"at": stored.fields.get("at") or written_at}).number("at"),
+        None if about is None else stored_id(about, stored.context),
+        stored.maybe_text("ns") or default,
+        stored.maybe_text("l") or default,
+        None if about is None else stored.text("k"),
+        fields,
+    )
+
+
+_tags = msgspec.json.Decoder(dict[str, str]).decode

@@ -1,7 +1,5 @@
 """Splitting work on many partitions into calls that the server answers quickly."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from operator import itemgetter

@@ -181,7 +181,7 @@ class ValkeyLeases(Leases):
     ) -> ExpiredLease | None:
         """The lease, unless it was renewed, released or claimed anew since the index was read."""
         record = await Record.read(self._calls, execution_id)
-        lease = None if record is None else record.current_lease()
+        lease = None if record is None else record.current_lease
         if record is None or lease is None or lease.expires_at != expiry:
             return None
         if lease.expires_at > moment or namespace not in (None, record.namespace):

@@ -1,7 +1,5 @@
 """The Lua function library: assembled from its files, loaded, versioned, reloaded when lost."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

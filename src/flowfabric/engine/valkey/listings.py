@@ -1,7 +1,5 @@
 """Listing executions, page by page."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Mapping, Sequence

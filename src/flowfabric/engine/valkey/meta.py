@@ -1,7 +1,5 @@
 """The engine itself: health, capabilities, clock."""
 
-from __future__ import annotations
-
 import asyncio
 
 from flowfabric.core.errors import TimeoutError_

@@ -1,7 +1,5 @@
 """Pages of listings: opaque cursors, and entries that cannot be read."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

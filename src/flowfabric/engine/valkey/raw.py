@@ -1,7 +1,5 @@
 """The engine's functions without checks or typed results, for measurements to compare with."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Reading one execution."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +21,7 @@ from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_worker
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.event_entries import decode_history
+from flowfabric.engine.valkey.feeds import decode_history
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 
@@ -88,7 +86,7 @@ class ValkeyReads(Reads):
         if record is None:
             raise invalid_input("execution_id", "no such execution")
         encoding = record.text("payload_encoding", "")
-        return ExecutionContext(payload or b"", record.kind, tags, encoding)
+        return ExecutionContext(payload or b"", record.execution_kind, tags, encoding)
 
     async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
         execution_id = self._calls.checked(execution_id)
@@ -129,11 +127,11 @@ class ValkeyReads(Reads):
 
     async def read_current_attempt_index(self, execution_id: ExecutionId) -> int:
         record = await self._record(execution_id)
-        return 0 if record is None else max(0, record.attempt_count - 1)
+        return 0 if record is None else record.current_attempt_index
 
     async def read_total_attempt_count(self, execution_id: ExecutionId) -> int:
         record = await self._record(execution_id)
-        return 0 if record is None else record.attempt_count
+        return 0 if record is None else record.total_attempt_count
 
     async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
         record = await self._existing(execution_id, "read_attempts")
@@ -145,7 +143,7 @@ class ValkeyReads(Reads):
                     "HGETALL",
                     keys.attempt(eid.tag, eid, index),
                 )
-                for index in range(record.attempt_count)
+                for index in range(record.total_attempt_count)
             )
         )
         return record.attempts(archived)
@@ -169,15 +167,15 @@ class ValkeyReads(Reads):
         )
         required, near = frozenset(record.required_capabilities), None
         fleet: list[WorkerEntry] = []
-        if record.vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        if record.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
             fleet = await self._workers.list_workers(None, limit=None)
         serving = [worker for worker in fleet if record.lane_id in worker.lanes]
-        if waits_for_worker(record.vector):
+        if waits_for_worker(record.state_vector):
             own = (worker for worker in serving if worker.namespace == record.namespace)
             near = least_missing(required, own)
         return WhyWaiting(
             public_state=record.public_state,
-            blocking_reason=record.vector.blocking_reason.value,
+            blocking_reason=record.state_vector.blocking_reason.value,
             blocking_detail=record.text("blocking_detail", ""),
             since=record.last_transition_at,
             lane_state=stored_text(lane_state, context, "state") if lane_state else "active",

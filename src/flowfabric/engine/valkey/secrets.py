@@ -1,7 +1,5 @@
 """The secrets that sign waitpoint tokens."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Permits and connections of stream reads and tails."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping

@@ -1,32 +1,24 @@
-"""Attempt output: appending, reading, following, summaries."""
-
-from __future__ import annotations
+"""Attempt output: frames as the functions take and return them, appending, reading, following."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, get_args
 
 import msgspec
 
+from flowfabric.core.contracts import streams as contracts
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.contracts.streams import (
-    AppendOutcome,
-    Frame,
-    StreamFrames,
-    SummaryDocument,
-    Visibility,
-)
 from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
 from flowfabric.core.errors import EngineError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
+from flowfabric.core.stored import Stored
+from flowfabric.core.text import lossless
 from flowfabric.engine.api import check
-from flowfabric.engine.api.frames import U32, Append, AppendOptions
-from flowfabric.engine.api.streams import Streams
+from flowfabric.engine.api.streams import U32, Append, AppendOptions, Streams
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, refused
-from flowfabric.engine.valkey.frames import Page, append_args, append_outcome, page_of, summary_of
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text
 from flowfabric.engine.valkey.library import ensure_library
 from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.transport import Connection
@@ -35,165 +27,175 @@ _TAIL_GRACE_S = 0.5
 # Parts of a reply that carries a newer document; every other reply is longer.
 _MOVED_PARTS = 5
 T = TypeVar("T")
-_VISIBILITIES = ("all", "exclude_best_effort")
 # How often to look for the end of a stream whose execution does not exist yet: no bell rings.
 _UNNOTICED_S = 0.1
 _pack = msgspec.msgpack.Encoder().encode
 _MERGE_TRIES = 8
 _SUMMARIES = 64  # How many summaries a process remembers.
+_MODES = {mode[:1].encode(): mode for mode in get_args(contracts.FrameMode)}
+"""A mode is stored as its first letter."""
+_PAGE_PARTS = (
+    *("examined", "more", "closed_at", "closed_reason", "trimmed", "oldest", "last_sequence"),
+    "followed",
+)
 
 
-class ValkeyStreams(Streams):
-    """`Streams` on Valkey."""
+class Page(msgspec.Struct):
+    """One reply of the range read."""
 
-    def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:
-        self._calls = calls
-        self._pool = pool
-        self._summaries = lru_cache(_SUMMARIES)(_Summary)
+    frames: list[contracts.StreamedFrame]
+    examined: str | None
+    more: bool
+    closed_at: int | None
+    closed_reason: str | None
+    trimmed: bool
+    oldest: str | None
+    newest: str | None
+    followed: bool
 
-    async def append_frames(
-        self, handle: Handle, frames: Sequence[Frame], **options: Unpack[AppendOptions]
-    ) -> AppendOutcome:
-        append = Append(**options)
-        frames = check.listed(frames, "frames")
-        append.check(frames)
-        args = append_args(handle, frames, append)
-        if append.mode == "summary":
-            return await self._append_patches(handle, frames, args, append)
-        return await self._append(handle, args, append_outcome)
+    def after(self, earlier: Self) -> Self:
+        """This page with the frames of the one before it."""
+        self.frames[:0] = earlier.frames
+        self.examined = self.examined or earlier.examined
+        return self
 
-    async def _append(
-        self, handle: Handle, args: Sequence[Any], decode: Callable[[list[Any]], T]
-    ) -> T:
-        return await self._calls.ask(
-            *("ff_append", handle.execution_id.tag, args, decode),
-            op="append_frame",
-            replay_safe=args[6] != "",
+    def result(self, position: str, asked: str) -> contracts.StreamFrames:
+        """The result of a read from `asked`; `position` is its cursor if no frame was examined."""
+        # With nothing retained, all up to the last frame ever written are gone.
+        oldest = self.oldest or self.newest
+        return contracts.StreamFrames(
+            frames=tuple(self.frames),
+            next_cursor=self.examined or position,
+            closed_at=self.closed_at,
+            closed_reason=self.closed_reason,
+            truncated=self.trimmed and oldest is not None and _order(oldest) > _order(asked),
         )
 
-    async def _append_patches(
-        self, handle: Handle, frames: Sequence[Frame], args: list[Any], append: Append
-    ) -> AppendOutcome:
-        """Merge here, where integers stay exact, and commit against the version merged on."""
-        known = self._summaries(handle.attempt)
-        async with known.lock:
-            for _ in range(_MERGE_TRIES):
-                try:
-                    merged = _patched(known.document, frames, append)
-                except EngineError as error:
-                    await self._refuse(handle, known, args, error)
-                    continue
-                args[5] = _pack({"version": known.version, "document": merged.decode()})
-                outcome = await self._append(handle, args, _patch_outcome)
-                if isinstance(outcome, AppendOutcome):
-                    if not outcome.duplicate and outcome.summary_version is not None:
-                        known.version, known.document = outcome.summary_version, merged
-                    return outcome
-                known.version, known.document = outcome
-        raise ValidationError("invalid_input", "too many writers change this summary at once")
 
-    async def _refuse(
-        self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
-    ) -> None:
-        """Raise why the patches cannot be merged, unless the document was not the latest."""
-        # Without the right to write, this raises that first.
-        await self._append(handle, [*args[:5], "", ""], append_outcome)
-        stored = await self.read_summary(handle.execution_id, handle.attempt_index)
-        if stored is None or stored.version == known.version:
-            raise error
-        known.version, known.document = stored.version, stored.document_json
+def _order(entry: str) -> tuple[int, int]:
+    if entry in {"-", "+"}:
+        return (-1, 0) if entry == "-" else (2**64, 0)
+    ms, _, seq = entry.partition("-")
+    return int(ms), int(seq)
 
-    async def read_summary(
-        self, execution_id: ExecutionId, attempt_index: int
-    ) -> SummaryDocument | None:
-        execution_id = self._calls.checked(execution_id)
-        check.whole(attempt_index, "attempt_index", 0, U32)
-        key = keys.summary(execution_id.tag, execution_id, attempt_index)
-        context = f"summary of {execution_id}"
-        return summary_of(context, await self._calls.read(f"{context}: record", "HGETALL", key))
 
-    async def read_stream(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        *,
-        from_: str = "start",
-        to: str = "end",
-        count_limit: int = 100,
-        visibility: Visibility = "all",
-    ) -> StreamFrames:
-        first, last = StreamCursor.parse(from_), StreamCursor.parse(to)
-        check_count(count_limit)
-        reader = self._reader(execution_id, attempt_index, visibility)
+def append_args(handle: Handle, frames: Sequence[contracts.Frame], append: Append) -> list[Any]:
+    """The arguments of one append; those of a patch get their document later."""
+    proof(check.handle(handle))
+    args: list[Any] = [
+        handle.execution_id,
+        handle.lease,
+        handle.attempt,
+        append.mode[:1],
+        "" if append.retention_maxlen is None else append.retention_maxlen,
+        _pack(append.live()) if append.mode == "best_effort" else b"",
+        "" if append.seq is None else append.seq,
+    ]
+    for frame in frames:
+        args += (frame.name, frame.payload, _extra(frame))
+    return args
 
-        async def read(conn: Connection) -> StreamFrames:
-            found = await reader.collect(conn, first.first(), last.last(), count_limit)
-            return found.result(first.text, first.first())
 
-        with self._pool.permit(waits=False):
-            return await self._connected(reader, read)
+def _extra(frame: contracts.Frame) -> bytes:
+    """What differs from the defaults; nothing else is stored."""
+    extra: list[Any] = []
+    if frame.encoding != "utf8":
+        extra += ("e", frame.encoding)
+    if frame.source != "worker":
+        extra += ("s", frame.source)
+    if frame.correlation_id:
+        extra += ("c", frame.correlation_id)
+    if frame.metadata_json:
+        extra += ("md", frame.metadata_json)
+    if frame.ts is not None:
+        extra += ("ts", str(frame.ts))
+    return _pack(extra) if extra else b""
 
-    async def tail_stream(
-        self,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        *,
-        after: str = START.text,
-        block_ms: int = 0,
-        count_limit: int = 50,
-        visibility: Visibility = "all",
-    ) -> StreamFrames:
-        cursor = StreamCursor.parse(after)
-        check.whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
-        check_count(count_limit)
-        position = asked = cursor.after()
-        reader = self._reader(execution_id, attempt_index, visibility)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + block_ms / 1000
 
-        async def wait(conn: Connection) -> StreamFrames:
-            nonlocal position
-            while True:
-                found = await reader.collect(
-                    conn, behind(position), "+", count_limit, follow=block_ms > 0
-                )
-                position = found.examined or position
-                left = deadline - loop.time()
-                ended = found.closed_at is not None or self._pool.draining
-                if found.frames or ended or left <= 0:
-                    return found.result(position, asked)
-                pause = left if found.followed else min(left, _UNNOTICED_S)
-                news = reader.await_news(conn, position, pause)
-                await self._pool.await_news(conn, news)
-                if self._pool.draining:
-                    return found.result(position, asked)
+def append_outcome(reply: Sequence[Any]) -> contracts.AppendOutcome:
+    """The outcome of an append. Entries of one call have consecutive ids."""
+    count, last, version = int(reply[2]), text(reply[3]), text(reply[5])
+    ids: tuple[str, ...] = (last,) if count == 1 else ()
+    if count > 1:
+        ms, _, seq = last.partition("-")
+        newest = int(seq)
+        ids = tuple(f"{ms}-{number}" for number in range(newest - count + 1, newest + 1))
+    return contracts.AppendOutcome(
+        stream_ids=ids,
+        frame_count=int(reply[4]),
+        summary_version=int(version) if version else None,
+        duplicate=reply[6] == 1,
+    )
 
-        with self._pool.permit(waits=block_ms > 0):
-            return await self._connected(reader, wait)
 
-    def _reader(
-        self, execution_id: ExecutionId, index: int, visibility: Visibility
-    ) -> _StreamReader:
-        check.whole(index, "attempt_index", 0, U32)
-        check.one_of(visibility, "visibility", _VISIBILITIES)
-        return _StreamReader(self._calls, self._calls.checked(execution_id), index, visibility)
+def page_of(reply: Sequence[Any], execution_id: str) -> Page:
+    """A page of the range read."""
+    entries, *rest = reply[2:]
+    page = Stored.from_row(f"stream of {execution_id}", _PAGE_PARTS, rest)
+    return Page(
+        frames=[_frame(lossless(entry), flat) for entry, flat in entries],
+        examined=page.maybe_text("examined"),
+        more=rest[1] == 1,
+        closed_at=page.maybe_number("closed_at"),
+        closed_reason=page.maybe_text("closed_reason"),
+        trimmed=rest[4] == 1,
+        oldest=page.maybe_text("oldest"),
+        newest=page.maybe_text("last_sequence"),
+        followed=rest[7] == 1,
+    )
 
-    async def _connected(
-        self, reader: _StreamReader, work: Callable[[Connection], Awaitable[T]]
-    ) -> T:
-        """Read on a pooled connection, again after an outage; a read is never ambiguous."""
-        for again in (True, False):
-            try:
-                async with self._pool.connection(reader.tag) as conn:
-                    return await work(conn)
-            except TransportError as error:
-                error.ambiguous = False
-                waitable = error.passing and error.kind != "timeout"
-                if not (again and waitable) or self._pool.closed:
-                    raise
-            # The client's own connection waits the outage out and learns where the key has moved.
-            await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
-        raise AssertionError("unreachable")
+
+def _frame(entry: str, flat: list[bytes]) -> contracts.StreamedFrame:
+    """A frame from a stream entry; absent fields have their defaults.
+
+    Decoding is direct: 1.4 µs per frame, and 3.9 µs through `Stored`.
+    """
+    fields = {flat[i]: flat[i + 1] for i in range(0, len(flat), 2)}
+    version, ttl, ts = fields.get(b"v"), fields.get(b"ttl"), fields.get(b"ts")
+    try:
+        return contracts.StreamedFrame(
+            id=entry,
+            frame_type=fields[b"t"].decode(),
+            payload=fields[b"p"],
+            encoding=fields.get(b"e", b"utf8").decode(),
+            source=fields.get(b"s", b"worker").decode(),
+            mode=_MODES[fields.get(b"m", b"d")],
+            ts=int(ts or entry.partition("-")[0]),
+            correlation_id=fields.get(b"c", b"").decode(),
+            metadata_json=fields.get(b"md", b"").decode(),
+            summary_version=int(version) if version else None,
+            ttl_ms=int(ttl) if ttl else None,
+        )
+    except (KeyError, ValueError):
+        raise _damage(Stored.from_hash(f"frame {entry}", flat)) from None
+
+
+def _damage(stored: Stored) -> EngineError:
+    """Which field of a frame cannot be read."""
+    stored.text("t")
+    for name in ("e", "s", "c", "md"):
+        stored.text(name, "")
+    for name in ("ts", "v", "ttl"):
+        stored.number(name, 0)
+    if "p" not in stored.fields:
+        return stored.corrupt("p", "is missing")
+    return stored.corrupt("m", "is no mode")
+
+
+def summary_of(context: str, raw: Any) -> contracts.SummaryDocument | None:
+    """A summary from a hash reply, which is a map or a flat list by protocol version."""
+    if not raw:
+        return None
+    stored = Stored.from_hash(context, raw)
+    if not stored.is_set("document"):
+        raise stored.corrupt("document", "is missing")
+    return contracts.SummaryDocument(
+        document_json=stored.fields["document"],
+        version=stored.number("version"),
+        patch_kind=stored.text("patch_kind"),
+        last_updated_ms=stored.number("last_updated_ms"),
+        first_applied_ms=stored.number("first_applied_ms"),
+    )
 
 
 class _Summary:
@@ -206,14 +208,14 @@ class _Summary:
         self.lock = asyncio.Lock()
 
 
-def _patch_outcome(reply: list[Any]) -> AppendOutcome | tuple[int, bytes]:
+def _patch_outcome(reply: list[Any]) -> contracts.AppendOutcome | tuple[int, bytes]:
     """What was appended, or the newer version and document to merge the patches on."""
     if len(reply) > _MOVED_PARTS:
         return append_outcome(reply)
     return int(reply[3]), bytes(reply[4])
 
 
-def _patched(document: bytes, frames: Sequence[Frame], append: Append) -> bytes:
+def _patched(document: bytes, frames: Sequence[contracts.Frame], append: Append) -> bytes:
     if append.patch_kind != PATCH_KIND:
         raise invalid_input("patch_kind", f"unsupported patch_kind {append.patch_kind!r}")
     merged = merge(document, *(parse_patch(frame.payload) for frame in frames))
@@ -229,8 +231,11 @@ class _StreamReader:
     """Reads one stream on a connection of its own."""
 
     def __init__(
-        self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: Visibility
+        self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: str
     ) -> None:
+        check.whole(index, "attempt_index", 0, U32)
+        check.one_of(visibility, "visibility", get_args(contracts.Visibility))
+        execution_id = calls.checked(execution_id)
         self._calls = calls
         self.tag = execution_id.tag
         self._target = (execution_id, index)
@@ -275,3 +280,146 @@ class _StreamReader:
             *(self.stream, self.closed, position, "0-0"),
             timeout=seconds + _TAIL_GRACE_S,
         )
+
+
+class ValkeyStreams(Streams):
+    """`Streams` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:
+        self._calls = calls
+        self._pool = pool
+        self._summaries = lru_cache(_SUMMARIES)(_Summary)
+
+    async def append_frames(
+        self, handle: Handle, frames: Sequence[contracts.Frame], **options: Unpack[AppendOptions]
+    ) -> contracts.AppendOutcome:
+        append = Append(**options)
+        frames = check.listed(frames, "frames")
+        append.check(frames)
+        args = append_args(handle, frames, append)
+        if append.mode == "summary":
+            return await self._append_patches(handle, frames, args, append)
+        return await self._append(handle, args, append_outcome)
+
+    async def _append(
+        self, handle: Handle, args: Sequence[Any], decode: Callable[[list[Any]], T]
+    ) -> T:
+        return await self._calls.ask(
+            *("ff_append", handle.execution_id.tag, args, decode),
+            op="append_frame",
+            replay_safe=args[6] != "",
+        )
+
+    async def _append_patches(
+        self, handle: Handle, frames: Sequence[contracts.Frame], args: list[Any], append: Append
+    ) -> contracts.AppendOutcome:
+        """Merge here, where integers stay exact, and commit against the version merged on."""
+        known = self._summaries(handle.attempt)
+        async with known.lock:
+            for _ in range(_MERGE_TRIES):
+                try:
+                    merged = _patched(known.document, frames, append)
+                except EngineError as error:
+                    await self._refuse(handle, known, args, error)
+                    continue
+                args[5] = _pack({"version": known.version, "document": merged.decode()})
+                outcome = await self._append(handle, args, _patch_outcome)
+                if isinstance(outcome, contracts.AppendOutcome):
+                    if not outcome.duplicate and outcome.summary_version is not None:
+                        known.version, known.document = outcome.summary_version, merged
+                    return outcome
+                known.version, known.document = outcome
+        raise ValidationError("invalid_input", "too many writers change this summary at once")
+
+    async def _refuse(
+        self, handle: Handle, known: _Summary, args: Sequence[Any], error: EngineError
+    ) -> None:
+        """Raise why the patches cannot be merged, unless the document was not the latest."""
+        # Without the right to write, this raises that first.
+        await self._append(handle, [*args[:5], "", ""], append_outcome)
+        stored = await self.read_summary(handle.execution_id, handle.attempt_index)
+        if stored is None or stored.version == known.version:
+            raise error
+        known.version, known.document = stored.version, stored.document_json
+
+    async def read_summary(
+        self, execution_id: ExecutionId, attempt_index: int
+    ) -> contracts.SummaryDocument | None:
+        execution_id = self._calls.checked(execution_id)
+        check.whole(attempt_index, "attempt_index", 0, U32)
+        key = keys.summary(execution_id.tag, execution_id, attempt_index)
+        context = f"summary of {execution_id}"
+        return summary_of(context, await self._calls.read(f"{context}: record", "HGETALL", key))
+
+    async def read_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        from_: str = "start",
+        to: str = "end",
+        count_limit: int = 100,
+        visibility: contracts.Visibility = "all",
+    ) -> contracts.StreamFrames:
+        first, last = StreamCursor.parse(from_), StreamCursor.parse(to)
+        check_count(count_limit)
+        reader = _StreamReader(self._calls, execution_id, attempt_index, visibility)
+
+        async def read(conn: Connection) -> contracts.StreamFrames:
+            found = await reader.collect(conn, first.first(), last.last(), count_limit)
+            return found.result(first.text, first.first())
+
+        with self._pool.permit(waits=False):
+            return await self._connected(reader, read)
+
+    async def tail_stream(
+        self,
+        execution_id: ExecutionId,
+        attempt_index: int,
+        *,
+        after: str = START.text,
+        block_ms: int = 0,
+        count_limit: int = 50,
+        visibility: contracts.Visibility = "all",
+    ) -> contracts.StreamFrames:
+        position = asked = StreamCursor.parse(after).after()
+        check.whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
+        check_count(count_limit)
+        reader = _StreamReader(self._calls, execution_id, attempt_index, visibility)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + block_ms / 1000
+
+        async def wait(conn: Connection) -> contracts.StreamFrames:
+            nonlocal position
+            while True:
+                first = behind(position)
+                found = await reader.collect(conn, first, "+", count_limit, follow=block_ms > 0)
+                position = found.examined or position
+                left = deadline - loop.time()
+                ended = found.closed_at is not None or self._pool.draining
+                if found.frames or ended or left <= 0:
+                    return found.result(position, asked)
+                pause = left if found.followed else min(left, _UNNOTICED_S)
+                await self._pool.await_news(conn, reader.await_news(conn, position, pause))
+                if self._pool.draining:
+                    return found.result(position, asked)
+
+        with self._pool.permit(waits=block_ms > 0):
+            return await self._connected(reader, wait)
+
+    async def _connected(
+        self, reader: _StreamReader, work: Callable[[Connection], Awaitable[T]]
+    ) -> T:
+        """Read on a pooled connection, again after an outage; a read is never ambiguous."""
+        for again in (True, False):
+            try:
+                async with self._pool.connection(reader.tag) as conn:
+                    return await work(conn)
+            except TransportError as error:
+                error.ambiguous = False
+                waitable = error.passing and error.kind != "timeout"
+                if not (again and waitable) or self._pool.closed:
+                    raise
+            # The client's own connection waits the outage out and learns where the key has moved.
+            await self._calls.transport.call("EXISTS", reader.stream, key=reader.tag)
+        raise AssertionError("unreachable")

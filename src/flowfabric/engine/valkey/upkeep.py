@@ -1,7 +1,6 @@
-"""What scanners call: due timers, lapsed leases, retention, index repair."""
+"""What scanners call: due timers, lapsed leases, retention, index repair; and who runs them."""
 
-from __future__ import annotations
-
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -12,16 +11,7 @@ from flowfabric.core.ids import PartitionKey, is_uuid, validate_lane
 from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
-from flowfabric.engine.api.upkeep import (
-    ALL_EXECUTIONS,
-    Audit,
-    DueScan,
-    Index,
-    Mode,
-    Survey,
-    SurveyRequest,
-    Upkeep,
-)
+from flowfabric.engine.api import upkeep as api
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
 from flowfabric.engine.valkey.groups import call_each, places_of, raised, split
@@ -38,9 +28,11 @@ _LANES_PER_PART = 4
 _LANES_CHECKED = 200
 # A process that creates an execution has registered its place at most 10 s before.
 _UNUSED_MS = 60_000
+# Leaders acquire their lease again every minute, which lists them again.
+_LISTED_MS = 300_000
 
 
-class ValkeyUpkeep(Upkeep):
+class ValkeyUpkeep(api.Upkeep):
     """`Upkeep` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
@@ -49,8 +41,10 @@ class ValkeyUpkeep(Upkeep):
 
     # --- finding what is due ----------------------------------------------------------
 
-    async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
-        merged = DueScan(0, {}, {}, {})
+    async def scan_due(
+        self, indexes: Sequence[api.Index], limit: int, offset: int = 0
+    ) -> api.DueScan:
+        merged = api.DueScan(0, {}, {}, {})
         groups = self._groups(indexes, _INDEXES_SCANNED)
         for group, scan in await call_each(groups, lambda each: self._scan(each, limit, offset)):
             if isinstance(scan, EngineError):
@@ -64,15 +58,15 @@ class ValkeyUpkeep(Upkeep):
             raise next(iter(merged.unreadable.values()))
         return merged
 
-    async def _scan(self, group: list[Index], limit: int, offset: int) -> DueScan:
+    async def _scan(self, group: list[api.Index], limit: int, offset: int) -> api.DueScan:
         names = {(index.tag, _name(index)): index for index in group}
 
-        def decode(reply: list[Any]) -> DueScan:
+        def decode(reply: list[Any]) -> api.DueScan:
             due, armed, unreadable = (
                 {names[text(tag), text(name)]: found for tag, name, found in part}
                 for part in reply[3:6]
             )
-            return DueScan(
+            return api.DueScan(
                 int(reply[2]),
                 {index: [lossless(member) for member in ids] for index, ids in due.items()},
                 {index: int(score) for index, score in armed.items()},
@@ -82,16 +76,16 @@ class ValkeyUpkeep(Upkeep):
         args = (limit, offset, *places_of(names))
         return await self._calls.ask("ff_scan_due", group[0].tag, args, decode, op="scan_due")
 
-    async def any_exists(self, indexes: Sequence[Index]) -> bool:
+    async def any_exists(self, indexes: Sequence[api.Index]) -> bool:
         groups = self._groups(indexes, _INDEXES_SOUGHT)
         return any(raised(await call_each(groups, self._exists)))
 
-    async def _exists(self, group: list[Index]) -> bool:
+    async def _exists(self, group: list[api.Index]) -> bool:
         names = [_key(index) for index in group]
         found: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
         return found > 0
 
-    async def earliest(self, index: Index) -> int | None:
+    async def earliest(self, index: api.Index) -> int | None:
         key = _key(index)
         try:
             found: Any = await self._calls.read(key, "ZRANGE", key, 0, 0, "WITHSCORES")
@@ -100,7 +94,7 @@ class ValkeyUpkeep(Upkeep):
         # A damaged score may be infinite.
         return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
 
-    def _groups(self, indexes: Iterable[Index], size: int) -> list[list[Index]]:
+    def _groups(self, indexes: Iterable[api.Index], size: int) -> list[list[api.Index]]:
         return split(indexes, size, apart=self._calls.transport.is_cluster)
 
     async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
@@ -138,7 +132,7 @@ class ValkeyUpkeep(Upkeep):
         return await self._calls.ask_each("ff_trim", *place, *names)
 
     async def purge(self, tag: str) -> int:
-        if not await self._exists([Index(tag, "purge_backlog")]):
+        if not await self._exists([api.Index(tag, "purge_backlog")]):
             return 0
         return await self._calls.ask("ff_purge", tag, (), lambda reply: int(reply[3]), op="purge")
 
@@ -216,23 +210,23 @@ class ValkeyUpkeep(Upkeep):
     # --- index repair -----------------------------------------------------------------
 
     async def reconcile_execution_index(
-        self, tag: str, ids: Iterable[str], mode: Mode = "repair"
+        self, tag: str, ids: Iterable[str], mode: api.Mode = "repair"
     ) -> list[str]:
         names = check.stored_names(ids, "ids")
-        check.one_of(mode, "mode", get_args(Mode))
+        check.one_of(mode, "mode", get_args(api.Mode))
         self._calls.checked_tag(tag)
         lanes = (await self._places.lanes_in_use())[:_LANES_SEARCHED]
         return (await self.audit_indexes(tag, names, lanes, mode)).verdicts
 
     async def audit_indexes(
-        self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: Mode
-    ) -> Audit:
+        self, tag: str, ids: Iterable[str], lanes: Sequence[str], mode: api.Mode
+    ) -> api.Audit:
         args = as_stored((mode, len(lanes), *lanes, *ids))
         return await self._calls.ask("ff_reconcile", tag, args, _audit, op="reconcile")
 
-    async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]:
+    async def survey_indexes(self, requests: Sequence[api.SurveyRequest]) -> list[api.Survey]:
         parts = [part for request in requests for part in _survey_parts(request)]
-        found: dict[str, list[Survey]] = {request.tag: [] for request in requests}
+        found: dict[str, list[api.Survey]] = {request.tag: [] for request in requests}
         for group in split(
             parts, _LANES_SURVEYED // _LANES_PER_PART, apart=self._calls.transport.is_cluster
         ):
@@ -247,7 +241,7 @@ class ValkeyUpkeep(Upkeep):
                 for survey in surveys:
                     found[survey.tag].append(survey)
         return [
-            Survey(
+            api.Survey(
                 tag,
                 " ".join(survey.fingerprint for survey in surveys),
                 tuple(index for survey in surveys for index in survey.indexes),
@@ -255,7 +249,7 @@ class ValkeyUpkeep(Upkeep):
             for tag, surveys in found.items()
         ]
 
-    async def list_index(self, index: Index, start: int, limit: int) -> list[str]:
+    async def list_index(self, index: api.Index, start: int, limit: int) -> list[str]:
         key = raw(_key(index))
         found = await self._calls.read(_key(index), "ZRANGE", key, start, start + limit - 1)
         return [lossless(member) for member in found]
@@ -263,31 +257,74 @@ class ValkeyUpkeep(Upkeep):
     async def unlisted(self, tag: str, ids: Sequence[str]) -> list[str]:
         if not ids:
             return []
-        key = keys.index(tag, ALL_EXECUTIONS)
+        key = keys.index(tag, api.ALL_EXECUTIONS)
         scores = await self._calls.read(key, "ZMSCORE", key, *as_stored(ids))
         return [member for member, score in zip(ids, scores, strict=True) if score != 0]
 
 
-def _name(index: Index) -> str:
+class ValkeyLeadership(api.Leadership):
+    """`Leadership` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+
+    async def acquire(self, duty: str, identity: str, ttl_ms: int) -> bool:
+        return await self._calls.ask(
+            *("ff_lead", keys.LEADERS_TAG, (duty, identity, ttl_ms, _LISTED_MS)),
+            lambda reply: reply[2] == 1,
+            op="acquire",
+        )
+
+    async def renew(self, duty: str, identity: str, ttl_ms: int) -> bool:
+        key = keys.leader(keys.LEADERS_TAG, duty)
+        # Reads and renews in one command; renewing the lease of another process is harmless.
+        owner: Any = await self._calls.transport.call(
+            *("GETEX", key, "PX", ttl_ms), key=key, replay_safe=True
+        )
+        return owner == identity.encode()
+
+    async def remaining_ms(self, duty: str) -> int | None:
+        key = keys.leader(keys.LEADERS_TAG, duty)
+        left: Any = await self._calls.transport.call("PTTL", key, key=key)
+        return left if left >= 0 else None
+
+    async def resign(self, duty: str, identity: str) -> None:
+        await self._calls.fcall("ff_resign", keys.LEADERS_TAG, (duty, identity), op="resign")
+
+    async def leaders(self) -> list[api.Leader]:
+        duties = ["", *await self._calls.registered(keys.leaders(keys.LEADERS_TAG), str)]
+        owners = await asyncio.gather(*(self._owner(duty) for duty in duties))
+        return [
+            api.Leader(shown(lossless(owner)).rpartition(":")[0], bool(duty))
+            for duty, owner in zip(duties, owners, strict=True)
+            if owner is not None
+        ]
+
+    async def _owner(self, duty: str) -> bytes | None:
+        key = keys.leader(keys.LEADERS_TAG, duty)
+        return await self._calls.read(key, "GET", key)
+
+
+def _name(index: api.Index) -> str:
     """The name of an index after `ff:idx:T:`."""
     if not index.lane:
         return index.name
     return f"lane:{keys.lane_part(index.lane)}:{index.name}"
 
 
-def _unreadable(index: Index, why: bytes) -> EngineError:
+def _unreadable(index: api.Index, why: bytes) -> EngineError:
     return CorruptionError("corruption", f"{_key(index)}: {shown(lossless(why))}")
 
 
-def _key(index: Index) -> str:
+def _key(index: api.Index) -> str:
     return keys.index(index.tag, _name(index))
 
 
-def _index(tag: str, name: str) -> Index:
+def _index(tag: str, name: str) -> api.Index:
     if not name.startswith("lane:"):
-        return Index(tag, name)
+        return api.Index(tag, name)
     _, lane, kind = name.split(":", 2)
-    return Index(tag, kind, keys.lane_of(lane))
+    return api.Index(tag, kind, keys.lane_of(lane))
 
 
 def _is_before(stamp: str, edge: int) -> bool:
@@ -295,12 +332,12 @@ def _is_before(stamp: str, edge: int) -> bool:
     return not stamp.isdecimal() or int(stamp) < edge
 
 
-def _audit(reply: list[Any]) -> Audit:
+def _audit(reply: list[Any]) -> api.Audit:
     verdicts = [shown(lossless(verdict)) for verdict in reply[2]]
-    return Audit(verdicts, [lossless(lane) for lane in reply[3]])
+    return api.Audit(verdicts, [lossless(lane) for lane in reply[3]])
 
 
-def _survey_parts(request: SurveyRequest) -> list[tuple[str, list[str | int]]]:
+def _survey_parts(request: api.SurveyRequest) -> list[tuple[str, list[str | int]]]:
     """What one call can cover of a partition: a few lanes each, the first part with the rest."""
     known: dict[str, list[str]] = {}
     for index in request.known:
@@ -317,9 +354,9 @@ def _survey_parts(request: SurveyRequest) -> list[tuple[str, list[str | int]]]:
     return parts
 
 
-def _surveys(reply: list[Any]) -> list[Survey]:
+def _surveys(reply: list[Any]) -> list[api.Survey]:
     surveys = [
-        Survey(
+        api.Survey(
             tag := text(each[0]),
             text(each[1]),
             tuple(_index(tag, lossless(name)) for name in each[2]),

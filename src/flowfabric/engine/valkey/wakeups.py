@@ -1,7 +1,5 @@
 """Doorbells: a blocking pop on a single server, sharded channels in a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 -- The partition's event feed, and the short list of unusual events per execution.
--- Stored names are short (decoded by engine/valkey/event_entries.py): t type, id execution, k kind,
+-- Stored names are short (decoded by engine/valkey/feeds.py): t type, id execution, k kind,
 -- L lease, A attempt, w worker, ns namespace, l lane, f flow, at time. Defaults are left out, and
 -- `at` if the entry's own id tells it.
 
