@@ -16,8 +16,7 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
-from flowfabric.sdk.client import Client, Outcome
-from flowfabric.sdk.client_signals import SignalOptions
+from flowfabric.sdk.client import Client, Outcome, SignalOptions
 from flowfabric.sdk.tail import Tail
 
 R_co = TypeVar("R_co", covariant=True)

@@ -1,40 +1,38 @@
-"""Submitting and inspecting executions."""
-
-from __future__ import annotations
+"""Submitting executions, following them and answering their waits."""
 
 import asyncio
+import functools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 from flowfabric.core.closing import ClosedOnce
-from flowfabric.core.contracts.executions import (
-    Cancelled,
-    CreateOutcome,
-    ExecutionContext,
-    ExecutionInfo,
-    NewExecution,
-)
+from flowfabric.core.contracts import executions, streams, suspension
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import (
-    FlowFabricError,
-    TransportError,
-    ValidationError,
-)
-from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace
+from flowfabric.core.errors import FlowFabricError, NotFoundError, TransportError, ValidationError
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.events import F, FeedRequest, Start, Subscriptions
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.secrets import Secrets
+from flowfabric.engine.api.signals import Signals
+from flowfabric.engine.api.streams import Streams
+from flowfabric.engine.api.suspensions import Suspensions
+from flowfabric.engine.api.waitpoints import Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
-from flowfabric.sdk.client_signals import ClientSignals, engine_call
-from flowfabric.sdk.event_feed import ClientEvents, EventFeed
+from flowfabric.sdk.event_feed import EventFeed
+from flowfabric.sdk.tail import Tail
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _RETRY_S = 0.2
 _SHOWN_CHARS = 200
@@ -57,6 +55,25 @@ class ExecutionOptions(TypedDict, total=False):
     execution_deadline_at: int | None
 
 
+class SignalOptions(TypedDict, total=False):
+    """What else may go with a signal and its payload."""
+
+    signal_category: str
+    source_type: str
+    source_identity: str
+    """Who answers, as the sender says; the handler cannot trust it."""
+    correlation_id: str
+    idempotency_key: str
+    """Signals with the same key count once."""
+    target_scope: str
+    signal_id: str | None
+    created_at: int | None
+    dedup_ttl_ms: int
+    resume_delay_ms: int
+    max_signals_per_execution: int | None
+    signal_maxlen: int
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """How an execution ended."""
 
@@ -72,7 +89,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class RunError(FlowFabricError):
     """The execution did not end with a result; `info` holds what is known about it."""
 
-    def __init__(self, info: ExecutionInfo) -> None:
+    def __init__(self, info: executions.ExecutionInfo) -> None:
         super().__init__(info)
         self.info = info
 
@@ -120,7 +137,21 @@ _ERRORS: dict[PublicState, type[RunError]] = {
 }
 
 
-class Client(ClientSignals, ClientEvents, ClosedOnce):
+def _engine_call(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """A method of the client that is one of the engine, where `Signals` is `backend.signals`."""
+    concern, name = method.__qualname__.split(".")
+    concern = concern.lower()
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+        return getattr(getattr(self.backend, concern), name)(*args, **kwargs)
+
+    return call
+
+
+class Client(Subscriptions, ClosedOnce):
     """Submits work and follows it. Async; `SyncClient` is the same for ordinary code.
 
     >>> async with await Client.connect("valkey://127.0.0.1:6379") as client:
@@ -131,7 +162,6 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
     def __init__(self, backend: Backend, namespace: str = "default") -> None:
         self.backend = backend
         self.namespace = namespace
-        self._events = backend.events
         self._feeds: weakref.WeakSet[EventFeed[Any]] = weakref.WeakSet()
 
     @classmethod
@@ -142,7 +172,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
 
     def new_execution(
         self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
-    ) -> NewExecution:
+    ) -> executions.NewExecution:
         """One execution to submit, with an id minted for its lane unless one is given."""
         fields: dict[str, Any] = dict(options)
         lane = fields.pop("lane", "default")
@@ -151,7 +181,7 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
             del fields["tags"]
         if execution_id is None:
             execution_id = ExecutionId.solo(validate_lane(lane, "lane"), self.backend.counts)
-        return NewExecution(
+        return executions.NewExecution(
             execution_id=ExecutionId.parse(execution_id).check_partition(self.backend.counts),
             execution_kind=kind,
             input_payload=payload,
@@ -162,17 +192,28 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
 
     async def submit(
         self, kind: str, payload: bytes = b"", **options: Unpack[ExecutionOptions]
-    ) -> CreateOutcome:
+    ) -> executions.CreateOutcome:
         """Submit one execution; with an idempotency key or a fixed id at most once."""
         new = self.new_execution(kind, payload, **options)
         return await self.backend.executions.create_execution(new)
 
-    submit_many = engine_call("executions", Executions.create_many)
-    inspect = engine_call("reads", Reads.describe_execution)
-    replay = engine_call("executions", Executions.replay_execution)
-    revoke_lease = engine_call("leases", Leases.revoke_lease)
-    change_priority = engine_call("executions", Executions.change_priority)
-    list = engine_call("listings", Listings.list_executions)
+    submit_many = _engine_call(Executions.create_many)
+    inspect = _engine_call(Reads.describe_execution)
+    replay = _engine_call(Executions.replay_execution)
+    revoke_lease = _engine_call(Leases.revoke_lease)
+    change_priority = _engine_call(Executions.change_priority)
+    list = _engine_call(Listings.list_executions)
+    deliver_signal = _engine_call(Signals.deliver_signal)
+    verify_and_deliver = _engine_call(Signals.verify_and_deliver)
+    read_waitpoint_token = _engine_call(Signals.read_waitpoint_token)
+    list_pending_waitpoints = _engine_call(Waitpoints.list_pending_waitpoints)
+    close_waitpoint = _engine_call(Waitpoints.close_waitpoint)
+    resume = _engine_call(Suspensions.resume_execution)
+    list_suspended = _engine_call(Suspensions.list_suspended)
+    rotate_waitpoint_hmac_secret_all = _engine_call(Secrets.rotate_waitpoint_hmac_secret_all)
+    list_waitpoint_hmac_kids = _engine_call(Secrets.list_waitpoint_hmac_kids)
+    read_stream = _engine_call(Streams.read_stream)
+    read_summary = _engine_call(Streams.read_summary)
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended, without polling."""
@@ -203,7 +244,15 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
                 continue
             # A replay may have started it again between the event and the read.
             if info.completed_at is not None:
-                return _outcome(info, result)
+                return Outcome(
+                    info.execution_id,
+                    info.public_state,
+                    result,
+                    info.result_encoding,
+                    info.failure_reason or info.cancellation_reason,
+                    info.failure_category,
+                    info.total_attempt_count,
+                )
 
     async def result(
         self, execution_id: ExecutionId, timeout: Duration | None = None
@@ -225,11 +274,11 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
             return result
         raise _ERRORS.get(info.public_state, NotFinished)(info)
 
-    async def cancel(self, execution_id: ExecutionId, reason: str = "") -> Cancelled:
+    async def cancel(self, execution_id: ExecutionId, reason: str = "") -> executions.Cancelled:
         """Cancel from any phase; a running handler learns of it with its next renewal."""
         return await self.backend.executions.cancel_execution(execution_id, reason)
 
-    async def read_context(self, execution_id: ExecutionId) -> ExecutionContext | None:
+    async def read_context(self, execution_id: ExecutionId) -> executions.ExecutionContext | None:
         """Payload, kind and tags, or None when there is no such execution."""
         try:
             return await self.backend.reads.read_execution_context(execution_id)
@@ -242,21 +291,120 @@ class Client(ClientSignals, ClientEvents, ClosedOnce):
         """New ids for executions of a lane."""
         return ExecutionId.mint_solo_many(lane, self.backend.counts, count)
 
+    async def signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint: str,
+        signal_name: str,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+        **options: Unpack[SignalOptions],
+    ) -> suspension.SignalOutcome:
+        """Answer an open wait, named by its key or id, without its token."""
+        found = await self._find(execution_id, waitpoint)
+        token = await self.backend.signals.read_waitpoint_token(execution_id, found.waitpoint_id)
+        if token is None:
+            raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
+        return await self.backend.signals.deliver_signal(
+            execution_id,
+            found.waitpoint_id,
+            token,
+            signal_name,
+            payload=payload,
+            payload_encoding=payload_encoding,
+            **options,
+        )
+
+    async def approve(
+        self,
+        execution_id: ExecutionId,
+        waitpoint: str,
+        signal_name: str = "approved",
+        decided_by: str = "",
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+    ) -> suspension.SignalOutcome:
+        """Decide as an operator; `waitpoint` is the key or the id of an open one.
+
+        The handler sees `decided_by` as a trusted identity: pass whom you have authenticated.
+        Each person decides once per signal name; a repeat is a `DuplicateSignal`.
+
+        >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
+        """
+        found = await self._find(execution_id, waitpoint)
+        return await self.backend.signals.deliver_approval_signal(
+            execution_id,
+            found.waitpoint_id,
+            signal_name,
+            decided_by=decided_by,
+            payload=payload,
+            payload_encoding=payload_encoding,
+        )
+
+    async def _find(self, execution_id: ExecutionId, waitpoint: str) -> suspension.OpenWaitpoint:
+        """The open waitpoint of this id or key.
+
+        A key that several have is `invalid_input`, one that none has `waitpoint_not_found`.
+        """
+        entries: list[suspension.OpenWaitpoint] = []
+        after: str | None = ""
+        while after is not None:
+            page = await self.list_pending_waitpoints(execution_id, after, limit=1000)
+            entries += page.entries
+            after = page.next_cursor
+        found = [one for one in entries if waitpoint in (one.waitpoint_id, one.waitpoint_key)]
+        # The second wait of a handler for one name has a number.
+        numbered = (waitpoint, "#")
+        found = found or [e for e in entries if e.waitpoint_key.rpartition("#")[:2] == numbered]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            ids = ", ".join(f"{one.waitpoint_id} ({one.waitpoint_key})" for one in found)
+            raise ValidationError("invalid_input", f"waitpoint: {waitpoint!r} may be any of {ids}")
+        keys = ", ".join(sorted(repr(one.waitpoint_key) for one in entries)) or "none"
+        raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} is not open; open: {keys}")
+
+    def tail(
+        self,
+        execution_id: ExecutionId,
+        attempt: int | Literal["latest"] = "latest",
+        follow_attempts: bool = True,  # noqa: FBT001, FBT002 - given by name as a rule
+        after: str = "0-0",
+        visibility: streams.Visibility = "all",
+    ) -> Tail:
+        """Output as it comes, over retries and reclaims, until the execution has ended.
+
+        `after` is a position in the output of the first attempt that is read.
+
+        >>> async for frame in client.tail(run.id):  # doctest: +SKIP
+        ...     print(frame.payload)
+        """
+
+        async def here() -> Backend:
+            return self.backend
+
+        return Tail(
+            here,
+            ExecutionId.parse(execution_id),
+            attempt,
+            follow_attempts=follow_attempts,
+            after=after,
+            visibility=visibility,
+        )
+
+    async def _follow(self, request: FeedRequest[F], cursor: Start) -> EventFeed[F]:
+        """A feed that subscribes again after an outage of the server."""
+        if request.options.get("group") is not None:
+            # A member keeps its name, and with it its partitions, when it subscribes again.
+            request.options.setdefault("member", new_uuid())
+        feed = EventFeed(lambda start: self.backend.events.follow(request, start))
+        self._feeds.add(feed)
+        return await feed.begin(cursor)
+
     async def _close(self) -> None:
         """Close every connection; calls still waiting fail."""
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):
                 closing.push_async_callback(feed.aclose)
-
-
-def _outcome(info: ExecutionInfo, result: bytes | None) -> Outcome:
-    return Outcome(
-        info.execution_id,
-        info.public_state,
-        result,
-        info.result_encoding,
-        info.failure_reason or info.cancellation_reason,
-        info.failure_category,
-        info.total_attempt_count,
-    )

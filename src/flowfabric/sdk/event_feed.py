@@ -1,26 +1,15 @@
 """Subscriptions that continue after outages, for async code and for ordinary code."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import random
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Self, TypeVar, cast
 
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.ids import new_uuid
-from flowfabric.engine.api.events import (
-    Events,
-    F,
-    FeedRequest,
-    Start,
-    Subscription,
-    Subscriptions,
-)
+from flowfabric.engine.api.events import Start, Subscription
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking, iterate
 from flowfabric.sdk.loop_thread import PortalClosed
 
@@ -124,19 +113,3 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
         self._closed = True
         with contextlib.suppress(PortalClosed):
             self._call(EventFeed[T].aclose)
-
-
-class ClientEvents(Subscriptions):
-    """The subscriptions of a client, which continue after outages."""
-
-    _events: Events
-    _feeds: weakref.WeakSet[EventFeed[Any]]
-
-    async def _follow(self, request: FeedRequest[F], cursor: Start) -> EventFeed[F]:
-        """A feed that subscribes again after an outage of the server."""
-        if request.options.get("group") is not None:
-            # A member keeps its name, and with it its partitions, when it subscribes again.
-            request.options.setdefault("member", new_uuid())
-        feed = EventFeed(lambda start: self._events.follow(request, start))
-        self._feeds.add(feed)
-        return await feed.begin(cursor)
