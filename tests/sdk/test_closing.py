@@ -62,7 +62,7 @@ async def test_a_worker_gives_back_and_ends_its_thread(
         assert closing.cancelled()
         proxy.resume()
     await worker.aclose()
-    assert not worker.keeper._thread.is_alive()
+    assert not worker.keeper.is_alive()
     assert await state(engine.backend, task.execution_id) == "waiting"
     assert await engine.backend.workers.list_workers() == []
     await until(lambda: proxy.connections == 0, "the end of the connection")
@@ -93,7 +93,7 @@ async def test_the_end_of_the_loop_ends_the_worker_with_it(
     async def main() -> None:
         place = opener(proxy.url, valkey.url, request_timeout=1.0)
         worker = await Worker.connect(config(), place)
-        keepers.append(worker.keeper._thread)
+        keepers.append(worker.keeper)
         task = await worker.claim()
         proxy.pause()
         closing = asyncio.create_task(worker.aclose())

@@ -220,7 +220,7 @@ async def test_stop_is_immediate_and_leaves_nothing(
         await asyncio.to_thread(keeper.stop)
     await task.complete()
     await worker.aclose()
-    assert not keeper._thread.is_alive()
+    assert not keeper.is_alive()
     await until(lambda: same(engine, clients), "closed connections")
 
 
@@ -242,7 +242,7 @@ async def test_keeper_that_cannot_connect_says_so() -> None:
     with pytest.raises(TransportError, match="WRONGPASS"):
         await asyncio.to_thread(keeper.start)
     await asyncio.to_thread(keeper.stop)
-    assert not keeper._thread.is_alive()
+    assert not keeper.is_alive()
 
 
 async def test_stop_before_it_is_connected(engine: Engine, proxy: FaultProxy) -> None:
@@ -252,7 +252,7 @@ async def test_stop_before_it_is_connected(engine: Engine, proxy: FaultProxy) ->
     await until(lambda: proxy.accepted > 0, "the dial")
     await asyncio.to_thread(keeper.stop)
     await starting
-    assert not keeper._thread.is_alive()
+    assert not keeper.is_alive()
 
 
 # --- the rules, without a clock -------------------------------------------------------------
@@ -266,8 +266,8 @@ async def a_lease(engine: Engine) -> tuple[LeaseKeeper, HeldLease, Watcher]:
 
 async def test_first_renewal_after_one_interval_with_jitter(engine: Engine) -> None:
     handle = await engine.running()
-    watcher = Watcher()
-    delays = {HeldLease(handle, watcher, 1000.0).next_at - 1000.0 for _ in range(200)}
+    keeper, watcher = LeaseKeeper(opener("unix:///nowhere"), 30_000), Watcher()
+    delays = {keeper.hold(handle, watcher, 1000.0).next_at - 1000.0 for _ in range(200)}
     assert 9.0 <= min(delays) < 9.3
     assert 10.7 < max(delays) <= 11.0
 

@@ -1,7 +1,5 @@
 """What every operation of a claimed task rests on: its claim, its lease, its single end."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -9,17 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from flowfabric.core import errors
 from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.contracts.leases import Claim, Handle, ResumeCause
-from flowfabric.core.errors import (
-    EngineError,
-    LeaseLost,
-    PossiblySucceeded,
-    TaskFinishedError,
-    TransportError,
-    ValidationError,
-    Verdict,
-)
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.streams import FrameWriter
@@ -75,14 +65,14 @@ class HeldAttempt:
         self._owner = owner
         self.claim = claim
         self.finished_by: str | None = None
-        self.lease_lost: LeaseLost | None = None
+        self.lease_lost: errors.LeaseLost | None = None
         """Why the lease is gone; None while it is held."""
-        self.on_lease_lost: Callable[[LeaseLost], None] | None = None
+        self.on_lease_lost: Callable[[errors.LeaseLost], None] | None = None
         """Called once when the lease is lost, from the keeper's thread."""
         self.resume_cause: ResumeCause | None = claim.resume_cause
         """What ended the last suspension."""
         self._landing: str | None = None
-        self._late_loss: LeaseLost | None = None
+        self._late_loss: errors.LeaseLost | None = None
         self._writer: FrameWriter | None = None
         self.held: HeldLease = owner.keeper.hold(
             claim.handle, self, since, claim.attempt_timeout_ms
@@ -173,7 +163,7 @@ class HeldAttempt:
 
     def lease_is_lost(self, code: str, reason: str) -> None:
         """Note that the lease is gone for good; called from the keeper's thread."""
-        lost = LeaseLost(code, reason, str(self.execution_id))
+        lost = errors.LeaseLost(code, reason, str(self.execution_id))
         with _loss:
             if self._landing is not None:
                 # Our own call may be what ended it: its answer decides.
@@ -181,7 +171,7 @@ class HeldAttempt:
                 return
         self._lose(lost)
 
-    def _lose(self, lost: LeaseLost) -> None:
+    def _lose(self, lost: errors.LeaseLost) -> None:
         self.lease_lost = lost
         if self.on_lease_lost is not None:
             self.on_lease_lost(lost)
@@ -189,10 +179,10 @@ class HeldAttempt:
     def _require_lease(self) -> None:
         """Raise when the task has ended or its lease is lost."""
         if self.finished_by is not None:
-            raise TaskFinishedError(str(self.execution_id), self.finished_by)
+            raise errors.TaskFinishedError(str(self.execution_id), self.finished_by)
         lost = self.lease_lost
         if lost is not None:
-            raise LeaseLost(lost.code, lost.reason, lost.execution_id)
+            raise errors.LeaseLost(lost.code, lost.reason, lost.execution_id)
 
     async def _repeat(self, call: Callable[[], Awaitable[T]], tries: int = -1) -> T:
         """Repeat a replay-safe call after transport faults, while the lease may last."""
@@ -200,7 +190,7 @@ class HeldAttempt:
         while True:
             try:
                 return await call()
-            except TransportError as error:
+            except errors.TransportError as error:
                 tries -= 1
                 error.ambiguous = ambiguous = ambiguous or error.ambiguous
                 if not tries or not error.retryable or not self.may_hold_lease:
@@ -225,18 +215,18 @@ class HeldAttempt:
         """
         self._require_lease()
         if self._landing is not None:
-            raise TaskFinishedError(str(self.execution_id), self._landing)
+            raise errors.TaskFinishedError(str(self.execution_id), self._landing)
         self._landing = op
         try:
             outcome = await self._repeat(call, _TRIES)
-        except TransportError as error:
+        except errors.TransportError as error:
             if not error.ambiguous:
                 raise
-            unknown = PossiblySucceeded(op, str(self.execution_id), str(error))
+            unknown = errors.PossiblySucceeded(op, str(self.execution_id), str(error))
             unknown.verifier = partial(verify, self._owner.backend, self.handle, op)
             raise unknown from error
-        except EngineError as error:
-            if errors_finish and not isinstance(error, ValidationError):
+        except errors.EngineError as error:
+            if errors_finish and not isinstance(error, errors.ValidationError):
                 self.finish(op)
             raise
         else:
@@ -266,7 +256,7 @@ class HeldAttempt:
             await asyncio.sleep(pause_s)
             if self.held.alive and self._landing is None:
                 await self._owner.backend.executions.delay(self.handle, 1)
-        except EngineError as error:
+        except errors.EngineError as error:
             log.debug("lease of %s not given back: %s", self.execution_id, error)
         finally:
             self.finish("discard")
@@ -283,14 +273,14 @@ def warn_dropped(execution_id: ExecutionId) -> None:
 _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "ended_cancelled"}
 
 
-async def verify(backend: Backend, handle: Handle, op: str) -> Verdict:
+async def verify(backend: Backend, handle: Handle, op: str) -> errors.Verdict:
     """After `PossiblySucceeded`: whether the call of this handle took effect."""
     attempts: Sequence[AttemptRecord] = ()
     for pause in (_FIRST_PAUSE_S, 2 * _FIRST_PAUSE_S, None):
         try:
             attempts = await backend.reads.read_attempts(handle.execution_id)
             break
-        except EngineError as error:
+        except errors.EngineError as error:
             # The connection that lost the reply may be on its way back.
             if pause is None or not error.retryable:
                 return "unknown"

@@ -1,7 +1,5 @@
 """Sync twins of async classes: each operation is one line, with its types and its docstring."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

@@ -1,7 +1,5 @@
 """The settings of a worker process."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How attempts end without a result: failed, timed out, released or lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,17 +1,10 @@
 """What is stored and logged about a handler that failed."""
 
-from __future__ import annotations
-
 import traceback
 
 import msgspec
 
-from flowfabric.core.errors import (
-    BudgetExceeded,
-    FlowFabricError,
-    PermanentError,
-    RetryableError,
-)
+from flowfabric.core import errors
 from flowfabric.core.text import truncate_utf8
 
 _NO_DESCRIPTION = "The handler failed with an exception that cannot be described."
@@ -22,16 +15,16 @@ _LOGGED_CHARS = 1000
 _TRACEBACK_CHARS = 32_768
 # The first that fits.
 _CATEGORIES: dict[type[BaseException], str] = {
-    RetryableError: "transient",
-    PermanentError: "permanent",
-    BudgetExceeded: "budget_exceeded",
+    errors.RetryableError: "transient",
+    errors.PermanentError: "permanent",
+    errors.BudgetExceeded: "budget_exceeded",
     TimeoutError: "timeout",
     Exception: "handler_error",
     BaseException: "handler_panic",
 }
 
 
-class HandlerFailure(FlowFabricError):
+class HandlerFailure(errors.FlowFabricError):
     """Fails the attempt with exactly this reason and category."""
 
     def __init__(self, reason: str, category: str) -> None:

@@ -1,7 +1,5 @@
 """Keeps every lease of the process alive, from a thread that user code cannot block."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -9,6 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowfabric.core.contracts.leases import Handle, Renewed
@@ -21,13 +20,7 @@ from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 log = logging.getLogger(__name__)
 
 TERMINAL_CODES = frozenset(
-    {
-        "stale_lease",
-        "lease_expired",
-        "lease_revoked",
-        "execution_not_active",
-        "execution_not_found",
-    }
+    ["stale_lease", "lease_expired", "lease_revoked", "execution_not_active", "execution_not_found"]
 )
 """Errors of a renewal after which the lease is gone for good."""
 CANCELLED = "the execution was cancelled"
@@ -42,56 +35,31 @@ _STEPS = 10
 _LONGEST_LOOK_S = 1.0
 
 
-async def _timed_out(backend: Backend, handle: Handle) -> bool:
-    """Have the engine end an attempt that timed out; False when its time is not over yet."""
-    execution_id = handle.execution_id
-    (answer,) = await backend.upkeep.expire_execution(
-        execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [execution_id]
-    )
-    return answer != "not_yet_due"
-
-
 def is_cancelled(error: EngineError) -> bool:
     """Whether a call was refused because the execution is cancelled."""
     return error.code == "execution_not_active" and error.details[:1] == ("cancelled",)
 
 
 class LeaseWatcher(Protocol):
-    """Learns that a lease is lost."""
+    """Learns, once and from the keeper's thread, that a lease is lost."""
 
-    def lease_is_lost(self, code: str, reason: str) -> None:
-        """Called once, from the keeper's thread."""
-        ...
+    def lease_is_lost(self, code: str, reason: str) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class HeldLease:
     """One lease the keeper renews. Written by the keeper's thread, read by anyone."""
 
-    __slots__ = (
-        "deadline",
-        "failures",
-        "handle",
-        "leaving",
-        "lost_code",
-        "next_at",
-        "renewing",
-        "times_out_at",
-        "watcher",
-    )
-
-    def __init__(
-        self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
-    ) -> None:
-        ttl = handle.lease_ttl_ms / 1000
-        self.handle = handle
-        # Weak, so that a task without references is noticed.
-        self.watcher = weakref.ref(watcher)
-        self.failures = 0
-        self.lost_code: str | None = None
-        self.renewing = self.leaving = False
-        self.deadline = since + ttl
-        self.times_out_at = math.inf if timeout_ms is None else since + timeout_ms / 1000
-        self.next_at = since + _spread(ttl / 3)
+    handle: Handle
+    watcher: weakref.ref[LeaseWatcher]
+    """Weak, so that a task without references is noticed."""
+    deadline: float
+    next_at: float
+    times_out_at: float
+    failures: int = 0
+    lost_code: str | None = None
+    renewing: bool = False
+    leaving: bool = False
 
     @property
     def alive(self) -> bool:
@@ -108,14 +76,17 @@ def _spread(seconds: float) -> float:
     return seconds * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
 
 
-class LeaseKeeper:
+class LeaseKeeper(LoopThread):
     """Renews all held leases in batches at a third of their time to live.
 
     It has its own thread, loop and connection, so a handler that blocks the worker's event loop
     loses no lease. A lost lease is reported once, from the keeper's thread.
     """
 
+    crashed = "the lease keeper ended, leases will run out", "lease_keeper_crashed"
+
     def __init__(self, connect: Connect, lease_ttl_ms: int) -> None:
+        super().__init__("ff-lease-keeper")
         self._connect = connect
         self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
         self.find_stuck: Callable[[list[HeldLease]], list[HeldLease]] | None = None
@@ -123,34 +94,22 @@ class LeaseKeeper:
         self._held: dict[str, HeldLease] = {}
         self._calls: set[asyncio.Task[None]] = set()
         self._idle = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake = asyncio.Event()
         self._backend: Backend | None = None
-        self._thread = LoopThread(
-            "ff-lease-keeper",
-            self._run,
-            ("the lease keeper ended, leases will run out", "lease_keeper_crashed"),
-        )
         self.renewed = 0
-        self.failed = 0
-
-    def start(self) -> None:
-        """Start the thread; returns when it is connected, raises when it cannot connect."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread. Leases still held are no longer renewed."""
-        self._thread.stop()
 
     def hold(
         self, handle: Handle, watcher: LeaseWatcher, since: float, timeout_ms: int | None = None
     ) -> HeldLease:
         """Renew this lease, which was asked for at `since`, until it is released or lost."""
-        held = HeldLease(handle, watcher, since, timeout_ms)
+        ttl = handle.lease_ttl_ms / 1000
+        times_out_at = math.inf if timeout_ms is None else since + timeout_ms / 1000
+        next_at = since + _spread(ttl / 3)
+        held = HeldLease(handle, weakref.ref(watcher), since + ttl, next_at, times_out_at)
         self._held[handle.lease] = held
         if self._idle:
             self._idle = False
-            self._thread.post(self._look_now)
+            self.post(self._wake.set)
         return held
 
     def release(self, held: HeldLease) -> None:
@@ -181,21 +140,14 @@ class LeaseKeeper:
 
     # --- in the thread ------------------------------------------------------------------
 
-    def _look_now(self) -> None:
-        if self._wake is not None:
-            self._wake.set()
-
-    async def _run(self) -> None:
-        self._wake = wake = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
+    async def _main(self) -> None:
         self._backend = backend = await opened(self._connect)
-        self._thread.ready()
+        self.ready()
         try:
             while True:
                 self._tend(backend)
                 self._give_up_stuck(backend)
-                wake.clear()
-                await self._rest(wake)
+                await self._rest()
         finally:
             for call in self._calls:
                 call.cancel()
@@ -203,14 +155,15 @@ class LeaseKeeper:
                 await asyncio.wait(self._calls)
             await backend.aclose()
 
-    async def _rest(self, wake: asyncio.Event) -> None:
+    async def _rest(self) -> None:
+        self._wake.clear()
         if self._held:
             await asyncio.sleep(self.look_every_s)
             return
         self._idle = True
         # A lease may have come between the look and the flag.
         if not self._held:
-            await wake.wait()
+            await self._wake.wait()
         self._idle = False
 
     def _tend(self, backend: Backend) -> None:
@@ -243,13 +196,16 @@ class LeaseKeeper:
     async def _give_up(self, backend: Backend, held: HeldLease) -> None:
         """End an attempt that timed out; release any other to the next worker."""
         while held.handle.lease in self._held:
-            reason = RELEASED if time.monotonic() < held.times_out_at else _TIMED_OUT
+            reason, gone = RELEASED, True
             try:
-                if reason is RELEASED:
+                if time.monotonic() < held.times_out_at:
                     await backend.executions.delay(held.handle, 1)
-                    gone = True
                 else:
-                    gone = await _timed_out(backend, held.handle)
+                    reason, ids = _TIMED_OUT, [held.handle.execution_id]
+                    answers = await backend.upkeep.expire_execution(
+                        ids[0].tag, ExpireReason.ATTEMPT_TIMEOUT, ids
+                    )
+                    gone = answers != ["not_yet_due"]
             except EngineError as error:
                 gone = error.code in TERMINAL_CODES
             if not gone:
@@ -287,7 +243,6 @@ class LeaseKeeper:
                 self._failed(held, answer)
 
     def _failed(self, held: HeldLease, error: EngineError) -> None:
-        self.failed += 1
         held.failures += 1
         now = time.monotonic()
         held.next_at = now + _spread(min(held.handle.lease_ttl_ms / 3000, 1.0))

@@ -6,8 +6,9 @@ import contextlib
 import logging
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, generation, leave_behind
@@ -36,24 +37,21 @@ async def opened(connect: Connect) -> Backend:
     raise AssertionError("unreachable")
 
 
-class LoopThread:
-    """Runs `main` in an event loop of its own, once. `main` calls `ready` when it is set up.
+class LoopThread(ABC):
+    """Runs `_main` in an event loop of its own, once."""
 
-    A crash after that is logged with `crashed`: what has ended, and the record's action.
-    """
+    crashed: ClassVar[tuple[str, str] | None] = None
+    """What a log record says of a crash after `ready`, and its action."""
 
-    def __init__(
-        self,
-        name: str,
-        main: Callable[[], Coroutine[Any, Any, None]],
-        crashed: tuple[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._main = main
-        self._crashed = crashed
         self._stopping = False
         self._reset()
         forget_on_fork(self)
+
+    @abstractmethod
+    async def _main(self) -> None:
+        """Call `ready` when set up. `stop` cancels this."""
 
     def forget(self) -> None:
         """In a forked child: the thread is gone and the loop is the parent's."""
@@ -69,7 +67,7 @@ class LoopThread:
         self._task: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        """Start and wait for `ready`; raises what `main` raised before. Ignored after `stop`."""
+        """Start and wait for `ready`; raises what `_main` raised before. Ignored after `stop`."""
         with self._gate:
             if self._stopping:
                 return
@@ -97,7 +95,7 @@ class LoopThread:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, timeout: float | None = None) -> None:
-        """Cancel `main` and wait for the thread."""
+        """Cancel `_main` and wait for the thread."""
         with self._gate:
             self._stopping = True
             thread = self._thread
@@ -109,7 +107,7 @@ class LoopThread:
         """Call this in the thread's loop, if it runs."""
         loop = self._loop
         if loop is not None:
-            # The loop is closed when `main` has ended already.
+            # The loop is closed when `_main` has ended already.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(function)
 
@@ -125,8 +123,8 @@ class LoopThread:
             loop.run_until_complete(self._guarded())
         except BaseException as error:
             self._failure = error
-            if self._ready.is_set() and self._crashed is not None:
-                message, action = self._crashed
+            if self._ready.is_set() and self.crashed is not None:
+                message, action = self.crashed
                 log.critical(message, exc_info=error, extra={"action": action})
         finally:
             loop.close()
@@ -158,7 +156,7 @@ class Portal(LoopThread):
     """
 
     def __init__(self, name: str = "ff-portal") -> None:
-        super().__init__(name, self._serve)
+        super().__init__(name)
         self._last: Callable[[], Coroutine[Any, Any, None]] | None = None
         self.generation = 0
         _open.add(self)
@@ -196,7 +194,7 @@ class Portal(LoopThread):
         super().forget()
         self.generation += 1
 
-    async def _serve(self) -> None:
+    async def _main(self) -> None:
         self.ready()
         try:
             await asyncio.Event().wait()

@@ -1,7 +1,5 @@
 """Finds out that the worker's event loop is blocked, and by which task."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Completes tasks: one call per loop tick, which also claims the next ones."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs the handlers of claimed tasks and ends every attempt."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,13 +1,11 @@
 """The scanners of a worker process, on a thread that handlers cannot block."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import deque
 
 from flowfabric.core.errors import TransportError
-from flowfabric.core.forks import forget_on_fork, leave_behind
+from flowfabric.core.forks import leave_behind
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
@@ -20,43 +18,33 @@ _LAST_PAUSE_S = 5.0
 _MAX_WAITING = 10_000
 
 
-class ScannerThread:
+class ScannerThread(LoopThread):
     """Runs a `ScannerSupervisor` with a loop and a connection of its own.
 
-    It shares what the worker's backend knows of lanes and partitions: where the worker claims,
-    the scanners look at once.
+    `start` returns when the scanners run or the server is unreachable, which is dialled again;
+    it raises an error that no retry can cure. The thread shares what the worker's backend knows
+    of lanes and partitions: where the worker claims, the scanners look at once.
     """
 
+    crashed = "the scanners of this process ended", "scanners_crashed"
+
     def __init__(self, connect: Connect, settings: ScannerSettings, worker: Backend) -> None:
+        super().__init__("ff-scanners")
         self._connect = connect
         self._settings = settings
         self._worker = worker
         self._hints: deque[tuple[str, str, str, int]] = deque(maxlen=_MAX_WAITING)
-        self._thread = LoopThread(
-            "ff-scanners", self._run, ("the scanners of this process ended", "scanners_crashed")
-        )
         self.supervisor: ScannerSupervisor | None = None
         """Only while it runs; belongs to the thread's loop."""
-        forget_on_fork(self)
-
-    def start(self) -> None:
-        """Start once. Returns when the scanners run or the server is unreachable.
-
-        An unreachable server is dialled again; an error that no retry can cure is raised.
-        """
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Release the leader lease, close the connection, end the thread."""
-        self._thread.stop()
 
     def hint(self, lane: str, tag: str, execution_id: str, due_ms: int) -> None:
         """From any thread: an execution may be promoted at this server time, see `DueHints`."""
         self._hints.append((lane, tag, execution_id, due_ms))
-        self._thread.post(self._pass_on)
+        self.post(self._pass_on)
 
     def forget(self) -> None:
         """In a forked child: the supervisor belongs to the parent's loop."""
+        super().forget()
         leave_behind(self.supervisor)
         self.supervisor = None
 
@@ -66,7 +54,7 @@ class ScannerThread:
         while self.supervisor is not None and self._hints:
             self.supervisor.hints.hint(*self._hints.popleft())
 
-    async def _run(self) -> None:
+    async def _main(self) -> None:
         backend = await self._open()
         # The same object: a copy or an addition of one thread is a single step for the other.
         backend.places.known_places = self._worker.places.known_places
@@ -74,7 +62,7 @@ class ScannerThread:
         try:
             supervisor.start()
             self._pass_on()
-            self._thread.ready()
+            self.ready()
             await asyncio.Event().wait()
         finally:
             self.supervisor = None
@@ -93,12 +81,9 @@ class ScannerThread:
             except TransportError as error:
                 if not error.retryable:
                     raise
-                if not self._thread.is_ready:
-                    log.warning(
-                        "scanners not connected, trying again: %s",
-                        error,
-                        extra={"action": "scanners_not_connected", "error": str(error)},
-                    )
-                    self._thread.ready()
+                if not self.is_ready:
+                    extra = {"action": "scanners_not_connected", "error": str(error)}
+                    log.warning("scanners not connected, trying again: %s", error, extra=extra)
+                    self.ready()
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_S)

@@ -1,18 +1,9 @@
 """The client for code without an event loop."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 from flowfabric.core.closing import Closing
-from flowfabric.engine.api.events import (
-    CompletionEvent,
-    Event,
-    LeaseEvent,
-    SignalEvent,
-    WorkerEvent,
-)
 from flowfabric.engine.valkey.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
@@ -91,14 +82,12 @@ class SyncClient(SyncTwin[Client], Closing):
     change_priority = blocking(Client.change_priority)
     read_context = blocking(Client.read_context)
     list = blocking(Client.list)
-    subscribe = blocking(Client.subscribe, SyncEventFeed[Event])
-    subscribe_completion = blocking(Client.subscribe_completion, SyncEventFeed[CompletionEvent])
-    subscribe_lease_history = blocking(Client.subscribe_lease_history, SyncEventFeed[LeaseEvent])
-    subscribe_signal_delivery = blocking(
-        Client.subscribe_signal_delivery, SyncEventFeed[SignalEvent]
-    )
-    subscribe_operator_events = blocking(Client.subscribe_operator_events, SyncEventFeed[Event])
-    subscribe_worker_events = blocking(Client.subscribe_worker_events, SyncEventFeed[WorkerEvent])
+    subscribe = blocking(Client.subscribe, SyncEventFeed)
+    subscribe_completion = blocking(Client.subscribe_completion, SyncEventFeed)
+    subscribe_lease_history = blocking(Client.subscribe_lease_history, SyncEventFeed)
+    subscribe_signal_delivery = blocking(Client.subscribe_signal_delivery, SyncEventFeed)
+    subscribe_operator_events = blocking(Client.subscribe_operator_events, SyncEventFeed)
+    subscribe_worker_events = blocking(Client.subscribe_worker_events, SyncEventFeed)
 
     deliver_signal = blocking(Client.deliver_signal)
     signal = blocking(Client.signal)

@@ -1,7 +1,5 @@
 """Following the output of an execution from attempt to attempt."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Literal, Self
 

@@ -1,31 +1,11 @@
 """What a claimed task can do: end, wait, report progress and write output."""
 
-from __future__ import annotations
-
 import logging
 from types import TracebackType
 from typing import Any, Self
 
 from flowfabric.core.conditions import Condition
-from flowfabric.core.contracts.executions import FailOutcome, Moved, WaitChildrenOutcome
-from flowfabric.core.contracts.leases import Renewed, ResumeCause
-from flowfabric.core.contracts.streams import (
-    AppendOutcome,
-    BestEffort,
-    Frame,
-    FrameMode,
-    StreamFrames,
-    Visibility,
-)
-from flowfabric.core.contracts.suspension import (
-    AlreadySatisfiedSuspension,
-    PastWait,
-    PendingWaitpoint,
-    ResumeSignal,
-    Suspended,
-    SuspendOutcome,
-    UsePending,
-)
+from flowfabric.core.contracts import executions, leases, streams, suspension
 from flowfabric.core.errors import FlowFabricError, LeaseLost, StateError
 from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.streams import FrameWriter
@@ -59,7 +39,7 @@ class ClaimedTask(HeldAttempt):
         complete = self.backend.executions.complete
         await self._land("complete", lambda: complete(self.handle, result_payload, encoding))
 
-    async def fail(self, reason: str, category: str = "transient") -> FailOutcome:
+    async def fail(self, reason: str, category: str = "transient") -> executions.FailOutcome:
         """End this attempt unsuccessfully; the stored policy decides on a retry."""
         await self._flush_best_effort()
         fail = self.backend.executions.fail
@@ -77,18 +57,18 @@ class ClaimedTask(HeldAttempt):
         delay = self.backend.executions.delay
         await self._land("delay", lambda: delay(self.handle, delay_until_ms))
 
-    async def move_to_waiting_children(self) -> WaitChildrenOutcome:
+    async def move_to_waiting_children(self) -> executions.WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
         await self._flush_best_effort()
         return await self._land(
             "wait_children",
             lambda: self.backend.executions.wait_children(self.handle),
-            finishes=lambda outcome: isinstance(outcome, Moved),
+            finishes=lambda outcome: isinstance(outcome, executions.Moved),
         )
 
     async def try_suspend(
         self, condition: Condition, *, reason_code: str = "waiting_for_signal", **options: Any
-    ) -> SuspendOutcome:
+    ) -> suspension.SuspendOutcome:
         """Park until the condition is met, with a fresh waitpoint for each key it names.
 
         Takes the options of `Suspensions.suspend`. `AlreadySatisfied` leaves the task usable and
@@ -102,11 +82,11 @@ class ClaimedTask(HeldAttempt):
             lambda: self.backend.suspensions.suspend(
                 self.handle, condition=condition, reason_code=reason_code, **options
             ),
-            finishes=lambda outcome: isinstance(outcome, Suspended),
+            finishes=lambda outcome: isinstance(outcome, suspension.Suspended),
             errors_finish=False,
         )
-        if isinstance(outcome, AlreadySatisfiedSuspension):
-            self.resume_cause = ResumeCause(
+        if isinstance(outcome, suspension.AlreadySatisfiedSuspension):
+            self.resume_cause = leases.ResumeCause(
                 outcome.details.suspension_id,
                 "already_satisfied",
                 "resumed",
@@ -115,23 +95,23 @@ class ClaimedTask(HeldAttempt):
         return outcome
 
     async def try_suspend_on_pending(
-        self, pending: PendingWaitpoint, condition: Condition, **options: Any
-    ) -> SuspendOutcome:
+        self, pending: suspension.PendingWaitpoint, condition: Condition, **options: Any
+    ) -> suspension.SuspendOutcome:
         """`try_suspend` on a waitpoint whose token was handed out before."""
         return await self.try_suspend(
-            condition, waitpoints=[UsePending(pending.waitpoint_id)], **options
+            condition, waitpoints=[suspension.UsePending(pending.waitpoint_id)], **options
         )
 
-    async def suspend(self, condition: Condition, **options: Any) -> Suspended:
+    async def suspend(self, condition: Condition, **options: Any) -> suspension.Suspended:
         """`try_suspend` that raises `already_satisfied` when the condition is met already."""
         outcome = await self.try_suspend(condition, **options)
-        if isinstance(outcome, Suspended):
+        if isinstance(outcome, suspension.Suspended):
             return outcome
         raise StateError("already_satisfied", op="suspend")
 
     # --- other operations -----------------------------------------------------------------
 
-    async def renew_lease(self) -> Renewed:
+    async def renew_lease(self) -> leases.Renewed:
         """Renew now, besides the keeper's own renewals."""
         self._require_lease()
         return await self.backend.leases.renew(self.handle)
@@ -144,7 +124,7 @@ class ClaimedTask(HeldAttempt):
 
     async def create_pending_waitpoint(
         self, waitpoint_key: str, expires_in_ms: int
-    ) -> PendingWaitpoint:
+    ) -> suspension.PendingWaitpoint:
         """A waitpoint to hand out now and wait on later; it buffers signals meanwhile."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
@@ -158,12 +138,12 @@ class ClaimedTask(HeldAttempt):
             self.execution_id, waitpoint_id, reason, handle=self.handle
         )
 
-    async def resume_signals(self) -> list[ResumeSignal]:
+    async def resume_signals(self) -> list[suspension.ResumeSignal]:
         """The signals that ended the suspension before this lease; ask before the next one."""
         self._require_lease()
         return await self.backend.waitpoints.observe_signals(self.handle)
 
-    async def past_waits(self, *wanted: str) -> list[PastWait]:
+    async def past_waits(self, *wanted: str) -> list[suspension.PastWait]:
         """The waitpoints of all attempts that are not waited on now.
 
         Those with the `wanted` keys come with the signals they received.
@@ -171,7 +151,7 @@ class ClaimedTask(HeldAttempt):
         self._require_lease()
         return await self.backend.waitpoints.read_waits(self.execution_id, *wanted)
 
-    async def wait_signals(self, wait: PastWait) -> list[ResumeSignal]:
+    async def wait_signals(self, wait: suspension.PastWait) -> list[suspension.ResumeSignal]:
         """The signals that a past wait received, oldest first."""
         return await self.backend.waitpoints.read_wait_signals(self.execution_id, wait)
 
@@ -186,7 +166,7 @@ class ClaimedTask(HeldAttempt):
 
     async def append_frame(
         self, frame_type: str, payload: bytes, metadata: str = ""
-    ) -> AppendOutcome:
+    ) -> streams.AppendOutcome:
         """Add one durable frame to the attempt's stream; `metadata` is its correlation id."""
         return await self.append_frame_with_mode(frame_type, payload, metadata, mode="durable")
 
@@ -196,15 +176,17 @@ class ClaimedTask(HeldAttempt):
         payload: bytes,
         metadata: str = "",
         *,
-        mode: FrameMode,
-        best_effort: BestEffort | None = None,
-    ) -> AppendOutcome:
+        mode: streams.FrameMode,
+        best_effort: streams.BestEffort | None = None,
+    ) -> streams.AppendOutcome:
         """Add one frame: durable, a summary patch, or best effort."""
         self._require_lease()
-        frame = Frame(payload=payload, frame_type=frame_type, correlation_id=metadata)
+        frame = streams.Frame(payload=payload, frame_type=frame_type, correlation_id=metadata)
         return await self.output.append(frame, mode=mode, best_effort=best_effort)
 
-    async def write_frame(self, frame: Frame, *, mode: FrameMode = "durable") -> None:
+    async def write_frame(
+        self, frame: streams.Frame, *, mode: streams.FrameMode = "durable"
+    ) -> None:
         """Add one frame without waiting for it: order is kept, a failure is raised later."""
         self._require_lease()
         await self.output.write(frame, mode=mode)
@@ -227,7 +209,7 @@ class ClaimedTask(HeldAttempt):
 
     async def read_stream(
         self, from_: str = "start", to: str = "end", count: int = 100
-    ) -> StreamFrames:
+    ) -> streams.StreamFrames:
         """Frames of this attempt."""
         return await self.backend.streams.read_stream(
             self.execution_id, self.attempt_index, from_=from_, to=to, count_limit=count
@@ -238,8 +220,8 @@ class ClaimedTask(HeldAttempt):
         after: str = "0-0",
         block_ms: int = 0,
         count: int = 50,
-        visibility: Visibility = "all",
-    ) -> StreamFrames:
+        visibility: streams.Visibility = "all",
+    ) -> streams.StreamFrames:
         """Frames of this attempt after `after`."""
         return await self.backend.streams.tail_stream(
             self.execution_id,

@@ -1,7 +1,5 @@
 """A worker process: connects, claims within its permits, keeps leases and its registration."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -10,14 +8,7 @@ from functools import partial
 from typing import Any, Self, TypedDict
 
 from flowfabric.core.closing import ClosedOnce
-from flowfabric.core.contracts.leases import (
-    Claim,
-    ClaimGrant,
-    ReclaimGrant,
-    ReclaimOutcome,
-    ResumeGrant,
-)
-from flowfabric.core.contracts.suspension import Accepted, SignalOutcome, TriggeredResume
+from flowfabric.core.contracts import leases, suspension
 from flowfabric.core.errors import (
     ConfigError,
     ContentionError,
@@ -174,7 +165,7 @@ class Worker(ClosedOnce):
         """How many more tasks may run now."""
         return self.claims.free
 
-    def _adopt(self, claim: Claim, since: float) -> ClaimedTask:
+    def _adopt(self, claim: leases.Claim, since: float) -> ClaimedTask:
         task = ClaimedTask(self, claim, since)
         self._held.add(task.held)
         return task
@@ -216,11 +207,11 @@ class Worker(ClosedOnce):
         """The next task of the configured lanes, in turn."""
         return await self.claim()
 
-    async def claim_from_grant(self, lane_id: str, grant: ClaimGrant) -> ClaimedTask:
+    async def claim_from_grant(self, lane_id: str, grant: leases.ClaimGrant) -> ClaimedTask:
         """Turn a scheduler's grant into a task; a paused attempt resumes."""
         claims, terms = self.backend.claims, self._terms
 
-        async def consume() -> Claim:
+        async def consume() -> leases.Claim:
             try:
                 return await claims.claim_execution(grant, lane_id=lane_id, **terms)
             except ContentionError as error:
@@ -230,15 +221,15 @@ class Worker(ClosedOnce):
 
         return await self.claims.claim_with(consume)
 
-    async def claim_from_resume_grant(self, grant: ResumeGrant) -> ClaimedTask:
+    async def claim_from_resume_grant(self, grant: leases.ResumeGrant) -> ClaimedTask:
         """Turn a resume grant into a task: the same attempt resumes here."""
         return await self.claims.claim_with(
             lambda: self.backend.claims.claim_from_resume_grant(grant, **self._terms)
         )
 
     async def claim_from_reclaim_grant(
-        self, grant: ReclaimGrant, *, max_reclaim_count: int | None = None
-    ) -> ClaimedTask | ReclaimOutcome:
+        self, grant: leases.ReclaimGrant, *, max_reclaim_count: int | None = None
+    ) -> ClaimedTask | leases.ReclaimOutcome:
         """Take over an execution whose lease was lost."""
         return await self.claims.claim_with(
             lambda: self.backend.claims.reclaim_execution(
@@ -255,13 +246,13 @@ class Worker(ClosedOnce):
         waitpoint_token: WaitpointToken | str,
         signal_name: str,
         **options: Any,
-    ) -> SignalOutcome | TriggeredResume:
+    ) -> suspension.SignalOutcome | suspension.TriggeredResume:
         """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
         outcome = await self.backend.signals.deliver_signal(
             execution_id, waitpoint_id, waitpoint_token, signal_name, **options
         )
-        if isinstance(outcome, Accepted) and outcome.resumed:
-            return TriggeredResume(outcome.signal_id)
+        if isinstance(outcome, suspension.Accepted) and outcome.resumed:
+            return suspension.TriggeredResume(outcome.signal_id)
         return outcome
 
     # --- ending -----------------------------------------------------------------------------
