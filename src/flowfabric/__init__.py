@@ -9,11 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowfabric.app.calls import SubmitManyError
     from flowfabric.app.context import Context, SyncContext
-    from flowfabric.app.fabric import Fabric
-    from flowfabric.app.run import Run, UnexpectedResult
-    from flowfabric.app.submission import SubmitManyError
-    from flowfabric.app.sync import SyncFabric, SyncRun
+    from flowfabric.app.fabric import Fabric, SyncFabric
+    from flowfabric.app.run import Run, SyncRun, UnexpectedResult
     from flowfabric.app.tasks import Task
     from flowfabric.app.waits import Signal, WaitTimeout
     from flowfabric.core.conditions import (
@@ -57,11 +56,10 @@ if TYPE_CHECKING:
 from flowfabric.core.version import __version__
 
 _HOMES = {
+    "flowfabric.app.calls": ("SubmitManyError",),
     "flowfabric.app.context": ("Context", "SyncContext"),
-    "flowfabric.app.fabric": ("Fabric",),
-    "flowfabric.app.run": ("Run", "UnexpectedResult"),
-    "flowfabric.app.submission": ("SubmitManyError",),
-    "flowfabric.app.sync": ("SyncFabric", "SyncRun"),
+    "flowfabric.app.fabric": ("Fabric", "SyncFabric"),
+    "flowfabric.app.run": ("Run", "SyncRun", "UnexpectedResult"),
     "flowfabric.app.tasks": ("Task",),
     "flowfabric.app.waits": ("Signal", "WaitTimeout"),
     "flowfabric.core.conditions": (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
+from flowfabric.app.calls import SubmitManyError, created
 from flowfabric.app.run import UnexpectedResult
-from flowfabric.app.submission import SubmitManyError, created
 from flowfabric.core.contracts.executions import Created
 from flowfabric.core.errors import EngineError, StateError, ValidationError
 from flowfabric.core.ids import ExecutionId

@@ -18,7 +18,7 @@ from uuid import uuid4
 import pytest
 
 import flowfabric as ff
-from flowfabric.app.output import OutputStream, SyncOutputStream
+from flowfabric.app.context import OutputStream, SyncOutputStream
 from flowfabric.core.contracts.executions import Created
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.loop_thread import Portal

@@ -1,7 +1,5 @@
 """Arguments and results as bytes. JSON through msgspec is the default."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any, cast

@@ -1,28 +1,15 @@
-"""What a handler knows and can do about its own run."""
+"""What a handler knows and can do about its own run, and the output it writes."""
 
-from __future__ import annotations
-
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, Unpack, overload
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from flowfabric.app.output import OutputStream, SyncOutputStream, write_output
-from flowfabric.app.waits import (
-    WAITING,
-    Limit,
-    Names,
-    Or,
-    OrNone,
-    OrRaise,
-    Signal,
-    Waits,
-    WaitTimeout,
-    condition_names,
-    wanted_signals,
-)
-from flowfabric.core.conditions import Condition, Single, TimeoutOnly
-from flowfabric.core.contracts.streams import FrameMode
+import msgspec
+
+from flowfabric.app import codec
+from flowfabric.app.waits import Limit, Names, Or, OrNone, OrRaise, Signal, Waits, WaitTimeout
+from flowfabric.core.conditions import Condition
+from flowfabric.core.contracts.streams import Frame, FrameMode
 from flowfabric.core.contracts.suspension import PendingWaitpoint
 from flowfabric.core.forks import generation
 from flowfabric.core.ids import ExecutionId
@@ -31,6 +18,12 @@ from flowfabric.sdk.loop_thread import LoopCaller, refuse_after_fork
 from flowfabric.sdk.task import ClaimedTask
 
 V = TypeVar("V")
+
+_FRAME_BYTES = 65_536
+_NUMBER_BYTES = 64
+"""Room for the metadata of a part, which counts towards the size of its frame."""
+_CONTINUES = 0b1000_0000
+_CONTINUES_MASK = 0b1100_0000
 
 
 class HandlerInfo:
@@ -90,6 +83,76 @@ class HandlerInfo:
             raise self._task.lease_lost
 
 
+async def _write(task: ClaimedTask, data: Any, frame_type: str, mode: FrameMode) -> None:
+    """Write bytes, text or any value that JSON can represent. Large data takes several frames.
+
+    Such frames carry `{"part": 1, "of": 3}` as metadata. Waits only while much output is unsent.
+    """
+    if isinstance(data, bytes):
+        raw, encoding = data, "binary"
+    elif isinstance(data, str):
+        raw, encoding = data.encode(errors="replace"), "utf8"
+    else:
+        raw, encoding = codec.encode(data, "data")[0], codec.JSON
+    if len(raw) <= _FRAME_BYTES or mode == "summary":
+        frame = Frame(payload=raw, frame_type=frame_type, encoding=encoding)
+        await task.write_frame(frame, mode=mode)
+        return
+    parts = list(_parts(raw, whole_characters=encoding != "binary"))
+    for number, part in enumerate(parts, 1):
+        about = msgspec.json.encode({"part": number, "of": len(parts)}).decode()
+        frame = Frame(payload=part, frame_type=frame_type, encoding=encoding, metadata_json=about)
+        await task.write_frame(frame, mode=mode)
+
+
+def _parts(raw: bytes, *, whole_characters: bool) -> Iterator[bytes]:
+    """Pieces that fit a frame; text is cut between characters."""
+    start = 0
+    while start < len(raw):
+        end = start + _FRAME_BYTES - _NUMBER_BYTES
+        while whole_characters and end < len(raw) and raw[end] & _CONTINUES_MASK == _CONTINUES:
+            end -= 1
+        yield raw[start:end]
+        start = end
+
+
+class OutputStream:
+    """Output of one mode and type; leaving the block waits until it is stored.
+
+    If the block raises, the output is stored at the end of the run instead.
+    """
+
+    def __init__(self, task: ClaimedTask, frame_type: str, mode: FrameMode) -> None:
+        self._task = task
+        self._frame_type = frame_type
+        self._mode: FrameMode = mode
+        self._generation = generation()
+
+    async def write(self, data: Any) -> None:
+        """Add bytes, text, or any value that JSON can represent."""
+        refuse_after_fork(self._generation)
+        await _write(self._task, data, self._frame_type, self._mode)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            await self._task.flush_output()
+
+
+class SyncOutputStream(SyncTwin[OutputStream]):
+    """`OutputStream` without `await`, for `def` handlers."""
+
+    write = blocking(OutputStream.write)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._call(lambda stream: stream.__aexit__(kind))
+
+
 class Context(HandlerInfo):
     """The first parameter of an `async def` handler that asks for it.
 
@@ -144,7 +207,7 @@ class Context(HandlerInfo):
         *,
         on_timeout: Literal["raise", "default"] = "raise",
         default: Any = None,
-        reason: str = WAITING,
+        reason: str = "waiting_for_signal",
     ) -> Any:
         """Wait for an answer without holding the worker; returns the `Signal`.
 
@@ -154,16 +217,19 @@ class Context(HandlerInfo):
 
         >>> verdict = await ctx.wait_for("approval", timeout="24h")
         """
-        condition = Single(name, wanted_signals(signals))
-        received = await self._own_waits().wait(condition, timeout, reason)
-        if received is None:
+        try:
+            received = await self._own_waits().wait_for(name, signals, timeout, reason)
+        except WaitTimeout:
             if on_timeout == "default":
                 return default
-            raise WaitTimeout(name)
-        return received[0] if received else Signal.resumed_by_hand(name)
+            raise
+        if received:
+            return received[0]
+        # An operator resumed the execution without a signal.
+        return Signal(name="resumed", source_type="operator", waitpoint=name)
 
     async def wait_condition(
-        self, condition: Condition, timeout: Limit = None, reason: str = WAITING
+        self, condition: Condition, timeout: Limit = None, reason: str = "waiting_for_signal"
     ) -> list[Signal]:
         """Wait until a condition over several waitpoints is met; returns its signals.
 
@@ -172,10 +238,7 @@ class Context(HandlerInfo):
         >>> both = AllOf((Single("legal", "approved"), Single("finance", "approved")))
         >>> await ctx.wait_condition(both, timeout="24h")
         """
-        received = await self._own_waits().wait(condition, timeout, reason)
-        if received is None and not isinstance(condition, TimeoutOnly):
-            raise WaitTimeout(", ".join(condition_names(condition)))
-        return received or []
+        return await self._own_waits().wait(condition, timeout, reason)
 
     async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
@@ -195,7 +258,7 @@ class Context(HandlerInfo):
 
         >>> await ctx.stream(token)
         """
-        await write_output(self._claimed(), data, frame_type, mode)
+        await _write(self._claimed(), data, frame_type, mode)
 
     def open_stream(self, frame_type: str = "delta", mode: FrameMode = "durable") -> OutputStream:
         """Output of one mode: `summary` patches a document, `best_effort` may be dropped.
@@ -220,12 +283,9 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
     __slots__ = ("_shutting_down", "_task")
 
     def __init__(
-        self,
-        task: ClaimedTask,
-        shutting_down: Callable[[], bool],
-        loop: asyncio.AbstractEventLoop,
+        self, task: ClaimedTask, shutting_down: Callable[[], bool], caller: LoopCaller
     ) -> None:
-        super().__init__(Context(task, shutting_down), LoopCaller(loop))
+        super().__init__(Context(task, shutting_down), caller)
         self._task = task
         self._shutting_down = shutting_down
 

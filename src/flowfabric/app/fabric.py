@@ -1,37 +1,26 @@
-"""The application object."""
-
-from __future__ import annotations
+"""The application object, for code with an event loop and for code without."""
 
 import asyncio
 import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
-from flowfabric.app.run import Run
-from flowfabric.app.submission import (
-    Calls,
-    SubmitManyError,
-    arguments_of,
-    at_position,
-    check_sizes,
-    created,
-)
+from flowfabric.app.calls import Calls, SubmitManyError, check_sizes, created, payloads_of
+from flowfabric.app.run import Run, SyncRun
 from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction
-from flowfabric.app.worker import AppWorker
-from flowfabric.core.closing import AsyncClosing
+from flowfabric.app.worker import AppWorker, SyncAppWorker
+from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import (
-    EngineError,
-    TransportError,
-    ValidationError,
-    invalid_input,
-)
+from flowfabric.core.errors import EngineError, TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.engine.api.executions import BATCH
 from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
 from flowfabric.sdk.config import WorkerConfig, default_worker_id
+from flowfabric.sdk.loop_thread import Portal
+from flowfabric.sdk.sync import SyncClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,9 +135,7 @@ class Fabric(AsyncClosing):
         if task.idempotency_key is not None:
             problem = "A batch cannot share one key. Submit the calls one by one."
             raise invalid_input("idempotency_key", problem)
-        if not isinstance(calls, Iterable):
-            raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
-        payloads = [_payload(task, call, position) for position, call in enumerate(calls)]
+        payloads = payloads_of(task.encode, calls)
         if not payloads:
             return []
         client = await self.client()
@@ -259,12 +246,74 @@ class Fabric(AsyncClosing):
             await opening.result().aclose()
 
 
-def _payload(task: Task[..., Any], call: object, position: int) -> bytes:
-    args, kwargs = arguments_of(call, position)
-    try:
-        return task.encode(args, kwargs)
-    except ValidationError as error:
-        raise at_position(error, position) from error
+class SyncFabric(SyncTwin[Fabric], Closing):
+    """`Fabric` without `await`, safe to use from several threads.
+
+    >>> with SyncFabric(app) as sync:
+    ...     print(sync.submit(greet, "Ada").result(timeout=10))
+    """
+
+    def __init__(self, app: Fabric) -> None:
+        self._portal = Portal("ff-sync-fabric")
+        super().__init__(app.twin(), self._portal)
+
+    @property
+    def task(self) -> TaskDecorator:
+        """Registers a function as a task of the application, as `Fabric.task` does."""
+        return self._target.task
+
+    @overload
+    def submit(self, task: Task[P, R], /, *args: P.args, **kwargs: P.kwargs) -> SyncRun[R]: ...
+
+    @overload
+    def submit(self, task: str, /, *args: Any, **kwargs: Any) -> SyncRun[Any]: ...
+
+    def submit(self, task: Any, /, *args: Any, **kwargs: Any) -> SyncRun[Any]:
+        """Submit one execution and return a handle on it. Arguments become JSON.
+
+        >>> run = sync.submit(greet.options(priority=5), "Ada")
+        """
+        return self._handle(self._call(lambda app: app.submit(task, *args, **kwargs)))
+
+    @overload
+    def submit_many(self, task: Task[..., R], calls: Calls) -> list[SyncRun[R]]: ...
+
+    @overload
+    def submit_many(self, task: str, calls: Calls) -> list[SyncRun[Any]]: ...
+
+    def submit_many(self, task: Any, calls: Calls) -> list[SyncRun[Any]]:
+        """Submit many executions of one task in few round trips, as `Fabric.submit_many` does."""
+        try:
+            runs: list[Run[Any]] = self._call(lambda app: app.submit_many(task, calls))
+        except SubmitManyError as error:
+            raise error.with_runs(self._handle) from error.__cause__
+        return [self._handle(run) for run in runs]
+
+    @overload
+    def get_run(self, execution_id: str, task: Task[..., R]) -> SyncRun[R]: ...
+
+    @overload
+    def get_run(self, execution_id: str, task: str | None = None) -> SyncRun[Any]: ...
+
+    def get_run(self, execution_id: str, task: Any = None) -> SyncRun[Any]:
+        """A handle on an execution by its id; with its task, results are typed."""
+        return self._handle(self._target.get_run(execution_id, task))
+
+    def _handle(self, run: Run[R]) -> SyncRun[R]:
+        return SyncRun(run, self._portal)
+
+    named = blocking(Fabric.named)
+    worker = blocking(Fabric.worker, SyncAppWorker)
+    disconnect = blocking(Fabric.disconnect)
+
+    def client(self) -> SyncClient:
+        """The client of this application; it is closed with this object."""
+        return SyncClient(self._target.client, self._portal)
+
+    def close(self) -> None:
+        """Close connections and stop the private thread. The application stays usable."""
+        # Not `aclose`: the embedded server belongs to the application.
+        self._portal.close(self._target.disconnect)
 
 
 def _asked_to_stop() -> bool:

@@ -1,7 +1,5 @@
 """Threads for `def` handlers, and a way to interrupt them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

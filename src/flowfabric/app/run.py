@@ -1,7 +1,5 @@
 """Handles on submitted executions."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Literal, NoReturn, TypeVar, Unpack, get_args
 
@@ -16,6 +14,7 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client, Outcome, SignalOptions
 from flowfabric.sdk.tail import Tail
 
@@ -99,10 +98,8 @@ class Run(Generic[R_co]):
         try:
             return codec.decode(outcome.result, outcome.result_encoding, self._returns)
         except (msgspec.MsgspecError, TypeError, ValueError) as error:
-            stored = outcome.result or b""
-            raise UnexpectedResult(
-                self._kind, self.id, stored, self._returns, str(error)
-            ) from error
+            about = self._kind, self.id, outcome.result or b"", self._returns, str(error)
+            raise UnexpectedResult(*about) from error
 
     async def cancel(self, reason: str = "") -> None:
         """Cancel it; a running handler stops at its next lease renewal."""
@@ -167,3 +164,34 @@ class Run(Generic[R_co]):
         raise TypeError(
             "A run cannot be pickled. Send `str(run.id)`; `app.get_run(id)` makes a new handle."
         )
+
+
+class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
+    """`Run` without `await`."""
+
+    __slots__ = ()
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id."""
+        return self._target.id
+
+    @property
+    def duplicate(self) -> bool:
+        """Whether the id or idempotency key was already taken: this is the earlier execution."""
+        return self._target.duplicate
+
+    state = blocking(Run[R_co].state)
+    info = blocking(Run[R_co].info)
+    wait = blocking(Run[R_co].wait)
+    result = blocking(Run[R_co].result)
+    cancel = blocking(Run[R_co].cancel)
+    signal = blocking(Run[R_co].signal)
+    approve = blocking(Run[R_co].approve)
+    stream = blocking(Run[R_co].stream)
+
+    def __repr__(self) -> str:
+        return f"Sync{self._target!r}"
+
+    def __reduce__(self) -> NoReturn:
+        self._target.__reduce__()

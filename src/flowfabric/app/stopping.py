@@ -1,7 +1,5 @@
 """SIGTERM and SIGINT in a worker process, and how to end one that cannot stop by itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Tasks: what `@app.task` returns and `submit` takes."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -22,25 +20,20 @@ from typing import (
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.arguments import Arguments
+from flowfabric.app.calls import Arguments, Calls
 from flowfabric.app.context import Context, SyncContext
-from flowfabric.app.submission import Calls
+from flowfabric.app.run import Run
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
-from flowfabric.core.ids import (
-    ExecutionId,
-    validate_lane,
-    validate_text,
-)
+from flowfabric.core.ids import ExecutionId, validate_lane, validate_text
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.retry import Retry
 from flowfabric.core.tags import validate_creation_tags
 
 if TYPE_CHECKING:
     from flowfabric.app.fabric import Fabric
-    from flowfabric.app.run import Run
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -92,7 +85,7 @@ class Task(Generic[P, R_co]):
 
     def __init__(
         self,
-        app: Fabric,
+        app: "Fabric",
         name: str,
         *,
         lane: str = "default",
@@ -120,7 +113,7 @@ class Task(Generic[P, R_co]):
         """The type of the result; `Any` when only the name is known."""
         return Any if self._arguments is None else self._arguments.returns
 
-    def options(self, **options: Unpack[SubmitOptions]) -> Task[P, R_co]:
+    def options(self, **options: Unpack[SubmitOptions]) -> "Task[P, R_co]":
         """The same task with other options for its submissions.
 
         >>> run = await app.submit(greet.options(idempotency_key="greet-ada"), "Ada")
@@ -182,7 +175,7 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
 
     def __init__(
         self,
-        app: Fabric,
+        app: "Fabric",
         function: Callable[Q, D_co],
         name: str | None,
         lane: str,
@@ -204,7 +197,7 @@ class TaskDecorator:
     """Registers functions as tasks: `@app.task` or `@app.task(lane="mail", retry=3)`."""
 
     def __init__(
-        self, app: Fabric, name: str | None = None, options: TaskOptions | None = None
+        self, app: "Fabric", name: str | None = None, options: TaskOptions | None = None
     ) -> None:
         self._app = app
         self._name = name
@@ -233,7 +226,7 @@ class TaskDecorator:
     @overload
     def __call__(
         self, name: str | None = None, **options: Unpack[TaskOptions]
-    ) -> TaskDecorator: ...
+    ) -> "TaskDecorator": ...
 
     def __call__(self, name: Any = None, **options: Any) -> Any:
         if name is None or isinstance(name, str):

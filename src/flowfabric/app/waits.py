@@ -1,37 +1,22 @@
 """Waiting for people and services inside a handler."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Generic, Literal, Required, TypedDict, TypeVar
+from typing import Any, Generic, Literal, Required, Self, TypedDict, TypeVar
 
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.core.conditions import (
-    AllOf,
-    Condition,
-    Count,
-    SignalName,
-    Single,
-    contributors,
-    referenced_waitpoint_keys,
-)
-from flowfabric.core.contracts.suspension import (
-    AlreadySatisfiedSuspension,
-    FreshWaitpoint,
-    PastWait,
-    PendingWaitpoint,
-    ResumeSignal,
-)
+from flowfabric.core import conditions
+from flowfabric.core.conditions import Condition
+from flowfabric.core.contracts import suspension
+from flowfabric.core.contracts.suspension import PastWait, PendingWaitpoint, ResumeSignal
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import new_uuid
 from flowfabric.sdk.task import ClaimedTask, Parked
 
 _WAITPOINT_LIFE_MS = 7 * 86_400_000
-WAITING = "waiting_for_signal"
 
 V = TypeVar("V")
 Limit = Duration | None
@@ -69,15 +54,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    payload: Any
-    source_identity: str
+    payload: Any = None
+    source_identity: str = ""
     source_type: str
-    signal_id: str
+    signal_id: str = ""
     waitpoint: str = ""
     """The name it was waited for under."""
 
     @classmethod
-    def of(cls, signal: ResumeSignal, waitpoint: str) -> Signal:
+    def of(cls, signal: ResumeSignal, waitpoint: str) -> Self:
         """The handler's view of a delivered signal."""
         try:
             payload = codec.decode(signal.payload, signal.payload_encoding)
@@ -93,18 +78,6 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
             waitpoint=waitpoint,
         )
 
-    @classmethod
-    def resumed_by_hand(cls, waitpoint: str) -> Signal:
-        """What a wait returns after an operator resumed the execution without a signal."""
-        return cls(
-            name="resumed",
-            payload=None,
-            source_identity="",
-            source_type="operator",
-            signal_id="",
-            waitpoint=waitpoint,
-        )
-
 
 class WaitTimeout(FlowFabricError, TimeoutError):
     """Nobody answered a wait in time."""
@@ -115,10 +88,6 @@ class WaitTimeout(FlowFabricError, TimeoutError):
 
     def __str__(self) -> str:
         return f"nobody answered {self.name!r} in time"
-
-
-class _TimedOut:
-    """The wait was ended by its timeout."""
 
 
 class Waits:
@@ -166,47 +135,58 @@ class Waits:
         """Whether this attempt can still suspend on it."""
         return wait.state == "pending" and wait.attempt_index == self._task.attempt_index
 
-    async def wait(self, given: Condition, timeout: Limit, reason: str) -> list[Signal] | None:
+    async def wait_for(
+        self, name: str, signals: Names, timeout: Limit, reason: str
+    ) -> list[Signal]:
+        """Wait as `wait` does, for one of these signals or for any."""
+        if signals is not None and not isinstance(signals, str):
+            names = tuple(sorted(signals))
+            signals = names[0] if len(names) == 1 else names or None
+        return await self.wait(conditions.Single(name, signals), timeout, reason)
+
+    async def wait(self, given: Condition, timeout: Limit, reason: str) -> list[Signal]:
         """Release the worker until the condition is met; returns the signals when the handler
-        runs again, or None after a timeout.
+        runs again. After the timeout raises `WaitTimeout`, unless nothing else was waited for.
         """
-        keys = {name: self._key(name) for name in condition_names(given)}
+        # A condition that names no waitpoint gets a made-up one.
+        names = conditions.referenced_waitpoint_keys(given) or ["condition"]
+        keys = {name: self._key(name) for name in names}
         self._taken.update(keys.values())
         condition = _renamed(given, keys)
         async with self._turn:
             if self._task.finished_by == "suspend":
                 # Another wait of the same handler has suspended it meanwhile.
                 raise Parked
-            ended = await self._answered(condition, list(keys.values()))
+            ended = await self._answered(condition, keys)
             if ended is None:
-                ended = await self._suspend(condition, list(keys.values()), timeout, reason)
-        if isinstance(ended, _TimedOut):
-            return None
-        names = {key: name for name, key in keys.items()}
-        return [Signal.of(signal, names[signal.waitpoint_key]) for signal in ended]
+                ended = await self._suspend(condition, keys.values(), timeout, reason)
+        name_of = {key: name for name, key in keys.items()}
+        return [Signal.of(signal, name_of[signal.waitpoint_key]) for signal in ended]
 
     async def _answered(
-        self, condition: Condition, keys: Sequence[str]
-    ) -> list[ResumeSignal] | _TimedOut | None:
-        """How this wait ended earlier; None if it did not."""
-        past = await self._of(keys)
+        self, condition: Condition, keys: Mapping[str, str]
+    ) -> list[ResumeSignal] | None:
+        """The signals that ended this wait earlier; None if it did not end."""
+        past = await self._of(keys.values())
         ended = [wait for wait in past if wait.ended]
         if not ended:
             # Answers to waitpoints that an earlier attempt handed out and never waited for.
             past = [wait for wait in past if not self._usable(wait)]
             return await self._received(condition, past) or None
-        if any(wait.timed_out for wait in ended):
-            return _TimedOut()
-        return await self._received(condition, ended)
+        if not any(wait.timed_out for wait in ended):
+            return await self._received(condition, ended)
+        if isinstance(condition, conditions.TimeoutOnly):
+            return []
+        raise WaitTimeout(", ".join(keys))
 
     async def _received(self, condition: Condition, past: Sequence[PastWait]) -> list[ResumeSignal]:
         """The signals that meet the condition; empty if they do not."""
         found = await asyncio.gather(*(self._task.wait_signals(wait) for wait in past))
         signals = {signal.signal_id: signal for some in found for signal in some}
         accepted = sorted(signals.values(), key=lambda signal: signal.accepted_at)
-        return contributors(condition, accepted)
+        return conditions.contributors(condition, accepted)
 
-    async def _of(self, keys: Sequence[str]) -> list[PastWait]:
+    async def _of(self, keys: Collection[str]) -> list[PastWait]:
         """The earlier waits under these keys, the latest first."""
         if self._task.attempt_index == 0 and self._task.handle.kind == "fresh":
             return []
@@ -223,7 +203,7 @@ class Waits:
         return [wait for wait in self._past if wait.waitpoint_key in keys]
 
     async def _suspend(
-        self, condition: Condition, keys: Sequence[str], timeout: Limit, reason: str
+        self, condition: Condition, keys: Collection[str], timeout: Limit, reason: str
     ) -> list[ResumeSignal]:
         options: dict[str, Any] = {"reason_code": reason}
         if timeout is not None:
@@ -235,13 +215,13 @@ class Waits:
         if pending is not None:
             outcome = await self._task.try_suspend_on_pending(pending, condition, **options)
         else:
-            fresh = [FreshWaitpoint(new_uuid(), key) for key in keys]
+            fresh = [suspension.FreshWaitpoint(new_uuid(), key) for key in keys]
             outcome = await self._task.try_suspend(condition, waitpoints=fresh, **options)
-        if isinstance(outcome, AlreadySatisfiedSuspension):
+        if isinstance(outcome, suspension.AlreadySatisfiedSuspension):
             return await self._task.resume_signals()
         raise Parked
 
-    async def _pending_of(self, keys: Sequence[str]) -> PendingWaitpoint | None:
+    async def _pending_of(self, keys: Collection[str]) -> PendingWaitpoint | None:
         """The waitpoint that was handed out for one of the keys, now or at an earlier start."""
         for wait in await self._of(keys):
             if self._usable(wait):
@@ -255,29 +235,16 @@ class Waits:
         return found[0] if found else None
 
 
-def condition_names(condition: Condition) -> list[str]:
-    """The waitpoints that a condition names; a made-up name if there are none."""
-    return referenced_waitpoint_keys(condition) or ["condition"]
-
-
-def wanted_signals(signals: Names) -> SignalName:
-    """The signal names that a wait accepts, as conditions state them."""
-    if signals is None or isinstance(signals, str):
-        return signals
-    names = tuple(sorted(signals))
-    return names[0] if len(names) == 1 else names or None
-
-
 def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
     """The condition with keys for names."""
     match condition:
-        case Single():
-            return Single(keys[condition.waitpoint_key], condition.signal_name)
-        case Count():
+        case conditions.Single():
+            return conditions.Single(keys[condition.waitpoint_key], condition.signal_name)
+        case conditions.Count():
             renamed = tuple(keys[key] for key in condition.waitpoints)
             return msgspec.structs.replace(condition, waitpoints=renamed)
-        case AllOf():
-            return AllOf(tuple(_renamed(member, keys) for member in condition.members))
+        case conditions.AllOf():
+            return conditions.AllOf(tuple(_renamed(member, keys) for member in condition.members))
         case _:
             return condition
 

@@ -1,13 +1,11 @@
 """Running an application's tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
@@ -16,12 +14,15 @@ from flowfabric.app.stopping import on_signals
 from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
 from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import HandlerFailure
+from flowfabric.sdk.loop_thread import LoopCaller
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
 
+T = TypeVar("T")
 AnyTask = TaskFunction[..., Any, ..., Any]
 
 
@@ -94,12 +95,12 @@ class AppWorker:
     def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:
         arguments, function = task.arguments, task.function
         signature = inspect.signature(function)
-        loop = asyncio.get_running_loop()
+        caller = LoopCaller(asyncio.get_running_loop())
 
         def context(claimed: ClaimedTask) -> Context | SyncContext:
             if task.is_async:
                 return Context(claimed, lambda: runtime.shutting_down)
-            return SyncContext(claimed, lambda: runtime.shutting_down, loop)
+            return SyncContext(claimed, lambda: runtime.shutting_down, caller)
 
         async def handle(claimed: ClaimedTask) -> tuple[bytes, str] | None:
             try:
@@ -169,6 +170,32 @@ class AppWorker:
         if self._background is not None:
             await self._background
             self._background = None
+
+
+class SyncAppWorker(SyncTwin[AppWorker]):
+    """A worker for programs without an event loop.
+
+    `worker.run()` serves until SIGTERM or SIGINT; `with sync.worker():` serves in the background
+    of the block.
+    """
+
+    @property
+    def config(self) -> WorkerConfig:
+        """The worker's settings."""
+        return self._target.config
+
+    def _call(self, use: Callable[[AppWorker], Coroutine[Any, Any, T]]) -> T:
+        # In the calling thread, because only the main thread receives signals.
+        return asyncio.run(use(self._target))
+
+    run = blocking(AppWorker.run)
+
+    def __enter__(self) -> Self:
+        self._caller.call(self._target.__aenter__)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._caller.call(lambda: self._target.__aexit__(None, None, None))
 
 
 def _unwritable(result: object) -> str | None:
