@@ -10,7 +10,7 @@ from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.errors import ConfigError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.lanes import LaneSettings
+from flowfabric.engine.api.places import LaneSettings
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.keys import LANES_TAG, PLACES, wake
 from flowfabric.engine.valkey.places import MAX_LANES

@@ -8,6 +8,7 @@ from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.scanners.base import ScanResult
+from tests.support import lua_keys
 from tests.support.engine import Engine
 from tests.support.scanning import idle
 
@@ -25,7 +26,7 @@ async def expire(engine: Engine, *instances: str) -> None:
     """What the server does once the heartbeats stop."""
     for instance in instances:
         await engine.backend.transport.call(
-            *("DEL", keys.worker_alive(NAMESPACE, instance)),
+            *("DEL", lua_keys.worker_alive(NAMESPACE, instance)),
             keys.worker_record(NAMESPACE, instance),
         )
 
@@ -55,7 +56,7 @@ async def test_expired_workers_leave_the_index(engine: Engine) -> None:
 async def test_a_worker_with_either_key_stays(engine: Engine) -> None:
     await register(engine, "a", "b")
     call = engine.backend.transport.call
-    await call("DEL", keys.worker_alive(NAMESPACE, "a"))
+    await call("DEL", lua_keys.worker_alive(NAMESPACE, "a"))
     await call("DEL", keys.worker_record(NAMESPACE, "b"))
     assert await idle(engine).scan_once("worker_sweeper") == ScanResult()
     assert await indexed(engine) == {b"a", b"b"}

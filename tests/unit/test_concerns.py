@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import UnavailableError
-from flowfabric.engine.api.lanes import Lanes
+from flowfabric.engine.api.places import Lanes
 
 
 class OneLane(Lanes):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.valkey import keys
 from tests.conformance.test_exec_idempotency import DAY, new
+from tests.support import lua_keys
 from tests.support.engine import Engine
 
 
 async def ttl(engine: Engine, execution_id: ExecutionId, namespace: str, key: str) -> int:
     left: Any = await engine.backend.transport.call(
-        "PTTL", keys.idem(execution_id.tag, namespace, key)
+        "PTTL", lua_keys.idem(execution_id.tag, namespace, key)
     )
     return int(left)
 
@@ -38,7 +38,7 @@ async def test_window(engine: Engine, policy: dict[str, Any] | None, window: int
 
 async def test_a_repeat_does_not_extend_the_window(engine: Engine) -> None:
     execution_id = await engine.create(idempotency_key="k")
-    key = keys.idem(execution_id.tag, "default", "k")
+    key = lua_keys.idem(execution_id.tag, "default", "k")
     await engine.backend.transport.call("PEXPIRE", key, 3000)
     await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert await ttl(engine, execution_id, "default", "k") <= 3000

@@ -13,6 +13,7 @@ import flowfabric
 from flowfabric.core.state import CODE_LETTERS, StateVector
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import text
+from tests.support import lua_keys
 from tests.support.engine import Engine
 from tests.support.state_rules import index_suffix, violations
 
@@ -58,6 +59,10 @@ CASES: dict[str, list[tuple[str, ...]]] = {
 }
 
 
+def built_by_python(name: str, *args: str) -> str:
+    return getattr(keys if hasattr(keys, name) else lua_keys, name)(*args)
+
+
 async def built_by_lua(engine: Engine, name: str, *args: str, first: str = TAG) -> str:
     reply = await engine.backend.calls.fcall("ff_test_key", first, (name, *args), op="test")
     return text(reply[2])
@@ -68,7 +73,7 @@ async def test_keys(engine: Engine, name: str) -> None:
     for args in CASES[name]:
         # Twice: Lua remembers names it has built.
         for _ in range(2):
-            assert await built_by_lua(engine, name, *args) == getattr(keys, name)(TAG, *args)
+            assert await built_by_lua(engine, name, *args) == built_by_python(name, TAG, *args)
 
 
 async def test_doorbell_and_lane_part(engine: Engine) -> None:
@@ -76,7 +81,7 @@ async def test_doorbell_and_lane_part(engine: Engine) -> None:
         assert await built_by_lua(engine, "wake", lane) == keys.wake(lane)
         assert await built_by_lua(engine, "lane_part", first=lane) == keys.lane_part(lane)
         assert keys.lane_of(keys.lane_part(lane)) == lane
-    assert keys.wake_tag(keys.wake_channel(TAG)) == TAG
+    assert keys.wake_tag(keys.wake(TAG)) == TAG
 
 
 @pytest.mark.parametrize("name", ["signal", "signal_payload"])
@@ -86,17 +91,14 @@ async def test_names_that_begin_with_an_execution(engine: Engine, name: str) -> 
     )
 
 
-def test_a_feed_tells_its_partition() -> None:
-    assert keys.events_tag(keys.events(TAG)) == TAG
-
-
 def test_every_tagged_name_is_compared() -> None:
     tagged = {
         name
-        for name, function in inspect.getmembers(keys, inspect.isfunction)
+        for module in (keys, lua_keys)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
         if not name.startswith("_") and "tag" in inspect.signature(function).parameters
     }
-    assert tagged == set(CASES) | {"wake_channel"}
+    assert tagged == set(CASES)
 
 
 def test_every_name_of_lua_is_compared() -> None:

@@ -10,6 +10,7 @@ from flowfabric.core.contracts.executions import Replayed
 from flowfabric.core.ids import new_uuid
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
+from tests.support import lua_keys
 from tests.support.engine import LANE, Engine, unchanged
 from tests.support.executions import DEADLINE, TERMINAL, Case, promote
 from tests.support.storage import indexes, raw, record
@@ -89,7 +90,7 @@ async def test_deadlines(engine: Engine, policy_duration: int | None) -> None:
 
 async def test_steps_go_unless_kept(engine: Engine) -> None:
     execution_id = await engine.create()
-    key = keys.steps(execution_id.tag, execution_id)
+    key = lua_keys.steps(execution_id.tag, execution_id)
     for keep in (True, False):
         await engine.backend.transport.call("HSET", key, "step", "1")
         await engine.backend.executions.cancel_execution(execution_id)

@@ -7,6 +7,7 @@ import pytest
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
 from tests.conformance.test_exec_retention import DAY, _with_attempts
+from tests.support import lua_keys
 from tests.support.engine import LANE, Engine, refused, unchanged
 from tests.support.executions import TERMINAL, Case, promote, trim
 from tests.support.storage import indexes
@@ -50,7 +51,7 @@ async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
     handle = (await engine.claim()).handle
     await engine.block(execution_id)
     call = engine.backend.transport.call
-    await call("HSET", keys.steps(execution_id.tag, execution_id), "s", "1")
+    await call("HSET", lua_keys.steps(execution_id.tag, execution_id), "s", "1")
     await engine.backend.executions.complete(handle, b"out")
     kinds = {name.rsplit(b":", 1)[-1] for name in await owned(engine, execution_id)}
     assert kinds == {
@@ -61,7 +62,7 @@ async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
     assert await trim(engine, execution_id) == "purged"
     assert await owned(engine, execution_id) == []
     # The idempotency entry keeps its own expiry.
-    assert await call("EXISTS", keys.idem(execution_id.tag, "default", "k")) == 1
+    assert await call("EXISTS", lua_keys.idem(execution_id.tag, "default", "k")) == 1
 
 
 @pytest.mark.parametrize("ttl", [None, 0, 5000, 30 * DAY])

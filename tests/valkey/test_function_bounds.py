@@ -17,6 +17,7 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.core.policy import parse_policy
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.valkey import keys
+from tests.support import lua_keys
 from tests.support.engine import LANE, Engine
 from tests.support.server_time import LONGEST_US, assert_short, command, copy, times, uuids
 from tests.support.suspension import Waits
@@ -75,7 +76,7 @@ async def burdened(engine: Engine, waitpoints: int) -> Handle:
     tag, execution_id = handle.execution_id.tag, handle.execution_id
     point = await engine.backend.waitpoints.create_waitpoint(handle, "k", 60_000)
     names = [new_uuid() for _ in range(waitpoints - 1)]
-    for key in (keys.waitpoints(tag, execution_id), keys.pending_waitpoints(tag, execution_id)):
+    for key in (keys.waitpoints(tag, execution_id), lua_keys.pending_waitpoints(tag, execution_id)):
         await command(engine, "SADD", key, *names)
     stored = keys.waitpoint(tag, point.waitpoint_id)
     await copy(engine, stored, (keys.waitpoint(tag, name) for name in names))
@@ -244,7 +245,7 @@ async def test_replaying_what_left_much(engine: Engine) -> None:
         steps = [part for n in range(10_000) for part in (f"step{n}", "x" * 100)]
         for start in range(0, len(steps), 2000):
             part = steps[start : start + 2000]
-            await command(engine, "HSET", keys.steps(tag, execution_id), *part)
+            await command(engine, "HSET", lua_keys.steps(tag, execution_id), *part)
         (claim,) = await engine.claim_all(1) or [None]
         held = handle if claim is None else claim.handle
         await engine.backend.executions.complete(held, b"x" * MB)

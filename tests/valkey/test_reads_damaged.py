@@ -8,6 +8,7 @@ import pytest
 
 from flowfabric.core.errors import CorruptionError
 from flowfabric.engine.valkey import keys
+from tests.support import lua_keys
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.suspension import Waits
 
@@ -134,7 +135,7 @@ async def test_what_is_damaged_is_quoted_printably(engine: Engine) -> None:
     assert "state: '\\xff' is not a state code" in caught.value.detail
 
 
-@pytest.mark.parametrize("name", [keys.waitpoint, keys.waitpoint_signals])
+@pytest.mark.parametrize("name", [keys.waitpoint, lua_keys.waitpoint_signals])
 async def test_a_waitpoint_of_the_wrong_type_is_left_out_and_named(
     engine: Engine, caplog: pytest.LogCaptureFixture, name: Callable[[str, str], str]
 ) -> None:

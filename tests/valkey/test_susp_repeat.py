@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from flowfabric.engine.valkey.keys import suspend_dedup
 from tests.support.engine import Engine, refused
+from tests.support.lua_keys import suspend_dedup
 from tests.support.suspension import GO, Waits
 
 

@@ -1,7 +1,5 @@
 """What people ask of the engine, read through its interface alone, so every backend has it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from flowfabric.core.errors import ContentionError, EngineError, NotFoundError, 
 from flowfabric.core.ids import fnv1a64, validate_lane, validate_worker_id
 from flowfabric.engine.api import check
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.capabilities import provide
+from flowfabric.engine.api.concern import provide
 from flowfabric.scheduler.hints import WINDOW, LaneHints, window
 
 log = logging.getLogger(__name__)

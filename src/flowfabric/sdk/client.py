@@ -23,10 +23,9 @@ from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.reads import Reads
 from flowfabric.engine.api.secrets import Secrets
-from flowfabric.engine.api.signals import Signals
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
-from flowfabric.engine.api.waitpoints import Waitpoints
+from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.sdk.event_feed import EventFeed
 from flowfabric.sdk.tail import Tail

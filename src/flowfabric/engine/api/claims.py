@@ -1,7 +1,5 @@
 """Claiming work: from a lane, by a grant, or from a worker that lost its lease."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Protocol, Required, TypedDict, Unpack
 

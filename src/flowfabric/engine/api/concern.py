@@ -1,11 +1,33 @@
-"""What every concern of the engine has in common."""
-
-from __future__ import annotations
+"""What every concern of the engine has in common, and what it answers where a backend lacks it."""
 
 import inspect
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from flowfabric.engine.api.capabilities import Refusal
+from flowfabric.core.errors import UnavailableError
+
+
+class Refusal:
+    """An operation that a backend lacks: calling it raises `unavailable`."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    async def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise UnavailableError("unavailable", self.op, op=self.op)
+
+
+class Absent:
+    """A noun that a backend lacks: all its operations are refusals."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, op: str) -> Refusal: ...
+
+
+def provide(concern: object, operation: Callable[..., Awaitable[object]]) -> None:
+    """Add an operation that a part above the backend provides: its flag turns true."""
+    setattr(concern, operation.__name__, operation)
 
 
 async def _declared(_self: Any) -> None:

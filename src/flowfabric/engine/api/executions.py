@@ -1,7 +1,5 @@
 """Creating, ending, pausing and changing executions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

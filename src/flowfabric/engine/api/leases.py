@@ -1,7 +1,5 @@
 """Renewing, revoking and listing leases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,12 +1,35 @@
 """The engine itself: health, capabilities, clock."""
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
-from flowfabric.engine.api.capabilities import Capabilities
 from flowfabric.engine.api.concern import Concern
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Numbers that compare in order."""
+
+    major: int
+    minor: int
+    patch: int
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """Which backend this is."""
+
+    family: Literal["valkey", "postgres", "sqlite", "unknown"]
+    version: Version
+    stage: str
+
+
+class Capabilities(msgspec.Struct, frozen=True):
+    """What a backend is and supports; a true flag means callable and correct."""
+
+    identity: Identity
+    supports: Mapping[str, bool]
 
 
 class NoOp(msgspec.Struct, frozen=True):

@@ -1,20 +1,36 @@
-"""Waitpoints: what executions wait for, and the signals that arrived."""
+"""Waitpoints, which executions wait for, and the signals that answer them."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from flowfabric.core.conditions import OPERATOR
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import (
     OpenWaitpoints,
     PastWait,
     PendingWaitpoint,
     ResumeSignal,
+    SignalOutcome,
 )
-from flowfabric.core.ids import ExecutionId
+from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.ids import (
+    ExecutionId,
+    WaitpointToken,
+    validate_lane,
+    validate_text,
+    validate_uuid,
+)
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
+
+_DAY_MS = 86_400_000
+_JSON = "json"
+_MAX_JSON_DEPTH = 100
+_MAX_PAYLOAD_BYTES = 65_536
+_MAX_NAME_BYTES = 256
+_MAX_FIELD_BYTES = 512
+_decode = msgspec.json.Decoder().decode
 
 
 class LastWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,3 +98,195 @@ class Waitpoints(Concern, Protocol):
     ) -> list[ResumeSignal]:
         """What a waitpoint received, oldest first."""
         ...
+
+
+class CheckedSignal(msgspec.Struct, frozen=True):
+    """A signal whose form is correct; the store decides whether a waitpoint accepts it."""
+
+    options: dict[str, Any]
+    payload: bytes | None
+    token: str | None = None
+    """None: the engine vouches for the sender."""
+    signal_id: str | None = None
+
+
+class Signals(Concern, Protocol):
+    """Delivering signals: with a waitpoint's token, or vouched for by the engine itself."""
+
+    async def deliver_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        waitpoint_token: WaitpointToken | str,
+        signal_name: str,
+        *,
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+        signal_category: str = "default",
+        source_type: str = "external",
+        source_identity: str = "",
+        correlation_id: str = "",
+        idempotency_key: str = "",
+        target_scope: str = "waitpoint",
+        signal_id: str | None = None,
+        created_at: int | None = None,
+        dedup_ttl_ms: int = _DAY_MS,
+        resume_delay_ms: int = 0,
+        max_signals_per_execution: int | None = None,
+        signal_maxlen: int = 1000,
+    ) -> SignalOutcome:
+        """Deliver an authenticated message to a waitpoint; resumes when it satisfies.
+
+        The token proves the right to answer, not who answers: `source_type` and
+        `source_identity` are what the sender claims. `source_type="operator"` is refused, because
+        only `deliver_approval_signal` vouches for a person.
+
+        A payload labelled `json` must be JSON of at most 100 levels. Without a label, valid JSON
+        gets this label and any other payload gets none.
+
+        The last four options are for trusted callers. Pass none of them on behalf of a caller
+        who only holds a waitpoint token.
+        """
+        if source_type == OPERATOR:
+            raise invalid_input(
+                "source_type", '"operator" is reserved: use deliver_approval_signal'
+            )
+        options: dict[str, Any] = {
+            "name": signal_name,
+            "category": signal_category,
+            "source_type": source_type,
+            "source_identity": source_identity,
+            "correlation_id": correlation_id,
+            "target_scope": check.one_of(target_scope, "target_scope", ("waitpoint", "execution")),
+            "payload_encoding": _check(signal_name, payload, payload_encoding),
+            "idempotency_key": idempotency_key,
+            "resume_delay_ms": check.whole(resume_delay_ms, "resume_delay_ms", 0),
+            "dedup_ttl_ms": check.whole(dedup_ttl_ms, "dedup_ttl_ms", 0),
+            "maxlen": check.whole(signal_maxlen, "signal_maxlen", 1),
+        }
+        for field in ("source_type", "source_identity", "correlation_id", "idempotency_key"):
+            validate_text(options[field], field, limit=_MAX_FIELD_BYTES)
+        validate_text(signal_category, "signal_category", limit=_MAX_FIELD_BYTES)
+        if created_at is not None:
+            options["created_at"] = check.whole(created_at, "created_at", 0)
+        _limit(options, max_signals_per_execution)
+        if signal_id is not None:
+            validate_uuid(signal_id, "signal_id")
+        token = revealed(waitpoint_token, "waitpoint_token")
+        signal = CheckedSignal(options, payload, token, signal_id)
+        return await self._deliver(execution_id, waitpoint_id, signal)
+
+    async def deliver_approval_signal(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        signal_name: str,
+        *,
+        idempotency_suffix: str = "",
+        decided_by: str = "",
+        payload: bytes | None = None,
+        payload_encoding: str | None = None,
+        lane_id: str = "",
+        signal_dedup_ttl_ms: int = _DAY_MS,
+        maxlen: int = 1000,
+        max_signals_per_execution: int | None = None,
+    ) -> SignalOutcome:
+        """Deliver an operator's decision without a token. Authorise this call.
+
+        The signal has the source type "operator" and the identity `decided_by`, which handlers
+        and `CountKind.DISTINCT_OPERATORS` trust. Without a suffix, each `decided_by` decides once
+        per signal name.
+        """
+        validate_text(decided_by, "decided_by", limit=_MAX_FIELD_BYTES)
+        validate_text(idempotency_suffix, "idempotency_suffix", limit=_MAX_FIELD_BYTES)
+        options: dict[str, Any] = {
+            "name": signal_name,
+            "category": "approval",
+            "source_type": OPERATOR,
+            "source_identity": decided_by,
+            "correlation_id": "",
+            "target_scope": "execution",
+            "payload_encoding": _check(signal_name, payload, payload_encoding),
+            "idempotency_key": f"approval:{signal_name}:{idempotency_suffix or decided_by}",
+            "dedup_ttl_ms": check.whole(signal_dedup_ttl_ms, "signal_dedup_ttl_ms", 0),
+            "maxlen": check.whole(maxlen, "maxlen", 1),
+        }
+        _limit(options, max_signals_per_execution)
+        if check.text(lane_id, "lane_id"):
+            options["lane"] = validate_lane(lane_id)
+        return await self._deliver(execution_id, waitpoint_id, CheckedSignal(options, payload))
+
+    async def _deliver(
+        self, execution_id: ExecutionId, waitpoint_id: str, signal: CheckedSignal
+    ) -> SignalOutcome:
+        """Store a signal whose form was checked."""
+        ...
+
+    async def read_waitpoint_token(
+        self, execution_id: ExecutionId, waitpoint_id: str
+    ) -> WaitpointToken | None:
+        """The token of an open waitpoint, minted anew if its key expired. Authorise this call."""
+        ...
+
+    async def verify_and_deliver(
+        self,
+        execution_id: ExecutionId,
+        waitpoint_id: str,
+        presented: WaitpointToken | str,
+        signal_name: str,
+        **options: Any,
+    ) -> SignalOutcome:
+        """`deliver_signal` for bridges: distinguishes an unknown waitpoint from a wrong token.
+
+        No open waitpoint is `waitpoint_token_not_found`, another token `invalid_token`. A bridge
+        that outsiders reach must answer the same to both. The engine checks the token again.
+        """
+        ...
+
+
+def revealed(token: WaitpointToken | str, field: str) -> str:
+    """A token as it is sent; the engine judges its form."""
+    return (
+        token.reveal() if isinstance(token, WaitpointToken) else check.instance(token, str, field)
+    )
+
+
+def _limit(options: dict[str, Any], max_signals: int | None) -> None:
+    if max_signals is not None:
+        options["max_signals"] = check.whole(max_signals, "max_signals_per_execution", 0)
+
+
+def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
+    """The label that is stored with the payload. Readers of `json` must be able to decode it."""
+    validate_text(name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
+    validate_text(encoding or "", "payload_encoding", limit=_MAX_FIELD_BYTES)
+    if payload is None:
+        return ""
+    size = len(check.binary(payload, "payload"))
+    if size > _MAX_PAYLOAD_BYTES:
+        raise ValidationError(
+            "payload_too_large", f"payload is {size} bytes long; the limit is {_MAX_PAYLOAD_BYTES}"
+        )
+    if encoding not in (None, _JSON):
+        return encoding
+    try:
+        problem = "nests too deeply" if _is_deep(payload, _decode(payload)) else ""
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        problem = "is not JSON"
+    if problem and encoding is not None:
+        raise invalid_input("payload", f"{problem}. Send it with another payload_encoding.")
+    return "" if problem else _JSON
+
+
+def _is_deep(payload: bytes, value: Any) -> bool:
+    if payload.count(b"[") + payload.count(b"{") <= _MAX_JSON_DEPTH:
+        return False
+    layer = _nested([value])
+    for _ in range(_MAX_JSON_DEPTH):
+        layer = [part for each in layer for part in _nested(each)]
+    return bool(layer)
+
+
+def _nested(value: list[Any] | dict[str, Any]) -> list[Any]:
+    parts = value.values() if isinstance(value, dict) else value
+    return [part for part in parts if isinstance(part, list | dict)]

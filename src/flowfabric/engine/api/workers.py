@@ -1,7 +1,5 @@
 """The registry of worker processes. Advisory: leases do not depend on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal, Protocol
 

@@ -3,8 +3,6 @@
 Payloads, results and secrets never get into a record. The event feed keeps the durable trail.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import getpass

@@ -1,15 +1,14 @@
 """The engine on Valkey: every operation, by concern, behind one object."""
 
-from __future__ import annotations
-
 import os
 from contextlib import AsyncExitStack
+from typing import Self
 
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.environment import whole_number
 from flowfabric.core.partition import PartitionCounts
-from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.capabilities import Absent, refuse_missing
+from flowfabric.engine.api.backend import Backend, refuse_missing
+from flowfabric.engine.api.concern import Absent
 from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.layers.audit import audit
 from flowfabric.engine.valkey.boot import (
@@ -25,19 +24,17 @@ from flowfabric.engine.valkey.calls import FunctionCalls, Limits
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
-from flowfabric.engine.valkey.lanes import ValkeyLanes
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
-from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.places import ValkeyLanes, ValkeyPlaces
 from flowfabric.engine.valkey.reads import ValkeyReads
 from flowfabric.engine.valkey.secrets import ValkeySecrets
-from flowfabric.engine.valkey.signals import ValkeySignals
 from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
 from flowfabric.engine.valkey.streams import ValkeyStreams
 from flowfabric.engine.valkey.suspensions import ValkeySuspensions
 from flowfabric.engine.valkey.upkeep import ValkeyLeadership, ValkeyUpkeep
-from flowfabric.engine.valkey.waitpoints import ValkeyWaitpoints
+from flowfabric.engine.valkey.waitpoints import ValkeySignals, ValkeyWaitpoints
 from flowfabric.engine.valkey.wakeups import ValkeyWakeups
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.address import Address
@@ -111,7 +108,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         name: str = "flowfabric",
         revive: Revive | None = None,
         mint_secret: MintSecret | None = None,
-    ) -> ValkeyBackend:
+    ) -> Self:
         """Connect to a deployment and check that it fits; with `prepare_with`, set it up first.
 
         A caller that can `revive` the server owns it: no other project uses that server.

@@ -1,7 +1,5 @@
 """Calling the function library: reply envelopes, typed errors, a reload when it is missing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -1,6 +1,4 @@
-"""Every key name. `lua/lib/20_keys.lua` builds the same ones; a test compares the two."""
-
-from __future__ import annotations
+"""The key names that Python reads. `lua/lib/20_keys.lua` builds them too; a test compares both."""
 
 from collections.abc import Callable
 
@@ -14,7 +12,6 @@ PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADERS_TAG = "{scanners}"
 
-_EVENTS = ("ff:part:", ":events")
 _WAKE = "ff:wake:"
 
 
@@ -45,21 +42,13 @@ history = _of_execution("history")
 """The newest unusual lease events."""
 grant = _of_execution("claim_grant")
 """The one pending claim, resume or reclaim grant."""
-steps = _of_execution("steps")
 unresolved = _of_execution("deps:unresolved")
 """Edges this execution still waits for."""
 suspension = _of_execution("suspension:current")
 """The current or the last suspension."""
-marks = _of_execution("suspension:current:satisfied_set")
-"""How far the condition of a suspension is met."""
-satisfiers = _of_execution("suspension:current:satisfied_set:signals")
-"""The signals that contributed to it."""
 met = _of_execution("suspension:met")
 """The last suspension whose condition was met before it began."""
 waitpoints = _of_execution("waitpoints")
-pending_waitpoints = _of_execution("waitpoints:pending")
-"""Those that no suspension has used yet."""
-signals = _of_execution("signals")
 
 
 def attempt(tag: str, execution_id: str, number: int | str) -> str:
@@ -77,29 +66,14 @@ def stream(tag: str, execution_id: str, number: int | str) -> str:
     return f"ff:stream:{tag}:{execution_id}:{number}"
 
 
-def stream_meta(tag: str, execution_id: str, number: int | str) -> str:
-    """How much an attempt has written, and how its stream ended."""
-    return f"{stream(tag, execution_id, number)}:meta"
-
-
 def stream_closed(tag: str, execution_id: str, number: int | str) -> str:
     """Wakes the followers of a stream when it ends."""
     return f"{stream(tag, execution_id, number)}:closed"
 
 
-def suspend_dedup(tag: str, execution_id: str) -> str:
-    """The outcomes of an execution's suspensions, by idempotency key."""
-    return f"ff:dedup:suspend:{tag}:{execution_id}"
-
-
 def waitpoint(tag: str, waitpoint_id: str) -> str:
     """One waitpoint."""
     return f"ff:wp:{tag}:{waitpoint_id}"
-
-
-def waitpoint_signals(tag: str, waitpoint_id: str) -> str:
-    """The signals a waitpoint received."""
-    return f"{waitpoint(tag, waitpoint_id)}:signals"
 
 
 def signal(execution_id: str, signal_id: str) -> str:
@@ -112,24 +86,9 @@ def signal_payload(execution_id: str, signal_id: str) -> str:
     return f"{signal(execution_id, signal_id)}:payload"
 
 
-def signal_dedup(tag: str, waitpoint_id: str, key: str) -> str:
-    """The signal of a waitpoint that an idempotency key stands for."""
-    return f"ff:sigdedup:{tag}:{waitpoint_id}:{key}"
-
-
-def approval_dedup(tag: str, waitpoint_id: str, key: str) -> str:
-    """The same for approvals; token holders cannot reach it."""
-    return signal_dedup(tag, "approval", f"{waitpoint_id}:{key}")
-
-
 def secrets(tag: str) -> str:
     """The partition's copy of the secrets that sign waitpoint tokens."""
     return f"ff:sec:{tag}:waitpoint_hmac"
-
-
-def idem(tag: str, namespace: str, key: str) -> str:
-    """The execution that an idempotency key stands for."""
-    return f"ff:idem:{tag}:{namespace}:{key}"
 
 
 def index(tag: str, name: str) -> str:
@@ -152,50 +111,14 @@ def reclaimable(tag: str, lane_id: str, signature: str = "") -> str:
     return lane(tag, lane_id, f"reclaimable:{signature}" if signature else "reclaimable")
 
 
-def worker_leases(tag: str, instance: str) -> str:
-    """Executions leased by one worker process."""
-    return f"ff:idx:{tag}:worker:{instance}:leases"
-
-
-def last_claim(tag: str, lane_id: str, instance: str) -> str:
-    """The last claim of a worker process, for the repeat of a lost reply."""
-    return lane(tag, lane_id, f"claimed:{instance}")
-
-
 def events(tag: str) -> str:
     """The partition's event feed."""
-    return tag.join(_EVENTS)
-
-
-def events_tag(feed: str) -> str:
-    """The tag of a partition's event feed."""
-    before, after = _EVENTS
-    return feed.removeprefix(before).removesuffix(after)
-
-
-def group(tag: str, name: str) -> str:
-    """What a subscription group has processed of the partition's feed, and who reads it."""
-    return f"ff:part:{tag}:sub:{name}"
-
-
-def group_members(tag: str, name: str) -> str:
-    """The live members of a subscription group."""
-    return f"ff:part:{tag}:members:{name}"
-
-
-def group_start(tag: str, name: str) -> str:
-    """The cursor that a subscription group started from."""
-    return f"ff:part:{tag}:start:{name}"
+    return f"ff:part:{tag}:events"
 
 
 def workers(tag: str) -> str:
     """The registered worker processes of a namespace, which is their tag."""
     return index(tag, "workers")
-
-
-def worker_alive(tag: str, instance: str) -> str:
-    """Exists while a worker process sends heartbeats."""
-    return f"ff:worker:{tag}:{instance}:alive"
 
 
 def worker_record(tag: str, instance: str) -> str:
@@ -218,14 +141,9 @@ def leaders(tag: str) -> str:
     return f"ff:leader:{tag}:duties"
 
 
-def wake(lane_id: str) -> str:
-    """The doorbell of a lane on a single server."""
-    return f"{_WAKE}{lane_id}"
-
-
-def wake_channel(tag: str) -> str:
-    """The doorbell of a partition in a cluster; the message is the lane."""
-    return f"{_WAKE}{tag}"
+def wake(place: str) -> str:
+    """The doorbell of a lane; in a cluster that of a partition's tag, whose message is the lane."""
+    return f"{_WAKE}{place}"
 
 
 def wake_tag(channel: str) -> str:

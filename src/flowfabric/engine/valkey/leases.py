@@ -1,7 +1,5 @@
 """Renewing, revoking and listing leases."""
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 from collections.abc import Sequence

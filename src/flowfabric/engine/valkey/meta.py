@@ -5,9 +5,17 @@ import asyncio
 from flowfabric.core.errors import TimeoutError_
 from flowfabric.core.version import VERSION
 from flowfabric.engine.api import check
-from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.capabilities import Capabilities, Identity, Version, supported
-from flowfabric.engine.api.meta import Applied, Finding, Meta, NoOp, StoreUsage
+from flowfabric.engine.api.backend import Backend, supported
+from flowfabric.engine.api.meta import (
+    Applied,
+    Capabilities,
+    Finding,
+    Identity,
+    Meta,
+    NoOp,
+    StoreUsage,
+    Version,
+)
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.boot import prepare, report_collisions
 from flowfabric.engine.valkey.calls import FunctionCalls

@@ -8,7 +8,7 @@ from flowfabric.core.ids import ExecutionId, new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.claim_rows import claim_args
+from flowfabric.engine.valkey.claims import claim_args
 
 _BATCH = 128
 _DEPTH = 3

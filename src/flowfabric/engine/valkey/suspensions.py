@@ -1,7 +1,5 @@
 """Pausing attempts until a condition is met."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any

@@ -160,7 +160,7 @@ class _ClusterDoorbell:
             conn = await transport.blocking(left[0], on_push=self._hear)
             self._conns.append(conn)
             outcomes = await asyncio.gather(
-                *(conn.submit(("SSUBSCRIBE", keys.wake_channel(tag))) for tag in left),
+                *(conn.submit(("SSUBSCRIBE", keys.wake(tag))) for tag in left),
                 return_exceptions=True,
             )
             # Another primary refuses the partitions that it does not hold.
