@@ -270,9 +270,9 @@ async def test_the_filter_of_a_subscription(engine: Engine, field: str, value: A
 @pytest.mark.parametrize(
     "condition",
     [
-        *(None, "k", Single(5), Single("k", ["go"]), Single(SURROGATE), AllOf(5), AllOf(("k",))),  # pyright: ignore[reportArgumentType]
+        *(None, "k", Single(5), Single("k", [5]), Single(SURROGATE), AllOf(5), AllOf(("k",))),  # pyright: ignore[reportArgumentType]
         *(Count(n="1", waitpoints=("k",)), Count(n=1, waitpoints="k"), Count(n=1, waitpoints=(5,))),  # pyright: ignore[reportArgumentType]
-        Count(n=1, waitpoints=("k",), count_kind="DistinctSignals"),  # pyright: ignore[reportArgumentType]
+        Count(n=1, waitpoints=("k",), count_kind="Distinct"),  # pyright: ignore[reportArgumentType]
     ],
 )
 async def test_the_condition_of_a_suspension(engine: Engine, condition: Any) -> None:

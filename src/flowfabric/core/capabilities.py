@@ -1,20 +1,15 @@
 """Capabilities: what an execution requires and a worker offers."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
-from typing import Literal, cast
-from unicodedata import category
+from collections.abc import Iterable
+from typing import Literal
 
 from flowfabric.core.errors import ValidationError
+from flowfabric.core.ids import has_space_or_control, is_list
 
 _MAX_TOKENS = 256
 _MAX_CSV_BYTES = 4096
 
 Side = Literal["required", "worker"]
-_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
-# Control characters, and surrogates, which UTF-8 cannot encode.
-_FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs"})
 
 
 def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
@@ -23,9 +18,9 @@ def normalise(tokens: object, side: Side = "required") -> tuple[str, ...]:
     >>> normalise(["gpu", "cuda", "gpu"])
     ('cuda', 'gpu')
     """
-    if isinstance(tokens, _NO_LISTS) or not isinstance(tokens, Iterable):
+    if not is_list(tokens):
         raise _refuse(side, "not_array")
-    distinct = {_check_token(token, side) for token in cast("Iterable[object]", tokens)}
+    distinct = {_check_token(token, side) for token in tokens}
     if len(distinct) > _MAX_TOKENS:
         raise _refuse(side, "too_many_tokens")
     ordered = tuple(sorted(distinct))
@@ -60,7 +55,7 @@ def _check_token(token: object, side: Side) -> str:
         raise _refuse(side, "empty_token")
     if "," in token:
         raise _refuse(side, "comma_in_token")
-    if any(char.isspace() or category(char) in _FORBIDDEN_CATEGORIES for char in token):
+    if has_space_or_control(token):
         raise _refuse(side, "control_or_whitespace")
     return token
 

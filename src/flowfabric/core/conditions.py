@@ -1,16 +1,15 @@
 """Conditions that end a suspension: their JSON form, their rules, and how they are evaluated."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.ids import enc_hook
 
-MAX_DEPTH = 4
+_MAX_DEPTH = 4
 OPERATOR = "operator"
 """The source type of approvals; a signal with a token cannot have it."""
 
@@ -31,11 +30,6 @@ SignalName = str | tuple[str, ...] | None
 """Which signals count: one name, several names, or any."""
 
 
-def accepts(wanted: SignalName, name: str) -> bool:
-    """Whether a signal of this name counts."""
-    return wanted is None or name == wanted or (isinstance(wanted, tuple) and name in wanted)
-
-
 def named(wanted: SignalName) -> tuple[str, ...]:
     """The names that count; empty means any."""
     if wanted is None:
@@ -43,33 +37,38 @@ def named(wanted: SignalName) -> tuple[str, ...]:
     return wanted if isinstance(wanted, tuple) else (wanted,)
 
 
-class Single(msgspec.Struct, frozen=True):
+def accepts(wanted: SignalName, name: str) -> bool:
+    """Whether a signal of this name counts."""
+    return wanted is None or name in named(wanted)
+
+
+class Single(msgspec.Struct, frozen=True, tag=True):
     """Satisfied by one signal on one waitpoint; by any signal if no name is given."""
 
     waitpoint_key: str
     signal_name: SignalName = None
 
 
-class AllOf(msgspec.Struct, frozen=True):
+class AllOf(msgspec.Struct, frozen=True, tag=True):
     """Satisfied when every member is."""
 
-    members: tuple[Condition, ...]
+    members: "tuple[Condition, ...]"
 
 
-class Count(msgspec.Struct, frozen=True, kw_only=True):
+class Count(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Satisfied by `n` distinct contributions; `n=1` is "any of"."""
 
-    n: int
+    n: Annotated[int, msgspec.Meta(ge=0)]
     waitpoints: tuple[str, ...]
     count_kind: CountKind = CountKind.DISTINCT_WAITPOINTS
     signal_name: SignalName = None
 
 
-class OperatorOnly(msgspec.Struct, frozen=True):
+class OperatorOnly(msgspec.Struct, frozen=True, tag=True):
     """Only an operator resumes the execution."""
 
 
-class TimeoutOnly(msgspec.Struct, frozen=True):
+class TimeoutOnly(msgspec.Struct, frozen=True, tag=True):
     """Only the timeout ends the wait."""
 
 
@@ -89,25 +88,23 @@ class AcceptedSignal(msgspec.Struct, frozen=True):
 S = TypeVar("S", bound=AcceptedSignal)
 
 
+def _leaves(condition: Condition) -> Iterator[Single | Count | OperatorOnly | TimeoutOnly]:
+    if isinstance(condition, AllOf):
+        for member in condition.members:
+            yield from _leaves(member)
+    else:
+        yield condition
+
+
+def _keys(leaf: Condition) -> tuple[str, ...]:
+    if isinstance(leaf, Single):
+        return (leaf.waitpoint_key,)
+    return leaf.waitpoints if isinstance(leaf, Count) else ()
+
+
 def referenced_waitpoint_keys(condition: Condition) -> list[str]:
     """The waitpoint keys in a condition, depth first, each once."""
-    found: dict[str, None] = {}
-
-    def visit(node: Condition) -> None:
-        match node:
-            case Single():
-                found.setdefault(node.waitpoint_key)
-            case Count():
-                for key in node.waitpoints:
-                    found.setdefault(key)
-            case AllOf():
-                for member in node.members:
-                    visit(member)
-            case _:
-                pass
-
-    visit(condition)
-    return list(found)
+    return list(dict.fromkeys(key for leaf in _leaves(condition) for key in _keys(leaf)))
 
 
 # --- JSON ---------------------------------------------------------------------------
@@ -116,30 +113,26 @@ def referenced_waitpoint_keys(condition: Condition) -> list[str]:
 def _matcher(name: SignalName) -> Any:
     if name is None:
         return "Wildcard"
-    return {"AnyName": list(name)} if isinstance(name, tuple) else {"ByName": name}
+    return {"AnyName": name} if isinstance(name, tuple) else {"ByName": name}
 
 
 def _plain(condition: Condition) -> Any:
     match condition:
         case Single(key, name):
             return {"Single": {"waitpoint_key": key, "matcher": _matcher(name)}}
-        case AllOf():
-            members = [_plain(member) for member in condition.members]
-            return {"Composite": {"kind": "AllOf", "members": members}}
+        case AllOf(members):
+            return {"Composite": {"kind": "AllOf", "members": [_plain(each) for each in members]}}
         case Count():
-            body: dict[str, Any] = {
+            body = {
                 "kind": "Count",
                 "n": condition.n,
-                "count_kind": condition.count_kind.value,
+                "count_kind": condition.count_kind,
                 "waitpoints": list(dict.fromkeys(condition.waitpoints)),
             }
-            if condition.signal_name is not None:
-                body["matcher"] = _matcher(condition.signal_name)
-            return {"Composite": body}
-        case OperatorOnly():
-            return "OperatorOnly"
-        case TimeoutOnly():
-            return "TimeoutOnly"
+            name = condition.signal_name
+            return {"Composite": body if name is None else body | {"matcher": _matcher(name)}}
+        case _:
+            return type(condition).__name__
 
 
 def condition_json(condition: Condition) -> str:
@@ -147,57 +140,38 @@ def condition_json(condition: Condition) -> str:
     return msgspec.json.encode(_plain(condition)).decode()
 
 
-def parse_condition(source: bytes | str | Mapping[str, Any]) -> Condition:
+def parse_condition(source: bytes | str) -> Condition:
     """A condition from its JSON form; anything else is `invalid_resume_condition`."""
     try:
-        value: Any = msgspec.json.decode(source) if isinstance(source, bytes | str) else source
-        return _parse(value)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return _parse(msgspec.json.decode(source))
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise _refuse(f"invalid_resume_condition: {error!r}") from error
 
 
 def _parse(value: Any) -> Condition:
-    if value == "OperatorOnly":
-        return OperatorOnly()
-    if value == "TimeoutOnly":
-        return TimeoutOnly()
-    if not isinstance(value, dict) or len(cast("dict[str, Any]", value)) != 1:
-        raise ValueError("must be one variant")
-    ((variant, body),) = cast("dict[str, Any]", value).items()
-    if variant == "Single":
-        return Single(_text(body["waitpoint_key"]), _name(body["matcher"]))
-    if variant != "Composite":
-        raise ValueError(variant)
-    if body["kind"] == "AllOf":
-        return AllOf(tuple(_parse(member) for member in body["members"]))
-    if body["kind"] != "Count":
-        raise ValueError(body["kind"])
-    n = body["n"]
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise ValueError("n must be a whole number")
-    return Count(
-        n=n,
-        waitpoints=tuple(_text(key) for key in body["waitpoints"]),
-        count_kind=CountKind(body["count_kind"]),
-        signal_name=_name(body.get("matcher", "Wildcard")),
-    )
+    match value:
+        case "OperatorOnly":
+            return OperatorOnly()
+        case "TimeoutOnly":
+            return TimeoutOnly()
+        case {"Single": body, **others} if not others:
+            leaf, matcher = msgspec.convert(body | {"type": "Single"}, Single), body["matcher"]
+        case {"Composite": {"kind": "AllOf", "members": members}, **others} if not others:
+            return AllOf(tuple(_parse(member) for member in members))
+        case {"Composite": {"kind": "Count"} as body, **others} if not others:
+            leaf = msgspec.convert(body | {"type": "Count"}, Count)
+            matcher = body.get("matcher", "Wildcard")
+        case _:
+            raise ValueError("must be one variant")
+    return msgspec.structs.replace(leaf, signal_name=_parse_matcher(matcher))
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("must be text")
-    return value
-
-
-def _name(matcher: Any) -> SignalName:
+def _parse_matcher(matcher: Any) -> SignalName:
     if matcher == "Wildcard":
         return None
-    if isinstance(matcher, dict) and "AnyName" in matcher:
-        names = cast("dict[str, Any]", matcher)["AnyName"]
-        if not isinstance(names, list):
-            raise TypeError("AnyName must be a list")
-        return tuple(_text(name) for name in cast("list[Any]", names))
-    return _text(matcher["ByName"])
+    if "AnyName" in matcher:
+        return msgspec.convert(matcher["AnyName"], tuple[str, ...])
+    return msgspec.convert(matcher["ByName"], str)
 
 
 # --- rules --------------------------------------------------------------------------
@@ -207,60 +181,16 @@ def _refuse(detail: str) -> ValidationError:
     return ValidationError("invalid_input", detail)
 
 
-def check_types(condition: Any, depth: int = 1) -> None:
-    """Refuse values of the wrong type. `check_tree` and `check_bindings` check the meaning."""
-    if depth > MAX_DEPTH + 1:
-        return  # `check_tree` refuses its depth.
-    match condition:
-        case Single():
-            _check_kind(condition.waitpoint_key, str, "waitpoint_key")
-            _check_names(condition.signal_name)
-        case Count():
-            if type(condition.n) is not int or condition.n < 0:
-                raise invalid_input("condition", "n must be a whole number")
-            _check_kind(condition.count_kind, CountKind, "count_kind")
-            for key in _check_kind(condition.waitpoints, (tuple, list), "waitpoints"):
-                _check_kind(key, str, "waitpoints")
-            _check_names(condition.signal_name)
-        case AllOf():
-            for member in _check_kind(condition.members, (tuple, list), "members"):
-                check_types(member, depth + 1)
-        case OperatorOnly() | TimeoutOnly():
-            pass
-        case _:
-            problem = f"must be a condition such as Single(...), got {type(condition).__name__}"
-            raise invalid_input("condition", problem, undecodable=True)
+def checked_condition(condition: Condition) -> Condition:
+    """The condition, or `invalid_input` for a value of the wrong type.
 
-
-def _check_kind(value: Any, kind: type | tuple[type, ...], part: str) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, str) and not _encodable(value)):
-        raise invalid_input("condition", f"{part} has the wrong type", undecodable=True)
-    return value
-
-
-def _check_names(wanted: Any) -> None:
-    for name in named(wanted):
-        _check_kind(name, str, "signal_name")
-
-
-def _encodable(text: str) -> bool:
+    `check_tree` and `check_bindings` check the meaning.
+    """
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def has_empty_name(condition: Condition) -> bool:
-    """Whether a matcher in the tree has an empty name."""
-    match condition:
-        case Single() | Count():
-            name = condition.signal_name
-            return not all(name) or not name if isinstance(name, tuple) else name == ""
-        case AllOf():
-            return any(has_empty_name(member) for member in condition.members)
-        case _:
-            return False
+        plain = msgspec.json.encode(condition, enc_hook=enc_hook)
+        return msgspec.json.decode(plain, type=Condition)
+    except (TypeError, UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+        raise invalid_input("condition", str(error), undecodable=True) from None
 
 
 def check_tree(condition: Condition) -> None:
@@ -270,8 +200,8 @@ def check_tree(condition: Condition) -> None:
 
 
 def _check_node(node: AllOf | Count, path: str, depth: int) -> None:
-    if depth > MAX_DEPTH:
-        detail = f"condition_depth_exceeded: depth {depth} exceeds cap {MAX_DEPTH} at path {path}"
+    if depth > _MAX_DEPTH:
+        detail = f"condition_depth_exceeded: depth {depth} exceeds cap {_MAX_DEPTH} at path {path}"
         raise _refuse(detail)
     if isinstance(node, Count):
         _check_count(node, path)
@@ -287,78 +217,15 @@ def _check_node(node: AllOf | Count, path: str, depth: int) -> None:
 
 
 def _check_count(node: Count, path: str) -> None:
+    distinct = len(set(node.waitpoints))
     if node.n == 0:
         raise _refuse(f"count_n_zero at path {path}")
-    if not node.waitpoints:
+    if distinct == 0:
         raise _refuse(f"count_waitpoints_empty at path {path}")
-    distinct = len(set(node.waitpoints))
     if node.count_kind is CountKind.DISTINCT_WAITPOINTS and node.n > distinct:
         raise _refuse(
             f"count_exceeds_waitpoint_set: n={node.n} > waitpoints={distinct} at path {path}"
         )
-
-
-# --- evaluation ---------------------------------------------------------------------
-
-
-def satisfied(condition: Condition, accepted: Sequence[AcceptedSignal]) -> bool:
-    """Whether the accepted signals satisfy the condition, in any order."""
-    match condition:
-        case Single():
-            return any(
-                seen.waitpoint_key == condition.waitpoint_key
-                and accepts(condition.signal_name, seen.signal_name)
-                for seen in accepted
-            )
-        case AllOf():
-            members = condition.members
-            return bool(members) and all(satisfied(member, accepted) for member in members)
-        case Count():
-            return len(_satisfiers(condition, accepted)) >= condition.n
-        case _:
-            return False
-
-
-def contributors(condition: Condition, accepted: Sequence[S]) -> list[S]:
-    """The signals, in order, that contributed until the condition was met; empty if it is not."""
-    taken: list[S] = []
-    weight = 0
-    for seen in accepted:
-        more = _weight(condition, [*taken, seen])
-        if more > weight:
-            taken.append(seen)
-            weight = more
-            if satisfied(condition, taken):
-                return taken
-    return []
-
-
-def _weight(condition: Condition, accepted: Sequence[AcceptedSignal]) -> int:
-    """The number of contributions to all nodes together."""
-    match condition:
-        case AllOf():
-            return sum(_weight(member, accepted) for member in condition.members)
-        case Count():
-            return len(_satisfiers(condition, accepted))
-        case _:
-            return int(satisfied(condition, accepted))
-
-
-def _satisfiers(node: Count, accepted: Sequence[AcceptedSignal]) -> set[object]:
-    matching = [
-        seen
-        for seen in accepted
-        if seen.waitpoint_key in node.waitpoints and accepts(node.signal_name, seen.signal_name)
-    ]
-    match node.count_kind:
-        case CountKind.DISTINCT_WAITPOINTS:
-            return {seen.waitpoint_key for seen in matching}
-        case CountKind.DISTINCT_SIGNALS:
-            return {seen.signal_id for seen in matching}
-        case CountKind.DISTINCT_SOURCES:
-            return {(seen.source_type, seen.source_identity) for seen in matching}
-        case CountKind.DISTINCT_OPERATORS:
-            return {seen.source_identity for seen in matching if seen.source_type == OPERATOR}
 
 
 def check_bindings(
@@ -372,27 +239,78 @@ def check_bindings(
         raise _refuse("waitpoints_empty")
     if isinstance(condition, Single) and keys[0] is not None and keys[0] != condition.waitpoint_key:
         raise _refuse("waitpoint_key_mismatch")
-    for position, key in enumerate(keys[1:], start=1):
-        if key == "":
-            raise _refuse(f"additional_waitpoint_binding_empty_key at waitpoints[{position}]")
-    for position, key in enumerate(keys[1:], start=1):
-        if key is None:
-            raise _refuse(f"additional_waitpoint_binding_must_be_fresh at waitpoints[{position}]")
-    _check_references(condition, keys)
+    for wrong, problem in (("", "empty_key"), (None, "must_be_fresh")):
+        if wrong in keys[1:]:
+            place = f"waitpoints[{keys.index(wrong, 1)}]"
+            raise _refuse(f"additional_waitpoint_binding_{problem} at {place}")
+    referenced = referenced_waitpoint_keys(condition)
+    for key in referenced:
+        if key not in keys and None not in keys:
+            raise _refuse(f"referenced_waitpoint_key_missing_binding: {key}")
+    for key in keys:
+        if len(keys) > 1 and key is not None and key not in referenced:
+            raise _refuse(f"extra_binding_not_referenced_by_condition: {key}")
     if isinstance(condition, TimeoutOnly) and not timeout_given:
         raise _refuse("timeout_only_without_deadline")
-    if has_empty_name(condition):
+    if any(isinstance(leaf, Single | Count) and _is_nameless(leaf) for leaf in _leaves(condition)):
         raise invalid_input("resume_condition", "empty signal name (use Wildcard instead)")
 
 
-def _check_references(condition: Condition, keys: Sequence[str | None]) -> None:
-    named = referenced_waitpoint_keys(condition)
-    bound = {key for key in keys if key is not None}
-    if None not in keys:
-        for key in named:
-            if key not in bound:
-                raise _refuse(f"referenced_waitpoint_key_missing_binding: {key}")
-    if len(keys) > 1:
-        for key in keys:
-            if key is not None and key not in named:
-                raise _refuse(f"extra_binding_not_referenced_by_condition: {key}")
+def _is_nameless(leaf: Single | Count) -> bool:
+    return leaf.signal_name == () or "" in named(leaf.signal_name)
+
+
+# --- evaluation ---------------------------------------------------------------------
+
+
+def satisfied(condition: Condition, accepted: Sequence[AcceptedSignal]) -> bool:
+    """Whether the accepted signals satisfy the condition, in any order."""
+    match condition:
+        case Single():
+            return bool(_matching(condition, accepted))
+        case AllOf(members):
+            return bool(members) and all(satisfied(member, accepted) for member in members)
+        case Count():
+            return _weight(condition, accepted) >= condition.n
+        case _:
+            return False
+
+
+def contributors(condition: Condition, accepted: Sequence[S]) -> list[S]:
+    """The signals, in order, that contributed until the condition was met; empty if it is not."""
+    taken: list[S] = []
+    weight = 0
+    for seen in accepted:
+        more = sum(_weight(leaf, [*taken, seen]) for leaf in _leaves(condition))
+        if more > weight:
+            taken.append(seen)
+            weight = more
+            if satisfied(condition, taken):
+                return taken
+    return []
+
+
+def _matching(leaf: Single | Count, accepted: Sequence[S]) -> list[S]:
+    keys, wanted = _keys(leaf), leaf.signal_name
+    return [
+        seen
+        for seen in accepted
+        if seen.waitpoint_key in keys and accepts(wanted, seen.signal_name)
+    ]
+
+
+def _weight(leaf: Condition, accepted: Sequence[AcceptedSignal]) -> int:
+    """The number of different contributions."""
+    if not isinstance(leaf, Count):
+        return int(satisfied(leaf, accepted))
+    matching = _matching(leaf, accepted)
+    match leaf.count_kind:
+        case CountKind.DISTINCT_WAITPOINTS:
+            return len({seen.waitpoint_key for seen in matching})
+        case CountKind.DISTINCT_SIGNALS:
+            return len({seen.signal_id for seen in matching})
+        case CountKind.DISTINCT_SOURCES:
+            return len({(seen.source_type, seen.source_identity) for seen in matching})
+        case CountKind.DISTINCT_OPERATORS:
+            people = (seen for seen in matching if seen.source_type == OPERATOR)
+            return len({seen.source_identity for seen in people})

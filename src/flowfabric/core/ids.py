@@ -1,13 +1,11 @@
 """Identifiers: their forms, new ones, and the checks of names that callers pass."""
 
-from __future__ import annotations
-
 import hmac
 import os
 import re
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import Self, cast
+from typing import Self, TypeGuard, cast
 from unicodedata import category
 
 from flowfabric.core.errors import CorruptionError, ValidationError, invalid_input
@@ -15,10 +13,13 @@ from flowfabric.core.partition import PartitionCounts, flow_partition, solo_part
 from flowfabric.core.text import shown
 
 _UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-_U16_MAX = 65_535
+# 0 to 65535, without leading zeros.
+_INDEX = (
+    "(?:0|[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+)
 _is_uuid = re.compile(_UUID).fullmatch
-_is_index = re.compile(r"0|[1-9][0-9]{0,4}").fullmatch
-_split_execution_id = re.compile(rf"\{{fp:(0|[1-9][0-9]{{0,4}})\}}:{_UUID}").fullmatch
+_is_index = re.compile(_INDEX).fullmatch
+_is_execution_id = re.compile(rf"\{{fp:{_INDEX}\}}:{_UUID}").fullmatch
 _VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
 
@@ -42,14 +43,21 @@ def new_uuid() -> str:
     )
 
 
-def _index_of(text: str) -> int | None:
-    if _is_index(text) is None:
-        return None
-    index = int(text)
-    return index if index <= _U16_MAX else None
+class _Id(str):
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The id, or `IdParseError`."""
+        return cls(text)
+
+    @classmethod
+    def trusted(cls, text: str) -> Self:
+        """An id that the engine wrote; not checked."""
+        return str.__new__(cls, text)
 
 
-class ExecutionId(str):
+class ExecutionId(_Id):
     """The permanent name of an execution: `{fp:N}:<uuid>`.
 
     Only one spelling is accepted: another spelling of the same id would name another record.
@@ -61,19 +69,8 @@ class ExecutionId(str):
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
-        match = _split_execution_id(text) if isinstance(text, str) else None
-        if match is None or int(match[1]) > _U16_MAX:
+        if not isinstance(text, str) or _is_execution_id(text) is None:
             raise _execution_id_error(text)
-        return str.__new__(cls, text)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The id, or `IdParseError`."""
-        return cls(text)
-
-    @classmethod
-    def trusted(cls, text: str) -> Self:
-        """An id that the engine wrote; not checked."""
         return str.__new__(cls, text)
 
     @classmethod
@@ -129,7 +126,7 @@ def _execution_id_error(text: object) -> IdParseError:
     end = text.find("}:")
     if not text.startswith("{fp:") or end < 0:
         kind = "MissingTag"
-    elif _index_of(text[4:end]) is None:
+    elif _is_index(text[4:end]) is None:
         kind = "InvalidPartitionIndex"
     else:
         kind = "InvalidUuid"
@@ -143,13 +140,13 @@ def is_uuid(text: str) -> bool:
 
 def is_execution_id(text: str, tag: str) -> bool:
     """Whether a stored member is an id of this partition; a damaged index can hold anything."""
-    return text.startswith(f"{tag}:") and _split_execution_id(text) is not None
+    return text.startswith(f"{tag}:") and _is_execution_id(text) is not None
 
 
 _FAMILIES = ("fp", "b", "q")
 
 
-class PartitionKey(str):
+class PartitionKey(_Id):
     """The hash tag of a partition: `{fp:N}`, `{b:N}` or `{q:N}`."""
 
     __slots__ = ()
@@ -162,18 +159,8 @@ class PartitionKey(str):
             raise IdParseError("partition_key", "MalformedBody", text)
         if prefix not in _FAMILIES:
             raise IdParseError("partition_key", "UnknownFamilyPrefix", text)
-        if _index_of(index) is None:
+        if _is_index(index) is None:
             raise IdParseError("partition_key", "InvalidIndex", text)
-        return str.__new__(cls, text)
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The id, or `IdParseError`."""
-        return cls(text)
-
-    @classmethod
-    def trusted(cls, text: str) -> Self:
-        """An id that the engine wrote; not checked."""
         return str.__new__(cls, text)
 
     @property
@@ -237,13 +224,20 @@ def fnv1a64(data: bytes) -> int:
 
 
 _LANE_MAX = 64
-_WORKER_MAX = 256
-_NAMESPACE_MAX = 128
-_TEXT_MAX = 1024
 _is_lane = re.compile(r"[\x20-\x7e]{1,64}").fullmatch
 _is_plain_name = re.compile(r"[!-~]{1,128}").fullmatch
-_NO_LISTS = (bytes, bytearray, memoryview, Mapping)
 _NAMESPACE_FORBIDDEN = frozenset(":{}")
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
+
+
+def is_list(value: object) -> TypeGuard[Iterable[object]]:
+    """Whether a value is a collection of items: not text, bytes or a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, _NO_LISTS)
+
+
+def has_space_or_control(text: str) -> bool:
+    """Whether a text has whitespace, control characters, or surrogates, which UTF-8 cannot hold."""
+    return any(char.isspace() or category(char) in ("Cc", "Cs") for char in text)
 
 
 def _size(text: object, field: str) -> int:
@@ -285,12 +279,12 @@ def validate_lane(text: str, field: str = "lane_id") -> str:
 
 def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
     """A list of lane names; a single name is refused."""
+    if is_list(names):
+        return tuple(validate_lane(cast("str", name)) for name in names)
+    problem = f"must be a list of lane names, got {type(names).__name__}"
     if isinstance(names, str):
-        raise invalid_input(field, f"must be a list: write [{names!r}]", undecodable=True)
-    kind = type(names).__name__
-    if isinstance(names, _NO_LISTS) or not isinstance(names, Iterable):
-        raise invalid_input(field, f"must be a list of lane names, got {kind}", undecodable=True)
-    return tuple(validate_lane(cast("str", name)) for name in cast("Iterable[object]", names))
+        problem = f"must be a list: write [{names!r}]"
+    raise invalid_input(field, problem, undecodable=True)
 
 
 def stored_id(text: str, context: str) -> ExecutionId:
@@ -310,45 +304,32 @@ def stored_lane(text: str, context: str) -> str:
     return text
 
 
-def _has_whitespace_or_control(text: str) -> bool:
-    return any(char.isspace() or category(char) == "Cc" for char in text)
-
-
-def validate_worker_id(text: str, field: str = "worker_id") -> str:
-    """A worker id or worker instance id: 1 to 256 bytes without whitespace or controls."""
-    if isinstance(text, str) and _is_plain_name(text) is not None:
-        return text
-    size = _size(text, field)
-    if size == 0:
-        raise invalid_input(field, "must not be empty")
-    if size > _WORKER_MAX:
-        raise invalid_input(field, f"must be at most {_WORKER_MAX} bytes, got {size}")
-    if _has_whitespace_or_control(text):
-        raise invalid_input(field, "must not contain whitespace or control characters")
-    return text
-
-
-def validate_namespace(text: str, field: str = "namespace") -> str:
-    """A namespace: 1 to 128 printable bytes without whitespace, colons or braces."""
-    size = _size(text, field)
-    if size == 0:
-        raise invalid_input(field, "must not be empty")
-    if size > _NAMESPACE_MAX:
-        raise invalid_input(field, f"must be at most {_NAMESPACE_MAX} bytes, got {size}")
-    if " " in text or not text.isprintable():
-        raise invalid_input(field, "must be printable and without whitespace")
-    if not _NAMESPACE_FORBIDDEN.isdisjoint(text):
-        raise invalid_input(field, "must not contain ':', '{' or '}'")
-    return text
-
-
-def validate_text(text: str, field: str, *, limit: int = _TEXT_MAX, required: bool = False) -> str:
+def validate_text(text: str, field: str, *, limit: int = 1024, required: bool = False) -> str:
     """Free text of at most `limit` bytes."""
     size = _size(text, field)
     if required and size == 0:
         raise invalid_input(field, "must not be empty")
     if size > limit:
         raise invalid_input(field, f"must be at most {limit} bytes, got {size}")
+    return text
+
+
+def validate_worker_id(text: str, field: str = "worker_id") -> str:
+    """A worker id or worker instance id: 1 to 256 bytes without whitespace or controls."""
+    if isinstance(text, str) and _is_plain_name(text) is not None:
+        return text
+    if has_space_or_control(validate_text(text, field, limit=256, required=True)):
+        raise invalid_input(field, "must not contain whitespace or control characters")
+    return text
+
+
+def validate_namespace(text: str, field: str = "namespace") -> str:
+    """A namespace: 1 to 128 printable bytes without whitespace, colons or braces."""
+    validate_text(text, field, limit=128, required=True)
+    if " " in text or not text.isprintable():
+        raise invalid_input(field, "must be printable and without whitespace")
+    if not _NAMESPACE_FORBIDDEN.isdisjoint(text):
+        raise invalid_input(field, "must not contain ':', '{' or '}'")
     return text
 
 

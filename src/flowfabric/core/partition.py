@@ -1,7 +1,5 @@
 """Which partition holds an execution, flow, budget or quota."""
 
-from __future__ import annotations
-
 from binascii import crc_hqx
 from collections.abc import Iterable
 from enum import StrEnum

@@ -1,17 +1,15 @@
 """Tags: their keys, the reserved prefix, and limits."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 
 from flowfabric.core.errors import ValidationError, invalid_input
 
-MAX_TAGS = 128
+_MAX_TAGS = 128
 MAX_KEY_BYTES = 256
-MAX_VALUE_BYTES = 4096
-RESERVED_PREFIX = "ff."
-"""Only FlowFabric sets keys with this prefix."""
+_MAX_VALUE_BYTES = 4096
+# Only FlowFabric sets keys with this prefix.
+_RESERVED_PREFIX = "ff."
 
 _is_key = re.compile(r"[a-z][a-z0-9_]*\.[a-z0-9_][a-z0-9_.]*").fullmatch
 
@@ -22,7 +20,7 @@ def is_tag_key(key: str) -> bool:
     >>> is_tag_key("app.task_id"), is_tag_key("app..x"), is_tag_key("ff.task_id")
     (True, False, False)
     """
-    return _is_key(key) is not None and not key.startswith(RESERVED_PREFIX)
+    return _is_key(key) is not None and not key.startswith(_RESERVED_PREFIX)
 
 
 def validate_tag_key(key: str) -> str:
@@ -36,45 +34,39 @@ def validate_tag_key(key: str) -> str:
 
 def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of an update: at least one, and every key follows the pattern."""
-    _check_mapping(tags)
+    _check_pairs(tags)
     if not tags:
         raise invalid_input("tags", "must not be empty")
-    _check_count(tags)
     for key, value in tags.items():
         validate_tag_key(key)
-        _check_bytes(value, "value", MAX_VALUE_BYTES)
+        _check_bytes(value, "value", _MAX_VALUE_BYTES)
     return tags
 
 
 def validate_creation_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of a new execution: any key that is not reserved."""
-    validate_tag_filter(tags)
-    for key in tags:
-        if key.startswith(RESERVED_PREFIX):
+    for key in validate_tag_filter(tags):
+        if key.startswith(_RESERVED_PREFIX):
             raise ValidationError("invalid_tag_key", key)
     return tags
 
 
 def validate_tag_filter(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of a filter: any that an execution may have."""
-    _check_mapping(tags)
-    _check_count(tags)
+    _check_pairs(tags)
     for key, value in tags.items():
         if _check_bytes(key, "key", MAX_KEY_BYTES) == 0:
             raise invalid_input("tags", "key must not be empty")
-        _check_bytes(value, "value", MAX_VALUE_BYTES)
+        _check_bytes(value, "value", _MAX_VALUE_BYTES)
     return tags
 
 
-def _check_mapping(tags: object) -> None:
+def _check_pairs(tags: Mapping[str, str]) -> None:
     if not isinstance(tags, Mapping):
         problem = f"must be a mapping of text to text, got {type(tags).__name__}"
         raise invalid_input("tags", problem, undecodable=True)
-
-
-def _check_count(tags: Mapping[str, str]) -> None:
-    if len(tags) > MAX_TAGS:
-        raise invalid_input("tags", f"must hold at most {MAX_TAGS} pairs, got {len(tags)}")
+    if len(tags) > _MAX_TAGS:
+        raise invalid_input("tags", f"must hold at most {_MAX_TAGS} pairs, got {len(tags)}")
 
 
 def _check_bytes(text: object, part: str, limit: int) -> int:

@@ -18,6 +18,7 @@ from flowfabric.core.conditions import (
     TimeoutOnly,
     check_bindings,
     check_tree,
+    checked_condition,
     condition_json,
     parse_condition,
     referenced_waitpoint_keys,
@@ -183,6 +184,18 @@ def test_bindings_first_failure_wins(condition: Condition, keys: Keys, detail: s
 )
 def test_good_bindings(condition: Condition, keys: Keys) -> None:
     check_bindings(condition, keys, timeout_given=True)
+
+
+def test_lists_and_plain_text_become_the_declared_types() -> None:
+    given: Any = Count(n=1, waitpoints=["k"], count_kind="DistinctSignals", signal_name=["go"])  # pyright: ignore[reportArgumentType]
+    typed = Count(n=1, waitpoints=("k",), count_kind=SIGNALS, signal_name=("go",))
+    assert checked_condition(AllOf([given])) == AllOf((typed,))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_value_of_the_wrong_type_is_named_with_its_place() -> None:
+    with pytest.raises(ValidationError) as problem:
+        checked_condition(AllOf((Single("k"), Count(n=-1, waitpoints=()))))
+    assert "members[1].n" in detail_of(problem)
 
 
 def nested(depth: int, leaf: Condition) -> Condition:

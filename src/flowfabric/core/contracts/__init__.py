@@ -1,1 +1,23 @@
 """Inputs and results of the engine's operations, one file per concern."""
+
+from functools import cache
+from typing import Any, Generic, TypeVar, get_args
+
+import msgspec
+
+K = TypeVar("K", bound=str)
+
+
+@cache
+def _kind_of(outcome: Any) -> Any:
+    (base,) = outcome.__orig_bases__
+    return get_args(get_args(base)[0])[0]
+
+
+class NamedOutcome(msgspec.Struct, Generic[K], frozen=True):
+    """The result of an operation. An `NamedOutcome[Literal["created"]]` has the kind "created"."""
+
+    @property
+    def kind(self) -> K:
+        """The name of the result; type checkers tell results apart by it."""
+        return _kind_of(type(self))

@@ -1,12 +1,11 @@
 """Inputs and results of operations on executions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
+from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState, StateVector
@@ -33,102 +32,88 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     partition_id: int | None = None
 
 
-class Created(msgspec.Struct, frozen=True):
+class Created(NamedOutcome[Literal["created"]], frozen=True):
     """The execution was accepted."""
 
-    kind: ClassVar[Literal["created"]] = "created"
     execution_id: ExecutionId
     public_state: PublicState
 
 
-class Duplicate(msgspec.Struct, frozen=True):
+class Duplicate(NamedOutcome[Literal["duplicate"]], frozen=True):
     """An execution with this id or idempotency key exists; nothing was stored."""
 
-    kind: ClassVar[Literal["duplicate"]] = "duplicate"
     execution_id: ExecutionId
 
 
 CreateOutcome = Created | Duplicate
 
 
-class Completed(msgspec.Struct, frozen=True):
+class Completed(NamedOutcome[Literal["completed"]], frozen=True):
     """The execution ended successfully."""
 
-    kind: ClassVar[Literal["completed"]] = "completed"
     execution_id: ExecutionId
     public_state: PublicState = PublicState.COMPLETED
 
 
-class RetryScheduled(msgspec.Struct, frozen=True):
+class RetryScheduled(NamedOutcome[Literal["retry_scheduled"]], frozen=True):
     """The attempt failed; the next one may start at `delay_until`."""
 
-    kind: ClassVar[Literal["retry_scheduled"]] = "retry_scheduled"
     delay_until: int
     next_attempt_index: int
 
 
-class TerminalFailed(msgspec.Struct, frozen=True):
+class TerminalFailed(NamedOutcome[Literal["terminal_failed"]], frozen=True):
     """The execution failed; it is not retried."""
-
-    kind: ClassVar[Literal["terminal_failed"]] = "terminal_failed"
 
 
 FailOutcome = RetryScheduled | TerminalFailed
 
 
-class Cancelled(msgspec.Struct, frozen=True):
+class Cancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
     """The execution is cancelled."""
 
-    kind: ClassVar[Literal["cancelled"]] = "cancelled"
     execution_id: ExecutionId
     public_state: PublicState = PublicState.CANCELLED
 
 
-class Delayed(msgspec.Struct, frozen=True):
+class Delayed(NamedOutcome[Literal["delayed"]], frozen=True):
     """The lease was released; the same attempt resumes when it is due."""
 
-    kind: ClassVar[Literal["delayed"]] = "delayed"
     execution_id: ExecutionId
     public_state: PublicState
 
 
-class Moved(msgspec.Struct, frozen=True):
+class Moved(NamedOutcome[Literal["moved"]], frozen=True):
     """The execution waits for its open dependencies."""
 
-    kind: ClassVar[Literal["moved"]] = "moved"
     execution_id: ExecutionId
     public_state: PublicState = PublicState.WAITING_CHILDREN
 
 
-class Ready(msgspec.Struct, frozen=True):
+class Ready(NamedOutcome[Literal["ready"]], frozen=True):
     """No dependency is open; the worker keeps the lease."""
 
-    kind: ClassVar[Literal["ready"]] = "ready"
 
-
-class Impossible(msgspec.Struct, frozen=True):
+class Impossible(NamedOutcome[Literal["impossible"]], frozen=True):
     """The dependencies can never be met; the worker keeps the lease."""
 
-    kind: ClassVar[Literal["impossible"]] = "impossible"
     upstreams: tuple[ExecutionId, ...]
 
 
 WaitChildrenOutcome = Moved | Ready | Impossible
 
 
-class PriorityChanged(msgspec.Struct, frozen=True):
+class PriorityChanged(NamedOutcome[Literal["changed"]], frozen=True):
     """The new priority is stored, limited to 0 to 9000."""
 
-    kind: ClassVar[Literal["changed"]] = "changed"
     execution_id: ExecutionId
     old_priority: int
     new_priority: int
 
 
-class Replayed(msgspec.Struct, frozen=True):
+class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
     """The execution runs again, from this state."""
 
-    kind: ClassVar[Literal["replayed"]] = "replayed"
     public_state: PublicState
 
 

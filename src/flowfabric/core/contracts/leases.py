@@ -1,23 +1,20 @@
 """Fences, handles, claims, grants and the results of lease operations."""
 
-from __future__ import annotations
-
-import struct
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from io import BytesIO
+from typing import Any, Literal, Self
 
 import msgspec
 
-from flowfabric.core.errors import CorruptionError, FlowFabricError, ValidationError
+from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_uuid
 
 HandleKind = Literal["fresh", "resumed", "suspended", "reclaimed"]
 
-_VERSION_2 = 0x02
-_FORMAT = 0x01
 _BACKENDS = {0x01: "valkey", 0x02: "postgres", 0x03: "sqlite"}
-_VALKEY = 0x01
-_NUMBERS = struct.Struct("<IQQ")
+# Version 2, its format, the tag of this backend. The older form is the format alone.
+_HEAD = bytes((0x02, 0x01, 0x01))
 
 
 class Fence(msgspec.Struct, frozen=True):
@@ -81,94 +78,79 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def opaque(self) -> bytes:
         """The handle as bytes, to be stored; `Handle.decode` reads them."""
-        numbers = _NUMBERS.pack(self.attempt_index, self.lease_epoch, self.lease_ttl_ms)
-        index, lease_numbers = numbers[:4], numbers[4:]
-        parts = (
-            *(_text(self.execution_id), index, _text(self.attempt_id), _text(self.lease_id)),
-            *(lease_numbers, _text(self.lane_id), _text(self.worker_instance_id)),
-        )
-        return bytes((_VERSION_2, _FORMAT, _VALKEY)) + b"".join(parts)
+        attempt = _number(self.attempt_index, 4) + _text(self.attempt_id)
+        lease = _text(self.lease_id) + _number(self.lease_epoch, 8) + _number(self.lease_ttl_ms, 8)
+        place = _text(self.lane_id) + _text(self.worker_instance_id)
+        return _HEAD + _text(self.execution_id) + attempt + lease + place
 
     @classmethod
-    def decode(cls, opaque: bytes, kind: HandleKind = "fresh") -> Handle:
+    def decode(cls, opaque: bytes, kind: HandleKind = "fresh") -> Self:
         """The handle of these bytes; malformed bytes are `corruption`."""
+        source = BytesIO(opaque)
         try:
-            return _decode(opaque, kind)
-        except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
-            raise _malformed(str(error)) from error
-        except ValidationError as error:
-            if error.code == "handle_from_other_backend":
-                raise
-            raise _malformed(error.detail) from error
+            backend = _read_backend(source)
+            if backend == "valkey":
+                return cls(**_read_fields(source), kind=kind)
+        except (ValueError, ValidationError) as error:
+            problem = error.detail if isinstance(error, ValidationError) else error
+            raise CorruptionError("corruption", f"handle_codec: {problem}") from error
+        raise ValidationError("handle_from_other_backend", f"expected=valkey actual={backend}")
 
     def __repr__(self) -> str:
         return f"Handle({self.execution_id}, attempt {self.attempt_index}, kind={self.kind})"
 
 
+def _number(value: int, size: int) -> bytes:
+    return value.to_bytes(size, "little")
+
+
 def _text(value: str) -> bytes:
     raw = value.encode()
-    return struct.pack("<I", len(raw)) + raw
+    return _number(len(raw), 4) + raw
 
 
-def _malformed(problem: str) -> FlowFabricError:
-    return CorruptionError("corruption", f"handle_codec: {problem}")
+def _read(source: BytesIO, size: int) -> bytes:
+    raw = source.read(size)
+    if len(raw) != size:
+        raise ValueError("truncated")
+    return raw
 
 
-class _Reader:
-    """Reads the little-endian fields of a handle in order."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
-
-    def number(self, form: Literal["<I", "<Q"]) -> int:
-        (value,) = struct.unpack_from(form, self.data, self.at)
-        self.at += struct.calcsize(form)
-        return int(value)
-
-    def text(self) -> str:
-        size = self.number("<I")
-        raw = self.data[self.at : self.at + size]
-        if len(raw) != size:
-            raise ValueError("truncated")
-        self.at += size
-        return raw.decode()
+def _read_number(source: BytesIO, size: int) -> int:
+    return int.from_bytes(_read(source, size), "little")
 
 
-def _decode(opaque: bytes, kind: HandleKind) -> Handle:
-    reader = _Reader(opaque)
-    if opaque[0] == _VERSION_2:
-        if opaque[1] != _FORMAT:
-            raise ValueError(f"unknown version {opaque[1]}")
-        backend = _BACKENDS.get(opaque[2])
-        if backend is None:
-            raise ValueError(f"unknown backend tag {opaque[2]}")
-        if backend != "valkey":
-            raise ValidationError("handle_from_other_backend", f"expected=valkey actual={backend}")
-        reader.at = 3
-    elif opaque[0] == _FORMAT:
-        reader.at = 1
-    else:
-        raise ValueError(f"unknown version {opaque[0]}")
-    execution_id = ExecutionId.parse(reader.text())
-    attempt_index = reader.number("<I")
-    attempt_id = validate_uuid(reader.text(), "attempt_id")
-    lease_id = validate_uuid(reader.text(), "lease_id")
-    epoch = reader.number("<Q")
-    ttl = reader.number("<Q")
-    lane = validate_lane(reader.text())
-    instance = reader.text()
-    if reader.at != len(opaque):
+def _read_text(source: BytesIO) -> str:
+    return _read(source, _read_number(source, 4)).decode()
+
+
+def _read_backend(source: BytesIO) -> str:
+    version, tag = _read_number(source, 1), _HEAD[2]
+    if version == _HEAD[0]:
+        version, tag = _read(source, 2)
+    if version != _HEAD[1]:
+        raise ValueError(f"unknown version {version}")
+    if tag not in _BACKENDS:
+        raise ValueError(f"unknown backend tag {tag}")
+    return _BACKENDS[tag]
+
+
+def _read_fields(source: BytesIO) -> dict[str, Any]:
+    execution_id = ExecutionId(_read_text(source))
+    attempt_index = _read_number(source, 4)
+    attempt_id = validate_uuid(_read_text(source), "attempt_id")
+    lease_id = validate_uuid(_read_text(source), "lease_id")
+    fields = {
+        "execution_id": execution_id,
+        "attempt": f"{attempt_id}/{attempt_index}",
+        "lease": f"{lease_id}/{_read_number(source, 8)}",
+        "lease_ttl_ms": _read_number(source, 8),
+        "lane_id": validate_lane(_read_text(source)),
+        "worker_instance_id": _read_text(source),
+    }
+    if source.read(1):
         raise ValueError("trailing bytes")
-    return Handle(
-        execution_id=execution_id,
-        lease=f"{lease_id}/{epoch}",
-        attempt=f"{attempt_id}/{attempt_index}",
-        lease_ttl_ms=ttl,
-        lane_id=lane,
-        worker_instance_id=instance,
-        kind=kind,
-    )
+    return fields
 
 
 class ResumeCause(msgspec.Struct, frozen=True):
@@ -230,65 +212,56 @@ class ResumeGrant(ClaimGrant, frozen=True, kw_only=True):
     lane_id: str
 
 
-class ReclaimGrant(ClaimGrant, frozen=True, kw_only=True):
+class ReclaimGrant(ResumeGrant, frozen=True, kw_only=True):
     """Permission to take over an execution whose lease was lost."""
 
-    lane_id: str
 
-
-class Renewed(msgspec.Struct, frozen=True):
+class Renewed(NamedOutcome[Literal["renewed"]], frozen=True):
     """The lease now ends at `expires_at`."""
 
-    kind: ClassVar[Literal["renewed"]] = "renewed"
     expires_at: int
     lease_epoch: int
 
 
-class Revoked(msgspec.Struct, frozen=True):
+class Revoked(NamedOutcome[Literal["revoked"]], frozen=True):
     """The lease was revoked."""
 
-    kind: ClassVar[Literal["revoked"]] = "revoked"
     lease_id: str
     lease_epoch: int
 
 
-class AlreadySatisfied(msgspec.Struct, frozen=True):
+class AlreadySatisfied(NamedOutcome[Literal["already_satisfied"]], frozen=True):
     """There was nothing to do; `reason` says why."""
 
-    kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
     reason: str
 
 
 RevokeOutcome = Revoked | AlreadySatisfied
 
 
-class Granted(msgspec.Struct, frozen=True):
+class Granted(NamedOutcome[Literal["granted"]], frozen=True):
     """A reclaim grant was written."""
 
-    kind: ClassVar[Literal["granted"]] = "granted"
     grant: ReclaimGrant
 
 
-class NotReclaimable(msgspec.Struct, frozen=True):
+class NotReclaimable(NamedOutcome[Literal["not_reclaimable"]], frozen=True):
     """The execution cannot be reclaimed by this worker now."""
 
-    kind: ClassVar[Literal["not_reclaimable"]] = "not_reclaimable"
     execution_id: ExecutionId
     detail: str
 
 
-class ReclaimCapExceeded(msgspec.Struct, frozen=True):
+class ReclaimCapExceeded(NamedOutcome[Literal["reclaim_cap_exceeded"]], frozen=True):
     """The execution lost its worker too often and failed."""
 
-    kind: ClassVar[Literal["reclaim_cap_exceeded"]] = "reclaim_cap_exceeded"
     execution_id: ExecutionId
     reclaim_count: int
 
 
-class GrantNotFound(msgspec.Struct, frozen=True):
+class GrantNotFound(NamedOutcome[Literal["grant_not_found"]], frozen=True):
     """The grant is missing, expired, used, or belongs to another worker."""
 
-    kind: ClassVar[Literal["grant_not_found"]] = "grant_not_found"
     execution_id: ExecutionId
 
 

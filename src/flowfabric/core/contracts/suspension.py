@@ -1,12 +1,11 @@
 """Suspensions, waitpoints and signals: inputs and results."""
 
-from __future__ import annotations
-
-from typing import ClassVar, Literal
+from typing import Literal
 
 import msgspec
 
 from flowfabric.core.conditions import AcceptedSignal
+from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
@@ -65,18 +64,16 @@ class SuspensionDetails(msgspec.Struct, frozen=True):
         return self.waitpoints[0].waitpoint_token
 
 
-class Suspended(msgspec.Struct, frozen=True):
+class Suspended(NamedOutcome[Literal["suspended"]], frozen=True):
     """The lease was released; the attempt resumes when the condition is met."""
 
-    kind: ClassVar[Literal["suspended"]] = "suspended"
     details: SuspensionDetails
     handle: Handle
 
 
-class AlreadySatisfiedSuspension(msgspec.Struct, frozen=True):
+class AlreadySatisfiedSuspension(NamedOutcome[Literal["already_satisfied"]], frozen=True):
     """Buffered signals had satisfied the condition; the worker keeps the lease."""
 
-    kind: ClassVar[Literal["already_satisfied"]] = "already_satisfied"
     details: SuspensionDetails
     closer_signal_id: str
     """The signal that completed the condition."""
@@ -93,10 +90,9 @@ class PendingWaitpoint(msgspec.Struct, frozen=True):
     waitpoint_token: WaitpointToken
 
 
-class Accepted(msgspec.Struct, frozen=True):
+class Accepted(NamedOutcome[Literal["accepted"]], frozen=True):
     """The signal was recorded; `effect` says what it did."""
 
-    kind: ClassVar[Literal["accepted"]] = "accepted"
     signal_id: str
     effect: str
 
@@ -106,27 +102,24 @@ class Accepted(msgspec.Struct, frozen=True):
         return self.effect == "resume_condition_satisfied"
 
 
-class DuplicateSignal(msgspec.Struct, frozen=True):
+class DuplicateSignal(NamedOutcome[Literal["duplicate"]], frozen=True):
     """The same signal was accepted before; nothing was written."""
 
-    kind: ClassVar[Literal["duplicate"]] = "duplicate"
     existing_signal_id: str
 
 
 SignalOutcome = Accepted | DuplicateSignal
 
 
-class TriggeredResume(msgspec.Struct, frozen=True):
+class TriggeredResume(NamedOutcome[Literal["triggered_resume"]], frozen=True):
     """The signal was accepted and ended the suspension."""
 
-    kind: ClassVar[Literal["triggered_resume"]] = "triggered_resume"
     signal_id: str
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class Resumed(NamedOutcome[Literal["resumed"]], frozen=True):
     """An operator ended the suspension."""
 
-    kind: ClassVar[Literal["resumed"]] = "resumed"
     public_state: PublicState
 
 
@@ -261,18 +254,16 @@ class SeedOutcome(msgspec.Struct, frozen=True):
     """No secret is stored or configured; suspensions are refused."""
 
 
-class Seeded(msgspec.Struct, frozen=True):
+class Seeded(NamedOutcome[Literal["seeded"]], frozen=True):
     """The secret was installed; `different` partitions keep another one under that kid."""
 
-    kind: ClassVar[Literal["seeded"]] = "seeded"
     kid: str
     different: tuple[int, ...] = ()
 
 
-class AlreadySeeded(msgspec.Struct, frozen=True):
+class AlreadySeeded(NamedOutcome[Literal["already_seeded"]], frozen=True):
     """Every partition has a secret with this kid."""
 
-    kind: ClassVar[Literal["already_seeded"]] = "already_seeded"
     kid: str
     same_secret: bool
 

@@ -9,7 +9,7 @@ from flowfabric.core.conditions import (
     Condition,
     check_bindings,
     check_tree,
-    check_types,
+    checked_condition,
     condition_json,
     referenced_waitpoint_keys,
 )
@@ -71,7 +71,7 @@ class Suspensions(Concern, Protocol):
         """
         if check.instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
-        check_types(condition)
+        condition = checked_condition(condition)
         bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
         await self._check(condition, bindings, timeout_at)
         behavior = "fail" if timeout_behavior is None else timeout_behavior
