@@ -11,9 +11,9 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.cluster import ClusterClient, slot_of
+from flowfabric.valkey.cluster import ClusterTransport, slot_of
 from flowfabric.valkey.connection import Connection
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.cluster import TestCluster, until
 
 NAME = "cancelled"
@@ -48,8 +48,8 @@ async def alone() -> bool:
 
 
 @pytest.fixture
-async def client(cluster: TestCluster) -> AsyncIterator[ClusterClient]:
-    client = ClusterClient(parse_url(cluster.url), name=NAME)
+async def client(cluster: TestCluster) -> AsyncIterator[ClusterTransport]:
+    client = ClusterTransport(parse_url(cluster.url), name=NAME)
     await client.wait_ready()
     await client.call_all_primaries("FLUSHALL")
     yield client
@@ -64,7 +64,7 @@ async def nobody(cluster: TestCluster) -> bool:
     return not any(f"name={NAME} ".encode() in each for each in lists)
 
 
-async def test_while_a_slot_has_moved(client: ClusterClient, cluster: TestCluster) -> None:
+async def test_while_a_slot_has_moved(client: ClusterTransport, cluster: TestCluster) -> None:
     tag = "{moved}"
     right = client._routes[slot_of(tag)]
     wrong = next(link for link in client._links.values() if link is not right)
@@ -89,7 +89,7 @@ async def test_while_a_slot_has_moved(client: ClusterClient, cluster: TestCluste
     assert client._routes[slot_of(tag)] is right
 
 
-async def test_while_a_slot_is_moving(client: ClusterClient, cluster: TestCluster) -> None:
+async def test_while_a_slot_is_moving(client: ClusterTransport, cluster: TestCluster) -> None:
     """An ASKING of a cancelled call must not open the door to a call that has none."""
     slot = slot_of("{asked}")
     home = cluster.owner(slot)
@@ -120,13 +120,13 @@ async def test_while_a_slot_is_moving(client: ClusterClient, cluster: TestCluste
 
 async def test_while_the_map_is_read(cluster: TestCluster) -> None:
     """The first call of a client learns the map, and others may wait for the same."""
-    client = ClusterClient(parse_url(cluster.url), name=NAME)
+    client = ClusterTransport(parse_url(cluster.url), name=NAME)
     await client.call("SET", "{a}", "value")
     await client.aclose()
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         nonlocal client
-        client = ClusterClient(parse_url(cluster.url), name=NAME)
+        client = ClusterTransport(parse_url(cluster.url), name=NAME)
         return lambda: client.call("GET", "{a}")
 
     async def check() -> None:
@@ -139,7 +139,7 @@ async def test_while_the_map_is_read(cluster: TestCluster) -> None:
     await until(lambda: nobody(cluster))
 
 
-async def test_while_the_map_is_read_again(client: ClusterClient) -> None:
+async def test_while_the_map_is_read_again(client: ClusterTransport) -> None:
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         return client.primaries
 
@@ -151,7 +151,7 @@ async def test_while_the_map_is_read_again(client: ClusterClient) -> None:
 
 
 async def test_while_a_connection_of_its_own_is_opened(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         return lambda: client.blocking("{a}")
@@ -172,12 +172,12 @@ async def test_while_a_connection_of_its_own_is_opened(
 @pytest.mark.parametrize("busy", [False, True])
 async def test_while_it_is_closed(cluster: TestCluster, busy: bool) -> None:
     """Cancelled or not, a closed client is closed: nobody calls again."""
-    client = ClusterClient(parse_url(cluster.url), name=NAME)
+    client = ClusterTransport(parse_url(cluster.url), name=NAME)
     pending: asyncio.Future[Any] | None = None
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         nonlocal client, pending
-        client = ClusterClient(parse_url(cluster.url), name=NAME)
+        client = ClusterTransport(parse_url(cluster.url), name=NAME)
         if busy:
             await client.wait_ready()
             pending = asyncio.ensure_future(client.call("BLPOP", "{never}", 0))
@@ -202,12 +202,12 @@ async def test_while_it_is_closed(cluster: TestCluster, busy: bool) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 async def test_while_the_client_of_one_server_is_closed(cluster: TestCluster, busy: bool) -> None:
     address = parse_url(cluster.nodes[0].url)
-    client = StandaloneClient(address, name=NAME)
+    client = Transport(address, name=NAME)
     pending: asyncio.Future[Any] | None = None
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         nonlocal client, pending
-        client = StandaloneClient(address, name=NAME)
+        client = Transport(address, name=NAME)
         if busy:
             await client.wait_ready()
         pending = asyncio.ensure_future(client.call("PING"))
@@ -227,7 +227,7 @@ async def test_while_the_client_of_one_server_is_closed(cluster: TestCluster, bu
 
 
 async def test_while_one_server_opens_a_connection_of_its_own(cluster: TestCluster) -> None:
-    client = StandaloneClient(parse_url(cluster.nodes[0].url), name=NAME)
+    client = Transport(parse_url(cluster.nodes[0].url), name=NAME)
 
     async def begin() -> Callable[[], Coroutine[Any, Any, Any]]:
         return client.blocking

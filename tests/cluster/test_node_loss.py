@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.cluster import ClusterClient, slot_of
+from flowfabric.valkey.cluster import ClusterTransport, slot_of
 from tests.cluster.test_routing import failure
 from tests.support.cluster import TestCluster, until
 
@@ -15,7 +15,7 @@ def tag_on(cluster: TestCluster, node: int) -> str:
 
 
 async def test_a_killed_primary_takes_the_cluster_down_and_back(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     dead, alive = tag_on(cluster, 2), tag_on(cluster, 0)
     await client.call("SET", dead, 1)
@@ -47,7 +47,7 @@ async def test_a_killed_primary_takes_the_cluster_down_and_back(
 async def test_a_reshard_target_that_left_is_dialled_no_more() -> None:
     """Its slot never arrived, so no map ever had it; the calls under ASK have dialled it."""
     cluster = TestCluster()
-    client = ClusterClient(parse_url(cluster.url))
+    client = ClusterTransport(parse_url(cluster.url))
     try:
         await cluster.form()
         await client.wait_ready()
@@ -92,13 +92,13 @@ async def test_a_replica_takes_over_without_a_failed_call() -> None:
 
 
 async def take_over(cluster: TestCluster, replica: int) -> None:
-    client = ClusterClient(parse_url(cluster.url), request_timeout=20)
+    client = ClusterTransport(parse_url(cluster.url), request_timeout=20)
     tag = tag_on(cluster, 0)
     done = asyncio.Event()
 
     async def all_known() -> bool:
         await client.primaries()  # reads the map again
-        return [node.primary for node in client.nodes()] == [True, True, True, False]
+        return sorted(client._nodes.values()) == [False, True, True, True]
 
     async def promoted() -> bool:
         return b"role:master" in await cluster.call(replica, "INFO", "replication")

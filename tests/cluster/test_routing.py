@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.cluster import ClusterClient, slot_of
+from flowfabric.valkey.cluster import ClusterTransport, slot_of
 from flowfabric.valkey.connect import check_server, connect
 from tests.support.cluster import TestCluster, until
 from tests.support.server import free_port
@@ -49,7 +49,7 @@ async def test_the_slot_is_the_servers_slot(cluster: TestCluster) -> None:
 
 
 async def test_functions_run_where_their_tag_lives(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     loaded = await client.call_all_primaries("FUNCTION", "LOAD", "REPLACE", LIBRARY)
     assert set(loaded.values()) == {b"probe"}
@@ -64,7 +64,7 @@ async def test_functions_run_where_their_tag_lives(
     assert await cluster.moved_errors() == before
 
 
-async def test_plain_commands_are_routed_by_their_key(client: ClusterClient) -> None:
+async def test_plain_commands_are_routed_by_their_key(client: ClusterTransport) -> None:
     for n in range(20):
         assert await client.call("SET", f"k{n}", n) == b"OK"
         assert await client.call("GET", f"k{n}") == str(n).encode()
@@ -72,13 +72,11 @@ async def test_plain_commands_are_routed_by_their_key(client: ClusterClient) -> 
     assert await client.call("PING") == b"PONG"
 
 
-async def test_the_whole_deployment(client: ClusterClient, cluster: TestCluster) -> None:
+async def test_the_whole_deployment(client: ClusterTransport, cluster: TestCluster) -> None:
     names = {f"127.0.0.1:{node.port}" for node in cluster.nodes}
     assert set(await client.call_all_primaries("PING")) == names
     assert set(await client.call_all_nodes("PING")) == names
-    assert {(node.host, node.port) for node in client.nodes()} == {
-        ("127.0.0.1", node.port) for node in cluster.nodes
-    }
+    assert set(client._nodes) == {("127.0.0.1", node.port) for node in cluster.nodes}
     assert client.is_cluster
     assert await check_server(client) >= (8, 0)
 
@@ -90,7 +88,7 @@ async def test_dead_seeds_are_passed_over(cluster: TestCluster) -> None:
     )
     assert await transport.call("SET", "k", "v") == b"OK"
     await transport.aclose()
-    dead = ClusterClient(parse_url(f"valkey+cluster://127.0.0.1:{free_port()}"))
+    dead = ClusterTransport(parse_url(f"valkey+cluster://127.0.0.1:{free_port()}"))
     error = await failure(dead.call("PING", timeout=0.2))
     assert (error.kind, error.ambiguous) == ("cluster", False)
     assert "refused" in error.message.lower()
@@ -98,7 +96,7 @@ async def test_dead_seeds_are_passed_over(cluster: TestCluster) -> None:
     assert "closed" in (await failure(dead.call("PING"))).message
 
 
-async def test_a_moved_slot_is_learnt_once(client: ClusterClient, cluster: TestCluster) -> None:
+async def test_a_moved_slot_is_learnt_once(client: ClusterTransport, cluster: TestCluster) -> None:
     slot = slot_of("{moved}")
     home = cluster.owner(slot)
     target = (home + 1) % 3
@@ -117,7 +115,7 @@ async def test_a_moved_slot_is_learnt_once(client: ClusterClient, cluster: TestC
 
 
 async def test_ask_is_followed_for_the_call_only(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     slot = slot_of("{asked}")
     home = cluster.owner(slot)
@@ -147,7 +145,7 @@ async def test_ask_is_followed_for_the_call_only(
 
 
 async def test_tryagain_waits_until_the_keys_are_together(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     slot = slot_of("{split}")
     home = cluster.owner(slot)
@@ -168,13 +166,13 @@ async def test_tryagain_waits_until_the_keys_are_together(
         await cluster.move(slot, target, home)
 
 
-async def test_keys_of_two_slots_are_refused(client: ClusterClient) -> None:
+async def test_keys_of_two_slots_are_refused(client: ClusterTransport) -> None:
     error = await failure(client.call("MGET", "{a}", "{b}"))
     assert error.kind == "protocol"
 
 
 async def test_a_blocking_connection_goes_to_the_tags_primary(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     heard: asyncio.Queue[list[Any]] = asyncio.Queue()
     for tag in ("{fp:1}", "{fp:2}", "{fp:3}", "{fp:4}"):
@@ -194,7 +192,7 @@ async def test_a_blocking_connection_goes_to_the_tags_primary(
 
 
 async def test_a_lost_connection_is_ambiguous_unless_replay_safe(
-    client: ClusterClient, cluster: TestCluster
+    client: ClusterTransport, cluster: TestCluster
 ) -> None:
     node = cluster.owner(slot_of("{lost}"))
 
@@ -216,7 +214,7 @@ async def test_a_lost_connection_is_ambiguous_unless_replay_safe(
 
 
 async def test_closing_leaves_nothing_running(cluster: TestCluster) -> None:
-    client = ClusterClient(parse_url(cluster.url))
+    client = ClusterTransport(parse_url(cluster.url))
     await client.wait_ready()
     pending = asyncio.ensure_future(client.call("BLPOP", "{never}", 0))
     await asyncio.sleep(0)

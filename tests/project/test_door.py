@@ -60,7 +60,7 @@ def test_nothing_else_imports_the_wire_or_sends_a_command() -> None:
     ("source", "caught"),
     [
         ("from flowfabric.valkey.transport import Transport", True),
-        ("def f():\n    from flowfabric.valkey import reads", True),
+        ("def f():\n    from flowfabric.valkey import link", True),
         ("import flowfabric.valkey", True),
         ("from flowfabric.engine.valkey import keys", True),
         ("from flowfabric.engine.valkey.backend import ValkeyBackend", True),

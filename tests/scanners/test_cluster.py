@@ -13,7 +13,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import Limits
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.engine import TTL, Engine
 from tests.support.scanning import QUICK, idle, running, until
 from tests.support.server import TestServer, free_port
@@ -25,7 +25,7 @@ async def clustered() -> AsyncIterator[Engine]:
     bus = str(free_port())
     server = TestServer("--cluster-enabled", "yes", "--cluster-port", bus, port=free_port())
     try:
-        client = StandaloneClient(parse_url(server.url))
+        client = Transport(parse_url(server.url))
         await client.call("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
 
         async def serves() -> bool:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from flowfabric.valkey.binary import locate_binary
+from flowfabric.valkey.embedded import locate_binary
 
 
 def free_port() -> int:

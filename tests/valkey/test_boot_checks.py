@@ -17,7 +17,7 @@ from flowfabric.engine.valkey.health import health_findings
 from flowfabric.engine.valkey.library import LibraryInfo, read_library
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.transport import StandaloneClient, Transport
+from flowfabric.valkey.transport import Transport
 from tests.support.server import TestServer
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
 from tests.valkey.test_library_versions import made
@@ -89,7 +89,7 @@ async def test_a_clock_that_stands_or_goes_back_is_found(
     times: tuple[tuple[int, int], ...], *, ok: bool
 ) -> None:
     async with scripted_peer(clock(*times)) as port:
-        transport = StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}"))
+        transport = Transport(parse_url(f"valkey://127.0.0.1:{port}"))
         try:
             findings = {finding.name: finding for finding in await health_findings(transport)}
         finally:
@@ -126,7 +126,7 @@ def telling(info: str) -> Callable[[list[bytes]], bytes]:
 )
 async def test_memory_and_writes(info: str, name: str, grade: Grade, said: str) -> None:
     async with scripted_peer(telling(f"# Section\n{info}\n")) as port:
-        transport = StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}"))
+        transport = Transport(parse_url(f"valkey://127.0.0.1:{port}"))
         try:
             findings = {finding.name: finding for finding in await health_findings(transport)}
         finally:

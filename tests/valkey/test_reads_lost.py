@@ -14,7 +14,7 @@ from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.calls import unreadable
 from flowfabric.sdk.client import Client
-from flowfabric.valkey.reads import READ_FUNCTIONS
+from flowfabric.valkey.link import READ_FUNCTIONS
 from tests.support.engine import LANE, Engine
 from tests.support.server import TestServer
 from tests.support.storage import lossy

@@ -18,7 +18,7 @@ from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.upkeep import Index
 from flowfabric.engine.valkey import keys, library
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.valkey.reads import READ_FUNCTIONS
+from flowfabric.valkey.link import READ_FUNCTIONS
 from tests.support.engine import TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, reclaim_grant, running
 from tests.support.suspension import SECRET

@@ -8,12 +8,10 @@ command follows it. A function does not: it would run on the new primary and mis
 arrived yet, or write what the move then overwrites. It waits until the move is complete.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from functools import lru_cache, partial
-from typing import Final, NamedTuple, TypeAlias, Unpack
+from typing import Final, TypeAlias, Unpack
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
@@ -22,7 +20,7 @@ from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import Connection, DialOptions, OnPush, Reply
 from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.link import Link, PatientCall
-from flowfabric.valkey.transport import Transport, check_pong
+from flowfabric.valkey.transport import Transport
 
 SLOTS: Final = 16384
 
@@ -34,19 +32,6 @@ _FREE_REDIRECTS: Final = 5
 _SAME_HOST: Final = frozenset({"", "?"})
 
 Endpoint: TypeAlias = tuple[str, int]
-
-
-class Node(NamedTuple):
-    """One node of the current slot map."""
-
-    host: str
-    port: int
-    primary: bool
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The node's key in the tables of links."""
-        return self.host, self.port
 
 
 @lru_cache(maxsize=8192)
@@ -65,17 +50,18 @@ def slot_of(key: str | bytes) -> int:
     return crc16(data) % SLOTS
 
 
-class ClusterClient(Transport):
+class ClusterTransport(Transport):
     """A Valkey Cluster behind one multiplexed connection per primary."""
 
     is_cluster = True
 
     def __init__(self, address: Address, **options: Unpack[DialOptions]) -> None:
-        super().__init__(address, options)
-        self._seeds: list[Endpoint] = list(address.seeds) or [(address.host, address.port)]
-        self._nodes: list[Node] = []
+        super().__init__(address, **options)
+        self._seeds = address.seeds or ((address.host, address.port),)
+        # The nodes of the current map; True for a primary.
+        self._nodes: dict[Endpoint, bool] = {}
         self._routes: list[Link | None] = [None] * SLOTS
-        self._links: dict[Endpoint, Link] = {}
+        self._links: dict[Endpoint, Link] = {self._seeds[0]: self._link}
         # Calls under ASK travel apart: on these connections every command follows an ASKING, so
         # an abandoned call can never lend its ASKING to a call that should not have one.
         self._ask_links: dict[Endpoint, Link] = {}
@@ -100,15 +86,10 @@ class ClusterClient(Transport):
         call = self._patient(("PING",), self._connect_timeout)
         return await call.run(attempt)
 
-    def nodes(self) -> list[Node]:
-        """The nodes of the current map, primaries first."""
-        return sorted(self._nodes, key=lambda node: (not node.primary, node.endpoint))
-
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         if not patient:
             await asyncio.wait([self._start_refresh()])
-            if self._map_error is not None:
-                raise TransportError(self._map_error.kind, self._map_error.message)
+            self._raise_map_error()
         call = self._patient(("PING",), self._connect_timeout if timeout is None else timeout)
         await call.run(partial(self._ping, call))
 
@@ -196,24 +177,19 @@ class ClusterClient(Transport):
         await self._learn(asyncio.get_running_loop().time() + self._request_timeout)
         if not self._nodes:
             raise self._no_route(None)
-        return [
-            self._link(self._links, node.endpoint)
-            for node in self.nodes()
-            if replicas or node.primary
-        ]
+        chosen = [node for node, primary in self._nodes.items() if replicas or primary]
+        return [self._link_to(self._links, node) for node in chosen]
 
     async def _ping(self, call: PatientCall, _: TransportError | None) -> None:
         left = call.give_up - asyncio.get_running_loop().time()
-        replies = await self.call_all_primaries("PING", timeout=left)
+        await self.call_all_primaries("PING", timeout=left)
         if not all(self._routes):
             raise TransportError("cluster", "not every slot has a primary")
-        for reply in replies.values():
-            check_pong(reply)
 
     def _route(self, slot: int | None) -> Link | None:
         if slot is not None:
             return self._routes[slot]
-        primaries = [self._links[node.endpoint] for node in self._nodes if node.primary]
+        primaries = [self._links[node] for node, primary in self._nodes.items() if primary]
         return next((link for link in primaries if link.conn), None) or next(iter(primaries), None)
 
     def _follow(self, redirect: RedirectError, link: Link | None) -> Link:
@@ -222,12 +198,12 @@ class ClusterClient(Transport):
             host = link.address.host if link is not None else self.address.host
         endpoint = (host, redirect.port)
         if redirect.asking:
-            return self._link(self._ask_links, endpoint)
-        target = self._routes[redirect.slot] = self._link(self._links, endpoint)
+            return self._link_to(self._ask_links, endpoint)
+        target = self._routes[redirect.slot] = self._link_to(self._links, endpoint)
         self._start_refresh()
         return target
 
-    def _link(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> Link:
+    def _link_to(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> Link:
         link = table.get(endpoint)
         if link is None:
             link = table[endpoint] = Link(self.address.node(*endpoint), self._options)
@@ -249,13 +225,17 @@ class ClusterClient(Transport):
             raise TransportError("transport", "the client is closed; the call was not sent")
         loop = asyncio.get_running_loop()
         await asyncio.wait([self._start_refresh()], timeout=max(0.0, deadline - loop.time()))
-        if self._map_error is not None and not self._map_error.retryable:
-            raise TransportError(self._map_error.kind, self._map_error.message)
+        self._raise_map_error(final=True)
+
+    def _raise_map_error(self, *, final: bool = False) -> None:
+        error = self._map_error
+        if error is not None and not (final and error.retryable):
+            raise TransportError(error.kind, error.message)
 
     async def _read_map(self) -> None:
         loop = asyncio.get_running_loop()
         for endpoint in self._map_sources():
-            link = self._link(self._links, endpoint)
+            link = self._link_to(self._links, endpoint)
             deadline = loop.time() + _MAP_TIMEOUT
             try:
                 conn = await link.acquire(deadline, patient=False)
@@ -269,7 +249,7 @@ class ClusterClient(Transport):
 
     def _map_sources(self) -> list[Endpoint]:
         """Nodes to ask: those with an open connection, the others, then the seeds."""
-        known = [node.endpoint for node in self._nodes]
+        known = list(self._nodes)
         random.shuffle(known)
         up = {endpoint for endpoint, link in self._links.items() if link.conn is not None}
         known.sort(key=lambda endpoint: endpoint not in up)
@@ -277,16 +257,16 @@ class ClusterClient(Transport):
 
     def _apply(self, ranges: list[list[Reply]], asked_host: str) -> None:
         routes: list[Link | None] = [None] * SLOTS
-        nodes: dict[Endpoint, Node] = {}
+        nodes: dict[Endpoint, bool] = {}
         for first, last, *members in ranges:
             for index, (raw_host, port, *_) in enumerate(members):
                 host = (raw_host or b"").decode()
                 host = asked_host if host in _SAME_HOST else host
-                nodes[host, port] = Node(host, port, primary=index == 0)
+                nodes[host, port] = index == 0
                 if index == 0:
-                    link = self._link(self._links, (host, port))
+                    link = self._link_to(self._links, (host, port))
                     routes[first : last + 1] = [link] * (last - first + 1)
-        self._routes, self._nodes = routes, list(nodes.values())
+        self._routes, self._nodes = routes, nodes
         for table in (self._links, self._ask_links):
             for endpoint in table.keys() - nodes.keys():
                 self._retire(table, endpoint)

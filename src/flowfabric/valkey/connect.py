@@ -1,17 +1,15 @@
 """Connect to a deployment and check that its Valkey is new enough."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Final, Unpack
 
 from flowfabric.core.errors import EngineError, TransportError, engine_error
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.cluster import ClusterClient
+from flowfabric.valkey.cluster import ClusterTransport
 from flowfabric.valkey.connection import CONNECT_TIMEOUT, DialOptions, Reply
 from flowfabric.valkey.link import Revive
-from flowfabric.valkey.transport import StandaloneClient, Transport
+from flowfabric.valkey.transport import Transport
 
 MINIMUM_VERSION: Final = (8, 0)
 
@@ -37,31 +35,26 @@ async def connect(
 
     >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
-    connect_timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
-    transport = (
-        ClusterClient(address, **options)
-        if address.cluster
-        else StandaloneClient(address, revive=revive, **options)
-    )
-    waiting = asyncio.get_running_loop().call_later(
-        _SILENCE, _log_waiting, address.peer, connect_timeout
-    )
-    if not patient:
-        waiting.cancel()
+    limit = options.get("connect_timeout", CONNECT_TIMEOUT)
+    if address.cluster:
+        transport = ClusterTransport(address, **options)
+    else:
+        transport = Transport(address, revive=revive, **options)
+
+    def log_waiting() -> None:
+        text, extra = "waiting for Valkey at %s, for up to %g s", {"action": "connect_waiting"}
+        if patient:
+            log.warning(text, address.peer, limit, extra=extra)
+
+    waiting = asyncio.get_running_loop().call_later(_SILENCE, log_waiting)
     try:
-        await transport.wait_ready(connect_timeout, patient=patient)
+        await transport.wait_ready(limit, patient=patient)
     except BaseException:
         await transport.aclose()
         raise
     finally:
         waiting.cancel()
     return transport
-
-
-def _log_waiting(peer: str, limit: float) -> None:
-    log.warning(
-        "waiting for Valkey at %s, for up to %g s", peer, limit, extra={"action": "connect_waiting"}
-    )
 
 
 async def check_server(
@@ -80,7 +73,7 @@ async def check_server(
         try:
             return _lowest(await call_all("INFO", "server"))
         except _NotValkeyError as error:
-            raise engine_error("valkey_version_too_low", [str(error)]) from None
+            raise _too_low(str(error)) from None
         except EngineError as error:
             final = isinstance(error, TransportError) and not error.retryable
             if final or loop.time() + pause > deadline:
@@ -93,21 +86,22 @@ class _NotValkeyError(Exception):
     """The server is another product; asking again cannot help."""
 
 
+def _too_low(detail: str) -> EngineError:
+    return engine_error("valkey_version_too_low", [detail])
+
+
 def _lowest(bodies: dict[str, Reply]) -> tuple[int, int]:
     if not bodies:
-        raise engine_error("valkey_version_too_low", ["no node answered INFO server"])
+        raise _too_low("no node answered INFO server")
     version = min(_version(node, body) for node, body in bodies.items())
     if version < MINIMUM_VERSION:
         detected, required = (".".join(map(str, v)) for v in (version, MINIMUM_VERSION))
-        raise engine_error(
-            "valkey_version_too_low", [f"detected {detected}, required >= {required}"]
-        )
+        raise _too_low(f"detected {detected}, required >= {required}")
     return version
 
 
-def _version(node: str, body: Reply) -> tuple[int, int]:
-    text = body.decode() if isinstance(body, bytes) else str(body)
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+def _version(node: str, body: bytes) -> tuple[int, int]:
+    fields = dict(line.split(":", 1) for line in body.decode().splitlines() if ":" in line)
     found = fields.get("valkey_version")
     # Newer servers freeze redis_version for old clients, so it counts only as a fallback.
     if found is None and fields.get("server_name", "").lower() == "valkey":
@@ -118,5 +112,4 @@ def _version(node: str, body: Reply) -> tuple[int, int]:
         major, minor = (found or "").split(".")[:2]
         return int(major), int(minor)
     except ValueError:
-        detail = f"{node} does not say its version ({found!r})"
-        raise engine_error("valkey_version_too_low", [detail]) from None
+        raise _too_low(f"{node} does not say its version ({found!r})") from None

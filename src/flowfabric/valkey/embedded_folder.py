@@ -4,8 +4,6 @@ Every file is opened relative to the checked folder and never through a symbolic
 folder or planting a link cannot make this process read or write another file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import BinaryIO, Final, Literal, Self, TypeAlias
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
@@ -44,27 +42,21 @@ def explained(folder: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        elsewhere = f"or set {FOLDER_VARIABLE} to another folder"
         reason = error.strerror or str(error)
         match error.errno:
             case errno.EEXIST | errno.ENOTDIR:
-                text = f"{folder} is not a folder; move that file away, {elsewhere}"
+                text = f"{folder} is not a folder; move that file away"
             case errno.EACCES | errno.EPERM | errno.EROFS:
-                text = (
-                    f"cannot write to {folder} ({reason}); give this user write access, {elsewhere}"
-                )
+                text = f"cannot write to {folder} ({reason}); give this user write access"
             case errno.ELOOP:
-                text = (
-                    f"a file in {folder} is a symbolic link, which is never followed; remove the "
-                    f"link, {elsewhere}"
-                )
+                text = f"a file in {folder} is a symbolic link, never followed; remove the link"
             case errno.ENAMETOOLONG:
-                text = f"the path {folder} is too long; set {FOLDER_VARIABLE} to a shorter one"
+                text = f"the path {folder} is too long; shorten it"
             case errno.ENOSPC | errno.EDQUOT:
-                text = f"no space left for {folder} ({reason}); free some space, {elsewhere}"
+                text = f"no space left for {folder} ({reason}); free some space"
             case _:
-                text = f"cannot use {folder} ({reason}); set {FOLDER_VARIABLE} to a local folder"
-        raise folder_error(text) from error
+                text = f"cannot use {folder} ({reason}); move it to a local disk"
+        raise folder_error(f"{text}, or set {FOLDER_VARIABLE} to another folder") from error
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
@@ -94,7 +86,7 @@ class DataFolder:
     fd: int
 
     @classmethod
-    def prepare(cls, data_dir: Path | None) -> DataFolder:
+    def prepare(cls, data_dir: Path | None) -> Self:
         """Open the given folder, `FF_DATA_DIR` or `./.flowfabric`; create it for this user."""
         chosen = data_dir or Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER)
         chosen = chosen.expanduser()
@@ -105,7 +97,8 @@ class DataFolder:
             for parent in reversed(path.parents):
                 if not parent.exists():
                     parent.mkdir(mode=0o755, exist_ok=True)
-            is_new = _created(path)
+            is_new = not path.exists()
+            path.mkdir(mode=0o700, exist_ok=True)
             folder = cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
             try:
                 check_owner(path, os.fstat(folder.fd))
@@ -122,9 +115,9 @@ class DataFolder:
         """Open a file in the folder; a new one is private."""
         return os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self.fd)
 
-    def copy(self) -> DataFolder:
+    def copy(self) -> Self:
         """The same folder and its lock, while the copy is open."""
-        return DataFolder(self.path, os.dup(self.fd))
+        return type(self)(self.path, os.dup(self.fd))
 
     def close(self) -> None:
         """Close the folder; its lock goes with the last copy."""
@@ -138,11 +131,8 @@ class DataFolder:
     @property
     def pid(self) -> int | None:
         """The running server's pid; None while there is none."""
-        lock = self.open(guard.SERVER_LOCK)
-        try:
-            return guard.server_pid(lock)
-        finally:
-            os.close(lock)
+        with os.fdopen(self.open(guard.SERVER_LOCK)) as lock:
+            return guard.server_pid(lock.fileno())
 
     @property
     def socket(self) -> str:
@@ -198,29 +188,20 @@ class DataFolder:
         }
         return "".join(f"{name} {value}\n" for name, value in settings.items()).encode()
 
-    def open_log(self) -> int:
+    def open_log(self) -> BinaryIO:
         """Open the log at its end; a long one is renamed first."""
-        log = self.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        if os.fstat(log).st_size > _LOG_LIMIT:
-            os.close(log)
-            os.replace(_LOG, f"{_LOG}.1", src_dir_fd=self.fd, dst_dir_fd=self.fd)
-            return self.open_log()
-        os.lseek(log, 0, os.SEEK_END)
-        return log
+        log = os.fdopen(self.open(_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
+        if log.tell() <= _LOG_LIMIT:
+            return log
+        log.close()
+        os.replace(_LOG, f"{_LOG}.1", src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        return self.open_log()
 
     def read_log(self, offset: int) -> str:
         """The end of the log, at most from `offset`."""
         with os.fdopen(self.open(_LOG, os.O_RDONLY), "rb") as log:
             log.seek(offset)
             return log.read()[-8000:].decode(errors="replace").strip()
-
-
-def _created(path: Path) -> bool:
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        return False
-    return True
 
 
 def folder_secret(path: Path) -> str:
@@ -231,11 +212,9 @@ def folder_secret(path: Path) -> str:
     with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
         with contextlib.suppress(FileNotFoundError):
             return _read_secret(folder)
+        secret = secrets.token_hex(_SECRET_BYTES)
         # Never replace an existing secret: tokens signed with it are in use.
-        with (
-            contextlib.suppress(FileExistsError),
-            _draft(folder, secrets.token_hex(_SECRET_BYTES)) as draft,
-        ):
+        with contextlib.suppress(FileExistsError), _draft(folder, secret) as draft:
             os.link(draft, SECRET_FILE, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
         return _read_secret(folder)
 
@@ -266,13 +245,9 @@ def _draft(folder: DataFolder, secret: str) -> Generator[str]:
 
 
 def _read_secret(folder: DataFolder) -> str:
-    with os.fdopen(
-        folder.open(SECRET_FILE, os.O_RDONLY), errors="replace", encoding="ascii"
-    ) as file:
-        found = file.read().strip()
+    with os.fdopen(folder.open(SECRET_FILE, os.O_RDONLY), "rb") as file:
+        found = file.read().decode("ascii", "replace").strip()
     if not _is_secret(found):
-        raise ConfigError(
-            "embedded",
-            f"{folder.path / SECRET_FILE} holds no secret; restore it, or delete it",
-        )
+        problem = f"{folder.path / SECRET_FILE} holds no secret; restore it, or delete it"
+        raise ConfigError("embedded", problem)
     return found

@@ -12,8 +12,6 @@ kernel drops when their holder dies, so `kill -9` needs no special case.
                  its holder's pid, so no file can name the wrong process to signal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -6,34 +6,44 @@ A refused call never ran, so any call is repeated after a refusal. After a lost 
 replay-safe calls are. A call with a `timeout` of its own ends with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.valkey import faults
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.connection import (
-    Arg,
-    Connection,
-    DialOptions,
-    OnPush,
-    Reply,
-    Watcher,
-    dial,
-)
-from flowfabric.valkey.reads import is_read
+from flowfabric.valkey.connection import Arg, Connection, DialOptions, OnPush, Reply, Watcher, dial
 
 PATIENCE: Final = 2
 """For how many request timeouts a call is repeated; twice 5 s is as long as connecting takes."""
 _FIRST_BACKOFF: Final = 0.020
 _LAST_BACKOFF: Final = 1.0
 _LAST_PAUSE: Final = 0.5
+
+READ_FUNCTIONS: Final = frozenset(
+    {
+        *("ff_idle_lanes", "ff_list_kids", "ff_list_suspended", "ff_read_waits", "ff_scan_due"),
+        *("ff_stream_read", "ff_survey", "ff_version", "ff_waitpoint_token"),
+    }
+)
+"""Every function with the flag `no-writes`, and two reads that only record that they ran."""
+
+_COMMANDS: Final = frozenset(
+    {
+        *("PING", "TIME", "INFO", "GET", "EXISTS", "PTTL"),
+        *("HGET", "HMGET", "HGETALL", "HSCAN", "SMEMBERS", "SISMEMBER", "SCARD", "LRANGE"),
+        *("ZRANGE", "ZMSCORE", "ZCARD"),
+        *("XRANGE", "XREVRANGE", "XREAD", "XINFO"),
+    }
+)
+_SUBCOMMANDS: Final = frozenset(
+    {("ACL", "GETUSER"), ("CONFIG", "GET"), ("CLUSTER", "SLOTS"), ("FUNCTION", "LIST")}
+)
 
 Revive = Callable[[], object]
 """Called, in a thread, when a server cannot be reached: its owner may start it again."""
@@ -47,35 +57,41 @@ def _jittered(delay: float) -> float:
     return delay * random.uniform(0.5, 1.0)  # noqa: S311 - not a secret
 
 
+def is_read(args: Sequence[object]) -> bool:
+    """Whether a command changes nothing.
+
+    >>> is_read(("HGETALL", "key")), is_read(("FCALL", "ff_create", 1, "{fp:0}"))
+    (True, False)
+    """
+    if args[0] in _COMMANDS:
+        return True
+    if args[0] == "FCALL":
+        return args[1] in READ_FUNCTIONS
+    return tuple(args[:2]) in _SUBCOMMANDS
+
+
+@dataclass(slots=True)
 class PatientCall:
-    """One call that met an outage. `begun` is on the loop's clock."""
+    """One call that met an outage. Times are on the loop's clock."""
 
-    __slots__ = ("_leaving", "_safe", "_timeout", "args", "give_up", "reads")
+    args: tuple[Arg, ...]
+    give_up: float
+    """When the call is sent for the last time."""
+    timeout: float | None
+    """How long each send waits for its reply; None: until `give_up`."""
+    replay_safe: bool
+    leaving: Callable[[], bool]
 
-    def __init__(
-        self,
-        args: tuple[Arg, ...],
-        begun: float,
-        timeout: float | None,
-        request_timeout: float,
-        *,
-        replay_safe: bool = False,
-        leaving: Callable[[], bool],
-    ) -> None:
-        self.args = args
-        self.reads = is_read(args)
-        self.give_up = begun + (PATIENCE * request_timeout if timeout is None else timeout)
-        """When the call is sent for the last time."""
-        self._timeout = request_timeout if timeout is None else None
-        self._safe = replay_safe or self.reads
-        self._leaving = leaving
+    @property
+    def reads(self) -> bool:
+        return is_read(self.args)
 
     @property
     def deadline(self) -> float:
         """When a call sent now must be answered."""
-        if self._timeout is None:
+        if self.timeout is None:
             return self.give_up
-        return asyncio.get_running_loop().time() + self._timeout
+        return asyncio.get_running_loop().time() + self.timeout
 
     async def run(
         self,
@@ -84,14 +100,14 @@ class PatientCall:
     ) -> T:
         """Repeat `attempt`, which gets the error of the one before, until it returns."""
         loop = asyncio.get_running_loop()
-        backoff = _FIRST_BACKOFF
+        backoff, reads = _FIRST_BACKOFF, self.reads
         while True:
             if failed is not None:
                 pause = _jittered(backoff)
                 late = loop.time() + pause >= self.give_up
-                repeatable = failed.passing and (self._safe or not failed.ambiguous)
-                if late or self._leaving() or not repeatable:
-                    if self.reads:
+                safe = reads or self.replay_safe or not failed.ambiguous
+                if late or self.leaving() or not (safe and failed.passing):
+                    if reads:
                         failed.ambiguous = False
                     raise failed
                 await asyncio.sleep(pause)
@@ -142,7 +158,7 @@ class Link:
         loop = asyncio.get_running_loop()
         while self.conn is None:
             if self.closed:
-                raise faults.lost(self.address.peer, "the client is closed", sent=False)
+                raise self._closed_error()
             if self._error is not None and (self.hurried or not patient):
                 raise self._failure(self._error)
             attempt = self._attempt or self._start()
@@ -164,7 +180,7 @@ class Link:
     async def dedicated(self, on_push: OnPush | None) -> Connection:
         """Another connection to the same server, owned by the caller."""
         if self.closed:
-            raise faults.lost(self.address.peer, "the client is closed", sent=False)
+            raise self._closed_error()
         conn = await self._dial(on_push, self._dedicated.discard)
         if conn.is_open:
             self._dedicated.add(conn)
@@ -176,9 +192,7 @@ class Link:
         if self._dialler is not None:
             self._dialler.cancel()
         if self._attempt is not None and not self._attempt.done():
-            self._attempt.set_result(
-                faults.lost(self.address.peer, "the client is closed", sent=False)
-            )
+            self._attempt.set_result(self._closed_error())
         self._closing += self._replaced
         if self.conn is not None:
             self._closing.append(self.conn)
@@ -202,6 +216,9 @@ class Link:
             leave_behind(conn.disown())
         self.conn = self._dialler = self._attempt = self._error = None
         self._dedicated, self._replaced, self._closing = set(), set(), []
+
+    def _closed_error(self) -> TransportError:
+        return faults.lost(self.address.peer, "the client is closed", sent=False)
 
     def _failure(self, error: TransportError | None) -> TransportError:
         if error is None:
@@ -237,13 +254,8 @@ class Link:
         self._start()
 
     async def _dial(self, on_push: OnPush | None, on_lost: Watcher) -> Connection:
-        return await dial(
-            self.address,
-            on_push=on_push,
-            on_lost=on_lost,
-            on_demoted=self._demoted,
-            **self._options,
-        )
+        watchers = {"on_lost": on_lost, "on_demoted": self._demoted}
+        return await dial(self.address, on_push=on_push, **watchers, **self._options)
 
     async def _dial_until_up(self) -> None:
         while True:

@@ -1,49 +1,45 @@
-"""The narrow interface to a Valkey deployment, and its form for one server.
+"""The narrow interface to a Valkey deployment: one server here, several in `cluster`.
 
 Every non-blocking call of a process shares one connection per server.
 """
 
-from __future__ import annotations
-
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, ClassVar, Unpack
 
 from flowfabric.core.errors import TransportError
+from flowfabric.valkey import connection
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.connection import (
-    CONNECT_TIMEOUT,
-    REQUEST_TIMEOUT,
-    Arg,
-    Connection,
-    DialOptions,
-    OnPush,
-    Reply,
-)
+from flowfabric.valkey.connection import Arg, Connection, DialOptions, OnPush, Reply
 from flowfabric.valkey.link import PATIENCE, Link, PatientCall, Revive
 
 Ask = Callable[..., Coroutine[Any, Any, Reply]]
 """Sends one command, with an optional `timeout`, to one server."""
 
 
-class Transport(ABC):
-    """What the engine needs from a Valkey deployment, one server or a cluster.
+class Transport:
+    """What the engine needs from a Valkey deployment; this class is for a single server.
 
     Belongs to one event loop.
+
+    >>> transport = Transport(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
+    >>> await transport.fcall("ff_version", "{fp:0}")  # doctest: +SKIP
     """
 
-    is_cluster: ClassVar[bool]
+    is_cluster: ClassVar[bool] = False
     """Whether keys are spread over several primaries."""
 
-    def __init__(self, address: Address, options: DialOptions) -> None:
+    def __init__(
+        self, address: Address, *, revive: Revive | None = None, **options: Unpack[DialOptions]
+    ) -> None:
         self.address = address
         self._options = options
-        self._request_timeout = options.get("request_timeout", REQUEST_TIMEOUT)
-        self._connect_timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
+        self._request_timeout = options.get("request_timeout", connection.REQUEST_TIMEOUT)
+        self._connect_timeout = options.get("connect_timeout", connection.CONNECT_TIMEOUT)
         self._closed = False
         self._hurried = False
+        self._link = Link(address, options, revive)
 
     @property
     def patience_s(self) -> float:
@@ -78,14 +74,17 @@ class Transport(ABC):
         """Call a library function with the hash tag, such as `{fp:42}`, as its one key."""
         return self._send(("FCALL", function, 1, tag, *args), tag, timeout, replay_safe)
 
-    @abstractmethod
     async def blocking(
-        self, tag: str | None = None, *, on_push: OnPush | None = None
+        self,
+        tag: str | None = None,  # noqa: ARG002 - one server needs no route
+        *,
+        on_push: OnPush | None = None,
     ) -> Connection:
         """A connection of its own for blocking reads or subscriptions; the caller closes it.
 
         In a cluster it leads to the primary of `tag`, or to any.
         """
+        return await self._link.dedicated(on_push)
 
     async def primaries(self) -> dict[str, Ask]:
         """For every primary, by node name, a way to ask it alone."""
@@ -101,9 +100,12 @@ class Transport(ABC):
         """Send one command to every node, replicas too; the replies by node name."""
         return await self._call_all(args, timeout, await self._find_links(replicas=True))
 
-    @abstractmethod
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         """Return at PONG; raise what was wrong at the deadline or, impatient, at the first try."""
+        limit = self._connect_timeout if timeout is None else timeout
+        if not patient:
+            await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
+        await self.call("PING", timeout=limit)
 
     def hurry(self, *, leaving: bool = True) -> None:
         """While leaving, calls to a server that cannot be reached fail at once."""
@@ -111,29 +113,30 @@ class Transport(ABC):
         for link in self._links_so_far():
             link.hurried = leaving
 
-    @abstractmethod
     async def aclose(self) -> None:
         """Fail what is pending and close every connection. A closed transport stays closed."""
+        self._closed = True
+        await self._link.aclose()
 
-    @abstractmethod
-    def _link_of(self, key: str | bytes | None) -> Link | None:
+    def _link_of(self, key: str | bytes | None) -> Link | None:  # noqa: ARG002
         """The link to the server of a key, if it is known."""
+        return self._link
 
-    @abstractmethod
     async def _send_again(
         self,
         call: PatientCall,
-        key: str | bytes | None,
-        link: Link | None,
+        key: str | bytes | None,  # noqa: ARG002
+        link: Link | None,  # noqa: ARG002
         failed: TransportError | None,
     ) -> Reply:
         """Send a call that could not be sent, or that `failed` on this link."""
+        return await self._link.send(call, failed)
 
-    @abstractmethod
-    def _links_so_far(self) -> list[Link]: ...
+    def _links_so_far(self) -> list[Link]:
+        return [self._link]
 
-    @abstractmethod
-    async def _find_links(self, *, replicas: bool = False) -> list[Link]: ...
+    async def _find_links(self, *, replicas: bool = False) -> list[Link]:  # noqa: ARG002
+        return [self._link]
 
     async def _send(
         self,
@@ -165,11 +168,12 @@ class Transport(ABC):
         replay_safe: bool = False,
         only: Link | None = None,
     ) -> PatientCall:
+        start = asyncio.get_running_loop().time() if begun is None else begun
+        limit = self.patience_s if timeout is None else timeout
         return PatientCall(
             args,
-            asyncio.get_running_loop().time() if begun is None else begun,
-            timeout,
-            self._request_timeout,
+            give_up=start + limit,
+            timeout=self._request_timeout if timeout is None else None,
             replay_safe=replay_safe,
             leaving=lambda: self._closed or self._hurried or (only is not None and only.closed),
         )
@@ -188,61 +192,3 @@ class Transport(ABC):
             if isinstance(reply, BaseException):
                 raise reply
         return {link.address.peer: reply for link, reply in zip(links, replies, strict=True)}
-
-
-class StandaloneClient(Transport):
-    """A standalone server behind one multiplexed connection.
-
-    >>> client = StandaloneClient(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
-    >>> await client.fcall("ff_version", "{fp:0}")  # doctest: +SKIP
-    """
-
-    is_cluster = False
-
-    def __init__(
-        self, address: Address, *, revive: Revive | None = None, **options: Unpack[DialOptions]
-    ) -> None:
-        super().__init__(address, options)
-        self._link = Link(address, options, revive)
-
-    async def blocking(
-        self,
-        tag: str | None = None,  # noqa: ARG002 - one server needs no route
-        *,
-        on_push: OnPush | None = None,
-    ) -> Connection:
-        return await self._link.dedicated(on_push)
-
-    async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
-        limit = self._connect_timeout if timeout is None else timeout
-        if not patient:
-            await self._link.acquire(asyncio.get_running_loop().time() + limit, patient=False)
-        check_pong(await self.call("PING", timeout=limit))
-
-    async def aclose(self) -> None:
-        self._closed = True
-        await self._link.aclose()
-
-    def _link_of(self, key: str | bytes | None) -> Link:  # noqa: ARG002
-        return self._link
-
-    async def _send_again(
-        self,
-        call: PatientCall,
-        key: str | bytes | None,  # noqa: ARG002
-        link: Link | None,  # noqa: ARG002
-        failed: TransportError | None,
-    ) -> Reply:
-        return await self._link.send(call, failed)
-
-    def _links_so_far(self) -> list[Link]:
-        return [self._link]
-
-    async def _find_links(self, *, replicas: bool = False) -> list[Link]:  # noqa: ARG002
-        return [self._link]
-
-
-def check_pong(reply: Reply) -> None:
-    """Raise unless this is the answer to PING."""
-    if reply != b"PONG":
-        raise TransportError("protocol", f"PING was answered with {reply!r}")

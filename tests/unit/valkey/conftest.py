@@ -11,11 +11,11 @@ import uvloop
 
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import Connection
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 
-Kept = TypeVar("Kept", StandaloneClient, Connection)
+Kept = TypeVar("Kept", Transport, Connection)
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -39,7 +39,7 @@ class Keeper:
     """Closes what a test opened, even if the test fails: uvloop hangs on a socket left open."""
 
     def __init__(self) -> None:
-        self._kept: list[StandaloneClient | Connection] = []
+        self._kept: list[Transport | Connection] = []
 
     def __call__(self, opened: Kept) -> Kept:
         self._kept.append(opened)
@@ -58,18 +58,18 @@ async def keep() -> AsyncIterator[Keeper]:
 
 
 @pytest.fixture
-async def client(shared_server: TestServer) -> AsyncIterator[StandaloneClient]:
+async def client(shared_server: TestServer) -> AsyncIterator[Transport]:
     """Straight to the server, on an empty keyspace."""
-    client = StandaloneClient(parse_url(shared_server.url))
+    client = Transport(parse_url(shared_server.url))
     await client.call("FLUSHALL")
     yield client
     await client.aclose()
 
 
 @pytest.fixture
-async def far(proxy: FaultProxy, client: StandaloneClient) -> AsyncIterator[StandaloneClient]:
+async def far(proxy: FaultProxy, client: Transport) -> AsyncIterator[Transport]:
     """To the same server through the fault proxy, connected."""
-    far = StandaloneClient(parse_url(proxy.url))
+    far = Transport(parse_url(proxy.url))
     await far.wait_ready()
     yield far
     await far.aclose()

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import Address, parse_url
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.conftest import Keeper
@@ -23,21 +23,21 @@ server.register_function('probe', function(keys, args)
 end)"""
 
 
-async def test_fcall_sends_the_tag_as_its_one_key(client: StandaloneClient) -> None:
+async def test_fcall_sends_the_tag_as_its_one_key(client: Transport) -> None:
     await client.call("FUNCTION", "LOAD", "REPLACE", LIBRARY)
     reply = await client.fcall("probe", "{fp:42}", ("a", b"\xff", 7))
     assert reply == [b"{fp:42}", 1, b"a", b"\xff", b"7"]
     assert await client.fcall("probe", "{fp:1}") == [b"{fp:1}", 1]
 
 
-async def test_one_server_answers_for_all_nodes(client: StandaloneClient) -> None:
+async def test_one_server_answers_for_all_nodes(client: Transport) -> None:
     assert await client.call_all_primaries("PING") == {client.address.peer: b"PONG"}
     assert await client.call_all_nodes("PING") == {client.address.peer: b"PONG"}
     assert not client.is_cluster
 
 
 async def test_a_lost_reply_is_ambiguous_and_is_not_sent_again(
-    far: StandaloneClient, client: StandaloneClient, proxy: FaultProxy
+    far: Transport, client: Transport, proxy: FaultProxy
 ) -> None:
     proxy.drop_next_reply()
     error = await failure(far.call("INCR", "n"))
@@ -47,7 +47,7 @@ async def test_a_lost_reply_is_ambiguous_and_is_not_sent_again(
 
 
 async def test_a_lost_request_is_just_as_ambiguous(
-    far: StandaloneClient, client: StandaloneClient, proxy: FaultProxy
+    far: Transport, client: Transport, proxy: FaultProxy
 ) -> None:
     proxy.drop_next_request(b"INCR")
     assert (await failure(far.call("INCR", "n"))).ambiguous
@@ -55,7 +55,7 @@ async def test_a_lost_request_is_just_as_ambiguous(
 
 
 async def test_a_replay_safe_call_is_sent_again(
-    far: StandaloneClient, client: StandaloneClient, proxy: FaultProxy
+    far: Transport, client: Transport, proxy: FaultProxy
 ) -> None:
     proxy.drop_next_reply(b"INCR")
     assert await far.call("INCR", "n", replay_safe=True) == 2
@@ -64,7 +64,7 @@ async def test_a_replay_safe_call_is_sent_again(
 
 
 async def test_a_replay_that_finds_no_server_stays_ambiguous(
-    far: StandaloneClient, proxy: FaultProxy
+    far: Transport, proxy: FaultProxy
 ) -> None:
     proxy.pause()
     call = asyncio.ensure_future(far.call("INCR", "n", replay_safe=True, timeout=0.3))
@@ -76,7 +76,7 @@ async def test_a_replay_that_finds_no_server_stays_ambiguous(
 async def test_without_a_server_a_call_waits_to_its_deadline_and_was_not_sent(
     keep: Keeper, tmp_path: Path
 ) -> None:
-    client = keep(StandaloneClient(Address(socket_path=str(tmp_path / "none.sock"))))
+    client = keep(Transport(Address(socket_path=str(tmp_path / "none.sock"))))
     loop = asyncio.get_running_loop()
     start = loop.time()
     error = await failure(client.call("PING", timeout=0.15))
@@ -88,7 +88,7 @@ async def test_without_a_server_a_call_waits_to_its_deadline_and_was_not_sent(
 
 
 async def test_calls_made_while_the_server_is_down_run_when_it_is_back(
-    far: StandaloneClient, proxy: FaultProxy
+    far: Transport, proxy: FaultProxy
 ) -> None:
     proxy.down()
     await until(lambda: far._link.conn is None)
@@ -98,9 +98,7 @@ async def test_calls_made_while_the_server_is_down_run_when_it_is_back(
     assert await asyncio.gather(*calls) == [str(n).encode() for n in range(50)]
 
 
-async def test_it_reconnects_by_itself_without_a_call(
-    far: StandaloneClient, proxy: FaultProxy
-) -> None:
+async def test_it_reconnects_by_itself_without_a_call(far: Transport, proxy: FaultProxy) -> None:
     proxy.cut()
     await until(lambda: far._link.conn is None)
     await until(lambda: far._link.conn is not None)
@@ -116,7 +114,7 @@ async def test_whoever_fails_to_revive_the_server_does_not_stop_the_dialling(
         tries.append(1)
         raise OSError("no room")
 
-    far = keep(StandaloneClient(parse_url(proxy.url), revive=revive))
+    far = keep(Transport(parse_url(proxy.url), revive=revive))
     for outage in (1, 2):
         proxy.down()
         await until(lambda: far._link.conn is None)
@@ -135,7 +133,7 @@ async def test_kill_9_and_restart(keep: Keeper) -> None:
     server = TestServer("--appendonly", "yes", "--appendfsync", "always", port=free_port())
     try:
         for address in (server.url, f"valkey://127.0.0.1:{server.port}"):
-            client = keep(StandaloneClient(parse_url(address)))
+            client = keep(Transport(parse_url(address)))
             await client.call("SET", "k", address)
             waiting = await client.blocking()
             pending = waiting.submit(("BLPOP", "never", 0), 30)
@@ -176,7 +174,7 @@ async def test_a_refusal_that_passes_is_ridden_out_by_every_call(keep: Keeper, k
         return f"-{REFUSALS[kind]}\r\n".encode() if left >= 0 else b":1\r\n"
 
     async with scripted_peer(answer) as port:
-        client = keep(StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}")))
+        client = keep(Transport(parse_url(f"valkey://127.0.0.1:{port}")))
         assert await client.call("INCR", "n") == 1
         left = 10_000
         loop = asyncio.get_running_loop()
@@ -199,13 +197,13 @@ async def test_what_somebody_must_mend_is_raised_at_once(keep: Keeper, word: str
         return HELLO if command[0] == b"HELLO" else f"-{word}\r\n".encode()
 
     async with scripted_peer(answer) as port:
-        client = keep(StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}")))
+        client = keep(Transport(parse_url(f"valkey://127.0.0.1:{port}")))
         await failure(client.call("INCR", "n", replay_safe=True))
     assert asked == 1
 
 
 async def test_a_lost_read_is_sent_again_and_never_ambiguous(
-    far: StandaloneClient, proxy: FaultProxy
+    far: Transport, proxy: FaultProxy
 ) -> None:
     for command in (("GET", "n"), ("HGETALL", "h"), ("CONFIG", "GET", "maxmemory")):
         proxy.drop_next_reply(command[0].encode())
@@ -218,7 +216,7 @@ async def test_a_lost_read_is_sent_again_and_never_ambiguous(
 
 
 async def test_a_replay_safe_call_without_a_reply_in_time_is_sent_again(
-    far: StandaloneClient, client: StandaloneClient, proxy: FaultProxy
+    far: Transport, client: Transport, proxy: FaultProxy
 ) -> None:
     far._request_timeout = 0.3
     proxy.mute()
@@ -237,7 +235,7 @@ async def test_a_server_that_drops_every_connection_is_not_hammered(keep: Keeper
         return HELLO if command[0] == b"HELLO" else b"?broken\r\n"
 
     async with scripted_peer(answer) as port:
-        client = keep(StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}")))
+        client = keep(Transport(parse_url(f"valkey://127.0.0.1:{port}")))
         for _ in range(5):
             with pytest.raises(TransportError):
                 await client.call("PING", timeout=0.05)
@@ -246,9 +244,9 @@ async def test_a_server_that_drops_every_connection_is_not_hammered(keep: Keeper
 
 @pytest.mark.parametrize("turns", range(24))
 async def test_a_call_may_be_cancelled_at_any_point(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient, turns: int
+    keep: Keeper, proxy: FaultProxy, client: Transport, turns: int
 ) -> None:
-    far = keep(StandaloneClient(parse_url(proxy.url)))
+    far = keep(Transport(parse_url(proxy.url)))
     for warm in (False, True):
         call = asyncio.ensure_future(far.call("ECHO", f"cancelled {warm}"))
         for _ in range(turns):
@@ -261,7 +259,7 @@ async def test_a_call_may_be_cancelled_at_any_point(
 
 
 async def test_cancelling_while_waiting_for_the_connection_leaves_others_waiting(
-    far: StandaloneClient, proxy: FaultProxy
+    far: Transport, proxy: FaultProxy
 ) -> None:
     proxy.down()
     await until(lambda: far._link.conn is None)
@@ -275,9 +273,7 @@ async def test_cancelling_while_waiting_for_the_connection_leaves_others_waiting
     assert all(isinstance(result, asyncio.CancelledError) for result in results[::2])
 
 
-async def test_closing_fails_pending_and_later_calls(
-    far: StandaloneClient, proxy: FaultProxy
-) -> None:
+async def test_closing_fails_pending_and_later_calls(far: Transport, proxy: FaultProxy) -> None:
     proxy.pause()
     pending = asyncio.ensure_future(far.call("INCR", "n"))
     await until(lambda: far._link.conn is not None and far._link.conn.in_flight)
@@ -290,7 +286,7 @@ async def test_closing_fails_pending_and_later_calls(
 
 
 async def test_closing_while_dialling_fails_the_waiting_call(tmp_path: Path) -> None:
-    client = StandaloneClient(Address(socket_path=str(tmp_path / "none.sock")))
+    client = Transport(Address(socket_path=str(tmp_path / "none.sock")))
     waiting = asyncio.ensure_future(client.call("PING", timeout=30))
     await until(lambda: client._link._error is not None)
     await client.aclose()
@@ -302,7 +298,7 @@ class TestLogin:
     @pytest.fixture
     async def guarded(self) -> AsyncIterator[TestServer]:
         server = TestServer()
-        admin = StandaloneClient(parse_url(server.url))
+        admin = Transport(parse_url(server.url))
         await admin.call("ACL", "SETUSER", "app", "on", ">s3cret", "~*", "&*", "+@all")
         await admin.call("ACL", "SETUSER", "reader", "on", ">pw", "+ping", "+hello", "+client")
         await admin.call("ACL", "SETUSER", "default", "off")
@@ -310,11 +306,9 @@ class TestLogin:
         yield server
         server.stop()
 
-    def client(
-        self, server: TestServer, username: str | None, password: str | None
-    ) -> StandaloneClient:
+    def client(self, server: TestServer, username: str | None, password: str | None) -> Transport:
         path = str(server.socket_path)
-        return StandaloneClient(Address(socket_path=path, username=username, password=password))
+        return Transport(Address(socket_path=path, username=username, password=password))
 
     async def test_acl_users(self, guarded: TestServer, keep: Keeper) -> None:
         app = keep(self.client(guarded, "app", "s3cret"))
@@ -344,7 +338,7 @@ class TestLogin:
 
 async def test_a_question_to_a_node_that_left_ends(keep: Keeper, tmp_path: Path) -> None:
     """The map drops nodes that left the cluster; nobody repeats what was asked of them."""
-    client = keep(StandaloneClient(Address(socket_path=str(tmp_path / "none.sock"))))
+    client = keep(Transport(Address(socket_path=str(tmp_path / "none.sock"))))
     (ask,) = (await client.primaries()).values()
     asking = asyncio.ensure_future(ask("PING"))
     await until(lambda: client._link._error is not None)

@@ -13,7 +13,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey import connection
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import Connection, dial
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer
 from tests.unit.valkey.conftest import Keeper
@@ -32,7 +32,7 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_every_reply_type_arrives_as_it_is(client: StandaloneClient) -> None:
+async def test_every_reply_type_arrives_as_it_is(client: Transport) -> None:
     assert await client.call("SET", "k", b"\x00\xff\r\n") == b"OK"
     assert await client.call("GET", "k") == b"\x00\xff\r\n"
     assert await client.call("GET", "missing") is None
@@ -59,7 +59,7 @@ async def test_every_reply_type_arrives_as_it_is(client: StandaloneClient) -> No
         assert (type(reply), reply) == (type(expected), expected)
 
 
-async def test_an_error_reply_is_raised_and_the_next_call_is_fine(client: StandaloneClient) -> None:
+async def test_an_error_reply_is_raised_and_the_next_call_is_fine(client: Transport) -> None:
     error = await failure(client.call("INCR"))
     assert error.kind == "other"
     assert "wrong number of arguments" in error.message
@@ -69,22 +69,20 @@ async def test_an_error_reply_is_raised_and_the_next_call_is_fine(client: Standa
 
 
 async def test_an_argument_that_cannot_be_packed_is_refused_before_sending(
-    client: StandaloneClient,
+    client: Transport,
 ) -> None:
     with pytest.raises(TypeError):
         await client.call("SET", "k", None)  # pyright: ignore[reportArgumentType]
     assert await client.call("EXISTS", "k") == 0
 
 
-async def test_a_large_payload_makes_the_round_trip(client: StandaloneClient) -> None:
+async def test_a_large_payload_makes_the_round_trip(client: Transport) -> None:
     payload = bytes(range(256)) * 20_000
     await client.call("SET", "big", payload)
     assert await client.call("GET", "big") == payload
 
 
-async def test_calls_of_one_tick_leave_in_few_writes(
-    keep: Keeper, client: StandaloneClient
-) -> None:
+async def test_calls_of_one_tick_leave_in_few_writes(keep: Keeper, client: Transport) -> None:
     conn = keep(await client.blocking())
 
     async def reads() -> int:
@@ -99,9 +97,7 @@ async def test_calls_of_one_tick_leave_in_few_writes(
     assert after - before <= 200 / 16 + 2
 
 
-async def test_many_calls_leave_before_the_tick_ends(
-    keep: Keeper, client: StandaloneClient
-) -> None:
+async def test_many_calls_leave_before_the_tick_ends(keep: Keeper, client: Transport) -> None:
     """The server works on the first of them while the loop is still busy with the rest."""
     conn, other = keep(await client.blocking()), keep(await client.blocking())
     peer = socket.socket(socket.AF_UNIX)
@@ -118,7 +114,7 @@ async def test_many_calls_leave_before_the_tick_ends(
 
 
 async def test_a_deadline_after_sending_is_ambiguous_and_its_late_reply_is_dropped(
-    far: StandaloneClient, proxy: FaultProxy
+    far: Transport, proxy: FaultProxy
 ) -> None:
     proxy.pause()
     error = await failure(far.call("INCR", "n", timeout=0.05))
@@ -129,7 +125,7 @@ async def test_a_deadline_after_sending_is_ambiguous_and_its_late_reply_is_dropp
     assert proxy.accepted == 1
 
 
-async def test_deadlines_are_each_calls_own(far: StandaloneClient, proxy: FaultProxy) -> None:
+async def test_deadlines_are_each_calls_own(far: Transport, proxy: FaultProxy) -> None:
     proxy.pause()
     patient = asyncio.ensure_future(far.call("ECHO", "patient", timeout=30))
     hasty = [asyncio.ensure_future(far.call("ECHO", n, timeout=0.03 * n)) for n in (3, 1, 2)]
@@ -141,7 +137,7 @@ async def test_deadlines_are_each_calls_own(far: StandaloneClient, proxy: FaultP
 
 
 async def test_a_call_that_waited_unsent_past_its_deadline_never_runs(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient
+    keep: Keeper, proxy: FaultProxy, client: Transport
 ) -> None:
     conn = keep(await dial(parse_url(proxy.url), max_in_flight=1))
     proxy.pause()
@@ -156,7 +152,7 @@ async def test_a_call_that_waited_unsent_past_its_deadline_never_runs(
 
 
 async def test_time_in_which_user_code_held_the_loop_does_not_count(
-    keep: Keeper, client: StandaloneClient
+    keep: Keeper, client: Transport
 ) -> None:
     conn = keep(await client.blocking())
     for turns in range(5):
@@ -168,7 +164,7 @@ async def test_time_in_which_user_code_held_the_loop_does_not_count(
 
 
 async def test_a_peer_that_stays_silent_is_given_up(
-    far: StandaloneClient, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    far: Transport, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "STALL_GRACE", 0.1)
     proxy.pause()
@@ -183,7 +179,7 @@ async def test_a_peer_that_stays_silent_is_given_up(
 
 
 async def test_the_number_in_flight_is_bounded_and_the_rest_waits_its_turn(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient
+    keep: Keeper, proxy: FaultProxy, client: Transport
 ) -> None:
     conn = keep(await dial(parse_url(proxy.url), max_in_flight=8))
     proxy.pause()
@@ -209,7 +205,7 @@ async def test_calls_abandoned_in_the_queue_do_not_block_it(
 
 
 async def test_a_full_socket_holds_calls_back(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient
+    keep: Keeper, proxy: FaultProxy, client: Transport
 ) -> None:
     conn = keep(await dial(parse_url(proxy.url)))
     proxy.pause()
@@ -225,7 +221,7 @@ async def test_a_full_socket_holds_calls_back(
 
 
 async def test_losing_the_connection_tells_sent_from_unsent(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient
+    keep: Keeper, proxy: FaultProxy, client: Transport
 ) -> None:
     conn = keep(await dial(parse_url(proxy.url), max_in_flight=2))
     proxy.pause()
@@ -241,7 +237,7 @@ async def test_losing_the_connection_tells_sent_from_unsent(
 
 
 async def test_closing_fails_what_is_pending(
-    keep: Keeper, far: StandaloneClient, proxy: FaultProxy
+    keep: Keeper, far: Transport, proxy: FaultProxy
 ) -> None:
     conn = keep(await far.blocking())
     proxy.pause()
@@ -253,9 +249,7 @@ async def test_closing_fails_what_is_pending(
     assert not (await failure(unsent)).ambiguous
 
 
-async def test_published_messages_reach_the_callback(
-    keep: Keeper, client: StandaloneClient
-) -> None:
+async def test_published_messages_reach_the_callback(keep: Keeper, client: Transport) -> None:
     heard: asyncio.Queue[list[Any]] = asyncio.Queue()
     conn = keep(await client.blocking(on_push=heard.put_nowait))
     assert await conn.call("SUBSCRIBE", "bell") == [b"subscribe", b"bell", 1]
@@ -274,7 +268,7 @@ async def test_published_messages_reach_the_callback(
 
 
 async def test_a_failing_callback_does_not_break_the_connection(
-    keep: Keeper, client: StandaloneClient
+    keep: Keeper, client: Transport
 ) -> None:
     reported: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
@@ -291,9 +285,7 @@ async def test_a_failing_callback_does_not_break_the_connection(
     assert "callback" in str(reported[0]["exception"])
 
 
-async def test_a_blocking_read_does_not_hold_other_calls(
-    keep: Keeper, client: StandaloneClient
-) -> None:
+async def test_a_blocking_read_does_not_hold_other_calls(keep: Keeper, client: Transport) -> None:
     conn = keep(await client.blocking())
     read = conn.submit(("BLPOP", "queue", 5), 5.5)
     assert await client.call("PING") == b"PONG"
@@ -311,7 +303,7 @@ async def test_a_blocking_read_does_not_hold_other_calls(
 )
 async def test_a_peer_that_does_not_speak_the_protocol(keep: Keeper, reply: bytes) -> None:
     async with scripted_peer(lambda _: reply) as port:
-        client = keep(StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}")))
+        client = keep(Transport(parse_url(f"valkey://127.0.0.1:{port}")))
         error = await failure(client.call("PING"))
         assert error.kind == "protocol"
         await client.aclose()

@@ -10,7 +10,7 @@ import pytest
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connection import dial
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.proxy import FaultProxy
 from tests.support.server import TestServer, free_port
 from tests.unit.valkey.conftest import Keeper
@@ -53,21 +53,21 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture
-async def client(pair: Pair) -> AsyncIterator[StandaloneClient]:
-    client = StandaloneClient(parse_url(pair.proxy.url))
+async def client(pair: Pair) -> AsyncIterator[Transport]:
+    client = Transport(parse_url(pair.proxy.url))
     await client.wait_ready()
     yield client
     await client.aclose()
 
 
-async def refused(client: StandaloneClient, *args: str | int) -> TransportError:
+async def refused(client: Transport, *args: str | int) -> TransportError:
     """What the server itself answers, without the client's patience."""
     conn = client._link.conn
     assert conn is not None
     return await failure(conn.call(*args))
 
 
-async def test_a_demoted_server_is_left(pair: Pair, client: StandaloneClient) -> None:
+async def test_a_demoted_server_is_left(pair: Pair, client: Transport) -> None:
     await client.call("SET", "before", 1)
     await pair.demote()
     pair.move_address()
@@ -76,7 +76,7 @@ async def test_a_demoted_server_is_left(pair: Pair, client: StandaloneClient) ->
     assert pair.proxy.accepted == 2
 
 
-async def test_the_address_may_move_later(pair: Pair, client: StandaloneClient) -> None:
+async def test_the_address_may_move_later(pair: Pair, client: Transport) -> None:
     await pair.demote()
     write = asyncio.ensure_future(client.call("SET", "k", 1))
     await until(lambda: pair.proxy.accepted > 1)
@@ -85,13 +85,13 @@ async def test_the_address_may_move_later(pair: Pair, client: StandaloneClient) 
     assert await write == b"OK"
 
 
-async def test_patience_with_a_replica_ends(pair: Pair, client: StandaloneClient) -> None:
+async def test_patience_with_a_replica_ends(pair: Pair, client: Transport) -> None:
     await pair.demote()
     error = await failure(client.call("SET", "k", 1, timeout=0.2))
     assert (error.kind, error.safe_to_repeat) == ("read_only", True)
 
 
-async def test_blocking_reads_follow(pair: Pair, client: StandaloneClient) -> None:
+async def test_blocking_reads_follow(pair: Pair, client: Transport) -> None:
     """A reader on the old primary hears nothing of its demotion, and must not stay there."""
     await pair.demote()
     reader = await client.blocking()
@@ -108,7 +108,7 @@ async def test_blocking_reads_follow(pair: Pair, client: StandaloneClient) -> No
 
 
 async def test_a_refused_pop_ends_its_connection_and_moves_the_client(
-    pair: Pair, client: StandaloneClient
+    pair: Pair, client: Transport
 ) -> None:
     """An idle worker only pops: that refusal is all that tells of the failover."""
     bell = await client.blocking()
@@ -126,9 +126,7 @@ async def test_a_refused_pop_ends_its_connection_and_moves_the_client(
     assert await client.call("SET", "k", 1) == b"OK"
 
 
-async def test_a_server_that_stays_a_replica_is_not_hammered(
-    pair: Pair, client: StandaloneClient
-) -> None:
+async def test_a_server_that_stays_a_replica_is_not_hammered(pair: Pair, client: Transport) -> None:
     """And it goes on answering reads while it is dialled again."""
     await client.call("SET", "k", 1)
     await pair.command(0, "REPLICAOF", "127.0.0.1", 1)
@@ -172,7 +170,7 @@ async def test_calls_under_way_keep_their_answers(keep: Keeper, word: str, kind:
         return b"+late\r\n" + b"+PONG\r\n"
 
     async with scripted_peer(answer) as port:
-        client = keep(StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}")))
+        client = keep(Transport(parse_url(f"valkey://127.0.0.1:{port}")))
         await client._link.acquire(asyncio.get_running_loop().time() + 5)
         old = client._link.conn
         assert old is not None
@@ -195,7 +193,7 @@ async def test_closing_while_the_old_connection_still_owes(keep: Keeper) -> None
         return b"" if command[0] == b"SLOW" else b"-READONLY You can't write\r\n"
 
     async with scripted_peer(answer) as port:
-        client = StandaloneClient(parse_url(f"valkey://127.0.0.1:{port}"))
+        client = Transport(parse_url(f"valkey://127.0.0.1:{port}"))
         await client._link.acquire(asyncio.get_running_loop().time() + 5)
         old = client._link.conn
         assert old is not None

@@ -12,7 +12,7 @@ from tests.support.server import TestServer
 SCRIPT = """
 import asyncio, os, sys, uvloop
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 
 new_loop = uvloop.new_event_loop if sys.argv[2] == "uvloop" else asyncio.new_event_loop
 
@@ -30,7 +30,7 @@ def child(client):
         return own
 
 async def parent():
-    client = StandaloneClient(parse_url(sys.argv[1]))
+    client = Transport(parse_url(sys.argv[1]))
     before = await client.call("CLIENT", "ID")
     in_flight = asyncio.ensure_future(client.call("BLPOP", "wake", 0, timeout=30))
     await asyncio.sleep(0)
@@ -44,7 +44,7 @@ async def parent():
             os._exit(4)
     status = await asyncio.to_thread(os.waitpid, pid, 0)
     assert os.waitstatus_to_exitcode(status[1]) == 0, status
-    other = StandaloneClient(parse_url(sys.argv[1]))
+    other = Transport(parse_url(sys.argv[1]))
     await other.call("RPUSH", "wake", "up")
     assert await in_flight == [b"wake", b"up"]
     assert await chatter(client, "parent") == before

@@ -10,7 +10,7 @@ import pytest
 
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import parse_url
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.proxy import FaultProxy
 from tests.unit.valkey.conftest import Keeper
 
@@ -19,11 +19,11 @@ SEED = int(os.environ.get("FF_TEST_SEED", random.SystemRandom().randrange(2**32)
 
 @pytest.mark.parametrize("max_in_flight", [1, 7, 4096])
 async def test_every_reply_matches_its_request(
-    keep: Keeper, proxy: FaultProxy, client: StandaloneClient, max_in_flight: int
+    keep: Keeper, proxy: FaultProxy, client: Transport, max_in_flight: int
 ) -> None:
     print("FF_TEST_SEED =", SEED)  # noqa: T201 - shown when the test fails
     dice = random.Random(SEED)
-    far = keep(StandaloneClient(parse_url(proxy.url), max_in_flight=max_in_flight))
+    far = keep(Transport(parse_url(proxy.url), max_in_flight=max_in_flight))
     await far.wait_ready()
     outcomes = {"answered": 0, "cancelled": 0, "failed": 0}
 

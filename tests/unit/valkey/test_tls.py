@@ -13,7 +13,7 @@ import pytest
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey.address import Address, from_url
 from flowfabric.valkey.connect import connect
-from flowfabric.valkey.transport import StandaloneClient
+from flowfabric.valkey.transport import Transport
 from tests.support.listening import listening
 from tests.unit.valkey.conftest import Keeper
 from tests.unit.valkey.resp import HELLO, bulk, scripted_peer
@@ -62,7 +62,7 @@ async def test_tls_with_a_known_authority(
 ) -> None:
     async with scripted_peer(answer, tls=server_side) as port:
         address = Address(port=port, tls=True, tls_ca=str(certificates / "ca.pem"))
-        client = keep(StandaloneClient(address))
+        client = keep(Transport(address))
         assert await client.call("ECHO", "secret") == b"secret"
         large = "x" * 300_000
         assert await client.call("ECHO", large) == large.encode()
@@ -74,7 +74,7 @@ async def test_an_unknown_authority_is_refused_at_once(
 ) -> None:
     async with scripted_peer(answer, tls=server_side) as port:
         for ca in (None, str(certificates / "other.pem")):
-            client = keep(StandaloneClient(Address(port=port, tls=True, tls_ca=ca)))
+            client = keep(Transport(Address(port=port, tls=True, tls_ca=ca)))
             error = await failure(client.call("ECHO", "x", timeout=30))
             assert (error.kind, error.ambiguous) == ("auth", False)
             assert "FF_TLS_CA" in error.message
@@ -85,12 +85,12 @@ async def test_a_certificate_for_another_name_is_refused(
 ) -> None:
     async with scripted_peer(answer, tls=server_side) as port:
         ca = str(certificates / "ca.pem")
-        client = keep(StandaloneClient(Address(host="localhost", port=port, tls=True, tls_ca=ca)))
+        client = keep(Transport(Address(host="localhost", port=port, tls=True, tls_ca=ca)))
         assert (await failure(client.call("ECHO", "x", timeout=30))).kind == "auth"
 
 
 async def test_a_missing_ca_file_is_named(keep: Keeper) -> None:
-    client = keep(StandaloneClient(Address(port=1, tls=True, tls_ca="/no/such/ca.pem")))
+    client = keep(Transport(Address(port=1, tls=True, tls_ca="/no/such/ca.pem")))
     error = await failure(client.call("PING", timeout=30))
     assert "/no/such/ca.pem" in error.message
     assert not error.retryable
@@ -126,7 +126,7 @@ async def test_a_client_certificate_opens_the_door(
             "FF_TLS_CERT": str(certificates / "client.pem"),
             "FF_TLS_KEY": str(certificates / "client.key"),
         }
-        client = keep(StandaloneClient(from_url(f"valkeys://127.0.0.1:{port}", environ)))
+        client = keep(Transport(from_url(f"valkeys://127.0.0.1:{port}", environ)))
         assert await client.call("ECHO", "known") == b"known"
 
 
@@ -135,7 +135,7 @@ async def test_without_a_client_certificate_the_missing_setting_is_named(
 ) -> None:
     async with scripted_peer(answer, tls=asking_side) as port:
         address = Address(port=port, tls=True, tls_ca=str(certificates / "ca.pem"))
-        error = await failure(keep(StandaloneClient(address)).call("ECHO", "x", timeout=0.3))
+        error = await failure(keep(Transport(address)).call("ECHO", "x", timeout=0.3))
         assert "FF_TLS_CERT" in error.message
 
 
@@ -151,7 +151,7 @@ async def test_a_certificate_that_cannot_be_used_is_named(
         "tls_cert": str(certificates / cert),
         "tls_key": str(certificates / key),
     }
-    client = keep(StandaloneClient(Address(port=1, tls=True, tls_ca=ca, **files)))
+    client = keep(Transport(Address(port=1, tls=True, tls_ca=ca, **files)))
     error = await failure(client.call("PING", timeout=30))
     assert cert in error.message
     assert "FF_TLS_CERT" in error.message

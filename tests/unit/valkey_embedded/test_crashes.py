@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.valkey.binary import locate_binary
-from flowfabric.valkey.embedded import EmbeddedServer
+from flowfabric.valkey.embedded import EmbeddedServer, locate_binary
 from tests.unit.valkey_embedded.support import (
     User,
     command,

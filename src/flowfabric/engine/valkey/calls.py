@@ -24,7 +24,7 @@ from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.library import ensure_library
-from flowfabric.valkey.reads import READ_FUNCTIONS
+from flowfabric.valkey.link import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
 log = logging.getLogger(__name__)

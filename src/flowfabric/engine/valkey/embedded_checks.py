@@ -9,8 +9,8 @@ from pathlib import Path
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.engine.api.meta import Finding, Grade
-from flowfabric.valkey.binary import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.connect import MINIMUM_VERSION
+from flowfabric.valkey.embedded import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.embedded_folder import SECRET_FILE, check_owner, explained
 
 _PATIENCE_S = 10
