@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -35,48 +36,34 @@ class TaskOwner(Protocol):
     keeper: LeaseKeeper
     complete_on_exit: bool
 
-    def release(self, held: HeldLease) -> None:
-        """Take back the permit of a task that ended."""
-        ...
+    def release(self, held: HeldLease) -> None: ...
 
-    def forgotten(self, held: HeldLease) -> None:
-        """Take back the permit and the lease of a task without references; from any thread."""
-        ...
+    def forgotten(self, held: HeldLease) -> None: ...
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class HeldAttempt:
     """A claimed attempt and its lease. At most one lease-releasing call succeeds."""
 
-    __slots__ = (
-        "__weakref__",
-        "_landing",
-        "_late_loss",
-        "_owner",
-        "_writer",
-        "claim",
-        "finished_by",
-        "held",
-        "lease_lost",
-        "on_lease_lost",
-        "resume_cause",
-    )
+    _owner: TaskOwner
+    claim: Claim
+    since: InitVar[float]
+    finished_by: str | None = None
+    lease_lost: errors.LeaseLost | None = None
+    """Why the lease is gone; None while it is held."""
+    on_lease_lost: Callable[[errors.LeaseLost], None] | None = None
+    """Called once when the lease is lost, from the keeper's thread."""
+    resume_cause: ResumeCause | None = None
+    """What ended the last suspension."""
+    held: HeldLease = field(init=False)
+    _landing: str | None = None
+    _late_loss: errors.LeaseLost | None = None
+    _writer: FrameWriter | None = None
 
-    def __init__(self, owner: TaskOwner, claim: Claim, since: float) -> None:
-        self._owner = owner
-        self.claim = claim
-        self.finished_by: str | None = None
-        self.lease_lost: errors.LeaseLost | None = None
-        """Why the lease is gone; None while it is held."""
-        self.on_lease_lost: Callable[[errors.LeaseLost], None] | None = None
-        """Called once when the lease is lost, from the keeper's thread."""
-        self.resume_cause: ResumeCause | None = claim.resume_cause
-        """What ended the last suspension."""
-        self._landing: str | None = None
-        self._late_loss: errors.LeaseLost | None = None
-        self._writer: FrameWriter | None = None
-        self.held: HeldLease = owner.keeper.hold(
-            claim.handle, self, since, claim.attempt_timeout_ms
-        )
+    def __post_init__(self, since: float) -> None:
+        claim = self.claim
+        self.resume_cause = claim.resume_cause
+        self.held = self._owner.keeper.hold(claim.handle, self, since, claim.attempt_timeout_ms)
 
     def __del__(self) -> None:
         if self.finished_by is None:
@@ -264,10 +251,8 @@ class HeldAttempt:
 
 def warn_dropped(execution_id: ExecutionId) -> None:
     """Log that a task went away without an end."""
-    log.warning(
-        "dropped without terminal operation — lease will expire",
-        extra={"action": "task_dropped", "execution_id": execution_id},
-    )
+    extra = {"action": "task_dropped", "execution_id": execution_id}
+    log.warning("dropped without terminal operation — lease will expire", extra=extra)
 
 
 _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "ended_cancelled"}

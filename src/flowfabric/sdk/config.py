@@ -11,10 +11,9 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import ConfigError, EngineError
 from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, validate_worker_id
 
-_MIN_LEASE_TTL_MS = 1_000
 _MAX_BATCH = 256
-_MIN_BLOCK_LIMIT_MS = 1_000
 _LEASES_BLOCKED = 3
+_LEAST = {"lease_ttl_ms": 1_000, "claim_poll_interval_ms": 1, "block_limit_ms": 1_000}
 
 
 def default_worker_id() -> str:
@@ -26,13 +25,13 @@ def _default_instance_id() -> str:
     return f"{default_worker_id()}-{os.getpid()}-{new_uuid()[:8]}"
 
 
-_CHECKS: tuple[tuple[str, Callable[[Any], object]], ...] = (
-    ("worker_id", validate_worker_id),
-    ("worker_instance_id", validate_worker_id),
-    ("namespace", validate_namespace),
-    ("lanes", validate_lanes),
-    ("capabilities", lambda given: caps.normalise(given, "worker")),
-)
+_CHECKS: dict[str, Callable[[Any], object]] = {
+    "worker_id": validate_worker_id,
+    "worker_instance_id": validate_worker_id,
+    "namespace": validate_namespace,
+    "lanes": validate_lanes,
+    "capabilities": lambda given: caps.normalise(given, "worker"),
+}
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,15 +65,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether this process may also run the deployment's scanners; one process at a time does."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.lease_ttl_ms, bool) or self.lease_ttl_ms < _MIN_LEASE_TTL_MS:
-            raise ConfigError("worker", f"must be at least {_MIN_LEASE_TTL_MS}", "lease_ttl_ms")
+        for field, least in _LEAST.items():
+            value = getattr(self, field)
+            if value is not None and (isinstance(value, bool) or value < least):
+                raise ConfigError("worker", f"must be at least {least}", field)
         if not 1 <= self.batch <= _MAX_BATCH:
             raise ConfigError("worker", f"must be between 1 and {_MAX_BATCH}", "batch")
-        if self.claim_poll_interval_ms < 1:
-            raise ConfigError("worker", "must be at least 1", "claim_poll_interval_ms")
-        if self.block_limit_ms is not None and self.block_limit_ms < _MIN_BLOCK_LIMIT_MS:
-            raise ConfigError("worker", f"must be at least {_MIN_BLOCK_LIMIT_MS}", "block_limit_ms")
-        for field, check in _CHECKS:
+        for field, check in _CHECKS.items():
             try:
                 # Store the checked value: the given one may be an iterator.
                 msgspec.structs.force_setattr(self, field, check(getattr(self, field)))

@@ -1,25 +1,31 @@
-"""How attempts end without a result: failed, timed out, released or lost."""
+"""How attempts end: with a result, failed, timed out, released or lost."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import msgspec
 
+from flowfabric.core import errors
 from flowfabric.core.contracts.executions import RetryScheduled
-from flowfabric.core.errors import EngineError, FlowFabricError, LeaseLost, ValidationError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.failures import HandlerFailure, describe
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, Parked
+from flowfabric.sdk.worker import Worker
 
 log = logging.getLogger(__name__)
 
-OnShutdown = Literal["release", "fail"]
+FailOrRelease = Literal["fail", "release"]
+Encoded = tuple[bytes, str]
+"""Result bytes and their encoding label."""
+Finished = tuple[ClaimedTask, Completion]
 
 _UNKNOWN_PAUSE_MS = 1_000
 _EXPIRE_TRIES = 50
@@ -49,24 +55,17 @@ class RunSummary(msgspec.Struct):
     """Attempts whose end was not accepted, or is not known to be."""
 
 
+@dataclass(slots=True)
 class Endings:
     """Ends attempts that have no result, and counts how all of them ended."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        scanners: ScannerThread | None,
-        *,
-        on_unknown_kind: Literal["fail", "release"],
-        leaving: Callable[[], bool],
-    ) -> None:
-        self.summary = RunSummary()
-        self.on_shutdown: OnShutdown = "release"
-        self._backend = backend
-        self._scanners = scanners
-        self._on_unknown = on_unknown_kind
-        self._leaving = leaving
-        """Whether the worker itself cancels its handlers."""
+    backend: Backend
+    scanners: ScannerThread | None
+    on_unknown_kind: FailOrRelease
+    leaving: Callable[[], bool]
+    """Whether the worker itself cancels its handlers."""
+    on_shutdown: FailOrRelease = "release"
+    summary: RunSummary = field(default_factory=RunSummary)
 
     def count(self, finished_by: str) -> None:
         """Count a task that its handler ended."""
@@ -77,21 +76,17 @@ class Endings:
     async def unknown(self, task: ClaimedTask) -> None:
         """Fail an attempt whose kind has no handler, or leave it to another worker."""
         reason = f"no handler is registered for kind {task.execution_kind!r}"
-        if self._on_unknown == "fail":
+        if self.on_unknown_kind == "fail":
             await self.fail(task, HandlerFailure(reason, "runtime_no_handler"))
-            return
-        try:
+        else:
             # After a pause, or this worker would claim it again at once.
-            delay_until = await self._backend.meta.server_time_ms() + _UNKNOWN_PAUSE_MS
-        except EngineError as error:
-            self.abandon(task, error)
-            return
-        await self._release(task, delay_until, reason)
+            await self._release(task, reason, _UNKNOWN_PAUSE_MS)
 
-    async def _release(self, task: ClaimedTask, delay_until: int, reason: str) -> None:
+    async def _release(self, task: ClaimedTask, reason: str, pause_ms: int = 0) -> None:
         try:
-            await task.delay_execution(delay_until)
-        except FlowFabricError as error:
+            now = await self.backend.meta.server_time_ms() if pause_ms else 1
+            await task.delay_execution(now + pause_ms)
+        except errors.FlowFabricError as error:
             self.abandon(task, error)
             return
         self.summary.released += 1
@@ -112,7 +107,7 @@ class Endings:
         await self._settle_cancellation()
         try:
             outcome = await task.fail(failure.report, failure.category)
-        except FlowFabricError as problem:
+        except errors.FlowFabricError as problem:
             self.abandon(task, problem)
             return
         if isinstance(outcome, RetryScheduled):
@@ -121,19 +116,19 @@ class Endings:
         else:
             self.summary.failed += 1
 
-    def _hint(self, task: ClaimedTask, due_ms: int) -> None:
+    def _hint(self, task: ClaimedTask, due_ms: int | None) -> None:
         """Have the retry promoted at its exact time."""
-        if self._scanners is not None:
-            self._scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
+        if self.scanners is not None and due_ms is not None:
+            self.scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
 
     async def _settle_cancellation(self) -> None:
         """Keep a handler that cancelled its own task from cancelling the report of its failure."""
         current = asyncio.current_task()
-        if current is not None and current.cancelling() and not self._leaving():
+        if current is not None and current.cancelling() and not self.leaving():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
 
-    async def refuse(self, task: ClaimedTask, error: ValidationError) -> None:
+    async def refuse(self, task: ClaimedTask, error: errors.ValidationError) -> None:
         """Fail an attempt whose result is too large; a retry would return the same."""
         await self.fail(task, HandlerFailure(f"the result was refused: {error}", "permanent"))
 
@@ -143,29 +138,25 @@ class Endings:
             return
         try:
             answer = await self._expire(task)
-        except EngineError as error:
+        except errors.EngineError as error:
             # The attempt timeout scanner ends it.
             self.abandon(task, error)
             return
         if answer == "retry_scheduled":
             self.summary.retried += 1
-            await self._hint_retry(task)
+            # Without the hint, the retry only starts later.
+            with contextlib.suppress(errors.EngineError):
+                retried = await self.backend.reads.read_execution_info(task.execution_id)
+                self._hint(task, retried.delay_until)
         elif answer in ("expired", "failed"):
             self.summary.failed += 1
         else:
             self.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
         task.finish("attempt_timeout")
 
-    async def _hint_retry(self, task: ClaimedTask) -> None:
-        # Without the hint, the retry only starts later.
-        with contextlib.suppress(EngineError):
-            retried = await self._backend.reads.read_execution_info(task.execution_id)
-            if retried.delay_until is not None:
-                self._hint(task, retried.delay_until)
-
     async def _expire(self, task: ClaimedTask) -> str:
         """What became of the attempt; a scanner may have ended it first."""
-        backend, answer = self._backend, "not_yet_due"
+        backend, answer = self.backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
             (answer,) = await backend.upkeep.expire_execution(
                 task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
@@ -173,7 +164,7 @@ class Endings:
             if answer != "not_yet_due" or not task.may_hold_lease:
                 break
             (ours,) = await backend.leases.renew_many([task.handle])
-            if isinstance(ours, EngineError) and ours.code in TERMINAL_CODES:
+            if isinstance(ours, errors.EngineError) and ours.code in TERMINAL_CODES:
                 return "retry_scheduled"
             await asyncio.sleep(_EXPIRE_PAUSE_S)
         if answer == "already_terminal":
@@ -184,10 +175,10 @@ class Endings:
     async def hand_over(self, task: ClaimedTask) -> None:
         """Release an attempt because the worker stops, or fail it if the run asks for that."""
         if self.on_shutdown == "fail":
-            reason = HandlerFailure("the worker is shutting down", "worker_shutdown")
-            await self.fail(task, reason)
+            shutdown = HandlerFailure("the worker is shutting down", "worker_shutdown")
+            await self.fail(task, shutdown)
         else:
-            await self._release(task, 1, "the worker is stopping")
+            await self._release(task, "the worker is stopping")
 
     def abandon(self, task: ClaimedTask, error: BaseException) -> None:
         """Give up a task whose end the engine did not accept, or may not have."""
@@ -196,14 +187,113 @@ class Endings:
             self.summary.released += 1
             task.finish("released")
             return
+        level, text = logging.ERROR, f"ended, but the engine did not accept it: {error}"
         if _was_cancelled(error):
-            text = "stopped: the execution was cancelled"
-            log_task(logging.DEBUG, "task_abandoned", task, text)
-        else:
-            text = f"ended, but the engine did not accept it: {error}"
-            log_task(logging.ERROR, "task_abandoned", task, text)
+            level, text = logging.DEBUG, "stopped: the execution was cancelled"
+        log_task(level, "task_abandoned", task, text)
         self.summary.abandoned += 1
         task.finish("abandoned")
+
+
+class Results:
+    """Completes tasks in batches and starts what the same trip claims."""
+
+    def __init__(
+        self, worker: Worker, endings: Endings, start: Callable[[ClaimedTask], None]
+    ) -> None:
+        self._claims = worker.claims
+        self._batch = worker.config.batch
+        self._endings = endings
+        self._start = start
+        self._done: dict[tuple[str, str], list[Finished]] = {}
+        self._flush_planned = False
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
+        """Complete this task with the others of this loop tick.
+
+        Refuses here what is no result, so that it fails one handler and not the whole batch.
+        """
+        handle = task.claim.handle
+        if result is None or type(result) is bytes:
+            completion = Completion(handle, result)
+        else:
+            completion = Completion(handle, *_encoded(result))
+        place = handle.lane_id, handle.execution_id.tag
+        self._done.setdefault(place, []).append((task, completion))
+        if not self._flush_planned:
+            self._flush_planned = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    @property
+    def pending(self) -> bool:
+        """Whether results are not answered yet."""
+        return bool(self._done or self._calls)
+
+    async def drain(self) -> None:
+        """Wait until every result was answered or given up."""
+        while self.pending:
+            self._flush()
+            await asyncio.wait(list(self._calls))
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        done, self._done = self._done, {}
+        for (lane_id, tag), finished in done.items():
+            for first in range(0, len(finished), self._batch):
+                batch = finished[first : first + self._batch]
+                call = asyncio.create_task(self._send(lane_id, tag, batch))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+
+    async def _send(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
+        try:
+            await self._deliver(lane_id, tag, finished)
+        except BaseException as error:
+            # Only a bug or the end of the loop leads here; no permit may be lost even then.
+            for task, _ in finished:
+                if task.finished_by is None:
+                    self._endings.abandon(task, error)
+            raise
+
+    async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
+        items = [completion for _, completion in finished]
+        try:
+            # The same request is good while any of the leases may last.
+            outcomes, claimed_tasks = await self._claims.complete(
+                lane_id, tag, items, lambda: any(task.may_hold_lease for task, _ in finished)
+            )
+        except errors.TransportError as error:
+            for task, _ in finished:
+                self._endings.abandon(task, error)
+            return
+        except errors.EngineError as error:
+            log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
+            await asyncio.gather(*(self._alone(*one) for one in finished))
+            return
+        refused: list[tuple[ClaimedTask, errors.ValidationError]] = []
+        for (task, _), outcome in zip(finished, outcomes, strict=True):
+            if outcome is None:
+                self._endings.summary.completed += 1
+                task.finish("complete")
+            elif isinstance(outcome, errors.ValidationError):
+                refused.append((task, outcome))
+            else:
+                self._endings.abandon(task, outcome)
+        for task in claimed_tasks():
+            self._start(task)
+        for task, problem in refused:
+            await self._endings.refuse(task, problem)
+
+    async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
+        """Complete one task of a batch that was refused as a whole."""
+        try:
+            await task.complete(completion.result_payload, completion.result_encoding)
+            self._endings.summary.completed += 1
+        except errors.ValidationError as problem:
+            await self._endings.refuse(task, problem)
+        except errors.FlowFabricError as problem:
+            self._endings.abandon(task, problem)
 
 
 def log_task(
@@ -217,9 +307,9 @@ def log_task(
 
 
 def _was_cancelled(error: BaseException) -> bool:
-    if isinstance(error, LeaseLost):
+    if isinstance(error, errors.LeaseLost):
         return error.reason == CANCELLED
-    return isinstance(error, EngineError) and is_cancelled(error)
+    return isinstance(error, errors.EngineError) and is_cancelled(error)
 
 
 def _has_parked(error: BaseException) -> bool:
@@ -229,3 +319,21 @@ def _has_parked(error: BaseException) -> bool:
         inside = cast("BaseExceptionGroup[BaseException]", error).exceptions
         return any(_has_parked(one) for one in inside)
     return issubclass(type(error), Parked)
+
+
+def _encoded(result: object) -> Encoded:
+    """Result bytes with their label; anything else is the failure of its handler."""
+    match result:
+        case (bytes() as data, str() as label) if label.encode(errors="replace").decode() == label:
+            return data, label
+        case (bytes(), str()):
+            got = "a label that is not valid Unicode"
+        case tuple():
+            parts = cast("tuple[object, ...]", result)
+            got = f"({', '.join(type(part).__name__ for part in parts)})"
+        case _:
+            got = f"a {type(result).__name__}"
+    # A retry would return the same.
+    raise HandlerFailure(
+        f"a handler returns bytes, None, or (bytes, encoding label), not {got}", "permanent"
+    )

@@ -22,6 +22,11 @@ handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)
 
 _WARN_S = 3.0
 _FRAMES = 12
+_CLAIMS_NOTHING = "This worker claims nothing until the loop runs again."
+_ADVICE = (
+    "no other task of this worker can run. "
+    "Declare the task with `def`, or call blocking code with asyncio.to_thread()."
+)
 
 
 class LoopWatch:
@@ -48,26 +53,16 @@ class LoopWatch:
         now = time.monotonic()
         over = self._blocked_s >= self._limit_s
         due = [held for held in leases if not held.leaving and (over or now >= held.times_out_at)]
-        if not due and self._blocked_s < self._warn_s:
-            return []
-        blocker = self._blocker()
+        current = asyncio.current_task(self._loop)
+        blocker = None if current is None else _context_of(current).get(handled)
         stuck = [held for held in due if blocker is None or held is not blocker.held]
         if stuck:
-            self._tell(
-                logging.CRITICAL,
-                blocker,
-                f"releasing {len(stuck)} other executions. "
-                "This worker claims nothing until the loop runs again.",
-            )
+            consequence = f"releasing {len(stuck)} other executions. {_CLAIMS_NOTHING}"
+            self._tell(logging.CRITICAL, blocker, consequence)
         elif self._blocked_s < self._warn_s:
             return []
         elif not self._warned:
-            self._tell(
-                logging.WARNING,
-                blocker,
-                "no other task of this worker can run. "
-                "Declare the task with `def`, or call blocking code with asyncio.to_thread().",
-            )
+            self._tell(logging.WARNING, blocker, _ADVICE)
         self._warned = True
         return stuck
 
@@ -90,23 +85,15 @@ class LoopWatch:
     def _answer(self) -> None:
         self._answered = True
 
-    def _blocker(self) -> ClaimedTask | None:
-        current = asyncio.current_task(self._loop)
-        return None if current is None else _context_of(current).get(handled)
-
     def _tell(self, level: int, blocker: ClaimedTask | None, consequence: str) -> None:
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - it is documented
         stack = "".join(traceback.format_stack(frame, _FRAMES)).rstrip()
-        who, extra = "Code outside any task", {}
+        who, extra = "Code outside any task", {"action": "loop_blocked"}
         if blocker is not None:
             who = f"{blocker.execution_kind} {blocker.execution_id}"
-            extra = {"execution_id": blocker.execution_id}
-        _log(
-            level,
-            f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}",
-            stack=stack,
-            extra={"action": "loop_blocked", **extra},
-        )
+            extra["execution_id"] = blocker.execution_id
+        text = f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}"
+        _log(level, text, stack=stack, extra=extra)
 
 
 def _log(level: int, text: str, stack: str | None = None, **more: Any) -> None:

@@ -5,14 +5,13 @@ import logging
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from typing import Any
 
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, forget_on_fork
 from flowfabric.scheduler.loop import ClaimLoop
-from flowfabric.sdk.endings import Endings, OnShutdown, RunSummary, log_task
+from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, Results, RunSummary, log_task
 from flowfabric.sdk.loop_watch import LoopWatch, handled
-from flowfabric.sdk.results import Encoded, Results
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
 
@@ -31,9 +30,7 @@ class WorkerRuntime:
     >>> summary = await runtime.run()
     """
 
-    def __init__(
-        self, worker: Worker, *, on_unknown_kind: Literal["fail", "release"] = "fail"
-    ) -> None:
+    def __init__(self, worker: Worker, *, on_unknown_kind: FailOrRelease = "fail") -> None:
         self.worker = worker
         self._handlers: dict[str, Handler] = {}
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
@@ -43,19 +40,13 @@ class WorkerRuntime:
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._stopping = asyncio.Event()
         self._scanners = worker.new_scanners()
-        self._endings = Endings(
-            worker.backend, self._scanners, on_unknown_kind=on_unknown_kind, leaving=self._leaving
-        )
+        self._endings = Endings(worker.backend, self._scanners, on_unknown_kind, self._leaving)
         self.summary = self._endings.summary
         self._results = Results(worker, self._endings, self._start)
-        config = worker.config
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
-        looks = 2 if config.scanners else 1
+        listen_s = worker.claims.poll_s * (2 if worker.config.scanners else 1)
         self._claiming = ClaimLoop(
-            worker.claims,
-            self._start,
-            batch=config.batch,
-            listen_s=worker.claims.poll_s * looks,
+            worker.claims, self._start, batch=worker.config.batch, listen_s=listen_s
         )
         forget_on_fork(self)
 
@@ -80,7 +71,7 @@ class WorkerRuntime:
     # --- the loop -----------------------------------------------------------------------
 
     async def run(
-        self, *, grace_s: float = 30.0, on_shutdown: OnShutdown = "release"
+        self, *, grace_s: float = 30.0, on_shutdown: FailOrRelease = "release"
     ) -> RunSummary:
         """Serve until `stop()`; then wait up to `grace_s` and give back what still runs.
 

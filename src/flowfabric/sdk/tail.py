@@ -61,48 +61,38 @@ class Tail:
         return self
 
     async def __anext__(self) -> StreamedFrame:
-        follower = self._follower or await self._begin()
         while not self._over:
+            follower = self._follower or await self._begin()
             try:
                 return await (anext(follower) if self._exists else self._first(follower))
             except StopAsyncIteration:
-                self._over = self._over or not await self._goes_on()
-            if not self._over:
-                follower = self._next_attempt()
+                self._over = self._over or not (self._follow_attempts and await self._look(ahead=1))
+                if not self._over:
+                    self._follow("0-0", ahead=1)
         raise StopAsyncIteration
 
     async def _begin(self) -> StreamFollower:
         self._source = await self._open()
+        await self._look()
+        return self._follow(self._after)
+
+    async def _look(self, ahead: int = 0) -> bool:
+        """Whether the attempt, or the one `ahead` of it, exists or may come."""
         info = await self._source.reads.read_execution_info(self._execution_id)
         if self.attempt is None:
             self.attempt = max(0, info.total_attempt_count - 1)
-        self._exists = self.attempt < info.total_attempt_count
-        return self._follow(self._after)
+        self._exists = self.attempt + ahead < info.total_attempt_count
+        return self._exists or info.completed_at is None
 
-    def _follow(self, after: str) -> StreamFollower:
-        assert self.attempt is not None
+    def _follow(self, after: str, ahead: int = 0) -> StreamFollower:
+        self.attempt = (self.attempt or 0) + ahead
         self._follower = self._source.streams.follow_stream(
             self._execution_id, self.attempt, after=after, visibility=self._visibility
         )
         return self._follower
 
-    def _next_attempt(self) -> StreamFollower:
-        assert self.attempt is not None
-        self.attempt += 1
-        return self._follow("0-0")
-
-    async def _goes_on(self) -> bool:
-        """After the end of one attempt's output: whether another attempt exists or may come."""
-        assert self.attempt is not None
-        if not self._follow_attempts:
-            return False
-        info = await self._source.reads.read_execution_info(self._execution_id)
-        self._exists = self.attempt + 1 < info.total_attempt_count
-        return self._exists or info.completed_at is None
-
     async def _first(self, follower: StreamFollower) -> StreamedFrame:
         """The first frame of an attempt that may never come: the execution may end before."""
-        assert self.attempt is not None
         while not self._exists:
             frame = asyncio.ensure_future(anext(follower))
             ended = asyncio.ensure_future(self._ended())
@@ -116,9 +106,7 @@ class Tail:
                 frame.cancel()
                 ended.cancel()
                 await asyncio.gather(frame, ended, return_exceptions=True)
-            info = await self._source.reads.read_execution_info(self._execution_id)
-            self._exists = self.attempt < info.total_attempt_count
-            if not self._exists and info.completed_at is not None:
+            if not await self._look():
                 self._over = True
                 raise StopAsyncIteration
         return await anext(follower)

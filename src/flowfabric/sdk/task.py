@@ -1,7 +1,6 @@
 """What a claimed task can do: end, wait, report progress and write output."""
 
 import logging
-from types import TracebackType
 from typing import Any, Self
 
 from flowfabric.core.conditions import Condition
@@ -86,11 +85,9 @@ class ClaimedTask(HeldAttempt):
             errors_finish=False,
         )
         if isinstance(outcome, suspension.AlreadySatisfiedSuspension):
+            suspension_id, closer = outcome.details.suspension_id, outcome.closer_signal_id
             self.resume_cause = leases.ResumeCause(
-                outcome.details.suspension_id,
-                "already_satisfied",
-                "resumed",
-                outcome.closer_signal_id,
+                suspension_id, "already_satisfied", "resumed", closer
             )
         return outcome
 
@@ -237,12 +234,7 @@ class ClaimedTask(HeldAttempt):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _type: object, exc: BaseException | None, _frames: object) -> None:
         if self.finished_by is not None:
             return
         if isinstance(exc, Exception) and not isinstance(exc, LeaseLost):
@@ -261,11 +253,7 @@ class ClaimedTask(HeldAttempt):
         try:
             await self.fail(failure.reason, failure.category)
         except FlowFabricError as problem:
-            log.warning(
-                "failure of %s was not stored: %s",
-                self.execution_id,
-                problem,
-                extra={"action": "task_abandoned", "execution_id": self.execution_id},
-            )
+            extra = {"action": "task_abandoned", "execution_id": self.execution_id}
+            log.warning("failure of %s was not stored: %s", self.execution_id, problem, extra=extra)
         finally:
             self.finish("abandoned")

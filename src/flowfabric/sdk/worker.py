@@ -108,15 +108,9 @@ class Worker(ClosedOnce):
             await worker.aclose()
             raise
         worker._heartbeat = asyncio.create_task(worker._beat())
-        log.info(
-            "worker connected",
-            extra={
-                "action": "worker_connected",
-                "worker_id": config.worker_id,
-                "instance_id": config.worker_instance_id,
-                "lanes": list(config.lanes),
-            },
-        )
+        extra: dict[str, object] = {"action": "worker_connected", "lanes": list(config.lanes)}
+        extra |= {"worker_id": config.worker_id, "instance_id": config.worker_instance_id}
+        log.info("worker connected", extra=extra)
         return worker
 
     async def _register(self, *, only_if_absent: bool) -> None:
@@ -199,13 +193,11 @@ class Worker(ClosedOnce):
         return await self.claims.claim_many(self.free if max_n is None else max_n)
 
     async def claim(self) -> ClaimedTask | None:
-        """Claim one task, or None when there is no work or no permit."""
+        """Claim one task of the configured lanes, in turn; None without work or permits."""
         tasks = await self.claim_many(1)
         return tasks[0] if tasks else None
 
-    async def claim_next(self) -> ClaimedTask | None:
-        """The next task of the configured lanes, in turn."""
-        return await self.claim()
+    claim_next = claim
 
     async def claim_from_grant(self, lane_id: str, grant: leases.ClaimGrant) -> ClaimedTask:
         """Turn a scheduler's grant into a task; a paused attempt resumes."""
