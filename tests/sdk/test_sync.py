@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, assert_type
 from uuid import uuid4
 
 import pytest
@@ -21,6 +21,7 @@ import flowfabric as ff
 from flowfabric.app.context import OutputStream, SyncOutputStream
 from flowfabric.core.contracts.executions import Created
 from flowfabric.sdk.client import Client
+from flowfabric.sdk.event_feed import SyncEventFeed
 from flowfabric.sdk.loop_thread import Portal
 from flowfabric.sdk.sync import SyncClient
 from tests.support.engine import Engine
@@ -66,6 +67,12 @@ def test_a_twin_has_every_operation_with_the_same_parameters(sync: type, other: 
         assert not inspect.iscoroutinefunction(ours[name])
         assert inspect.getdoc(ours[name])
         assert ours[name].__qualname__.endswith(f".{name}")
+
+
+def returns_of_a_twin(run: ff.SyncRun[str], client: SyncClient) -> None:
+    """Checked by the type checker alone."""
+    assert_type(run.result(), str)
+    assert_type(client.subscribe_completion(), SyncEventFeed[ff.CompletionEvent])
 
 
 async def test_everything_works(client: SyncClient, engine: Engine) -> None:

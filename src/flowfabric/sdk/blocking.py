@@ -3,14 +3,13 @@
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
+C = TypeVar("C")
 C_co = TypeVar("C_co", covariant=True)
 
 
@@ -22,12 +21,23 @@ class Caller(Protocol):
         ...
 
 
+_Twin = Callable[[Any, Caller], Any]
+
+
 class SyncTwin(Generic[C_co]):
     """The blocking form of an async object. Its operations are `blocking(Async.operation)`."""
 
     __slots__ = ("_caller", "_target")
 
     _target: C_co
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Tracebacks and help() name the method of the twin.
+        for name, method in vars(cls).items():
+            if hasattr(method, "__wrapped__"):
+                method.__module__, method.__name__ = cls.__module__, name
+                method.__qualname__ = f"{cls.__qualname__}.{name}"
 
     def __init__(self, target: C_co, caller: Caller) -> None:
         self._target = target
@@ -38,11 +48,7 @@ class SyncTwin(Generic[C_co]):
         return self._caller.call(lambda: use(self._target))
 
     def _perform(
-        self,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        twin: Callable[[Any, Caller], Any] | None,
+        self, twin: _Twin | None, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         async def run(target: Any) -> Any:
             result = method(target, *args, **kwargs)
@@ -56,57 +62,33 @@ class SyncTwin(Generic[C_co]):
         return result
 
 
-class Blocking(Generic[C, P, R]):
-    """A method of a sync twin. `blocking` makes it."""
-
-    def __init__(self, function: Callable[..., R]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        function = self._function
-        function.__module__, function.__name__ = owner.__module__, name
-        function.__qualname__ = f"{owner.__qualname__}.{name}"
-
-    @overload
-    def __get__(self, twin: None, owner: type) -> Callable[Concatenate[Any, P], R]: ...
-
-    @overload
-    def __get__(self, twin: SyncTwin[C], owner: type) -> Callable[P, R]: ...
-
-    def __get__(self, twin: SyncTwin[C] | None, owner: type) -> Callable[..., R]:
-        return self._function if twin is None else MethodType(self._function, twin)
+Method = Callable[Concatenate[C, P], R]
+TwinMethod = Callable[Concatenate[SyncTwin[C], P], R]
 
 
 @overload
-def blocking(method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]]) -> Blocking[C, P, R]: ...
+def blocking(method: Method[C, P, Coroutine[Any, Any, R]]) -> TwinMethod[C, P, R]: ...
+
+
+@overload
+def blocking(method: Method[C, P, AsyncIterator[R]]) -> TwinMethod[C, P, Iterator[R]]: ...
 
 
 @overload
 def blocking(
-    method: Callable[Concatenate[C, P], AsyncIterator[R]],
-) -> Blocking[C, P, Iterator[R]]: ...
+    method: Method[C, P, Coroutine[Any, Any, R]], twin: Callable[[R, Caller], S]
+) -> TwinMethod[C, P, S]: ...
 
 
 @overload
-def blocking(
-    method: Callable[Concatenate[C, P], Coroutine[Any, Any, R]], twin: Callable[[R, Caller], S]
-) -> Blocking[C, P, S]: ...
+def blocking(method: Method[C, P, R], twin: Callable[[R, Caller], S]) -> TwinMethod[C, P, S]: ...
 
 
 @overload
-def blocking(
-    method: Callable[Concatenate[C, P], R], twin: Callable[[R, Caller], S]
-) -> Blocking[C, P, S]: ...
+def blocking(method: Method[C, P, R]) -> TwinMethod[C, P, R]: ...
 
 
-@overload
-def blocking(method: Callable[Concatenate[C, P], R]) -> Blocking[C, P, R]: ...
-
-
-def blocking(
-    method: Callable[..., Any], twin: Callable[[Any, Caller], Any] | None = None
-) -> Blocking[Any, ..., Any]:
+def blocking(method: Callable[..., Any], twin: _Twin | None = None) -> Callable[..., Any]:
     """The blocking form of a method: waits for a coroutine, iterates over an async iterator.
 
     `twin` is the class that wraps the result, when that is an async object too.
@@ -118,9 +100,9 @@ def blocking(
 
     @functools.wraps(method)
     def call(self: SyncTwin[Any], /, *args: Any, **kwargs: Any) -> Any:
-        return self._perform(method, args, kwargs, twin)  # pyright: ignore[reportPrivateUsage] - one mechanism
+        return self._perform(twin, method, *args, **kwargs)  # pyright: ignore[reportPrivateUsage] - one mechanism
 
-    return Blocking(call)
+    return call
 
 
 def iterate(source: AsyncIterator[T], caller: Caller) -> Iterator[T]:
