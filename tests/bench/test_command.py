@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from flowfabric.bench.arena import arena
 from flowfabric.bench.command import Scenario, register
 from flowfabric.bench.report import Options, Progress, as_table, median_run, percentile, rounded
-from flowfabric.bench.workers import Plan, worker_process
+from flowfabric.bench.workers import worker_process
 from flowfabric.core.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ def test_rounding_keeps_small_and_large_values_readable():
 
 async def test_a_worker_process_ends_with_its_block():
     async with arena(Options(n=1), Progress()) as at:
-        async with worker_process(Plan(url=at.url)) as worker:
+        async with worker_process(at.url) as worker:
             running = worker.process.returncode
         assert running is None
         assert worker.process.returncode == 0
@@ -94,5 +94,5 @@ async def test_a_worker_process_ends_with_its_block():
 
 async def test_a_worker_process_that_cannot_start_tells_why():
     with pytest.raises(ConfigError, match=r"a worker process ended: .*invalid value for url"):
-        async with worker_process(Plan(url="gopher://nowhere")):
+        async with worker_process("gopher://nowhere"):
             pass

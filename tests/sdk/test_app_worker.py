@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import flowfabric as ff
-from flowfabric.app.interrupt import HandlerThreads, Interrupted
+from flowfabric.app.stopping import HandlerThreads, Interrupted
 from tests.support.engine import Engine
 from tests.support.sdk import info, until
 from tests.support.server import TestServer

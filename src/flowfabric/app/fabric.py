@@ -42,7 +42,6 @@ class Fabric(AsyncClosing):
         self.namespace = validate_namespace(namespace)
         self.tasks: dict[str, TaskFunction[..., Any, ..., Any]] = {}
         self.location = ServerLocation(url)
-        self._client: Client | None = None
         self._opening: asyncio.Task[Client] | None = None
 
     def __repr__(self) -> str:
@@ -76,22 +75,17 @@ class Fabric(AsyncClosing):
         opening = self._opening
         # A client belongs to the loop that it was made in.
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
-            self._client = None
             opening = self._opening = asyncio.create_task(self._open())
-        if self._client is not None:
-            return self._client
         try:
-            client = await asyncio.shield(opening)
+            return await asyncio.shield(opening)
         except BaseException as error:
             # The next caller tries to connect again.
             if opening.done() and self._opening is opening:
                 self._opening = None
-            if opening.cancelled() and not _asked_to_stop():
+            caller = asyncio.current_task()
+            if opening.cancelled() and not (caller and caller.cancelling()):
                 raise TransportError("transport", "the application was closed") from error
             raise
-        if self._opening is opening:
-            self._client = client
-        return client
 
     async def _open(self) -> Client:
         return Client(await self.location.open(), self.namespace)
@@ -113,8 +107,7 @@ class Fabric(AsyncClosing):
         client = await self.client()
         [execution_id] = client.mint(task.lane, 1)
         new = task.new_execution(execution_id, payload)
-        outcome = await client.backend.executions.create_execution(new)
-        return self._outcome(task, outcome)
+        return self._run(task, await client.backend.executions.create_execution(new))
 
     @overload
     async def submit_many(self, task: Task[..., R], calls: Calls) -> list[Run[R]]: ...
@@ -151,9 +144,9 @@ class Fabric(AsyncClosing):
             if len(new) <= BATCH and not getattr(error, "ambiguous", False):
                 # One round trip, which the engine refused.
                 raise
-            unsure = {n: self._run(task, e.execution_id) for n, e in enumerate(new)}
+            unsure = {n: self.get_run(e.execution_id, task) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
-        return created(outcomes, lambda outcome: self._outcome(task, outcome))
+        return created(outcomes, lambda outcome: self._run(task, outcome))
 
     def _task(self, task: object) -> Task[..., Any]:
         if isinstance(task, Task):
@@ -163,14 +156,9 @@ class Fabric(AsyncClosing):
         problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
         raise invalid_input("task", problem)
 
-    def _outcome(self, task: Task[..., Any], outcome: CreateOutcome) -> Run[Any]:
-        duplicate = not isinstance(outcome, Created)
-        return self._run(task, outcome.execution_id, duplicate=duplicate)
-
-    def _run(
-        self, task: Task[..., Any], execution_id: ExecutionId, *, duplicate: bool = False
-    ) -> Run[Any]:
-        return Run(self.client, execution_id, task.returns, kind=task.name, duplicate=duplicate)
+    def _run(self, task: Task[..., Any], outcome: CreateOutcome) -> Run[Any]:
+        known = not isinstance(outcome, Created)
+        return Run(self.client, outcome.execution_id, task.returns, task.name, duplicate=known)
 
     @overload
     def get_run(self, execution_id: str, task: Task[..., R]) -> Run[R]: ...
@@ -187,7 +175,7 @@ class Fabric(AsyncClosing):
         >>> print(await run.result(timeout="5s"))
         """
         known = self._task("" if task is None else task)
-        return self._run(known, ExecutionId.parse(execution_id))
+        return Run(self.client, ExecutionId.parse(execution_id), known.returns, known.name)
 
     def worker(
         self,
@@ -227,7 +215,7 @@ class Fabric(AsyncClosing):
     def twin(self) -> Self:
         """The same application with connections of its own, for another event loop."""
         twin = copy.copy(self)
-        twin._client = twin._opening = None  # noqa: SLF001
+        twin._opening = None  # noqa: SLF001
         return twin
 
     async def aclose(self) -> None:
@@ -237,7 +225,7 @@ class Fabric(AsyncClosing):
 
     async def disconnect(self) -> None:
         """Close connections; the next use opens new ones. The embedded server keeps running."""
-        opening, self._client, self._opening = self._opening, None, None
+        opening, self._opening = self._opening, None
         if opening is None or opening.get_loop() is not asyncio.get_running_loop():
             return
         opening.cancel()
@@ -314,9 +302,3 @@ class SyncFabric(SyncTwin[Fabric], Closing):
         """Close connections and stop the private thread. The application stays usable."""
         # Not `aclose`: the embedded server belongs to the application.
         self._portal.close(self._target.disconnect)
-
-
-def _asked_to_stop() -> bool:
-    """Whether the current task itself is being cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -1,7 +1,7 @@
 """Handles on submitted executions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Literal, NoReturn, TypeVar, Unpack, get_args
+from typing import Any, Generic, Literal, TypeVar, Unpack, get_args
 
 import msgspec
 
@@ -64,8 +64,8 @@ class Run(Generic[R_co]):
         connect: Callable[[], Awaitable[Client]],
         execution_id: ExecutionId,
         returns: Any = Any,
-        *,
         kind: str = "",
+        *,
         duplicate: bool = False,
     ) -> None:
         self._connect = connect
@@ -160,7 +160,7 @@ class Run(Generic[R_co]):
     def __repr__(self) -> str:
         return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> str:
         raise TypeError(
             "A run cannot be pickled. Send `str(run.id)`; `app.get_run(id)` makes a new handle."
         )
@@ -193,5 +193,5 @@ class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     def __repr__(self) -> str:
         return f"Sync{self._target!r}"
 
-    def __reduce__(self) -> NoReturn:
-        self._target.__reduce__()
+    def __reduce__(self) -> str:
+        return self._target.__reduce__()

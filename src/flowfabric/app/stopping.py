@@ -1,7 +1,9 @@
-"""SIGTERM and SIGINT in a worker process, and how to end one that cannot stop by itself."""
+"""How a worker process stops on SIGTERM and SIGINT, and how `def` handlers are interrupted."""
 
 import asyncio
 import contextlib
+import contextvars
+import ctypes
 import logging
 import os
 import signal
@@ -9,10 +11,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
+from queue import SimpleQueue
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from flowfabric.core.forks import forget_on_fork
+from flowfabric.core.forks import end_child, forget_on_fork, generation
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
+        self.reader, self._writer = socket.socketpair()
         self._writer.settimeout(0)
         self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -65,16 +68,12 @@ class _Signals:
             signal.set_wakeup_fd(-1)
             self._restore()
 
-    def wait_at_most(self, seconds: float) -> None:
-        """Make `arrivals` yield 0 after so long without a signal."""
-        self._reader.settimeout(seconds)
-
     def arrivals(self) -> Generator[int]:
-        """Each signal once, until removed."""
-        with self._reader, self._next or contextlib.nullcontext():
+        """Each signal once, until removed; 0 after each timeout of the reader."""
+        with self.reader, self._next or contextlib.nullcontext():
             while True:
                 try:
-                    data = self._reader.recv(1)
+                    data = self.reader.recv(1)
                 except TimeoutError:
                     yield 0
                     continue
@@ -144,7 +143,7 @@ def on_signals(
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(stop)
                 if grace_s is not None:
-                    signals.wait_at_most(grace_s + _MARGIN_S)
+                    signals.reader.settimeout(grace_s + _MARGIN_S)
             elif number:
                 # What still runs may never end, and may block the event loop.
                 os._exit(128 + number)
@@ -166,18 +165,18 @@ def on_signals(
 @contextlib.contextmanager
 def ends_within(seconds: float, code: int, report: Callable[[], None]) -> Generator[None]:
     """Call `report` and end the process if the block takes longer."""
-    done = threading.Event()
 
-    def watch() -> None:
-        if not done.wait(seconds):
-            report()
-            end_process(code)
+    def give_up() -> None:
+        report()
+        end_process(code)
 
-    threading.Thread(target=watch, name="ff-closing", daemon=True).start()
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     finally:
-        done.set()
+        timer.cancel()
 
 
 def end_process(code: int) -> NoReturn:
@@ -195,3 +194,135 @@ def _flush() -> None:
         # The reader has gone, or the stream is closed.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+class Interrupted(BaseException):
+    """Raised inside a `def` handler that must stop; `reason` says why.
+
+    Not an `Exception`, so that the handler's own `except Exception` does not catch it.
+    """
+
+    reason: BaseException | None = None
+
+    def __str__(self) -> str:
+        return str(self.reason or "the handler must stop")
+
+
+class ThreadCall:
+    """A call on a handler thread that another thread can interrupt.
+
+    Python raises the exception between two bytecodes: Python code stops at once, C code when it
+    returns.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """The result. Cancelling it does not stop the call: use `interrupt`."""
+        self._function = function
+        self._context = contextvars.copy_context()
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._reason: BaseException | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def interrupt(self, reason: BaseException) -> None:
+        """Stop the running call, or refuse to start it. Only the first reason counts."""
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+            if self._thread is not None:
+                # Python raises a class, not an instance, so the reason needs its own class.
+                _raise_in(self._thread, type("Interrupted", (Interrupted,), {"reason": reason}))
+
+    def run(self) -> None:
+        """On the handler thread: run the function and keep its result or error."""
+        started_in = generation()
+        try:
+            with self._lock:
+                if self._reason is None:
+                    self._thread = threading.get_ident()
+            if self._thread is None:
+                raise Interrupted  # noqa: TRY301
+            self._result = self._context.run(self._function)
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            self._error = error
+        if generation() != started_in:
+            end_child(self._error)
+        while self._thread is not None:
+            try:
+                with self._lock:
+                    # After this, no exception can reach the thread's next call.
+                    _raise_in(self._thread, None)
+                    self._thread = None
+            except Interrupted as error:
+                self._error = error
+
+    def deliver(self) -> None:
+        """On the handler thread: end the future."""
+        # The loop may be closed while the process exits.
+        with contextlib.suppress(RuntimeError):
+            self.future.get_loop().call_soon_threadsafe(self._settle)
+
+    def _settle(self) -> None:
+        if self.future.done():
+            return
+        error = self._error
+        if error is None:
+            self.future.set_result(self._result)
+            return
+        if isinstance(error, StopIteration):
+            # A future cannot carry it.
+            error = RuntimeError("the handler raised StopIteration")
+            error.__cause__ = self._error
+        self.future.set_exception(error)
+        # Mark it as retrieved: the caller may be gone.
+        self.future.exception()
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    what = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+class HandlerThreads:
+    """A thread for every running `def` handler, reused by the next.
+
+    The worker's permits limit how many run. They are daemon threads, so that a handler that cannot
+    be stopped does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[ThreadCall | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._count = 0
+
+    def start(self, function: Callable[[], Any]) -> ThreadCall:
+        """Run a function on a thread, in a copy of the caller's context."""
+        call = ThreadCall(function)
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._count += 1
+                name = f"ff-handler-{self._count}"
+                threading.Thread(target=self._main, name=name, daemon=True).start()
+        self._calls.put(call)
+        return call
+
+    def close(self) -> None:
+        """End idle threads now and busy ones after their call."""
+        with self._lock:
+            for _ in range(self._count):
+                self._calls.put(None)
+
+    def _main(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.run()
+            # Before delivering the result, so that the next call reuses this thread.
+            with self._lock:
+                self._idle += 1
+            call.deliver()
+            del call

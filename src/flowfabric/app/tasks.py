@@ -2,20 +2,9 @@
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Generic,
-    NoReturn,
-    ParamSpec,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    cast,
-    overload,
-)
+from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
@@ -32,7 +21,7 @@ from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.retry import Retry
 from flowfabric.core.tags import validate_creation_tags
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from flowfabric.app.fabric import Fabric
 
 P = ParamSpec("P")
@@ -160,7 +149,7 @@ class Task(Generic[P, R_co]):
     def __repr__(self) -> str:
         return f"Task({self.name!r}, lane={self.lane!r})"
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> str:
         raise TypeError(
             f"The task {self.name!r} cannot be pickled. Send its name instead; `submit` takes "
             "names too."
@@ -196,12 +185,9 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
 class TaskDecorator:
     """Registers functions as tasks: `@app.task` or `@app.task(lane="mail", retry=3)`."""
 
-    def __init__(
-        self, app: "Fabric", name: str | None = None, options: TaskOptions | None = None
-    ) -> None:
+    def __init__(self, app: "Fabric", name: str | None = None, **options: Any) -> None:
         self._app = app
         self._name = name
-        options = options or {}
         self._lane = validate_lane(options.get("lane", "default"))
         self._policy = _policy(options)
 
@@ -231,7 +217,7 @@ class TaskDecorator:
     def __call__(self, name: Any = None, **options: Any) -> Any:
         if name is None or isinstance(name, str):
             _refuse_unknown(options, TaskOptions)
-            return TaskDecorator(self._app, name, cast("TaskOptions", options))
+            return TaskDecorator(self._app, name, **options)
         task: TaskFunction[..., Any, ..., Any]
         task = TaskFunction(self._app, name, self._name, self._lane, self._policy)
         if task.name in self._app.tasks:
@@ -270,44 +256,40 @@ def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
             raise TypeError(f"There is no option {name!r}. The options are: {', '.join(known)}.")
 
 
-def _policy(options: TaskOptions) -> ExecutionPolicy | None:
-    """The execution policy of these options; None if all are defaults."""
-    policy: dict[str, Any] = {}
+def _policy(options: Mapping[str, Any]) -> ExecutionPolicy | None:
+    """The execution policy of the options of a task; None if all are defaults."""
+    policy: dict[str, dict[str, Any]] = {}
     retry = options.get("retry")
-    if retry is not None:
-        policy["retry_policy"] = msgspec.to_builtins(_retry(retry).policy())
-    timeouts = {
-        "attempt_timeout_ms": options.get("timeout"),
-        "execution_deadline_ms": options.get("deadline"),
-    }
-    set_timeouts = {name: to_ms(v, name) for name, v in timeouts.items() if v is not None}
-    if set_timeouts.get("execution_deadline_ms") == 0:
+    if isinstance(retry, int) and not isinstance(retry, bool):
+        retry = Retry(retry)
+    if isinstance(retry, Retry):
+        policy["retry_policy"] = msgspec.to_builtins(retry.policy())
+    elif retry is not None:
+        problem = f"must be a Retry or a number of retries, got {type(retry).__name__}"
+        raise ConfigError("task", problem, "retry")
+    for option, part, field in _DURATIONS:
+        if options.get(option) is not None:
+            policy.setdefault(part, {})[field] = to_ms(options[option], option)
+    if policy.get("timeout_policy", {}).get("execution_deadline_ms") == 0:
         raise ConfigError("task", "must be more than 0; None means no deadline", "deadline")
-    if set_timeouts:
-        policy["timeout_policy"] = set_timeouts
     tokens = normalise(options.get("capabilities", ()))
     if tokens:
         policy["routing_requirements"] = {"required_capabilities": tokens}
-    retention = options.get("retention")
-    if retention is not None:
-        policy["stream_policy"] = {"retention_ttl_ms": to_ms(retention, "retention")}
-    return parse_policy(policy) if policy else None
+    return parse_policy(policy)
 
 
-def _retry(given: object) -> Retry:
-    if isinstance(given, Retry):
-        return given
-    if isinstance(given, int) and not isinstance(given, bool):
-        return Retry(given)
-    problem = f"must be a Retry or a number of retries, got {type(given).__name__}"
-    raise ConfigError("task", problem, "retry")
+_DURATIONS = (
+    ("timeout", "timeout_policy", "attempt_timeout_ms"),
+    ("deadline", "timeout_policy", "execution_deadline_ms"),
+    ("retention", "stream_policy", "retention_ttl_ms"),
+)
 
 
-def _name_of(given: object, name: object) -> str:
+def _name_of(given: object, name: str | None) -> str:
     """The task's name; refuses what a worker could not run."""
     if not callable(given):
         raise ConfigError("task", f"{given!r} is not a function")
-    called = getattr(given, "__name__", None)
+    called: Any = getattr(given, "__name__", None)
     shown = name or called or repr(given)
     for matches, problem in _NOT_TASKS:
         if matches(given):
@@ -319,7 +301,7 @@ def _name_of(given: object, name: object) -> str:
     if name == "":
         problem = "must not be empty; leave it out to use the function's name"
         raise ConfigError("task", problem, "name")
-    return validate_text(cast("str", called if name is None else name), "name", required=True)
+    return validate_text(called if name is None else name, "name", required=True)
 
 
 def _is_object(given: object) -> bool:

@@ -9,8 +9,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
-from flowfabric.app.interrupt import HandlerThreads
-from flowfabric.app.stopping import on_signals
+from flowfabric.app.stopping import HandlerThreads, on_signals
 from flowfabric.app.tasks import TaskFunction
 from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
 from flowfabric.engine.valkey.connect import ServerLocation

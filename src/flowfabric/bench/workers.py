@@ -10,15 +10,18 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
-from typing import IO
+from typing import IO, Any, NamedTuple, Self
 
 import msgspec
 import uvloop
 
 from flowfabric.app.context import Context
 from flowfabric.app.fabric import Fabric
-from flowfabric.bench.arena import LANE
+from flowfabric.app.run import Run
+from flowfabric.bench.arena import LANE, Arena, poll
 from flowfabric.core.errors import ConfigError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
 
 _WAIT_S = 120.0
 _END_S = 20.0
@@ -64,18 +67,34 @@ class BenchApp(Fabric):
         self._reached = reached
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process runs."""
+class SignalTarget(NamedTuple):
+    """An open waitpoint and its token."""
+
+    execution_id: ExecutionId
+    waitpoint_id: str
+    token: str
+
+    @classmethod
+    async def of(cls, at: Arena, run: Run[int]) -> Self:
+        """The wait of a run of `ask`, as soon as it is suspended."""
+
+        async def suspended() -> bool:
+            return await run.state() is PublicState.SUSPENDED
+
+        await poll(suspended)
+        (waitpoint,) = (await at.backend.waitpoints.list_pending_waitpoints(run.id)).entries
+        token = await at.backend.signals.read_waitpoint_token(run.id, waitpoint.waitpoint_id)
+        assert token is not None
+        return cls(run.id, waitpoint.waitpoint_id, token.reveal())
+
+
+class Plan(NamedTuple):
+    """What a process runs: see `worker_process`."""
 
     url: str
-    workers: int = 1
-    concurrency: int = 1
-    batch: int = 64
-    lane: str = LANE
-    lease_ttl_s: float = 30.0
-    scanners: bool = True
-    goal: int = 0
-    """After this many calls of `noop` it prints `reached`."""
+    workers: int
+    goal: int
+    settings: dict[str, Any]
 
 
 def _print(event: str) -> None:
@@ -86,16 +105,7 @@ def _print(event: str) -> None:
 async def _run(plan: Plan) -> None:
     app = BenchApp(plan.url, started=lambda: _print("started"))
     app.expect(plan.goal, lambda: _print("reached"))
-    workers = [
-        app.worker(
-            concurrency=plan.concurrency,
-            batch=plan.batch,
-            lanes=[plan.lane],
-            lease_ttl=plan.lease_ttl_s,
-            scanners=plan.scanners,
-        )
-        for _ in range(plan.workers)
-    ]
+    workers = [app.worker(**plan.settings) for _ in range(plan.workers)]
     serving = [
         asyncio.create_task(worker.run(grace_s=0.0, signals=False, ready=lambda: _print("ready")))
         for worker in workers
@@ -136,11 +146,17 @@ class WorkerProcess:
 
 
 @contextlib.asynccontextmanager
-async def worker_process(plan: Plan) -> AsyncGenerator[WorkerProcess]:
-    """A process whose workers are all connected; it ends with the block."""
+async def worker_process(
+    url: str, *, workers: int = 1, goal: int = 0, **settings: Any
+) -> AsyncGenerator[WorkerProcess]:
+    """A process whose workers are all connected; it ends with the block.
+
+    `settings` are those of `Fabric.worker`. After `goal` calls of `noop` it prints `reached`.
+    """
+    plan = msgspec.json.encode(Plan(url, workers, goal, settings)).decode()
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "flowfabric.bench.workers", msgspec.json.encode(plan).decode()),
+            *(sys.executable, "-m", "flowfabric.bench.workers", plan),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
@@ -149,7 +165,7 @@ async def worker_process(plan: Plan) -> AsyncGenerator[WorkerProcess]:
         )
         worker = WorkerProcess(process, errors)
         try:
-            await worker.events("ready", plan.workers)
+            await worker.events("ready", workers)
             yield worker
         finally:
             if process.returncode is None and process.stdin is not None:

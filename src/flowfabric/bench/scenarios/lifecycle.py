@@ -5,7 +5,7 @@ import time
 
 from flowfabric.bench.arena import Arena, timed
 from flowfabric.bench.report import Figures
-from flowfabric.bench.workers import BenchApp, Plan, worker_process
+from flowfabric.bench.workers import BenchApp, worker_process
 
 _WARM_UP = 1024
 _CHUNK = 4096
@@ -106,8 +106,8 @@ async def _single_calls(at: Arena, callers: int) -> Figures:
     and each of them ends its execution and takes the next one.
     """
     n = at.options.n
-    plan = Plan(url=at.url, concurrency=callers, batch=1, goal=_WARM_UP + n)
-    async with BenchApp(at.url) as app, worker_process(plan) as worker:
+    process = worker_process(at.url, goal=_WARM_UP + n, concurrency=callers, batch=1)
+    async with BenchApp(at.url) as app, process as worker:
         at.progress.begin(f"lifecycle: callers: {callers}", _WARM_UP + n)
         await _submit(at, app, _WARM_UP)
         await at.until_done()

@@ -8,7 +8,7 @@ from statistics import median
 
 from flowfabric.bench.arena import LANE, Arena, arena, timed
 from flowfabric.bench.report import Figures, percentile, percentiles
-from flowfabric.bench.workers import BenchApp, Plan, worker_process
+from flowfabric.bench.workers import BenchApp, worker_process
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
 
@@ -134,8 +134,8 @@ async def _idle_workers(at: Arena, workers: int, lane: str) -> AsyncGenerator[No
     async with contextlib.AsyncExitStack() as stack:
         for index in range(processes):
             share = workers // processes + (index < workers % processes)
-            plan = Plan(url=at.url, workers=share, lane=lane)
-            await stack.enter_async_context(worker_process(plan))
+            process = worker_process(at.url, workers=share, concurrency=1, lanes=[lane])
+            await stack.enter_async_context(process)
         await asyncio.sleep(min(at.options.seconds, _SETTLE_S))
         yield
 

@@ -3,18 +3,13 @@
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
 
-import msgspec
-
-from flowfabric.bench.arena import LANE, Arena, timed
+from flowfabric.bench.arena import Arena, timed
 from flowfabric.bench.report import Figures
-from flowfabric.core.conditions import Single
-from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.suspension import Accepted, Suspended
+from flowfabric.bench.workers import BenchApp, SignalTarget, worker_process
+from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import ConfigError, EngineError
-from flowfabric.core.ids import ExecutionId, new_uuid
-from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.core.ids import new_uuid
 
 _TARGETS = 16
 _SENDERS = 64
@@ -23,42 +18,30 @@ _HEX = "0123456789abcdef"
 _REFUSALS = frozenset({"invalid_token", "token_expired", "invalid_waitpoint_for_execution"})
 
 
-class SignalTarget(msgspec.Struct, frozen=True):
-    """An open waitpoint and its token."""
-
-    execution_id: ExecutionId
-    waitpoint_id: str
-    token: str
-
-    def with_token(self, token: str) -> Self:
-        """The same waitpoint with another token."""
-        return msgspec.structs.replace(self, token=token)
-
-
 def _altered(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     token, at = target.token, rng.randrange(len(target.token))
     other = rng.choice([digit for digit in _HEX if digit != token[at]])
-    return target.with_token(f"{token[:at]}{other}{token[at + 1 :]}")
+    return target._replace(token=f"{token[:at]}{other}{token[at + 1 :]}")
 
 
 def _guessed(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     kid = target.token.partition(":")[0]
-    return target.with_token(f"{kid}:{rng.getrandbits(160):040x}")
+    return target._replace(token=f"{kid}:{rng.getrandbits(160):040x}")
 
 
 def _truncated(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
-    return target.with_token(target.token[: rng.randrange(1, len(target.token))])
+    return target._replace(token=target.token[: rng.randrange(1, len(target.token))])
 
 
 def _extended(rng: random.Random, target: SignalTarget, _: SignalTarget) -> SignalTarget:
     more = rng.choices(_HEX + ":\0 ", k=rng.randrange(1, 9))
-    return target.with_token(target.token + "".join(more))
+    return target._replace(token=target.token + "".join(more))
 
 
 FORGERS: Sequence[Callable[[random.Random, SignalTarget, SignalTarget], SignalTarget]] = (
     *(_guessed, _altered, _truncated, _extended),
     # The token of another waitpoint, the waitpoint of another execution, and no waitpoint.
-    lambda _, target, other: target.with_token(other.token),
+    lambda _, target, other: target._replace(token=other.token),
     lambda _, target, other: SignalTarget(target.execution_id, other.waitpoint_id, other.token),
     lambda _, target, __: SignalTarget(target.execution_id, new_uuid(), target.token),
 )
@@ -74,45 +57,27 @@ def forgeries(
 
 async def run(at: Arena) -> Figures:
     """Send `n` forged tokens to waitpoints that wait for any signal."""
-    targets = [await _target(at) for _ in range(_TARGETS)]
+    async with BenchApp(at.url) as app, worker_process(at.url, concurrency=_TARGETS):
+        runs = await app.submit_many(app.ask, [()] * _TARGETS)
+        targets = [await SignalTarget.of(at, run) for run in runs]
     forged = forgeries(random.Random(), targets, at.options.n)  # noqa: S311 - a test load
     at.progress.begin("tokens: forged", at.options.n)
-    senders = asyncio.gather(*(_send(at, forged) for _ in range(_SENDERS)))
-    seconds, counts = await timed(senders)
+    sending = (_send(at, forged) for _ in range(_SENDERS))
+    seconds, counts = await timed(asyncio.gather(*sending))
     # The real tokens still work, so the forged ones were refused for being forged.
     for target in targets:
-        outcome = await _signal(at, target)
+        outcome = await at.backend.signals.deliver_signal(*target, "go")
         if not (isinstance(outcome, Accepted) and outcome.resumed):
             raise ConfigError("bench", "a real token was refused, so the figures mean nothing")
     tried, accepted = map(sum, zip(*counts, strict=True))
     return {"tried": tried, "accepted": accepted, "per_s": tried / seconds}
 
 
-async def _signal(at: Arena, target: SignalTarget) -> object:
-    return await at.backend.signals.deliver_signal(
-        target.execution_id, target.waitpoint_id, target.token, "go"
-    )
-
-
-async def _target(at: Arena) -> SignalTarget:
-    """An execution that waits for any signal."""
-    backend, eid = at.backend, ExecutionId.solo(LANE, at.backend.counts)
-    await backend.executions.create_execution(
-        NewExecution(execution_id=eid, execution_kind="ask", lane_id=LANE)
-    )
-    request = ClaimRequest(LANE, "bench", f"bench-{new_uuid()}")
-    (claim,) = (await backend.claims.claim_many(request, at.tag, 1)).claims
-    outcome = await backend.suspensions.suspend(claim.handle, condition=Single("go"))
-    assert isinstance(outcome, Suspended)
-    details = outcome.details
-    return SignalTarget(eid, details.waitpoint_id, details.waitpoint_token.reveal())
-
-
 async def _send(at: Arena, forged: Iterator[SignalTarget]) -> tuple[int, int]:
     tried = accepted = 0
     for forgery in forged:
         try:
-            await _signal(at, forgery)
+            await at.backend.signals.deliver_signal(*forgery, "go")
             accepted += 1
         except EngineError as error:
             if error.code not in _REFUSALS:
