@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from flowfabric.cli.views.screen import Cell, drop_columns
+from flowfabric.cli.views.screen import Cell, Row, drop_columns
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from tests.support.command import COMMAND, Cli
@@ -225,15 +225,16 @@ async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
 
 def test_a_narrow_terminal_goes_without_what_matters_least() -> None:
     headers = ["ID", "KIND", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
-    row: list[Cell] = [("0123abcd", "bold"), "send_mail", "default", "waiting", "1m", "1", "host-1"]
+    cells: list[Cell] = [("0123abcd", "bold"), "send_mail", "default", "waiting", "1m", "1", "h-1"]
+    row: Row = dict(zip(headers, cells, strict=True))
     spare = ("ATTEMPTS", "AGE", "LANE", "WORKER")
 
     def shown(width: int) -> str:
-        return " ".join(drop_columns(headers, [row], spare, width)[0])
+        return " ".join(drop_columns([row], spare, width)[0])
 
     assert shown(100) == shown(60) == " ".join(headers)
     assert shown(59) == "ID KIND LANE STATE AGE WORKER"
     assert shown(45) == "ID KIND LANE STATE WORKER"
     assert shown(20) == "ID KIND STATE"
-    _, rows = drop_columns(headers, [row], spare, 59)
-    assert rows == [[*row[:5], row[6]]]
+    (fitted,) = drop_columns([row], spare, 59)
+    assert fitted == {name: cell for name, cell in row.items() if name != "ATTEMPTS"}

@@ -246,7 +246,7 @@ async def test_a_server_that_is_away_for_a_moment(tmp_path: Path) -> None:
             "error: execution_not_found: no execution has an id that starts with 'deadbeef'",
         ),
         (("ID", "--attempt", "3"), "error: attempt_not_found: "),
-        (("ID", "--from", "yesterday"), "error: usage: Invalid value for --from: Malformed"),
+        (("ID", "--from", "yesterday"), "error: usage: Invalid value for '--from': Malformed"),
         (("ID", "--attempt", "0"), "error: usage: "),
     ],
 )

@@ -1,7 +1,5 @@
 """How commands report errors, to people and as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Importing the application that `module:app` names."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

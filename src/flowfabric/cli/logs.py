@@ -1,7 +1,5 @@
 """Log records on standard error: readable lines, or one JSON object per line."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -11,14 +9,13 @@ import sys
 import threading
 from datetime import UTC, datetime
 from textwrap import indent
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
 
-LEVELS = ("debug", "info", "warning", "error")
-FORMATS = ("text", "json")
+Level = Literal["debug", "info", "warning", "error"]
 
 _MAX_WAITING = 10_000
 _FLUSH_S = 2.0
@@ -26,19 +23,19 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
 
-def set_up_logs(level: str | None, *, as_json: bool) -> bool:
+def set_up_logs(level: Level | None, *, as_json: bool) -> bool:
     """Log to standard error, by default as FF_LOG_LEVEL and FF_LOG_FORMAT say.
 
     Returns whether it logs JSON.
     """
-    level = level or _choice("FF_LOG_LEVEL", LEVELS, "info")
-    as_json = as_json or _choice("FF_LOG_FORMAT", FORMATS, "text") == "json"
+    minimum = level or _choice("FF_LOG_LEVEL", get_args(Level), "info")
+    as_json = as_json or _choice("FF_LOG_FORMAT", ("text", "json"), "text") == "json"
     handler = BackgroundHandler(sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     handler.setFormatter(JsonFormatter() if as_json else TextFormatter(colour=colour))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level.upper())
+    root.setLevel(minimum.upper())
     return as_json
 
 

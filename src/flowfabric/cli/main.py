@@ -1,13 +1,12 @@
 """The entry point: the table of commands, the global options, and exit codes."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
 from flowfabric.cli.errors import CliError, UsageError, report
-from flowfabric.cli.options import Target, with_shared_options
+from flowfabric.cli.options import Target, Url, parse_namespace, value
 from flowfabric.cli.streams import discard_output, prepare_streams
 from flowfabric.core.errors import FlowFabricError
 
@@ -25,13 +24,13 @@ COMMANDS = {
     "show": ("executions", "Show everything about one execution."),
     "tail": ("tail", "Print the output of an execution live, until it ends."),
     "waiting": ("waits", "List executions that wait for an answer."),
-    "approve": ("answers", "Answer a wait as an operator, without a token."),
-    "signal": ("answers", "Answer a wait with the token of its waitpoint."),
+    "approve": ("waits", "Answer a wait as an operator, without a token."),
+    "signal": ("waits", "Answer a wait with the token of its waitpoint."),
     "cancel": ("executions", "Cancel executions that have not finished."),
     "replay": ("executions", "Rerun a finished execution under the same id."),
     "summary": ("tail", "Print the summary document of an execution."),
     "revoke-lease": ("executions", "Take an execution from the worker that runs it."),
-    "close-waitpoint": ("answers", "Close a waitpoint, so that its token stops working."),
+    "close-waitpoint": ("waits", "Close a waitpoint, so that its token stops working."),
     "secrets": ("secrets", "List the keys that sign waitpoint tokens."),
     "rotate-secret": ("secrets", "Sign waitpoint tokens with a new secret."),
     "doctor": ("doctor", "Check the deployment and suggest fixes."),
@@ -77,10 +76,13 @@ class _Commands(TyperGroup):
 
 def load_command(name: str) -> Any:
     """Import a command of the table."""
+    from flowfabric.cli.session import with_shared_options  # noqa: PLC0415 - loads the engine
+
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
+    run = getattr(module, name.replace("-", "_"))
     single = typer.Typer(**_SETTINGS)
-    run = with_shared_options(getattr(module, name.replace("-", "_")))
-    single.command(name, cls=Command)(run)
+    command = with_shared_options(run) if iscoroutinefunction(run) else run
+    single.command(name, cls=Command)(command)
     return typer.main.get_command(single)
 
 
@@ -113,12 +115,9 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of option ca
 def options(
     context: typer.Context,
     *,
-    url: Annotated[
-        str | None,
-        typer.Option("--url", metavar="URL", help="The Valkey to use. Overrides FF_URL."),
-    ] = None,
+    url: Url = None,
     namespace: Annotated[
-        str | None, typer.Option("--namespace", metavar="NAME", help="The namespace to use.")
+        str | None, value("NAME", "The namespace to use.", parser=parse_namespace)
     ] = None,
     print_version: Annotated[  # noqa: ARG001 - its callback does the work
         bool,

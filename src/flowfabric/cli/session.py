@@ -1,30 +1,56 @@
-"""Connecting to the deployment, and finding the execution that a command names."""
-
-from __future__ import annotations
+"""Running commands: their shared options, the connection, and the execution that they name."""
 
 import asyncio
 import getpass
+import inspect
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
+import typer
+
+from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
-from flowfabric.cli.options import Target
+from flowfabric.cli.options import Deployment, Target
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
+from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.valkey.connect import ServerLocation, has_data, no_data
+from flowfabric.engine.valkey.connect import ServerLocation, data_folder, has_data, no_data
 
 CONNECT_S = 3.0
-"""Somebody is waiting for the answer, so commands give up sooner than workers."""
+"""Shorter than a worker's: a person waits for the answer."""
 
 _MIN_PREFIX = 4
 _UUID_LENGTH = 36
 _MAX_LISTED = 10
-T = TypeVar("T")
 _is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
+
+
+def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A command that runs a coroutine and has the options that make its `target`."""
+    target, *own = inspect.signature(run).parameters.values()
+
+    def start(
+        context: typer.Context,
+        *,
+        namespace: options.Namespace = None,
+        url: options.Url = None,
+        as_json: options.Json = False,
+        **given: Any,
+    ) -> None:
+        made = target.annotation.of(context, url, namespace, as_json=as_json)
+        asyncio.run(run(made, **given))
+
+    context, *shared, _ = inspect.signature(start).parameters.values()
+    if target.annotation is Deployment:
+        shared = [each for each in shared if each.name != "namespace"]
+    parameters = [context, *own, *shared]
+    start.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    start.__doc__ = run.__doc__
+    return start
 
 
 class NoDataYet(CliError):
@@ -35,9 +61,9 @@ class NoDataYet(CliError):
 
 
 @asynccontextmanager
-async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
-    """A backend on existing data. Raises `NoDataYet` rather than creating a folder."""
-    location = ServerLocation(url)
+async def open_backend(target: Target) -> AsyncGenerator[Backend]:
+    """A backend on existing data. Raises `NoDataYet` instead of creating a folder."""
+    location = ServerLocation(target.url)
     if location.embedded and not has_data():
         raise NoDataYet
     try:
@@ -48,16 +74,18 @@ async def open_backend(url: str | None) -> AsyncGenerator[Backend]:
         location.close()
 
 
-def on_execution(
-    target: Target, text: str, work: Callable[[Backend, ExecutionId], Coroutine[Any, Any, T]]
-) -> T:
-    """Do the work on the execution that the text names."""
+@asynccontextmanager
+async def open_execution(target: Target, text: str) -> AsyncGenerator[tuple[Backend, ExecutionId]]:
+    """A backend, and the execution that the text names."""
+    async with open_backend(target) as backend:
+        yield backend, await find_execution(backend, text, target.namespace)
 
-    async def run() -> T:
-        async with open_backend(target.url) as backend:
-            return await work(backend, await find_execution(backend, text, target.namespace))
 
-    return asyncio.run(run())
+def describe_location(location: ServerLocation) -> str:
+    """The address of the deployment, or the folder of the embedded Valkey."""
+    if location.embedded:
+        return f"embedded Valkey in {shown(str(data_folder()))}"
+    return location.peer
 
 
 def user_name() -> str:
@@ -110,19 +138,15 @@ def _invalid_id(problem: str) -> UsageError:
 
 
 async def _ambiguous(backend: Backend, text: str, found: list[ExecutionId]) -> CliError:
-    lines: list[str] = []
+    message = f"more than one id starts with {text!r}:"
     for execution_id in found[:_MAX_LISTED]:
+        message += f"\n  {execution_id}"
         try:
             info = await backend.reads.read_execution_info(execution_id)
-            lines.append(f"{execution_id}  {info.execution_kind}  {info.public_state.value}")
+            message += f"  {info.execution_kind}  {info.public_state.value}"
         except EngineError:
-            lines.append(str(execution_id))
+            # Deleted meanwhile.
+            continue
     if len(found) > _MAX_LISTED:
-        lines.append("…")
-    listed = "".join(f"\n  {line}" for line in lines)
-    return CliError(
-        "ambiguous_id",
-        f"more than one id starts with {text!r}:{listed}",
-        "give more of the id",
-        *(str(each) for each in found[:_MAX_LISTED]),
-    )
+        message += "\n  …"
+    return CliError("ambiguous_id", message, "give more of the id", *found[:_MAX_LISTED])

@@ -1,7 +1,5 @@
 """Standard output and error: usable even when closed, full, or limited in their encoding."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`flowfabric ps`, `show`, `cancel`, `replay` and `revoke-lease`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from typing import Annotated
@@ -9,31 +7,13 @@ from typing import Annotated
 import msgspec
 import typer
 
+from flowfabric.cli import options, session
 from flowfabric.cli.errors import CliError, report
-from flowfabric.cli.options import (
-    ID_HELP,
-    ByOption,
-    IdArgument,
-    LaneOption,
-    LimitOption,
-    Target,
-    YesOption,
-    confirm,
-    parse_lane,
-    parse_tags,
-)
-from flowfabric.cli.session import (
-    NoDataYet,
-    find_execution,
-    on_execution,
-    open_backend,
-    user_name,
-)
+from flowfabric.cli.options import Target, flag, value
 from flowfabric.cli.views.detail import print_detail
-from flowfabric.cli.views.listing import ChangePrinter, LiveTable, print_listing, print_no_data
-from flowfabric.cli.views.screen import Screen, print_json, state_style
-from flowfabric.core.contracts.executions import Replayed
-from flowfabric.core.contracts.leases import Revoked, RevokeOutcome
+from flowfabric.cli.views.listing import change_printer, live_table, print_listing
+from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result, state_cell
+from flowfabric.core.contracts.leases import Revoked
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
@@ -49,58 +29,57 @@ _HINTS = {
 }
 
 
-def ps(
+def _parse_state(text: str) -> str:
+    known = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
+    if text not in known:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}")
+    return text
+
+
+def _check_tag(text: str) -> str:
+    if text.find("=") < 1:
+        raise typer.BadParameter(f"expected key=value, got {text!r}")
+    return text
+
+
+async def ps(
     target: Target,
     *,
-    lane: LaneOption = None,
+    lane: options.Lane = None,
     state: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Only this state, such as active, waiting or failed."),
+        value("NAME", "Only this state, such as active, waiting or failed.", parser=_parse_state),
     ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="NAME", help="Only this task.")] = None,
+    kind: Annotated[str | None, value("NAME", "Only this task.")] = None,
     tag: Annotated[
         list[str] | None,
-        typer.Option("--tag", metavar="KEY=VALUE", help="Only with this tag. Repeat for more."),
+        value("KEY=VALUE", "Only with this tag. Repeat for more.", parser=_check_tag),
     ] = None,
-    limit: LimitOption = 50,
-    everything: Annotated[bool, typer.Option("--all", help="Show all executions.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing changes.")] = False,
+    limit: options.Limit = 50,
+    everything: Annotated[bool, flag("--all", "Show all executions.")] = False,
+    watch: Annotated[bool, flag("--watch", "Keep showing changes.")] = False,
 ) -> None:
     """List executions, newest first.
 
     With --json, prints one JSON object per line. With --watch and without a terminal, prints an
     execution again whenever it changes.
     """
-    where = Filter(
-        namespace=target.namespace,
-        lane=parse_lane(lane),
-        kind=kind,
-        state=None if state is None else _parse_state(state),
-        tags=parse_tags(tag),
-    )
+    tags = dict(text.split("=", 1) for text in tag or ())
+    where = Filter(namespace=target.namespace, lane=lane, kind=kind, state=state, tags=tags)
     most = None if everything else limit
     if watch:
         # Ctrl-C is the normal way to stop.
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_watch(target, where, most))
+        with contextlib.suppress(asyncio.CancelledError):
+            await _watch(target, where, most)
         return
     try:
-        asyncio.run(_list(target, where, most))
-    except NoDataYet as nothing:
+        async with session.open_backend(target) as backend:
+            listing = await list_newest(backend, where, most)
+    except session.NoDataYet as nothing:
         if not target.as_json:
-            print_no_data(nothing)
-
-
-def _parse_state(text: str) -> str:
-    known = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
-    if text not in known:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}", param_hint="--state")
-    return text
-
-
-async def _list(target: Target, where: Filter, limit: int | None) -> None:
-    async with open_backend(target.url) as backend:
-        listing = await list_newest(backend, where, limit)
+            Screen().line("No executions: ", nothing.message, ".")
+            Screen().line(("hint: ", "cyan"), nothing.hint)
+        return
     if not target.as_json:
         print_listing(listing, filtered=where != Filter())
         return
@@ -110,60 +89,61 @@ async def _list(target: Target, where: Filter, limit: int | None) -> None:
 
 async def _watch(target: Target, where: Filter, limit: int | None) -> None:
     screen = Screen()
-    async with open_backend(target.url) as backend:
-        live = screen.terminal and not target.as_json
-        with LiveTable(screen) if live else ChangePrinter(as_json=target.as_json) as view:
+    live = screen.terminal and not target.as_json
+    changes = contextlib.nullcontext(change_printer(as_json=target.as_json))
+    async with session.open_backend(target) as backend:
+        with live_table(screen) if live else changes as show_listing:
             while True:
-                view.update(await list_newest(backend, where, limit))
+                show_listing(await list_newest(backend, where, limit))
                 await asyncio.sleep(_REFRESH_S)
 
 
-def show(
+async def show(
     target: Target,
-    id_: IdArgument,
+    id_: options.Id,
     *,
-    full: Annotated[
-        bool, typer.Option("--full", help="Print payload, result and policy in full.")
-    ] = False,
+    full: Annotated[bool, flag("--full", "Print payload, result and policy in full.")] = False,
 ) -> None:
     """Show everything about one execution.
 
-    State, attempts, history, tags, policy, payload and result. If it is not running, also why.
+    Prints its state, attempts, history, tags, policy, payload and result. If it is not running,
+    also prints why.
     """
-    print_detail(on_execution(target, id_, read_detail), full=full, as_json=target.as_json)
+    async with session.open_execution(target, id_) as (backend, execution_id):
+        detail = await read_detail(backend, execution_id)
+    print_detail(detail, full=full, as_json=target.as_json)
 
 
-def cancel(
+async def cancel(
     target: Target,
-    ids: Annotated[list[str], typer.Argument(metavar="ID", help=ID_HELP, show_default=False)],
+    ids: options.Ids,
     *,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the execution.")] = "",
+    reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "",
 ) -> None:
     """Cancel executions that have not finished.
 
     A running handler is cancelled when its worker next renews the lease. If one execution has
     already finished, the others are still cancelled.
     """
-    raise typer.Exit(asyncio.run(_cancel_all(target, ids, reason)))
-
-
-async def _cancel_all(target: Target, ids: list[str], reason: str) -> int:
     code = 0
-    async with open_backend(target.url) as backend:
+    async with session.open_backend(target) as backend:
         for text in dict.fromkeys(ids):
             try:
-                execution_id = await find_execution(backend, text, target.namespace)
-                try:
-                    done = await backend.executions.cancel_execution(execution_id, reason)
-                except EngineError as error:
-                    raise await _with_state(backend, execution_id, error) from error
+                await _cancel(target, backend, text, reason)
             except TransportError:
                 raise
             except FlowFabricError as error:
                 code = max(code, report(error, as_json=target.as_json))
-            else:
-                _print_state(target, execution_id, done.public_state)
-    return code
+    raise typer.Exit(code)
+
+
+async def _cancel(target: Target, backend: Backend, text: str, reason: str) -> None:
+    execution_id = await session.find_execution(backend, text, target.namespace)
+    try:
+        done = await backend.executions.cancel_execution(execution_id, reason)
+    except EngineError as error:
+        raise await _with_state(backend, execution_id, error) from error
+    _print_state(target, execution_id, done.public_state)
 
 
 async def _with_state(
@@ -177,30 +157,25 @@ async def _with_state(
     return CliError(error.code, f"{execution_id} is {state}", hint, *error.details)
 
 
-def replay(
+async def replay(
     target: Target,
-    id_: IdArgument,
+    id_: options.Id,
     *,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Stored with the new attempt.")] = "",
+    reason: Annotated[str, value("TEXT", "Stored with the new attempt.")] = "",
     expected_replay_count: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="Only if it was replayed N times so far. Makes repeats safe."
-        ),
+        value("N", "Only if it was replayed N times so far. Makes repeats safe.", min=0),
     ] = None,
-    keep_steps: Annotated[
-        bool, typer.Option("--keep-steps", help="Keep the results of its steps.")
-    ] = False,
-    by: ByOption = None,
+    keep_steps: Annotated[bool, flag("--keep-steps", "Keep the results of its steps.")] = False,
+    by: options.By = None,
 ) -> None:
     """Rerun a finished execution under the same id."""
-
-    async def rerun(backend: Backend, execution_id: ExecutionId) -> tuple[ExecutionId, Replayed]:
+    async with session.open_execution(target, id_) as (backend, execution_id):
         try:
-            return execution_id, await backend.executions.replay_execution(
+            done = await backend.executions.replay_execution(
                 execution_id,
                 reason=reason,
-                requested_by=user_name() if by is None else by,
+                requested_by=session.user_name() if by is None else by,
                 expected_replay_count=expected_replay_count,
                 keep_steps=keep_steps,
             )
@@ -214,51 +189,38 @@ def replay(
                 f"to replay it once more, pass --expected-replay-count {error.detail}",
                 *error.details,
             ) from error
-
-    execution_id, done = on_execution(target, id_, rerun)
     _print_state(target, execution_id, done.public_state)
 
 
-def revoke_lease(
+async def revoke_lease(
     target: Target,
-    id_: IdArgument,
+    id_: options.Id,
     *,
-    lease: Annotated[
-        str, typer.Option(metavar="ID", help="Only if this lease is held. See `show --json`.")
-    ] = "",
-    reason: Annotated[
-        str, typer.Option(metavar="TEXT", help="Stored with the execution.")
-    ] = "operator",
-    by: ByOption = None,
-    yes: YesOption = False,
+    lease: Annotated[str, value("ID", "Only if this lease is held. See `show --json`.")] = "",
+    reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "operator",
+    by: options.By = None,
+    yes: options.Yes = False,
 ) -> None:
     """Take an execution from the worker that runs it.
 
     The next free worker continues the attempt. The old worker cancels the handler when it next
     renews the lease; until then, both may run.
     """
-    confirm("Take the execution from its worker?", yes=yes)
-
-    async def revoke(
-        backend: Backend, execution_id: ExecutionId
-    ) -> tuple[ExecutionId, RevokeOutcome]:
-        revoked_by = user_name() or "operator" if by is None else by
-        return execution_id, await backend.leases.revoke_lease(
+    options.confirm("Take the execution from its worker?", yes=yes)
+    revoked_by = session.user_name() or "operator" if by is None else by
+    async with session.open_execution(target, id_) as (backend, execution_id):
+        outcome = await backend.leases.revoke_lease(
             execution_id, expected_lease_id=lease, reason=reason, revoked_by=revoked_by
         )
-
-    execution_id, outcome = on_execution(target, id_, revoke)
-    if target.as_json:
-        fields: dict[str, object] = msgspec.structs.asdict(outcome)
-        print_json({"execution_id": execution_id, "outcome": outcome.kind} | fields)
-    elif isinstance(outcome, Revoked):
-        Screen().line(f"{execution_id}  ", (f"lease {outcome.lease_id} revoked", "yellow"))
+    if isinstance(outcome, Revoked):
+        effect: Cell = (f"lease {outcome.lease_id} revoked", "yellow")
     else:
-        Screen().line(f"{execution_id}  no change: ", outcome.reason.replace("_", " "))
+        effect = f"no change: {outcome.reason.replace('_', ' ')}"
+    fields: dict[str, object] = {"execution_id": execution_id, "outcome": outcome.kind}
+    fields |= msgspec.structs.asdict(outcome)
+    print_result(fields, f"{execution_id}  ", effect, as_json=target.as_json)
 
 
 def _print_state(target: Target, execution_id: ExecutionId, state: PublicState) -> None:
-    if target.as_json:
-        print_json({"execution_id": execution_id, "public_state": state.value})
-    else:
-        Screen().line(f"{execution_id}  ", (state.value, state_style(state.value)))
+    fields = {"execution_id": execution_id, "public_state": state.value}
+    print_result(fields, f"{execution_id}  ", state_cell(state.value), as_json=target.as_json)

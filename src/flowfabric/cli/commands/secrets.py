@@ -1,26 +1,17 @@
 """`flowfabric secrets` and `flowfabric rotate-secret`."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import typer
 
+from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
-from flowfabric.cli.options import (
-    JsonOption,
-    Target,
-    UrlOption,
-    YesOption,
-    confirm,
-    parse_seconds,
-)
+from flowfabric.cli.options import Deployment, argument, value
 from flowfabric.cli.session import open_backend
-from flowfabric.cli.views.screen import Cell, Screen, print_json
+from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
 from flowfabric.cli.views.text import clock, duration
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
 from flowfabric.core.text import plural
@@ -30,37 +21,22 @@ from flowfabric.engine.valkey.connect import ServerLocation, store_secret
 _MAX_LISTED = 8
 
 
-def secrets(context: typer.Context, *, url: UrlOption = None, as_json: JsonOption = False) -> None:
+async def secrets(target: Deployment) -> None:
     """List the keys that sign waitpoint tokens.
 
     Their secrets are never shown. Partitions with the same keys share a line. More than one line
     means that a rotation did not finish; run it again. With --json, prints one JSON object per
     line.
     """
-    groups = _grouped(asyncio.run(_read_keys(Target.of(context, url, None))))
-    if as_json:
+    async with open_backend(target) as backend:
+        partitions = range(backend.counts.flow)
+        found = await asyncio.gather(*map(backend.secrets.list_waitpoint_hmac_kids, partitions))
+    groups = _grouped(found)
+    if target.as_json:
         for group in groups:
             print_json(group)
         return
-    rows: list[list[Cell]] = [
-        [
-            (group.current_kid or "none", "bold"),
-            ", ".join(f"{k.kid} until {clock(k.expires_at_ms)}" for k in group.verifying) or "-",
-            f"{group.partitions:,}",
-        ]
-        for group in groups
-    ]
-    Screen().table(["SIGNS WITH", "STILL ACCEPTS", "PARTITIONS"], rows)
-
-
-async def _read_keys(target: Target) -> list[HmacKids]:
-    async with open_backend(target.url) as backend:
-        return await asyncio.gather(
-            *(
-                backend.secrets.list_waitpoint_hmac_kids(index)
-                for index in range(backend.counts.flow)
-            )
-        )
+    Screen().table([_row(group) for group in groups])
 
 
 class _KeyGroup(msgspec.Struct, frozen=True):
@@ -72,49 +48,39 @@ class _KeyGroup(msgspec.Struct, frozen=True):
     partitions: int
 
 
+def _row(group: _KeyGroup) -> Row:
+    accepted = [f"{key.kid} until {clock(key.expires_at_ms)}" for key in group.verifying]
+    return {
+        "SIGNS WITH": (group.current_kid or "none", "bold"),
+        "STILL ACCEPTS": ", ".join(accepted) or "-",
+        "PARTITIONS": f"{group.partitions:,}",
+    }
+
+
 def _grouped(found: list[HmacKids]) -> list[_KeyGroup]:
     groups: dict[tuple[str | None, ...], list[HmacKids]] = {}
     for keys in found:
         kids = (keys.current_kid, *(key.kid for key in keys.verifying))
         groups.setdefault(kids, []).append(keys)
-    latest = [
-        _KeyGroup(
-            kids[0],
-            tuple(
-                max(column, key=lambda key: key.expires_at_ms)
-                for column in zip(*(keys.verifying for keys in members), strict=True)
-            ),
-            len(members),
-        )
-        for kids, members in groups.items()
-    ]
+    latest: list[_KeyGroup] = []
+    for kids, members in groups.items():
+        columns = zip(*(keys.verifying for keys in members), strict=True)
+        verifying = tuple(max(column, key=lambda key: key.expires_at_ms) for column in columns)
+        latest.append(_KeyGroup(kids[0], verifying, len(members)))
     return sorted(latest, key=lambda group: -group.partitions)
 
 
-def rotate_secret(
-    context: typer.Context,
-    kid: Annotated[
-        str,
-        typer.Argument(metavar="KID", help="A new name for the key, such as k2 or 2026-07."),
-    ],
+async def rotate_secret(
+    target: Deployment,
+    kid: Annotated[str, argument("KID", "A new name for the key, such as k2 or 2026-07.")],
     *,
     secret_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help=f"Read the new secret from here instead of {SECRET_VARIABLE}."
-        ),
+        Path | None, value("FILE", f"Read the new secret from here instead of {SECRET_VARIABLE}.")
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option(
-            parser=parse_seconds,
-            metavar="DURATION",
-            help="How long tokens of the previous key stay valid.",
-        ),
+        float, options.duration("How long tokens of the previous key stay valid.")
     ] = "24h",  # pyright: ignore[reportArgumentType] - read by the parser
-    yes: YesOption = False,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
+    yes: options.Yes = False,
 ) -> None:
     """Sign waitpoint tokens with a new secret.
 
@@ -122,51 +88,39 @@ def rotate_secret(
     command again; it changes only those. Afterwards, set FF_WAITPOINT_HMAC_SECRET to the new secret
     for every worker; an embedded deployment stores it in its data folder instead.
     """
-    target = Target.of(context, url, None)
-    secret = _read_secret(secret_file)
     grace_ms = round(grace * 1000)
-    secret = check_rotation(kid, secret, grace_ms)
-    confirm(f"Tokens of the previous key stop working after {duration(grace_ms)}. Rotate?", yes=yes)
-
-    async def rotate() -> RotationSummary:
-        async with open_backend(target.url) as backend:
-            done = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
-            if not done.failed and ServerLocation(target.url).embedded:
-                store_secret(secret)
-            return done
-
-    summary = asyncio.run(rotate())
-    if as_json:
-        print_json({"new_kid": kid, "rotated": summary.rotated, "failed": summary.failed})
-    else:
-        partitions = plural(summary.rotated, "partition")
-        Screen().line((kid, "bold"), f" signs new tokens on {partitions}.")
+    secret = check_rotation(kid, _read_secret(secret_file), grace_ms)
+    lifetime = duration(grace_ms)
+    options.confirm(f"Tokens of the previous key stop working after {lifetime}. Rotate?", yes=yes)
+    async with open_backend(target) as backend:
+        summary = await backend.secrets.rotate_waitpoint_hmac_secret_all(kid, secret, grace_ms)
+        if not summary.failed and ServerLocation(target.url).embedded:
+            store_secret(secret)
+    fields = {"new_kid": kid, "rotated": summary.rotated, "failed": summary.failed}
+    effect = f" signs new tokens on {plural(summary.rotated, 'partition')}."
+    print_result(fields, (kid, "bold"), effect, as_json=target.as_json)
     if summary.failed:
         raise _incomplete(summary)
 
 
 def _read_secret(path: Path | None) -> str:
-    secret = (
-        os.environ.get(SECRET_VARIABLE, "") if path is None else path.read_text(errors="replace")
-    )
+    if path is None:
+        secret, problem = os.environ.get(SECRET_VARIABLE, ""), "there is no new secret"
+    else:
+        secret, problem = path.read_text(errors="replace"), f"{path} is empty"
     if not secret.strip():
-        raise UsageError(
-            "missing_secret",
-            "there is no new secret" if path is None else f"{path} is empty",
-            f"set {SECRET_VARIABLE} or pass --secret-file; `openssl rand -hex 32` generates one",
-        )
+        hint = f"set {SECRET_VARIABLE} or pass --secret-file; `openssl rand -hex 32` generates one"
+        raise UsageError("missing_secret", problem, hint)
     return secret.strip()
 
 
 def _incomplete(summary: RotationSummary) -> CliError:
-    failed = summary.failed
-    listed = ", ".join(map(str, failed[:_MAX_LISTED])) + (
-        ", …" if len(failed) > _MAX_LISTED else ""
-    )
+    failed = [str(index) for index in summary.failed]
+    listed = ", ".join(failed[:_MAX_LISTED] + ["…"] * (len(failed) > _MAX_LISTED))
     reason = next(each.error for each in summary.entries if each.error)
     return CliError(
         "rotation_incomplete",
         f"{plural(len(failed), 'partition')} not rotated ({listed}): {reason}",
         "run the same command again; if the key name is taken, choose another",
-        *map(str, failed),
+        *failed,
     )

@@ -1,23 +1,22 @@
 """`flowfabric tail` and `flowfabric summary`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import typer
 
+from flowfabric.cli import options
 from flowfabric.cli.errors import CliError
-from flowfabric.cli.options import IdArgument, Target, check_option
-from flowfabric.cli.session import on_execution
+from flowfabric.cli.options import Target, value
+from flowfabric.cli.session import open_execution
 from flowfabric.cli.streams import discard_output
 from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
-from flowfabric.core.contracts.streams import StreamFrames, SummaryDocument
+from flowfabric.core.contracts.streams import StreamFrames
 from flowfabric.core.cursors import START, StreamCursor
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
@@ -27,30 +26,24 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.overview import read_wait
 
 _IDLE_MS = 1000
-"""How long without a frame until the state of the execution is read."""
+"""After this time without a frame, the state of the execution is read."""
 _PAGE = 500
 _RETRY_S = 0.5
 _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
+_FROM_HELP = "Start after this frame: an id from --json, milliseconds, start or end."
+_parse_cursor = options.checked(StreamCursor.parse)
 
 
-def tail(
+async def tail(
     target: Target,
-    id_: IdArgument,
+    id_: options.Id,
     *,
     attempt: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Start with this attempt instead of the newest."),
+        int | None, value("N", "Start with this attempt instead of the newest.", min=1)
     ] = None,
-    from_: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            metavar="CURSOR",
-            help="Start after this frame: an id from --json, milliseconds, start or end.",
-        ),
-    ] = "start",
+    from_: Annotated[str, value("CURSOR", _FROM_HELP, "--from", parser=_parse_cursor)] = "start",
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Wait for more, or stop at the newest.")
+        bool, options.flag("--follow/--no-follow", "Wait for more, or stop at the newest.")
     ] = True,
 ) -> None:
     """Print the output of an execution live, until it ends.
@@ -59,43 +52,34 @@ def tail(
     execution to standard error. With --json, prints one JSON object per line; bytes that are not
     text are base64.
     """
-    check_option(StreamCursor.parse, from_, "--from")
     printer = JsonPrinter() if target.as_json else TextPrinter()
-
-    async def run(backend: Backend, execution_id: ExecutionId) -> None:
-        await _Follower(backend, execution_id, printer, follow=follow).run(attempt, from_)
-
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            on_execution(target, id_, run)
+        # Ctrl-C is a normal way to stop.
+        with contextlib.suppress(asyncio.CancelledError):
+            async with open_execution(target, id_) as (backend, execution_id):
+                await _Follower(backend, execution_id, printer, follow).run(attempt, from_)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
 
 
-def summary(
+async def summary(
     target: Target,
-    id_: IdArgument,
+    id_: options.Id,
     *,
     attempt: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Read this attempt instead of the newest."),
+        int | None, value("N", "Read this attempt instead of the newest.", min=1)
     ] = None,
 ) -> None:
     """Print the summary document of an execution.
 
-    Handlers update it with frames in summary mode. It can be read while they run and afterwards.
+    Handlers update it with frames in summary mode. You can read it while they run and afterwards.
     With --json, prints it with its version and times in one object.
     """
-
-    async def read(
-        backend: Backend, execution_id: ExecutionId
-    ) -> tuple[ExecutionId, int, SummaryDocument | None]:
+    async with open_execution(target, id_) as (backend, execution_id):
         info = await backend.reads.read_execution_info(execution_id)
         index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
-        return execution_id, index, await backend.streams.read_summary(execution_id, index)
-
-    execution_id, index, found = on_execution(target, id_, read)
+        found = await backend.streams.read_summary(execution_id, index)
     if found is None:
         raise CliError(
             "no_summary",
@@ -114,23 +98,17 @@ def _finished(info: ExecutionInfo) -> bool:
     return info.state_vector.lifecycle_phase is LifecyclePhase.TERMINAL
 
 
+@dataclass
 class _Follower:
-    def __init__(
-        self,
-        backend: Backend,
-        execution_id: ExecutionId,
-        printer: Printer,
-        *,
-        follow: bool,
-    ) -> None:
-        self._backend = backend
-        self._id = execution_id
-        self._follow = follow
-        self._printer = printer
-        self._index = 0
-        self._cursor = START.text
-        self._announced = True
-        self._announced_wait: int | None = None
+    backend: Backend
+    id: ExecutionId
+    printer: Printer
+    follow: bool
+    cursor: str = START.text
+    announced: bool = True
+    """Whether the current attempt was announced."""
+    announced_wait: int | None = None
+    """When the wait that was announced last began; None after it ended."""
 
     async def run(self, attempt: int | None, from_: str) -> None:
         """Print from this attempt and cursor until the execution finishes."""
@@ -142,47 +120,46 @@ class _Follower:
                     return
                 reported = False
             except TransportError as error:
-                if not (self._follow and error.retryable):
+                if not (self.follow and error.retryable):
                     raise
                 if not reported:
-                    self._printer.interrupted(error.message or error.kind)
+                    self.printer.interrupted(error.message or error.kind)
                 reported = True
                 await asyncio.sleep(_RETRY_S)
 
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
-        info = await self._backend.reads.read_execution_info(self._id)
-        count = max(1, info.total_attempt_count)
+        count = max(1, (await self._info()).total_attempt_count)
         if attempt is not None and attempt > count:
             raise CliError(
                 "attempt_not_found",
-                f"{self._id} has {plural(count, 'attempt')}, no attempt {attempt}",
+                f"{self.id} has {plural(count, 'attempt')}, no attempt {attempt}",
                 "omit --attempt to start with the newest",
             )
-        self._index = self._printer.index = (attempt or count) - 1
+        self.printer.index = (attempt or count) - 1
         if cursor.is_concrete:
-            self._cursor = cursor.text
+            self.cursor = cursor.text
         elif cursor.text == "end":
-            self._cursor = await self._newest()
-        if self._index:
-            self._printer.attempt(await self._record(), first=True)
+            page = await self.backend.streams.read_stream(
+                self.id, self.printer.index, from_="end", to="end", count_limit=1
+            )
+            self.cursor = page.frames[-1].id if page.frames else START.text
+        if self.printer.index:
+            self.printer.attempt(await self._record(), first=True)
 
-    async def _newest(self) -> str:
-        page = await self._backend.streams.read_stream(
-            self._id, self._index, from_="end", to="end", count_limit=1
-        )
-        return page.frames[-1].id if page.frames else START.text
+    async def _info(self) -> ExecutionInfo:
+        return await self.backend.reads.read_execution_info(self.id)
 
     async def _record(self) -> AttemptRecord | None:
-        attempts = await self._backend.reads.read_attempts(self._id)
-        return attempts[self._index] if self._index < len(attempts) else None
+        attempts = await self.backend.reads.read_attempts(self.id)
+        return attempts[self.printer.index] if self.printer.index < len(attempts) else None
 
     async def _step(self) -> bool:
         """Read the stream once. Returns whether everything was printed."""
-        page = await self._backend.streams.tail_stream(
-            self._id,
-            self._index,
-            after=self._cursor,
-            block_ms=_IDLE_MS if self._follow else 0,
+        page = await self.backend.streams.tail_stream(
+            self.id,
+            self.printer.index,
+            after=self.cursor,
+            block_ms=_IDLE_MS if self.follow else 0,
             count_limit=_PAGE,
         )
         if page.frames:
@@ -190,51 +167,42 @@ class _Follower:
             return False
         if page.closed_at is not None:
             return await self._closed(page)
-        if not self._follow:
-            sys.stdout.flush()
-            return True
-        return await self._check_execution()
+        return not self.follow or await self._check_execution()
 
     async def _print(self, page: StreamFrames) -> None:
         await self._announce_attempt()
         self._announce_resume()
         if page.truncated:
-            self._printer.gap()
+            self.printer.gap()
         for frame in page.frames:
-            self._printer.frame(frame)
+            self.printer.frame(frame)
         sys.stdout.flush()
-        self._cursor = page.next_cursor
-
-    async def _announce_attempt(self) -> None:
-        if not self._announced:
-            self._announced = True
-            self._printer.attempt(await self._record(), first=False)
+        self.cursor = page.next_cursor
 
     async def _closed(self, page: StreamFrames) -> bool:
         """The attempt ended: continue with the next one, unless there will be none."""
         await self._announce_attempt()
-        info = await self._backend.reads.read_execution_info(self._id)
-        self._printer.closed(page.closed_reason or "", await self._record())
-        if info.total_attempt_count <= self._index + 1:
+        info = await self._info()
+        self.printer.closed(page.closed_reason or "", await self._record())
+        if info.total_attempt_count <= self.printer.index + 1:
             if _finished(info):
-                self._printer.end(info)
+                self.printer.end(info)
                 return True
-            if not self._follow:
+            if not self.follow:
                 return True
-        self._index += 1
-        self._printer.index = self._index
-        self._cursor = START.text
-        self._announced = False
+        self.printer.index += 1
+        self.cursor = START.text
+        self.announced = False
         return False
 
     async def _check_execution(self) -> bool:
-        """No frame came for a while: see what the execution does."""
-        info = await self._backend.reads.read_execution_info(self._id)
-        if info.total_attempt_count > self._index:
+        """No frame came for a while: report the state of the execution."""
+        info = await self._info()
+        if info.total_attempt_count > self.printer.index:
             await self._announce_attempt()
         elif _finished(info):
             # It finished between two attempts, or before the first.
-            self._printer.end(info)
+            self.printer.end(info)
             return True
         if info.public_state is PublicState.SUSPENDED:
             await self._announce_wait()
@@ -242,13 +210,18 @@ class _Follower:
             self._announce_resume()
         return False
 
-    def _announce_resume(self) -> None:
-        if self._announced_wait is not None:
-            self._announced_wait = None
-            self._printer.resumed()
+    async def _announce_attempt(self) -> None:
+        if not self.announced:
+            self.announced = True
+            self.printer.attempt(await self._record(), first=False)
 
     async def _announce_wait(self) -> None:
-        wait, _ = await read_wait(self._backend, self._id)
-        if wait.since is not None and wait.since != self._announced_wait:
-            self._announced_wait = wait.since
-            self._printer.waiting(wait, await self._backend.meta.server_time_ms())
+        wait, _ = await read_wait(self.backend, self.id)
+        if wait.since is not None and wait.since != self.announced_wait:
+            self.announced_wait = wait.since
+            self.printer.waiting(wait, await self.backend.meta.server_time_ms())
+
+    def _announce_resume(self) -> None:
+        if self.announced_wait is not None:
+            self.announced_wait = None
+            self.printer.resumed()

@@ -1,13 +1,11 @@
 """`flowfabric worker`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -17,24 +15,19 @@ from flowfabric import __version__
 from flowfabric.app.fabric import Fabric
 from flowfabric.app.stopping import ends_within, on_signals
 from flowfabric.app.worker import AppWorker
+from flowfabric.cli import options
 from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
-from flowfabric.cli.logs import LEVELS, flush_logs, set_up_logs
-from flowfabric.cli.options import (
-    Target,
-    UrlOption,
-    check_option,
-    parse_names,
-    parse_seconds,
-    seconds_between,
-)
+from flowfabric.cli.logs import Level, flush_logs, set_up_logs
+from flowfabric.cli.options import Target, argument, flag, value
+from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Screen
 from flowfabric.cli.views.text import duration
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import plural, shown
-from flowfabric.engine.valkey.connect import ServerLocation, data_folder
+from flowfabric.core.text import plural
+from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.runtime import RunSummary
 
 log = logging.getLogger(__name__)
@@ -43,80 +36,66 @@ _MAX_LISTED = 12
 _CLOSING_S = 2.0
 
 
+def _parse_application(text: str) -> str:
+    module, _, attribute = text.partition(":")
+    if not module or not attribute or "/" in module or module.endswith(".py"):
+        module = module.removesuffix(".py").strip("./").replace("/", ".")
+        suggestion = f"{module or 'app'}:{attribute or 'app'}"
+        problem = f"{text!r} does not have the form module:app; did you mean {suggestion}?"
+        raise typer.BadParameter(problem)
+    return text
+
+
+_APPLICATION = argument(
+    "MODULE:APP",
+    "The Fabric to serve, such as `app:app` or `shop.tasks:fabric`.",
+    parser=_parse_application,
+)
+_LANES = value(
+    "A,B", "Serve these lanes instead of those of the tasks.", parser=options.names(validate_lane)
+)
+_CAPABILITIES = value(
+    "GPU,…",
+    "Capabilities that this machine offers.",
+    parser=options.names(lambda name: normalise([name], "worker")),
+)
+_LEASE_TTL = options.duration("How long a dead worker keeps its tasks.", "1s", "7d")
+_BLOCK_LIMIT = options.duration(
+    "How long one task may block the event loop before the worker releases the others. "
+    "The default is three times the lease.",
+    "1s",
+    "7d",
+)
+_SCANNERS = flag(
+    "--scanners/--no-scanners", "Run background jobs: retries, expired leases, deadlines."
+)
+_GRACE = options.duration("How long to wait for running tasks before releasing them.")
+_ON_UNKNOWN = value(
+    "fail|release",
+    "What to do with a task that this app does not have. Release it for another worker while two "
+    "versions of an app serve one lane.",
+)
+
+
 def worker(
     context: typer.Context,
-    application: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:APP",
-            help="The Fabric to serve, such as `app:app` or `shop.tasks:fabric`.",
-            show_default=False,
-        ),
-    ],
+    application: Annotated[str, _APPLICATION],
     *,
-    concurrency: Annotated[
-        int,
-        typer.Option(min=1, max=100_000, metavar="N", help="How many tasks run at once."),
-    ] = 64,
-    lanes: Annotated[
-        str | None,
-        typer.Option(metavar="A,B", help="Serve these lanes instead of those of the tasks."),
-    ] = None,
-    capabilities: Annotated[
-        str | None, typer.Option(metavar="GPU,…", help="Capabilities that this machine offers.")
-    ] = None,
-    lease_ttl: Annotated[
-        float,
-        typer.Option(
-            parser=seconds_between("1s", "7d"),
-            metavar="DURATION",
-            help="How long a dead worker keeps its tasks.",
-        ),
-    ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
-    block_limit: Annotated[
-        float | None,
-        typer.Option(
-            parser=seconds_between("1s", "7d"),
-            metavar="DURATION",
-            help="How long one task may block the event loop before the worker releases the "
-            "others. The default is three times the lease.",
-        ),
-    ] = None,
-    scanners: Annotated[
-        bool,
-        typer.Option(
-            "--scanners/--no-scanners",
-            help="Run background jobs: retries, expired leases, deadlines.",
-        ),
-    ] = True,
-    grace: Annotated[
-        float,
-        typer.Option(
-            parser=parse_seconds,
-            metavar="DURATION",
-            help="How long to wait for running tasks before releasing them.",
-        ),
-    ] = "30s",  # pyright: ignore[reportArgumentType] - read by the parser
-    on_unknown: Annotated[
-        Literal["fail", "release"],
-        typer.Option(
-            metavar="fail|release",
-            help="What to do with a task that this app does not have. Release it for another "
-            "worker while two versions of an app serve one lane.",
-        ),
-    ] = "fail",
-    log_level: Annotated[
-        str | None,
-        typer.Option(metavar="LEVEL", help="debug, info, warning or error."),
-    ] = None,
-    json_logs: Annotated[
-        bool, typer.Option("--json-logs", help="Log one JSON object per line.")
-    ] = False,
+    concurrency: Annotated[int, value("N", "How many tasks run at once.", min=1, max=100_000)] = 64,
+    lanes: Annotated[Sequence[str] | None, _LANES] = None,
+    capabilities: Annotated[Sequence[str] | None, _CAPABILITIES] = None,
+    # The parser reads defaults too.
+    lease_ttl: Annotated[float, _LEASE_TTL] = "30s",  # pyright: ignore[reportArgumentType]
+    block_limit: Annotated[float | None, _BLOCK_LIMIT] = None,
+    scanners: Annotated[bool, _SCANNERS] = True,
+    grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
+    on_unknown: Annotated[Literal["fail", "release"], _ON_UNKNOWN] = "fail",
+    log_level: Annotated[Level | None, value("LEVEL", "debug, info, warning or error.")] = None,
+    json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
     namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", metavar="NAME", help="Override the app's namespace."),
+        str | None, value("NAME", "Override the app's namespace.", parser=options.parse_namespace)
     ] = None,
-    url: UrlOption = None,
+    url: options.Url = None,
 ) -> None:
     """Run the tasks of an application until SIGTERM or Ctrl-C.
 
@@ -124,18 +103,6 @@ def worker(
     task that ignores cancellation or blocks the process delays the stop by at most the grace
     period and a few seconds.
     """
-    module, colon, attribute = application.partition(":")
-    if not colon or not module or not attribute or "/" in module or module.endswith(".py"):
-        raise typer.BadParameter(_wrong_form(application), param_hint="MODULE:APP")
-    if log_level is not None and log_level not in LEVELS:
-        raise typer.BadParameter(
-            f"{log_level!r} is not one of {', '.join(LEVELS)}", param_hint="--log-level"
-        )
-    served, offered = parse_names(lanes, "--lanes"), parse_names(capabilities, "--capabilities")
-    for lane in served:
-        check_option(validate_lane, lane, "--lanes")
-    for capability in offered:
-        check_option(lambda one: normalise([one], "worker"), capability, "--capabilities")
     target = Target.of(context, url, namespace)
     as_json = set_up_logs(log_level, as_json=json_logs)
     app = load_app(application)
@@ -145,21 +112,14 @@ def worker(
         app.namespace = target.namespace
     runner = app.worker(
         concurrency=concurrency,
-        lanes=served or None,
-        capabilities=offered,
+        lanes=lanes,
+        capabilities=capabilities or (),
         lease_ttl=lease_ttl,
         block_limit=block_limit,
         scanners=scanners,
         on_unknown_kind=on_unknown,
     )
     _serve(app, runner, grace, as_json=as_json)
-
-
-def _wrong_form(text: str) -> str:
-    module, _, attribute = text.partition(":")
-    module = module.removesuffix(".py").strip("./").replace("/", ".")
-    suggestion = f"{module or 'app'}:{attribute or 'app'}"
-    return f"{text!r} does not have the form module:app; did you mean {suggestion}?"
 
 
 def _serve(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> None:
@@ -194,15 +154,13 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
-    embedded = f"embedded Valkey in {shown(str(data_folder()))}"
-    where = embedded if app.location.embedded else app.location.peer
     with contextlib.ExitStack() as signals:
 
         def ready() -> None:
             signals.enter_context(
                 on_signals(worker.stop, grace_s=grace_s, release=worker.release_leases)
             )
-            _print_banner(app, worker, where, as_json=as_json)
+            _print_banner(app, worker, as_json=as_json)
             _warn_of_unserved_lanes(app, worker)
 
         try:
@@ -211,10 +169,10 @@ async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool)
             await app.aclose()
 
 
-def _print_banner(app: Fabric, worker: AppWorker, where: str, *, as_json: bool) -> None:
+def _print_banner(app: Fabric, worker: AppWorker, *, as_json: bool) -> None:
     config = worker.config
     facts: dict[str, str | int | list[str]] = {
-        "address": where,
+        "address": describe_location(app.location),
         "namespace": app.namespace,
         "lanes": list(config.lanes),
         "tasks": sorted(app.tasks),

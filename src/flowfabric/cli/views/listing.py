@@ -1,15 +1,15 @@
 """What `flowfabric ps` prints."""
 
-from __future__ import annotations
-
 import sys
-from typing import Self
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
+from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from flowfabric.cli.session import NoDataYet
-from flowfabric.cli.views.screen import Cell, Screen, drop_columns, print_json, state_style
+from flowfabric.cli.views import screen as pieces
+from flowfabric.cli.views.screen import Row, Screen
 from flowfabric.cli.views.text import age, clean, short_length
 from flowfabric.core.contracts.executions import ExecutionSummary
 from flowfabric.core.text import plural
@@ -25,51 +25,37 @@ def print_listing(listing: ExecutionListing, *, filtered: bool) -> None:
     screen = Screen()
     if not listing.rows:
         screen.line("No execution matches." if filtered else "No executions yet.")
-        return
-    headers, rows = _table(listing, full_ids=not screen.terminal)
-    if screen.terminal:
-        headers, rows = drop_columns(headers, rows, _OPTIONAL_COLUMNS, screen.console.width)
-    screen.table(headers, rows)
-    if screen.terminal:
+    elif screen.terminal:
+        screen.table(_fitted(listing, screen))
         screen.line()
         screen.line((_footer(listing), "bright_black"))
+    else:
+        screen.table(_rows(listing, None))
 
 
-def print_no_data(nothing: NoDataYet) -> None:
-    """Say that there is nothing to list, and how to start."""
-    screen = Screen()
-    screen.line("No executions: ", nothing.message, ".")
-    screen.line(("hint: ", "cyan"), nothing.hint)
+def _fitted(listing: ExecutionListing, screen: Screen) -> list[Row]:
+    length = short_length(row.execution_id.uuid for row in listing.rows)
+    return pieces.drop_columns(_rows(listing, length), _OPTIONAL_COLUMNS, screen.console.width)
 
 
-def _table(listing: ExecutionListing, *, full_ids: bool) -> tuple[list[str], list[list[Cell]]]:
-    rows = listing.rows
-    namespaces = any(row.namespace != "default" for row in rows)
-    length = None if full_ids else short_length(row.execution_id.uuid for row in rows)
-    headers = ["ID", "KIND", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
-    if namespaces:
-        headers.insert(1, "NAMESPACE")
-    return headers, [_cells(row, listing.now_ms, length, namespaces=namespaces) for row in rows]
+def _rows(listing: ExecutionListing, id_length: int | None) -> list[Row]:
+    namespaces = any(row.namespace != "default" for row in listing.rows)
+    return [_row(row, listing.now_ms, id_length, namespace=namespaces) for row in listing.rows]
 
 
-def _cells(
-    row: ExecutionSummary, now_ms: int, length: int | None, *, namespaces: bool
-) -> list[Cell]:
-    shown = str(row.execution_id) if length is None else row.execution_id.uuid[:length]
+def _row(row: ExecutionSummary, now_ms: int, id_length: int | None, *, namespace: bool) -> Row:
     progress = f" {row.progress_pct}%" if row.progress_pct and row.completed_at is None else ""
-    state = row.public_state.value
-    cells: list[Cell] = [
-        (shown, "bold"),
-        row.execution_kind,
-        row.lane_id,
-        (state + progress, state_style(state)),
-        age(now_ms - int(row.created_at)),
-        str(row.total_attempt_count) if row.total_attempt_count else "-",
-        row.worker_instance_id or "-",
-    ]
-    if namespaces:
-        cells.insert(1, row.namespace)
-    return cells
+    cells: Row = {"ID": pieces.id_cell(row.execution_id, id_length)}
+    if namespace:
+        cells["NAMESPACE"] = row.namespace
+    return cells | {
+        "KIND": row.execution_kind,
+        "LANE": row.lane_id,
+        "STATE": pieces.state_cell(row.public_state.value, progress),
+        "AGE": age(now_ms - int(row.created_at)),
+        "ATTEMPTS": str(row.total_attempt_count or "-"),
+        "WORKER": row.worker_instance_id or "-",
+    }
 
 
 def _footer(listing: ExecutionListing) -> str:
@@ -82,53 +68,37 @@ def _footer(listing: ExecutionListing) -> str:
     return text if shown == found else f"{text}. Showing the newest {shown}; --all for all"
 
 
-class LiveTable:
-    """`ps --watch` on a terminal."""
+@contextmanager
+def live_table(screen: Screen) -> Generator[Callable[[ExecutionListing], None]]:
+    """`ps --watch` on a terminal: each call replaces the table."""
+    console = screen.console
+    with Live(console=console, auto_refresh=False, screen=True) as live:
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
-        self._live = Live(console=screen.console, auto_refresh=False, screen=True)
+        def show(listing: ExecutionListing) -> None:
+            room = max(1, console.height - _LINES_AROUND_TABLE)
+            table = pieces.render_table(_fitted(listing, screen)[:room])
+            footer = Text(f"{_footer(listing)} · Ctrl-C to stop", "bright_black")
+            live.update(Group(table, Text(), footer), refresh=True)
 
-    def __enter__(self) -> Self:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def update(self, listing: ExecutionListing) -> None:
-        """Show this instead of what was shown before."""
-        console = self._screen.console
-        room = max(1, console.height - _LINES_AROUND_TABLE)
-        headers, rows = _table(listing, full_ids=False)
-        headers, rows = drop_columns(headers, rows, _OPTIONAL_COLUMNS, console.width)
-        table = self._screen.render_table(headers, rows[:room])
-        footer = Text(f"{_footer(listing)} · Ctrl-C to stop", "bright_black")
-        self._live.update(self._screen.stack(table, Text(), footer), refresh=True)
+        yield show
 
 
-class ChangePrinter:
-    """`ps --watch` in a pipe: one line per execution that changed."""
+def change_printer(*, as_json: bool) -> Callable[[ExecutionListing], None]:
+    """`ps --watch` in a pipe: each call prints the executions that changed, oldest first."""
+    before: dict[str, ExecutionSummary] = {}
 
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._before: dict[str, ExecutionSummary] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, listing: ExecutionListing) -> None:
-        """Print what differs from the last call, oldest first."""
-        changed = [row for row in listing.rows if self._before.get(row.execution_id) != row]
-        self._before = {row.execution_id: row for row in listing.rows}
-        for row in reversed(changed):
-            if self._as_json:
-                print_json(row)
+    def show(listing: ExecutionListing) -> None:
+        for row in reversed(listing.rows):
+            if before.get(row.execution_id) == row:
                 continue
-            cells = _cells(row, listing.now_ms, None, namespaces=False)
+            if as_json:
+                pieces.print_json(row)
+                continue
+            cells = _row(row, listing.now_ms, None, namespace=False).values()
             texts = (cell if isinstance(cell, str) else cell[0] for cell in cells)
             sys.stdout.write(clean("  ".join(texts)) + "\n")
+        before.clear()
+        before.update((row.execution_id, row) for row in listing.rows)
         sys.stdout.flush()
+
+    return show

@@ -1,52 +1,61 @@
 """Tables and lists: coloured and fitted to a terminal, plain and complete in a pipe."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from flowfabric.cli.views.text import clean, json_line
-from flowfabric.core.ids import enc_hook
-from flowfabric.core.state import PublicState
+from flowfabric.core.ids import ExecutionId, enc_hook
 
 Cell = str | tuple[str, str]
 """Text, or text with a style."""
+Row = dict[str, Cell]
+"""The cells of a table row by their headers. All rows of a table have the same headers."""
 
-_WIDEST = 40
-"""Only the last column may need more than this."""
+_MAX_WIDTH = 40
+"""The width limit of every column but the last."""
 
-_STYLES = {
-    PublicState.WAITING: "yellow",
-    PublicState.DELAYED: "blue",
-    PublicState.RATE_LIMITED: "yellow",
-    PublicState.WAITING_CHILDREN: "yellow",
-    PublicState.ACTIVE: "bold cyan",
-    PublicState.SUSPENDED: "magenta",
-    PublicState.RESUMABLE: "magenta",
-    PublicState.COMPLETED: "green",
-    PublicState.FAILED: "bold red",
-    PublicState.CANCELLED: "bright_black",
-    PublicState.EXPIRED: "red",
-    PublicState.SKIPPED: "bright_black",
+_STATE_STYLES = {
+    "waiting": "yellow",
+    "delayed": "blue",
+    "rate_limited": "yellow",
+    "waiting_children": "yellow",
+    "active": "bold cyan",
+    "suspended": "magenta",
+    "resumable": "magenta",
+    "completed": "green",
+    "failed": "bold red",
+    "cancelled": "bright_black",
+    "expired": "red",
+    "skipped": "bright_black",
 }
 
 
-def state_style(state: str) -> str:
-    """The style of a public state; empty for an unknown one."""
-    try:
-        return _STYLES[PublicState(state)]
-    except ValueError:
-        return ""
+def state_cell(state: str, suffix: str = "") -> Cell:
+    """A public state in its colour."""
+    return state + suffix, _STATE_STYLES.get(state, "")
+
+
+def id_cell(execution_id: ExecutionId, length: int | None) -> Cell:
+    """The first characters of the UUID; for None, the whole id."""
+    return str(execution_id) if length is None else execution_id.uuid[:length], "bold"
 
 
 def print_json(value: object) -> None:
     """Print one JSON value on its own line."""
     sys.stdout.write(json_line(value, enc_hook) + "\n")
+
+
+def print_result(fields: Mapping[str, object], *cells: Cell, as_json: bool) -> None:
+    """Print the result of a change: one JSON object, or one line of styled pieces."""
+    if as_json:
+        print_json(fields)
+    else:
+        Screen().line(*cells)
 
 
 def _text(cell: Cell) -> Text:
@@ -69,29 +78,15 @@ class Screen:
         """Print one line of styled pieces, without wrapping it."""
         self.console.print(Text.assemble(*(_text(cell) for cell in cells)), soft_wrap=True)
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-        """Print a table. A pipe gets no colours and nothing is cut."""
+    def table(self, rows: Sequence[Row]) -> None:
+        """Print a table. A pipe gets all text, without colours."""
         if self.terminal:
-            self.console.print(self.render_table(headers, rows, wrap=True))
+            self.console.print(render_table(rows, wrap=True))
             return
-        for row in _aligned([headers, *[[_plain(cell) for cell in row] for row in rows]]):
-            sys.stdout.write(f"{row}\n")
-
-    def render_table(
-        self, headers: Sequence[str], rows: Sequence[Sequence[Cell]], *, wrap: bool = False
-    ) -> Table:
-        """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
-        table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
-        for column, header in enumerate(headers):
-            last = column == len(headers) - 1
-            widest = max([len(header), *(len(_plain(row[column])) for row in rows)])
-            needed = None if last else min(widest, _WIDEST)
-            folds = wrap and last
-            overflow = "fold" if folds else "ellipsis"
-            table.add_column(header, no_wrap=not folds, overflow=overflow, min_width=needed)
-        for row in rows:
-            table.add_row(*(_text(cell) for cell in row))
-        return table
+        widths = _widths(rows)
+        for cells in (widths, *(map(_plain, row.values()) for row in rows)):
+            line = "  ".join(map(str.ljust, cells, widths.values()))
+            sys.stdout.write(f"{line.rstrip()}\n")
 
     def section(self, title: str) -> None:
         """Print a heading with an empty line above it."""
@@ -120,36 +115,30 @@ class Screen:
             else:
                 sys.stdout.write(f"  {line}\n")
 
-    def stack(self, *parts: RenderableType) -> Group:
-        """Several renderables below each other, for a live display."""
-        return Group(*parts)
+
+def render_table(rows: Sequence[Row], *, wrap: bool = False) -> Table:
+    """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
+    table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
+    *others, last = _widths(rows).items() or [("", 0)]
+    for header, width in others:
+        table.add_column(header, no_wrap=True, min_width=min(width, _MAX_WIDTH))
+    table.add_column(last[0], no_wrap=not wrap, overflow="fold" if wrap else "ellipsis")
+    for row in rows:
+        table.add_row(*map(_text, row.values()))
+    return table
 
 
-def drop_columns(
-    headers: list[str], rows: list[list[Cell]], optional: Sequence[str], width: int
-) -> tuple[list[str], list[list[Cell]]]:
+def drop_columns(rows: list[Row], optional: Sequence[str], width: int) -> list[Row]:
     """Drop optional columns, in the order given, until the table fits the width."""
-    for name in optional:
-        if _min_width(headers, rows) <= width:
+    for dropped in optional:
+        *others, last = _widths(rows).items() or [("", 0)]
+        # The last column can be folded down to the width of its header.
+        if sum(min(needed, _MAX_WIDTH) + 2 for _, needed in others) + len(last[0]) <= width:
             break
-        column = headers.index(name)
-        headers = headers[:column] + headers[column + 1 :]
-        rows = [row[:column] + row[column + 1 :] for row in rows]
-    return headers, rows
+        rows = [{name: cell for name, cell in row.items() if name != dropped} for row in rows]
+    return rows
 
 
-def _min_width(headers: list[str], rows: list[list[Cell]]) -> int:
-    # The last column can be folded down to the width of its header.
-    widths = [
-        min(_WIDEST, max([len(header), *(len(_plain(row[column])) for row in rows)]))
-        for column, header in enumerate(headers[:-1])
-    ]
-    return sum(widths) + 2 * len(widths) + len(headers[-1])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def _widths(rows: Sequence[Row]) -> dict[str, int]:
+    headers = rows[0] if rows else ()
+    return {name: max(len(name), *(len(_plain(row[name])) for row in rows)) for name in headers}

@@ -1,7 +1,5 @@
 """What `flowfabric tail` prints: frames on standard output, notes on standard error."""
 
-from __future__ import annotations
-
 import base64
 import codecs
 import re
@@ -12,7 +10,7 @@ from zlib import crc32
 from rich.console import Console
 from rich.text import Text
 
-from flowfabric.cli.views.screen import Cell, Screen, print_json, state_style
+from flowfabric.cli.views.screen import Cell, Screen, print_json, state_cell
 from flowfabric.cli.views.text import clean, preview
 from flowfabric.cli.views.waits import describe_waitpoints, future_time
 from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
@@ -127,7 +125,7 @@ class TextPrinter:
     def waiting(self, wait: Wait, now_ms: int) -> None:
         limit = f" until {future_time(wait.until, now_ms)}" if wait.until is not None else ""
         what = describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
-        self._note(("suspended", state_style("suspended")), f": waits for {what}{limit}")
+        self._note(state_cell("suspended"), f": waits for {what}{limit}")
 
     def resumed(self) -> None:
         self._note(("resumed", "cyan"), ": the handler starts again")
@@ -139,8 +137,7 @@ class TextPrinter:
         self._note(("no answer from the server", "yellow"), f", retrying: {problem}")
 
     def end(self, info: ExecutionInfo) -> None:
-        state = info.public_state.value
-        self._note((state, state_style(state)))
+        self._note(state_cell(info.public_state.value))
 
 
 class JsonPrinter:

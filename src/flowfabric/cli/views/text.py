@@ -1,7 +1,5 @@
 """Values as people read them: ages, times, counts, and text that is safe to print."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime

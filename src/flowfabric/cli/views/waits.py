@@ -1,15 +1,15 @@
-"""What `flowfabric waiting` prints, and phrases about waits for other commands."""
-
-from __future__ import annotations
+"""What executions wait for: the table of `flowfabric waiting`, and phrases for other commands."""
 
 from collections.abc import Sequence
 
-from flowfabric.cli.views.screen import Cell, Screen
+from flowfabric.cli.views.screen import Cell, Row, Screen, id_cell
 from flowfabric.cli.views.text import age, clock, duration, short_length
+from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
+from flowfabric.core.state import OwnershipState, PublicState
 from flowfabric.core.text import plural
 from flowfabric.engine.api.waitpoints import LastWait
-from flowfabric.engine.overview import Wait
+from flowfabric.engine.overview import ExecutionDetail, Wait
 
 OPERATOR_ONLY = "__operator_only__"
 TIMEOUT_ONLY = "__timeout_only__"
@@ -21,28 +21,27 @@ _ENDINGS = {
     "timed_out_expire": "timed out",
     "timed_out_auto_resume": "timed out",
 }
+_TIMED = {
+    "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
+    "waiting_for_resume_delay": "the handler asked for a delay; it resumes",
+    "waiting_for_delay": "it was submitted with a delay; it starts",
+}
+
+
+# --- phrases --------------------------------------------------------------------------------------
 
 
 def accepted_signals(waitpoint: OpenWaitpoint) -> str:
     """The signals that a waitpoint accepts."""
-    names = waitpoint.required_signal_names
     if waitpoint.state == "pending":
         return "not waiting yet"
-    if not names:
-        return "any signal"
-    return ", ".join(_SPECIAL.get(name, name) for name in names)
+    names = waitpoint.required_signal_names
+    return ", ".join(_SPECIAL.get(name, name) for name in names) or "any signal"
 
 
 def describe_waitpoints(waitpoints: Sequence[OpenWaitpoint]) -> str:
     """All waitpoints in one phrase."""
     return "; ".join(f"{one.waitpoint_key} ({accepted_signals(one)})" for one in waitpoints)
-
-
-def _time_left(at_ms: int | None, now_ms: int) -> str:
-    """How long until a wait times out."""
-    if at_ms is None:
-        return "-"
-    return f"in {age(at_ms - now_ms)}" if at_ms > now_ms else "due"
 
 
 def future_time(at_ms: int, now_ms: int) -> str:
@@ -66,6 +65,9 @@ def _answer(signal: ResumeSignal) -> str:
     return f"{signal.signal_name}{by}"
 
 
+# --- tables ---------------------------------------------------------------------------------------
+
+
 def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
     """Print suspended executions with their open waitpoints."""
     screen = Screen()
@@ -74,8 +76,12 @@ def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
         return
     _print_table(screen, waits, now_ms)
     if screen.terminal:
+        text = f"{plural(len(waits) + left_out, 'execution')} waiting. "
+        text += "Answer one with `flowfabric approve ID`."
+        if left_out:
+            text += f" Showing the {len(waits)} that time out first; raise --limit for more."
         screen.line()
-        screen.line((_footer(waits, left_out), "bright_black"))
+        screen.line((text, "bright_black"))
 
 
 def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
@@ -89,56 +95,125 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
         screen.line(f"Its last wait {describe_end(last, now_ms)}.")
 
 
-def _footer(waits: Sequence[Wait], left_out: int) -> str:
-    total = plural(len(waits) + left_out, "execution")
-    text = f"{total} waiting. Answer one with `flowfabric approve ID`."
-    if left_out:
-        text += f" Showing the {len(waits)} that time out first; raise --limit for more."
-    return text
-
-
 def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
     """Print a row per open waitpoint; a terminal gets short ids."""
     lanes = any(wait.lane_id != "default" for wait in waits)
-    short = short_length(wait.execution_id.uuid for wait in waits) if screen.terminal else None
-    inner = (
-        short_length(each.waitpoint_id for wait in waits for each in wait.waitpoints)
-        if screen.terminal
-        else None
-    )
-    headers = ["ID", "KIND", "WAITS FOR", "SIGNALS", "SINCE", "UNTIL", "WAITPOINT", "TOKEN"]
-    if lanes:
-        headers.insert(2, "LANE")
-    rows: list[list[Cell]] = []
+    id_length = length = None
+    if screen.terminal:
+        id_length = short_length(wait.execution_id.uuid for wait in waits)
+        length = short_length(one.waitpoint_id for wait in waits for one in wait.waitpoints)
+    rows: list[Row] = []
     for wait in waits:
-        shown = str(wait.execution_id) if short is None else wait.execution_id.uuid[:short]
-        for each in wait.waitpoints or [None]:
-            row = _row(wait, each, now_ms, shown, inner)
-            if lanes:
-                row.insert(2, wait.lane_id)
-            rows.append(row)
-    screen.table(headers, rows)
+        head: Row = {"ID": id_cell(wait.execution_id, id_length), "KIND": wait.execution_kind}
+        if lanes:
+            head["LANE"] = wait.lane_id
+        rows += [head | _cells(wait, one, now_ms, length) for one in wait.waitpoints or [None]]
+    screen.table(rows)
 
 
-def _row(
-    wait: Wait, waitpoint: OpenWaitpoint | None, now_ms: int, shown: str, inner: int | None
-) -> list[Cell]:
-    head: list[Cell] = [(shown, "bold"), wait.execution_kind]
-    if waitpoint is not None:
-        return head + waitpoint_cells(waitpoint, wait.until, now_ms, inner)
-    since = "-" if wait.since is None else age(now_ms - wait.since)
-    return [*head, "-", "-", since, _time_left(wait.until, now_ms), "-", "-"]
+def _cells(wait: Wait, one: OpenWaitpoint | None, now_ms: int, length: int | None) -> Row:
+    if one is None:
+        since = "-" if wait.since is None else age(now_ms - wait.since)
+        until = _time_left(wait.until, now_ms)
+        times: Row = {"SIGNALS": "-", "SINCE": since, "UNTIL": until}
+        return {"WAITS FOR": "-"} | times | {"WAITPOINT": "-", "TOKEN": "-"}
+    return (
+        {"WAITS FOR": (one.waitpoint_key, "magenta")}
+        | signal_cells(one, wait.until, now_ms)
+        | {"WAITPOINT": one.waitpoint_id[:length], "TOKEN": token_cell(one)}
+    )
 
 
-def waitpoint_cells(
-    one: OpenWaitpoint, until: int | None, now_ms: int, length: int | None = None
-) -> list[Cell]:
-    """Key, signals, since, until, id and token of a waitpoint."""
-    return [
-        (one.waitpoint_key, "magenta"),
-        accepted_signals(one),
-        age(now_ms - (one.activated_at or one.created_at)),
-        _time_left(one.expires_at if one.state == "pending" else until, now_ms),
-        one.waitpoint_id[:length],
-        (f"{one.token_kid} {one.token_fingerprint}", "bright_black"),
-    ]
+def signal_cells(one: OpenWaitpoint, until: int | None, now_ms: int) -> Row:
+    """The signals that a waitpoint accepts, since when and until when."""
+    return {
+        "SIGNALS": accepted_signals(one),
+        "SINCE": age(now_ms - (one.activated_at or one.created_at)),
+        "UNTIL": _time_left(one.expires_at if one.state == "pending" else until, now_ms),
+    }
+
+
+def token_cell(one: OpenWaitpoint) -> Cell:
+    """What identifies the token of a waitpoint."""
+    return f"{one.token_kid} {one.token_fingerprint}", "bright_black"
+
+
+def _time_left(at_ms: int | None, now_ms: int) -> str:
+    if at_ms is None:
+        return "-"
+    return f"in {age(at_ms - now_ms)}" if at_ms > now_ms else "due"
+
+
+# --- why an execution is not running --------------------------------------------------------------
+
+
+def why_not_running(detail: ExecutionDetail) -> str:
+    """What it waits for and how to help; empty if it runs or has finished."""
+    why = detail.why_not_running
+    if why is None:
+        return ""
+    match detail.execution.public_state:
+        case PublicState.ACTIVE:
+            return _active(detail)
+        case PublicState.SUSPENDED:
+            return _suspended(detail)
+        case _:
+            return _waiting(detail, why)
+
+
+def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
+    info = detail.execution
+    if why.lane_state != "active":
+        return f"lane {info.lane_id} is {why.lane_state}: none of its executions start"
+    timed = _TIMED.get(why.blocking_reason)
+    if timed is not None and why.retry_at is not None:
+        due = why.retry_at <= detail.now_ms
+        return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
+    if why.unresolved_edges:
+        return f"it depends on {why.unresolved_edges} executions that have not finished"
+    if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
+        return _for_worker(info, why)
+    reason = why.blocking_reason.replace("_", " ")
+    return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
+
+
+def _active(detail: ExecutionDetail) -> str:
+    worker = "its worker" if detail.lease is None else detail.lease.worker_instance_id
+    if detail.execution.state_vector.ownership_state is OwnershipState.LEASE_REVOKED:
+        return f"the lease of {worker} was revoked; the next free worker takes it over"
+    if not detail.running:
+        return f"{worker} stopped renewing its lease; the next free worker takes it over"
+    return ""
+
+
+def _suspended(detail: ExecutionDetail) -> str:
+    active = [one for one in detail.waitpoints if one.state == "active"]
+    limit = None if detail.wait is None else detail.wait.until
+    until = "" if limit is None else f", until {future_time(limit, detail.now_ms)}"
+    names = {name for one in active for name in one.required_signal_names}
+    if TIMEOUT_ONLY in names:
+        return f"it sleeps{until}"
+    command = f"`flowfabric approve {detail.execution.execution_id.uuid}"
+    if OPERATOR_ONLY in names:
+        return f"it waits for an operator{until}: {command}` resumes it"
+    for_what = describe_waitpoints(active) or "an answer"
+    which = "" if len(active) == 1 else " WAITPOINT"
+    return f"it waits for {for_what}{until}: answer with {command}{which}`"
+
+
+def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
+    lane, needs = info.lane_id, info.required_capabilities
+    if why.able_workers:
+        return f"{_serve(len(why.able_workers))} lane {lane}; it starts as soon as one is free"
+    problem, option = f"no live worker serves lane {lane}", f"--lanes {lane}"
+    if needs:
+        problem += f" and offers {', '.join(needs)}"
+        option = f"--capabilities {','.join(needs)}"
+    if why.live_workers and why.missing_capabilities:
+        lacks = ", ".join(why.missing_capabilities)
+        problem = f"{_serve(why.live_workers)} lane {lane}, but the nearest lacks {lacks}"
+    return f"{problem}: start one with `flowfabric worker module:app {option}`"
+
+
+def _serve(workers: int) -> str:
+    return "1 live worker serves" if workers == 1 else f"{workers} live workers serve"
