@@ -138,7 +138,7 @@ async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: En
     assert "1 waiting" in screen
     assert "1 cancelled" in screen
     limited = await asyncio.to_thread(on_terminal, cli, "ps", "--limit", "1")
-    assert "Showing the newest 1; --all for all" in limited
+    assert "Showing the newest 1; --all shows all" in limited
 
 
 async def test_short_ids_grow_until_they_differ(cli: Cli, engine: Engine) -> None:

@@ -1,9 +1,10 @@
-"""How commands report errors, to people and as JSON."""
+"""How commands report errors, and standard streams that are closed, full or limited."""
 
 import contextlib
 import os
 import re
 import sys
+from typing import Any, Literal
 
 import typer
 
@@ -67,3 +68,34 @@ def _coloured(text: str, colour: str, *, bold: bool = False) -> str:
     if not sys.stderr.isatty() or os.environ.get("NO_COLOR"):
         return text
     return typer.style(text, fg=colour, bold=bold)
+
+
+def prepare_streams() -> None:
+    """Open standard streams that are closed, and make both print any text."""
+    # Read-only, so that writing to a closed output still fails. A closed error stream discards
+    # everything: there is nowhere to report its errors.
+    sys.stdout = sys.stdout or _opened(1, os.O_RDONLY)
+    sys.stderr = sys.stderr or _opened(2, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        # Replace characters that the encoding lacks; they must not stop the command.
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def discard_output() -> None:
+    """Drop buffered output: the interpreter would try to write it again at exit."""
+    _redirect_to_null(sys.stdout.fileno(), os.O_WRONLY)
+
+
+def _opened(number: Literal[1, 2], mode: int) -> Any:
+    """A stream on its usual descriptor, so that no socket gets that number."""
+    _redirect_to_null(number, mode)
+    return open(number, "w", encoding="utf-8", closefd=False)
+
+
+def _redirect_to_null(number: int, mode: int) -> None:
+    null = os.open(os.devnull, mode)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)

@@ -1,9 +1,10 @@
-"""Importing the application that `module:app` names."""
+"""Imports the application that `module:app` names."""
 
 import importlib
 import sys
 import traceback
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,24 +20,33 @@ def load_app(spec: str) -> Fabric:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    module = _imported(module_name)
-    return _fabric(module, attribute)
+    module = _import(module_name)
+    try:
+        found: Any = attrgetter(attribute)(module)
+    except AttributeError:
+        problem = f"module {module_name!r} has no attribute {attribute!r}"
+        raise CliError("import", problem, _fabrics_of(module)) from None
+    if not isinstance(found, Fabric):
+        problem = f"{spec} is a {type(found).__name__}, not a Fabric"
+        raise CliError("import", problem, _fabrics_of(module))
+    return found
 
 
-def _imported(name: str) -> ModuleType:
+def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        # The module itself or its package is missing, not something that it imports.
-        if error.name is None or not (f"{name}.").startswith(f"{error.name}."):
-            raise _broken(name, error) from error
-        raise CliError("import", f"no module named {error.name!r}", _nearest(name)) from error
-    except FlowFabricError:
+    except (FlowFabricError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise _broken(name, error) from error
+        # If the name does not match, something that the module imports is missing.
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise CliError("import", f"no module named {error.name!r}", _nearest(name)) from error
+        _print_traceback(error)
+        raise CliError(
+            "import",
+            f"importing {name!r} failed: {type(error).__name__}: {error}",
+            "fix the module; the traceback above shows where it failed",
+        ) from error
 
 
 def _nearest(name: str) -> str:
@@ -49,38 +59,18 @@ def _nearest(name: str) -> str:
     return f"modules are imported from {here} and from the installed packages"
 
 
-def _broken(name: str, error: BaseException) -> CliError:
-    """Print the traceback of a module that failed to import, for its author."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [
+def _print_traceback(error: BaseException) -> None:
+    """Print where the module failed, without the frames of the import itself."""
+    frames = [
         frame
-        for frame in frames
+        for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__ and "importlib" not in frame.filename
     ]
-    shown = "".join(traceback.format_list(ours) + traceback.format_exception_only(error))
-    sys.stderr.write(f"Traceback (most recent call last):\n{shown}" if ours else shown)
-    return CliError(
-        "import",
-        f"importing {name!r} failed: {type(error).__name__}: {error}",
-        "fix the module; the traceback above shows where it failed",
-    )
+    shown = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+    sys.stderr.write(f"Traceback (most recent call last):\n{shown}" if frames else shown)
 
 
-def _fabric(module: ModuleType, attribute: str) -> Fabric:
-    found: Any = module
-    for part in attribute.split("."):
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            problem = f"module {module.__name__!r} has no attribute {attribute!r}"
-            raise CliError("import", problem, _candidates(module)) from None
-    if not isinstance(found, Fabric):
-        problem = f"{module.__name__}:{attribute} is a {type(found).__name__}, not a Fabric"
-        raise CliError("import", problem, _candidates(module))
-    return found
-
-
-def _candidates(module: ModuleType) -> str:
+def _fabrics_of(module: ModuleType) -> str:
     fabrics = [name for name, value in vars(module).items() if isinstance(value, Fabric)]
     if fabrics:
         return f"did you mean {' or '.join(f'{module.__name__}:{name}' for name in fabrics)}?"

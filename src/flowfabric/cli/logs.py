@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from textwrap import indent
 from typing import Any, Literal, TextIO, get_args
 
-from flowfabric.cli.views.text import clean, json_line
+from flowfabric.cli.views.text import clean, clock, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
 
@@ -24,7 +24,7 @@ _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITIC
 
 
 def set_up_logs(level: Level | None, *, as_json: bool) -> bool:
-    """Log to standard error, by default as FF_LOG_LEVEL and FF_LOG_FORMAT say.
+    """Log to standard error; FF_LOG_LEVEL and FF_LOG_FORMAT set the defaults.
 
     Returns whether it logs JSON.
     """
@@ -48,40 +48,35 @@ def flush_logs() -> None:
 def _choice(variable: str, known: tuple[str, ...], default: str) -> str:
     value = os.environ.get(variable, "").strip().lower() or default
     if value not in known:
-        raise ConfigError(
-            "environment",
-            f"invalid value for {variable}: must be one of {', '.join(known)}, got {value!r}",
-        )
+        problem = f"invalid value for {variable}: must be one of {', '.join(known)}, got {value!r}"
+        raise ConfigError("environment", problem)
     return value
 
 
 class BackgroundHandler(logging.Handler):
-    """Writes lines from its own thread, so that a full pipe does not block the logger.
+    """Writes lines from its own thread, so that a full pipe does not block the worker.
 
     When its queue is full, it drops lines and later logs how many.
     """
 
-    def __init__(self, stream: TextIO, max_waiting: int = _MAX_WAITING) -> None:
+    def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        self._max_waiting = max_waiting
         self._dropped = 0
         self.forget()
         forget_on_fork(self)
 
     def forget(self) -> None:
         """Start over in a forked child: its parent writes the lines in the queue."""
-        self._lines: queue.Queue[str] = queue.Queue(self._max_waiting)
+        self._lines: queue.Queue[str] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue one line, without waiting."""
         try:
-            self._put(self.format(record))
+            line = self.format(record)
         except Exception as error:  # noqa: BLE001 - logging must not raise
-            self._put(f"cannot format a log record of {record.name}: {type(error).__name__}")
-
-    def _put(self, line: str) -> None:
+            line = f"cannot format a log record of {record.name}: {type(error).__name__}"
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -129,8 +124,7 @@ class TextFormatter(logging.Formatter):
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line without what the message says twice; below it the traceback, if there is one."""
-        moment = datetime.fromtimestamp(record.created, UTC).astimezone()
+        """One line, with the fields that the message does not mention; below it the traceback."""
         level = f"{record.levelname:<7}"
         message = clean(record.getMessage())
         fields = {name: _shown(value) for name, value in _fields(record).items()}
@@ -141,12 +135,18 @@ class TextFormatter(logging.Formatter):
         )
         if self._colour:
             level = f"\x1b[{_COLOURS.get(record.levelname, '0')}m{level}\x1b[0m"
-            extra = f"\x1b[90m{extra}\x1b[0m" if extra else ""
-        stamp = moment.strftime("%H:%M:%S.") + f"{int(record.msecs):03d}"
-        line = f"{stamp} {level} {message}" + (f"  {extra}" if extra else "")
-        below = [self.formatException(record.exc_info)] if record.exc_info else []
-        below += [record.stack_info] if record.stack_info else []
-        return "\n".join([line, *(indent(clean(text, keep="\n"), "  ") for text in below)])
+            extra = extra and f"\x1b[90m{extra}\x1b[0m"
+        _, time = clock(int(record.created * 1000)).split()
+        lines = [f"{time} {level} {message}" + (f"  {extra}" if extra else "")]
+        if record.exc_info:
+            lines.append(_below(self.formatException(record.exc_info)))
+        if record.stack_info:
+            lines.append(_below(record.stack_info))
+        return "\n".join(lines)
+
+
+def _below(text: str) -> str:
+    return indent(clean(text, keep="\n"), "  ")
 
 
 def _mentions(message: str, value: str) -> bool:
@@ -165,7 +165,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One JSON object."""
         moment = datetime.fromtimestamp(record.created, UTC)
-        content: dict[str, Any] = {
+        content = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "target": record.name,

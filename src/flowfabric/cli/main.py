@@ -13,16 +13,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
-from flowfabric.cli.errors import CliError, UsageError, report
+from flowfabric.cli.errors import CliError, UsageError, discard_output, prepare_streams, report
 from flowfabric.cli.options import Target, Url, parse_namespace, value
-from flowfabric.cli.streams import discard_output, prepare_streams
 from flowfabric.core.errors import FlowFabricError
 
 COMMANDS = {
     "worker": ("worker", "Run the tasks of an application until SIGTERM or Ctrl-C."),
     "ps": ("executions", "List executions, newest first."),
     "show": ("executions", "Show everything about one execution."),
-    "tail": ("tail", "Print the output of an execution live, until it ends."),
+    "tail": ("tail", "Print the output of an execution live, until it finishes."),
     "waiting": ("waits", "List executions that wait for an answer."),
     "approve": ("waits", "Answer a wait as an operator, without a token."),
     "signal": ("waits", "Answer a wait with the token of its waitpoint."),
@@ -31,9 +30,9 @@ COMMANDS = {
     "summary": ("tail", "Print the summary document of an execution."),
     "revoke-lease": ("executions", "Take an execution from the worker that runs it."),
     "close-waitpoint": ("waits", "Close a waitpoint, so that its token stops working."),
-    "secrets": ("secrets", "List the keys that sign waitpoint tokens."),
-    "rotate-secret": ("secrets", "Sign waitpoint tokens with a new secret."),
-    "doctor": ("doctor", "Check the deployment and suggest fixes."),
+    "secrets": ("deployment", "List the keys that sign waitpoint tokens."),
+    "rotate-secret": ("deployment", "Sign waitpoint tokens with a new secret."),
+    "doctor": ("deployment", "Check the deployment and suggest fixes."),
 }
 """The module of each command and its line in `flowfabric --help`.
 
@@ -41,9 +40,17 @@ A command's module loads the engine. It is imported only to run the command or t
 """
 
 _BROKEN_PIPE = 141
-"""The status of a process that SIGPIPE killed, as shells report it."""
+"""The status that shells report for a process that SIGPIPE killed."""
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    # Rich's boxes and colours would double the time that `--help` takes.
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
 
-_required_argument = re.compile(r"\{([^|{}]+)\}(\.\.\.)?").fullmatch
+_required_argument = re.compile(r"\{([^|{}]+)\}((?:\.\.\.)?)")
 _type_mark = re.compile(r"^(  \S+)( <(?:str|list\[str\])>)", re.MULTILINE)
 
 
@@ -51,8 +58,9 @@ class Command(TyperCommand):
     """A command whose help says `ID...` instead of `{ID}...` and shows no `<str>`."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Required arguments as bare names; brackets are left for the optional ones."""
-        return [_bare(piece) for piece in super().collect_usage_pieces(ctx)]
+        """Required arguments as bare names; only optional ones have brackets."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [_required_argument.sub(r"\1\2", piece) for piece in pieces]
 
     def get_help(self, ctx: Any) -> str:
         """The text of `--help`."""
@@ -60,16 +68,11 @@ class Command(TyperCommand):
         return _type_mark.sub(lambda found: found[1] + " " * len(found[2]), text)
 
 
-def _bare(piece: str) -> str:
-    found = _required_argument(piece)
-    return piece if found is None else found[1] + (found[2] or "")
-
-
 class _Commands(TyperGroup):
     """Loads a command when it is called. Lists commands from the table without loading them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, and the rest of the arguments."""
+        """The command that the arguments name, and the other arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else command, rest
 
@@ -81,23 +84,14 @@ def load_command(name: str) -> Any:
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
     run = getattr(module, name.replace("-", "_"))
     single = typer.Typer(**_SETTINGS)
-    command = with_shared_options(run) if iscoroutinefunction(run) else run
-    single.command(name, cls=Command)(command)
+    single.command(name, cls=Command)(with_shared_options(run) if iscoroutinefunction(run) else run)
     return typer.main.get_command(single)
 
-
-_SETTINGS: dict[str, Any] = {
-    "add_completion": False,
-    # Rich's boxes and colours would double the time that `--help` takes.
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
-}
 
 app = typer.Typer(
     name="flowfabric",
     cls=_Commands,
-    help="Durable execution for Python on Valkey: run workers, inspect executions, change them.",
+    help="Durable execution for Python on Valkey: run workers, inspect and change executions.",
     epilog="Without FF_URL or FF_HOST, commands use the project's own Valkey in .flowfabric.",
     **_SETTINGS,
 )
@@ -143,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 on success, 1 on failure, 2 on a usage error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     prepare_streams()
-    # Commands report results themselves; only a worker logs, once it has set up its own handler.
+    # Commands print their results; only a worker logs, with a handler of its own.
     logging.getLogger("flowfabric").addHandler(logging.NullHandler())
     sys.exit(_run(given or ["--help"]))
 
@@ -152,7 +146,7 @@ def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         code: Any = app(arguments, prog_name="flowfabric", standalone_mode=False)
-        # Buffered output can still fail to be written.
+        # Writing buffered output can still fail.
         sys.stdout.flush()
     except FlowFabricError as error:
         return report(error, as_json=as_json)
@@ -176,9 +170,6 @@ def _usage(error: typer.TyperException) -> CliError:
     context: Any = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "flowfabric"
     return UsageError("usage", error.format_message(), f"see `{where} --help`")
-
-
-_OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
 def _system_error(error: OSError) -> CliError:

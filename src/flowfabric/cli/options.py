@@ -116,7 +116,7 @@ Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
     bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=_read_payload)
 ]
-By = Annotated[str | None, value("NAME", "Who decides. Default: your user name.", "--as")]
+By = Annotated[str | None, value("NAME", "Who makes the change. Default: your user name.", "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 

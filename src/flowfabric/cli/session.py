@@ -149,4 +149,4 @@ async def _ambiguous(backend: Backend, text: str, found: list[ExecutionId]) -> C
             continue
     if len(found) > _MAX_LISTED:
         message += "\n  …"
-    return CliError("ambiguous_id", message, "give more of the id", *found[:_MAX_LISTED])
+    return CliError("ambiguous_id", message, "give more of the id", *map(str, found[:_MAX_LISTED]))

@@ -53,11 +53,11 @@ async def ps(
     kind: Annotated[str | None, value("NAME", "Only this task.")] = None,
     tag: Annotated[
         list[str] | None,
-        value("KEY=VALUE", "Only with this tag. Repeat for more.", parser=_check_tag),
+        value("KEY=VALUE", "Only with this tag. Repeat it for several tags.", parser=_check_tag),
     ] = None,
     limit: options.Limit = 50,
     everything: Annotated[bool, flag("--all", "Show all executions.")] = False,
-    watch: Annotated[bool, flag("--watch", "Keep showing changes.")] = False,
+    watch: Annotated[bool, flag("--watch", "Keep running and show changes.")] = False,
 ) -> None:
     """List executions, newest first.
 
@@ -80,11 +80,10 @@ async def ps(
             Screen().line("No executions: ", nothing.message, ".")
             Screen().line(("hint: ", "cyan"), nothing.hint)
         return
-    if not target.as_json:
+    if target.as_json:
+        print_json(*listing.rows)
+    else:
         print_listing(listing, filtered=where != Filter())
-        return
-    for row in listing.rows:
-        print_json(row)
 
 
 async def _watch(target: Target, where: Filter, limit: int | None) -> None:
@@ -122,8 +121,8 @@ async def cancel(
 ) -> None:
     """Cancel executions that have not finished.
 
-    A running handler is cancelled when its worker next renews the lease. If one execution has
-    already finished, the others are still cancelled.
+    The worker cancels a running handler when it next renews the lease. If one execution has
+    already finished, the command still cancels the others.
     """
     code = 0
     async with session.open_backend(target) as backend:
@@ -164,7 +163,7 @@ async def replay(
     reason: Annotated[str, value("TEXT", "Stored with the new attempt.")] = "",
     expected_replay_count: Annotated[
         int | None,
-        value("N", "Only if it was replayed N times so far. Makes repeats safe.", min=0),
+        value("N", "Replay only if it was replayed N times so far. Makes repeats safe.", min=0),
     ] = None,
     keep_steps: Annotated[bool, flag("--keep-steps", "Keep the results of its steps.")] = False,
     by: options.By = None,
@@ -196,7 +195,7 @@ async def revoke_lease(
     target: Target,
     id_: options.Id,
     *,
-    lease: Annotated[str, value("ID", "Only if this lease is held. See `show --json`.")] = "",
+    lease: Annotated[str, value("ID", "Revoke only this lease. `show --json` prints its id.")] = "",
     reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "operator",
     by: options.By = None,
     yes: options.Yes = False,

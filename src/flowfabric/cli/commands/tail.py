@@ -9,13 +9,12 @@ from typing import Annotated
 import msgspec
 
 from flowfabric.cli import options
-from flowfabric.cli.errors import CliError
+from flowfabric.cli.errors import CliError, discard_output
 from flowfabric.cli.options import Target, value
 from flowfabric.cli.session import open_execution
-from flowfabric.cli.streams import discard_output
 from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
-from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
+from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import StreamFrames
 from flowfabric.core.cursors import START, StreamCursor
 from flowfabric.core.errors import TransportError
@@ -43,10 +42,10 @@ async def tail(
     ] = None,
     from_: Annotated[str, value("CURSOR", _FROM_HELP, "--from", parser=_parse_cursor)] = "start",
     follow: Annotated[
-        bool, options.flag("--follow/--no-follow", "Wait for more, or stop at the newest.")
+        bool, options.flag("--follow/--no-follow", "Wait for new output, or stop at the end.")
     ] = True,
 ) -> None:
-    """Print the output of an execution live, until it ends.
+    """Print the output of an execution live, until it finishes.
 
     After a retry, continues with the next attempt. Frames go to standard output, notes about the
     execution to standard error. With --json, prints one JSON object per line; bytes that are not
@@ -123,7 +122,7 @@ class _Follower:
                 if not (self.follow and error.retryable):
                     raise
                 if not reported:
-                    self.printer.interrupted(error.message or error.kind)
+                    self.printer.note("interrupted", problem=error.message or error.kind)
                 reported = True
                 await asyncio.sleep(_RETRY_S)
 
@@ -144,14 +143,20 @@ class _Follower:
             )
             self.cursor = page.frames[-1].id if page.frames else START.text
         if self.printer.index:
-            self.printer.attempt(await self._record(), first=True)
+            await self._note_attempt(new=False)
 
     async def _info(self) -> ExecutionInfo:
         return await self.backend.reads.read_execution_info(self.id)
 
-    async def _record(self) -> AttemptRecord | None:
+    async def _attempt_fields(self, *names: str) -> dict[str, object]:
+        """Fields of the current attempt; None if it has no record yet."""
         attempts = await self.backend.reads.read_attempts(self.id)
-        return attempts[self.printer.index] if self.printer.index < len(attempts) else None
+        record = attempts[self.printer.index] if self.printer.index < len(attempts) else None
+        return {name: getattr(record, name, None) for name in names}
+
+    async def _note_attempt(self, *, new: bool) -> None:
+        fields = await self._attempt_fields("attempt_type", "worker_instance_id")
+        self.printer.note("attempt", new=new, **fields)
 
     async def _step(self) -> bool:
         """Read the stream once. Returns whether everything was printed."""
@@ -173,7 +178,7 @@ class _Follower:
         await self._announce_attempt()
         self._announce_resume()
         if page.truncated:
-            self.printer.gap()
+            self.printer.note("gap")
         for frame in page.frames:
             self.printer.frame(frame)
         sys.stdout.flush()
@@ -183,10 +188,11 @@ class _Follower:
         """The attempt ended: continue with the next one, unless there will be none."""
         await self._announce_attempt()
         info = await self._info()
-        self.printer.closed(page.closed_reason or "", await self._record())
+        why = await self._attempt_fields("failure_reason")
+        self.printer.note("closed", reason=page.closed_reason or "", **why)
         if info.total_attempt_count <= self.printer.index + 1:
             if _finished(info):
-                self.printer.end(info)
+                self.printer.note("end", public_state=info.public_state.value)
                 return True
             if not self.follow:
                 return True
@@ -202,7 +208,7 @@ class _Follower:
             await self._announce_attempt()
         elif _finished(info):
             # It finished between two attempts, or before the first.
-            self.printer.end(info)
+            self.printer.note("end", public_state=info.public_state.value)
             return True
         if info.public_state is PublicState.SUSPENDED:
             await self._announce_wait()
@@ -213,15 +219,15 @@ class _Follower:
     async def _announce_attempt(self) -> None:
         if not self.announced:
             self.announced = True
-            self.printer.attempt(await self._record(), first=False)
+            await self._note_attempt(new=True)
 
     async def _announce_wait(self) -> None:
         wait, _ = await read_wait(self.backend, self.id)
         if wait.since is not None and wait.since != self.announced_wait:
             self.announced_wait = wait.since
-            self.printer.waiting(wait, await self.backend.meta.server_time_ms())
+            self.printer.note("waiting", at=await self.backend.meta.server_time_ms(), wait=wait)
 
     def _announce_resume(self) -> None:
         if self.announced_wait is not None:
             self.announced_wait = None
-            self.printer.resumed()
+            self.printer.note("resumed")

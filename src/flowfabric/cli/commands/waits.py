@@ -29,6 +29,10 @@ _EFFECTS = {
     "no_op": ("stored, but this wait does not accept its name", "yellow"),
     "buffered_for_pending_waitpoint": ("stored until the handler waits for it", "cyan"),
 }
+_NO_SIGNAL = (
+    "the execution waits for an operator to resume it and accepts no signal or payload",
+    "omit the options to resume it, or end it with `flowfabric cancel`",
+)
 _HOW_TO_ANSWER = (
     "set FF_WAITPOINT_TOKEN to the token of the waitpoint; operators need no token: "
     "`flowfabric approve`"
@@ -52,9 +56,9 @@ async def waiting(
 ) -> None:
     """List executions that wait for an answer.
 
-    Shows what each waits for, since when and until when; the soonest timeout comes first. A token
-    is identified by its signing key and fingerprint; the token itself is never shown. With --json,
-    prints one JSON object per line.
+    Shows what each execution waits for, since when and until when, soonest timeout first. Never
+    shows a token, only its signing key and fingerprint. With --json, prints one JSON object per
+    line.
     """
     if id_ is not None:
         async with session.open_execution(target, id_) as (backend, execution_id):
@@ -73,11 +77,10 @@ async def waiting(
             waits, left_out = await list_waits(
                 backend, lane=lane, namespace=target.namespace, limit=limit
             )
-    if not target.as_json:
+    if target.as_json:
+        print_json(*waits)
+    else:
         view.print_waits(waits, left_out, now)
-        return
-    for wait in waits:
-        print_json(wait)
 
 
 async def approve(
@@ -90,7 +93,7 @@ async def approve(
     *,
     by: options.By = None,
     reject: Annotated[bool, flag("--reject", "Send `rejected` instead of `approved`.")] = False,
-    name: Annotated[str | None, value("SIGNAL", "Send the signal with this name instead.")] = None,
+    name: Annotated[str | None, value("SIGNAL", "Send this signal instead.")] = None,
     payload: options.Payload = None,
 ) -> None:
     """Answer a wait as an operator, without a token.
@@ -99,12 +102,12 @@ async def approve(
     changes nothing.
     """
     if reject and name is not None:
-        raise typer.BadParameter("give either --reject or --name", param_hint="--reject")
+        raise typer.BadParameter("pass either --reject or --name, not both", param_hint="--reject")
     decision = name or ("rejected" if reject else "approved")
     async with _open_waitpoint(target, id_, waitpoint) as (backend, found):
         if found.required_signal_names == (view.OPERATOR_ONLY,):
             if decision != "approved" or payload is not None:
-                raise _accepts_no_signal()
+                raise CliError("not_asked", *_NO_SIGNAL)
             execution_id = found.execution_id
             done = await backend.suspensions.resume_execution(execution_id)
             fields = {
@@ -144,7 +147,7 @@ async def signal(
         ),
     ] = "",
     payload: options.Payload = None,
-    source: Annotated[str, value("IDENTITY", "Who sends it. Stored with the signal.")] = "",
+    source: Annotated[str, value("IDENTITY", "Who sends the signal. Stored with it.")] = "",
     idempotency_key: Annotated[
         str, value("KEY", "A repeat with the same key changes nothing.")
     ] = "",
@@ -190,14 +193,11 @@ async def close_waitpoint(
     _print_effect(target, found, {"closed": closed}, ": ", effect)
 
 
-# --- the waitpoint --------------------------------------------------------------------------------
-
-
 @contextlib.asynccontextmanager
 async def _open_waitpoint(
     target: Target, id_: str, text: str | None
 ) -> AsyncGenerator[tuple[Backend, OpenWaitpoint]]:
-    """A backend and the open waitpoint; explains a call that is refused."""
+    """A backend and the open waitpoint. Explains why a call was refused."""
     async with session.open_execution(target, id_) as (backend, execution_id):
         found = await _find_waitpoint(backend, execution_id, text)
         try:
@@ -267,17 +267,6 @@ def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> N
     if names and name not in names and not explicit:
         problem = f"{key} does not accept {name!r}, only {view.accepted_signals(waitpoint)}"
         raise CliError("not_asked", problem, "choose one with --name", *names)
-
-
-def _accepts_no_signal() -> CliError:
-    return CliError(
-        "not_asked",
-        "the execution waits for an operator to resume it and accepts no signal or payload",
-        "omit the options to resume it, or end it with `flowfabric cancel`",
-    )
-
-
-# --- output ---------------------------------------------------------------------------------------
 
 
 def _print_outcome(

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
@@ -63,8 +64,7 @@ _LEASE_TTL = options.duration("How long a dead worker keeps its tasks.", "1s", "
 _BLOCK_LIMIT = options.duration(
     "How long one task may block the event loop before the worker releases the others. "
     "The default is three times the lease.",
-    "1s",
-    "7d",
+    *("1s", "7d"),
 )
 _SCANNERS = flag(
     "--scanners/--no-scanners", "Run background jobs: retries, expired leases, deadlines."
@@ -72,8 +72,7 @@ _SCANNERS = flag(
 _GRACE = options.duration("How long to wait for running tasks before releasing them.")
 _ON_UNKNOWN = value(
     "fail|release",
-    "What to do with a task that this app does not have. Release it for another worker while two "
-    "versions of an app serve one lane.",
+    "Fail tasks that this app does not have, or release them for workers of another version.",
 )
 
 
@@ -90,7 +89,9 @@ def worker(
     scanners: Annotated[bool, _SCANNERS] = True,
     grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
     on_unknown: Annotated[Literal["fail", "release"], _ON_UNKNOWN] = "fail",
-    log_level: Annotated[Level | None, value("LEVEL", "debug, info, warning or error.")] = None,
+    log_level: Annotated[
+        Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
+    ] = None,
     json_logs: Annotated[bool, flag("--json-logs", "Log one JSON object per line.")] = False,
     namespace: Annotated[
         str | None, value("NAME", "Override the app's namespace.", parser=options.parse_namespace)
@@ -129,9 +130,8 @@ def _serve(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> 
     try:
         summary = runner.run(_run(app, worker, grace_s, as_json=as_json))
     except BaseException as error:
-        problem = error
         flush_logs()
-        with ends_within(_CLOSING_S, 1, lambda: _print_if_ours(problem)):
+        with ends_within(_CLOSING_S, 1, partial(_report, error)):
             runner.close()
         raise
     _print_summary(summary, round((time.monotonic() - started) * 1000), as_json=as_json)
@@ -140,7 +140,7 @@ def _serve(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> 
         runner.close()
 
 
-def _print_if_ours(error: BaseException) -> None:
+def _report(error: BaseException) -> None:
     if isinstance(error, FlowFabricError):
         report(error, as_json=False)
 

@@ -16,7 +16,7 @@ from flowfabric.core.text import plural
 from flowfabric.engine.overview import ExecutionListing
 
 _OPTIONAL_COLUMNS = ("ATTEMPTS", "AGE", "LANE", "WORKER")
-"""Left out in this order when the terminal is too narrow."""
+"""Dropped in this order when the terminal is too narrow."""
 _LINES_AROUND_TABLE = 4
 
 
@@ -63,9 +63,9 @@ def _footer(listing: ExecutionListing) -> str:
     shown, found = len(listing.rows), listing.states.total()
     total = plural(found, "execution")
     if not listing.complete:
-        return f"the newest {shown} of the first {total}; --all reads all of them"
+        return f"Showing the newest {shown} of the first {total}; --all shows all"
     text = f"{total}: {states}"
-    return text if shown == found else f"{text}. Showing the newest {shown}; --all for all"
+    return text if shown == found else f"{text}. Showing the newest {shown}; --all shows all"
 
 
 @contextmanager

@@ -45,9 +45,10 @@ def id_cell(execution_id: ExecutionId, length: int | None) -> Cell:
     return str(execution_id) if length is None else execution_id.uuid[:length], "bold"
 
 
-def print_json(value: object) -> None:
-    """Print one JSON value on its own line."""
-    sys.stdout.write(json_line(value, enc_hook) + "\n")
+def print_json(*values: object) -> None:
+    """Print JSON values, each on its own line."""
+    for value in values:
+        sys.stdout.write(json_line(value, enc_hook) + "\n")
 
 
 def print_result(fields: Mapping[str, object], *cells: Cell, as_json: bool) -> None:

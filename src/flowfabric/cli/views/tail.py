@@ -2,6 +2,7 @@
 
 import base64
 import codecs
+import contextlib
 import re
 import sys
 from typing import Any
@@ -11,9 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_cell
-from flowfabric.cli.views.text import clean, preview
+from flowfabric.cli.views.text import clean
 from flowfabric.cli.views.waits import describe_waitpoints, future_time
-from flowfabric.core.contracts.executions import AttemptRecord, ExecutionInfo
 from flowfabric.core.contracts.streams import StreamedFrame
 from flowfabric.engine.overview import Wait
 
@@ -32,7 +32,7 @@ _REASONS = {
     "reclaimed": "stopped: another worker took over",
     "max_reclaims_exceeded": "failed: too many of its workers died",
     "expired": "timed out",
-    "suspension_timeout": "stopped: no answer came in time",
+    "suspension_timeout": "stopped: no answer arrived in time",
     "dependency_impossible": "was skipped: an execution it depends on cannot succeed",
 }
 
@@ -51,6 +51,15 @@ def _style(frame: StreamedFrame) -> str:
     return f"{style} dim".strip() if frame.mode == "best_effort" else style
 
 
+def _content(frame: StreamedFrame) -> str:
+    data = frame.payload
+    if frame.encoding != "binary":
+        with contextlib.suppress(UnicodeDecodeError):
+            return data.decode()
+    more = " …" if len(data) > _HEX_BYTES else ""
+    return f"<{len(data):,} bytes: {data[:_HEX_BYTES].hex(' ', -2)}{more}>"
+
+
 class TextPrinter:
     """Prints frames and what happens to the execution; a pipe gets only the frames."""
 
@@ -61,24 +70,21 @@ class TextPrinter:
         self._screen = Screen()
         self._notes = Console(stderr=True, highlight=False, emoji=False, markup=False)
         self._mid_line = False
+        """Whether the output so far ends within a line."""
         self._set_apart = False
+        """Whether a note has already ended that line."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def frame(self, frame: StreamedFrame) -> None:
+        """Print one frame on standard output."""
         style = _style(frame)
         if frame.encoding == "utf8":
             # A character may be split between two frames.
             self._write(readable(self._decoder.decode(frame.payload)), style)
             return
-        binary = frame.encoding == "binary"
-        shown, form, shortened = preview(frame.payload, _HEX_BYTES if binary else None)
-        if form == "hex" or binary:
-            shown = shown if form == "hex" else frame.payload[:_HEX_BYTES].hex(" ", -2)
-            more = " …" if shortened else ""
-            shown = f"<{len(frame.payload):,} bytes: {shown}{more}>"
         head = "" if frame.frame_type in _PLAIN_TYPES else f"{clean(frame.frame_type)} "
         self._end_line()
-        self._write(f"{head}{readable(shown)}\n", style)
+        self._write(f"{head}{readable(_content(frame))}\n", style)
 
     def _write(self, text: str, style: str) -> None:
         if not text:
@@ -95,7 +101,37 @@ class TextPrinter:
             sys.stdout.write("\n")
             self._mid_line = False
 
-    def _note(self, *cells: Cell) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
+        """Print on standard error what happened."""
+        attempt = (f"attempt {self.index + 1}", "bold")
+        match kind:
+            case "attempt":
+                hint = "" if fields["new"] else "; --attempt 1 starts with the first"
+                how, worker = fields["attempt_type"], fields["worker_instance_id"]
+                self._print(attempt, f" ({how}) on {worker}{hint}" if how else hint)
+            case "closed":
+                ending = _REASONS.get(fields["reason"], fields["reason"])
+                why = (fields["failure_reason"] or "").partition("\n")[0]
+                self._print(attempt, f" {ending}: {why}" if why else f" {ending}")
+                self._decoder.reset()
+            case "waiting":
+                wait: Wait = fields["wait"]
+                what = describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
+                limit = (
+                    "" if wait.until is None else f" until {future_time(wait.until, fields['at'])}"
+                )
+                self._print(state_cell("suspended"), f": waits for {what}{limit}")
+            case "resumed":
+                self._print(("resumed", "cyan"), ": the handler starts again")
+            case "gap":
+                self._print("older output was trimmed")
+            case "interrupted":
+                problem = fields["problem"]
+                self._print(("no answer from the server", "yellow"), f", retrying: {problem}")
+            case _:
+                self._print(state_cell(fields["public_state"]))
+
+    def _print(self, *cells: Cell) -> None:
         sys.stdout.flush()
         if self._screen.terminal:
             self._end_line()
@@ -104,40 +140,11 @@ class TextPrinter:
             # Both streams may go to one terminal. The line end is not part of the output.
             sys.stderr.write("\n")
             self._set_apart = True
-        pairs = [(cell, "bright_black") if isinstance(cell, str) else cell for cell in cells]
-        styled = [(clean(text), style) for text, style in pairs]
-        line = Text.assemble(("── ", "bright_black"), *styled)
+        line = Text()
+        for cell in ("── ", *cells):
+            text, style = (cell, "bright_black") if isinstance(cell, str) else cell
+            line.append(clean(text), style)
         self._notes.print(line, soft_wrap=True)
-
-    def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
-        kind = f" ({record.attempt_type})" if record is not None else ""
-        worker = f" on {record.worker_instance_id}" if record is not None else ""
-        hint = "; --attempt 1 starts with the first" if first else ""
-        self._note((f"attempt {self.index + 1}", "bold"), f"{kind}{worker}{hint}")
-
-    def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        ending = _REASONS.get(reason, reason)
-        why = record.failure_reason if record is not None else None
-        because = f": {why.partition(chr(10))[0]}" if why else ""
-        self._note((f"attempt {self.index + 1}", "bold"), f" {ending}{because}")
-        self._decoder.reset()
-
-    def waiting(self, wait: Wait, now_ms: int) -> None:
-        limit = f" until {future_time(wait.until, now_ms)}" if wait.until is not None else ""
-        what = describe_waitpoints(wait.waitpoints) or wait.reason.replace("_", " ")
-        self._note(state_cell("suspended"), f": waits for {what}{limit}")
-
-    def resumed(self) -> None:
-        self._note(("resumed", "cyan"), ": the handler starts again")
-
-    def gap(self) -> None:
-        self._note("older output was trimmed")
-
-    def interrupted(self, problem: str) -> None:
-        self._note(("no answer from the server", "yellow"), f", retrying: {problem}")
-
-    def end(self, info: ExecutionInfo) -> None:
-        self._note(state_cell(info.public_state.value))
 
 
 class JsonPrinter:
@@ -146,44 +153,18 @@ class JsonPrinter:
     index = 0
 
     def frame(self, frame: StreamedFrame) -> None:
+        """Print one frame."""
         try:
             payload, form = frame.payload.decode(), "text"
         except UnicodeDecodeError:
             payload, form = base64.b64encode(frame.payload).decode(), "base64"
-        rest = {name: value for name, value in frame.fields.items() if name != "payload"}
-        self._print("frame", id=frame.id, payload=payload, payload_form=form, **rest)
+        fields = frame.fields | {"id": frame.id, "payload": payload, "payload_form": form}
+        print_json({"type": "frame", "attempt_index": self.index} | fields)
 
-    def _print(self, kind: str, **fields: Any) -> None:
+    def note(self, kind: str, **fields: Any) -> None:
+        """Print what happened."""
         print_json({"type": kind, "attempt_index": self.index} | fields)
-        if kind != "frame":
-            sys.stdout.flush()
-
-    def attempt(self, record: AttemptRecord | None, *, first: bool) -> None:
-        self._print(
-            "attempt",
-            new=not first,
-            attempt_type=None if record is None else record.attempt_type,
-            worker_instance_id=None if record is None else record.worker_instance_id,
-        )
-
-    def closed(self, reason: str, record: AttemptRecord | None) -> None:
-        why = None if record is None else record.failure_reason
-        self._print("closed", reason=reason, failure_reason=why)
-
-    def waiting(self, wait: Wait, now_ms: int) -> None:
-        self._print("waiting", at=now_ms, wait=wait)
-
-    def resumed(self) -> None:
-        self._print("resumed")
-
-    def gap(self) -> None:
-        self._print("gap")
-
-    def interrupted(self, problem: str) -> None:
-        self._print("interrupted", problem=problem)
-
-    def end(self, info: ExecutionInfo) -> None:
-        self._print("end", public_state=info.public_state.value)
+        sys.stdout.flush()
 
 
 Printer = TextPrinter | JsonPrinter

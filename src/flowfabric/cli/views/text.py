@@ -41,7 +41,7 @@ def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> st
 
 
 def age(ms: int) -> str:
-    """A rough length of time, in one unit.
+    """A duration, rounded down to one unit.
 
     >>> age(200), age(61_000), age(7_200_000)
     ('0s', '1m', '2h')
@@ -53,7 +53,7 @@ def age(ms: int) -> str:
 
 
 def duration(ms: int) -> str:
-    """A length of time in at most two units.
+    """A duration in at most two units.
 
     >>> duration(12), duration(2345), duration(125_000)
     ('12 ms', '2.3 s', '2m 5s')

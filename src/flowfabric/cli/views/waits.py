@@ -28,9 +28,6 @@ _TIMED = {
 }
 
 
-# --- phrases --------------------------------------------------------------------------------------
-
-
 def accepted_signals(waitpoint: OpenWaitpoint) -> str:
     """The signals that a waitpoint accepts."""
     if waitpoint.state == "pending":
@@ -63,9 +60,6 @@ def describe_end(last: LastWait, now_ms: int) -> str:
 def _answer(signal: ResumeSignal) -> str:
     by = f" by {signal.source_identity}" if signal.source_identity else ""
     return f"{signal.signal_name}{by}"
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
@@ -142,9 +136,6 @@ def _time_left(at_ms: int | None, now_ms: int) -> str:
     if at_ms is None:
         return "-"
     return f"in {age(at_ms - now_ms)}" if at_ms > now_ms else "due"
-
-
-# --- why an execution is not running --------------------------------------------------------------
 
 
 def why_not_running(detail: ExecutionDetail) -> str:

@@ -1,30 +1,79 @@
-"""`flowfabric secrets` and `flowfabric rotate-secret`."""
+"""`flowfabric doctor`, `secrets` and `rotate-secret`."""
 
 import asyncio
 import os
+from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import typer
 
+from flowfabric import __version__
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
-from flowfabric.cli.options import Deployment, argument, value
-from flowfabric.cli.session import open_backend
-from flowfabric.cli.views.screen import Row, Screen, print_json, print_result
+from flowfabric.cli.options import Deployment, Target, argument, flag, value
+from flowfabric.cli.session import CONNECT_S, describe_location, open_backend
+from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
 from flowfabric.cli.views.text import clock, duration
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
 from flowfabric.core.text import plural
+from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_rotation
 from flowfabric.engine.valkey.connect import ServerLocation, store_secret
 
+_MARKS = {Grade.OK: ("✓", "green"), Grade.WARNING: ("⚠", "yellow"), Grade.BROKEN: ("✗", "bold red")}
+_PREPARE = flag("--prepare", "Set up the Valkey first: partition counts and function library.")
 _MAX_LISTED = 8
+
+
+async def doctor(target: Target, *, prepare: Annotated[bool, _PREPARE] = False) -> None:
+    """Check the deployment and suggest fixes.
+
+    Exits with status 1 if a check fails; warnings do not count.
+    """
+    with closing(ServerLocation(target.url)) as location:
+        checks = await location.diagnose(
+            target.namespace, prepare=prepare, connect_timeout=CONNECT_S
+        )
+        where = describe_location(location)
+    sound = all(check.grade is not Grade.BROKEN for check in checks)
+    if target.as_json:
+        print_json({"ok": sound, "version": __version__, "address": where, "checks": checks})
+    else:
+        _print_findings(where, checks)
+    if not sound:
+        raise typer.Exit(1)
+
+
+def _print_findings(where: str, findings: list[Finding]) -> None:
+    screen = Screen()
+    screen.line((f"FlowFabric {__version__}", "bold"), "  ", (where, "bright_black"))
+    screen.line()
+    width = max(len(each.name) for each in findings)
+    for each in findings:
+        screen.line("  ", _MARKS[each.grade], f" {each.name:<{width}}  ", each.detail)
+        if each.advice:
+            screen.line(" " * (width + 6), ("→ ", "cyan"), each.advice)
+    screen.line()
+    screen.line(_verdict(Counter(each.grade for each in findings)))
+
+
+def _verdict(grades: Counter[Grade]) -> Cell:
+    warnings, broken = grades[Grade.WARNING], grades[Grade.BROKEN]
+    if broken:
+        more = f", {plural(warnings, 'warning')}" if warnings else ""
+        return f"{plural(broken, 'check')} failed{more}.", "bold red"
+    if warnings:
+        return f"No check failed, {plural(warnings, 'warning')}.", "yellow"
+    return "All checks passed.", "green"
 
 
 async def secrets(target: Deployment) -> None:
     """List the keys that sign waitpoint tokens.
 
-    Their secrets are never shown. Partitions with the same keys share a line. More than one line
+    Never shows their secrets. Partitions with the same keys share a line. More than one line
     means that a rotation did not finish; run it again. With --json, prints one JSON object per
     line.
     """
@@ -33,10 +82,9 @@ async def secrets(target: Deployment) -> None:
         found = await asyncio.gather(*map(backend.secrets.list_waitpoint_hmac_kids, partitions))
     groups = _grouped(found)
     if target.as_json:
-        for group in groups:
-            print_json(group)
-        return
-    Screen().table([_row(group) for group in groups])
+        print_json(*groups)
+    else:
+        Screen().table([_row(group) for group in groups])
 
 
 class _KeyGroup(msgspec.Struct, frozen=True):
@@ -44,7 +92,7 @@ class _KeyGroup(msgspec.Struct, frozen=True):
 
     current_kid: str | None
     verifying: tuple[HmacKid, ...]
-    """With the last expiry of each: partitions rotate some milliseconds apart."""
+    """Each with its last expiry: partitions rotate some milliseconds apart."""
     partitions: int
 
 
