@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import pty
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import EngineError
 from flowfabric.core.state import OwnershipState, PublicState
-from tests.support.command import Cli
+from tests.support.command import COMMAND, Cli
 from tests.support.engine import Engine
 from tests.support.suspension import SECRET, Waits
 
@@ -144,3 +148,31 @@ async def test_what_cannot_be_undone_needs_a_yes(
         "error: not_confirmed: this cannot be undone",
         "hint: pass --yes to run it without a terminal",
     ]
+
+
+async def test_ctrl_c_at_the_question_changes_nothing(cli: Cli, engine: Engine) -> None:
+    handle = await engine.running()
+    before = await engine.dump()
+    main, side = pty.openpty()
+    process = await asyncio.create_subprocess_exec(
+        *(COMMAND, "revoke-lease", handle.execution_id),
+        env=cli.environment,
+        cwd=cli.folder,
+        stdin=side,
+        stdout=side,
+        stderr=side,
+    )
+    os.close(side)
+    try:
+        async with asyncio.timeout(20):
+            seen = b""
+            while b"[y/N]" not in seen:
+                seen += await asyncio.to_thread(os.read, main, 4096)
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        os.close(main)
+    assert await engine.dump() == before
