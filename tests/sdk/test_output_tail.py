@@ -12,8 +12,8 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.client import Client
+from flowfabric.sdk.following import Tail
 from flowfabric.sdk.sync import SyncClient
-from flowfabric.sdk.tail import Tail
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
 from tests.support.sdk import until, valkey_of

@@ -21,7 +21,7 @@ import flowfabric as ff
 from flowfabric.app.context import OutputStream, SyncOutputStream
 from flowfabric.core.contracts.executions import Created
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.event_feed import SyncEventFeed
+from flowfabric.sdk.following import SyncEventFeed
 from flowfabric.sdk.loop_thread import Portal
 from flowfabric.sdk.sync import SyncClient
 from tests.support.engine import Engine

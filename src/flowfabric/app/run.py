@@ -16,7 +16,7 @@ from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client, Outcome, SignalOptions
-from flowfabric.sdk.tail import Tail
+from flowfabric.sdk.following import Tail
 
 R_co = TypeVar("R_co", covariant=True)
 

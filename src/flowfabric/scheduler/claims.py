@@ -5,6 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -36,38 +37,33 @@ async def give_back(backend: Backend, handles: Iterable[Handle]) -> int:
     return len(outcomes) - len(failed)
 
 
+@dataclass(eq=False, repr=False)
 class WorkerClaims(Generic[T]):
-    """Claims of one worker process. `adopt` makes a task of a claim and of when it was asked for.
+    """Claims of one worker process.
 
     A permit is reserved before any storage call and stays with the task until `release`.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        requests: Mapping[str, ClaimRequest],
-        adopt: Callable[[Claim, float], T],
-        *,
-        permits: int,
-        poll_s: float,
-    ) -> None:
-        self.backend = backend
-        self.free = permits
-        self.released = 0
-        """How many permits came back so far."""
-        self.stopping = False
-        """Claim nothing more, and start nothing of what a completing call claims."""
-        self.poll_s = poll_s
-        instance = next(iter(requests.values())).worker_instance_id
-        self.lanes = LaneRotation(requests, backend.counts, instance)
-        self.on_release: Callable[[], None] | None = None
-        self._requests = requests
-        self._adopt = adopt
+    backend: Backend
+    requests: Mapping[str, ClaimRequest]
+    """What each lane is asked for."""
+    adopt: Callable[[Claim, float], T]
+    """Makes a task of a claim and of when it was asked for."""
+    free: int
+    """How many permits no task has."""
+    poll_s: float
+    released: int = 0
+    """How many permits came back so far."""
+    on_release: Callable[[], None] | None = None
+    stopping: bool = False
+    """Claim nothing more, and start nothing of what a completing call claims."""
+
+    def __post_init__(self) -> None:
+        instance = next(iter(self.requests.values())).worker_instance_id
+        self.lanes = LaneRotation(self.requests, self.backend.counts, instance)
+        self.background: set[asyncio.Task[None]] = set()
         self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
         self._sticky = 0
-        self.background: set[asyncio.Task[None]] = set()
-
-    # --- permits ------------------------------------------------------------------------
 
     def reserve(self, wanted: int) -> int:
         """Take up to `wanted` permits; how many were free."""
@@ -81,8 +77,6 @@ class WorkerClaims(Generic[T]):
         self.released += 1
         if self.on_release is not None:
             self.on_release()
-
-    # --- claiming -----------------------------------------------------------------------
 
     async def claim_many(self, wanted: int) -> list[T]:
         """Claim up to `wanted` executions of all lanes; empty without work or permits."""
@@ -114,9 +108,9 @@ class WorkerClaims(Generic[T]):
         tasks: list[T] = []
         try:
             claimed = await self.backend.claims.claim_many(
-                self._requests[lane_id], tag, reserved, request_id=request_id
+                self.requests[lane_id], tag, reserved, request_id=request_id
             )
-            tasks = [self._adopt(claim, since) for claim in claimed.claims[:reserved]]
+            tasks = [self.adopt(claim, since) for claim in claimed.claims[:reserved]]
         except (TransportError, asyncio.CancelledError) as error:
             if not isinstance(error, TransportError) or error.ambiguous:
                 self._note_unanswered(lane_id, tag, request_id, since)
@@ -145,7 +139,7 @@ class WorkerClaims(Generic[T]):
         finally:
             self.free += not claimed
         self._register_place(outcome.handle.lane_id, outcome.handle.execution_id.tag)
-        return self._adopt(outcome, since)
+        return self.adopt(outcome, since)
 
     def _request(self, lane_id: str, tag: str) -> tuple[str, float, bool]:
         """The id of the claim to make, when it was first made, and whether it is a repeat.
@@ -154,7 +148,7 @@ class WorkerClaims(Generic[T]):
         """
         now = time.monotonic()
         lost = self._unanswered.pop((lane_id, tag), None)
-        if lost is not None and now - lost[1] < self._requests[lane_id].lease_ttl_ms / 1000:
+        if lost is not None and now - lost[1] < self.requests[lane_id].lease_ttl_ms / 1000:
             return *lost, True
         return new_uuid(), now, False
 
@@ -164,8 +158,7 @@ class WorkerClaims(Generic[T]):
 
     def _register_place(self, lane_id: str, tag: str) -> None:
         """Have the scanners look where work was found."""
-        lanes = self.backend.places.known_places.get(tag)
-        if lanes is None or lane_id not in lanes:
+        if lane_id not in self.backend.places.known_places.get(tag, ()):
             self.in_background(self.backend.places.register_places({tag: [lane_id]}))
 
     def in_background(self, work: Awaitable[object]) -> None:
@@ -181,8 +174,6 @@ class WorkerClaims(Generic[T]):
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    # --- completing and claiming in one trip --------------------------------------------
-
     async def complete(
         self, lane_id: str, tag: str, items: Sequence[Completion], may_repeat: Callable[[], bool]
     ) -> tuple[list[EngineError | None], Callable[[], list[T]]]:
@@ -192,7 +183,7 @@ class WorkerClaims(Generic[T]):
         a function that returns the claimed tasks: call it when the completed ones have released
         their permits.
         """
-        request, request_id, since = self._requests[lane_id], new_uuid(), time.monotonic()
+        request, request_id, since = self.requests[lane_id], new_uuid(), time.monotonic()
         # Completing these tasks frees their permits, so claim that many.
         room = len(items) if self._may_stick(lane_id, tag) else 0
         pause = _FIRST_PAUSE_S
@@ -224,7 +215,7 @@ class WorkerClaims(Generic[T]):
         if len(claims) > room:
             unused = [claim.handle for claim in claims[room:]]
             self.in_background(give_back(self.backend, unused))
-        return [self._adopt(claim, since) for claim in claims[:room]]
+        return [self.adopt(claim, since) for claim in claims[:room]]
 
     def _may_stick(self, lane_id: str, tag: str) -> bool:
         """Stay on a partition for a while only, and not while others wait longer."""

@@ -117,8 +117,6 @@ class ClaimLoop(Generic[T]):
         except EngineError:
             await asyncio.sleep(seconds)
 
-    # --- where to look ------------------------------------------------------------------
-
     async def _listen(self) -> None:
         """Turn rings into hints while permits are free."""
         pause = _FIRST_PAUSE_S

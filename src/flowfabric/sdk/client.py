@@ -27,8 +27,7 @@ from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
-from flowfabric.sdk.event_feed import EventFeed
-from flowfabric.sdk.tail import Tail
+from flowfabric.sdk.following import EventFeed, Tail
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -117,16 +117,12 @@ class LeaseKeeper(LoopThread):
         self._held.pop(held.handle.lease, None)
 
     def give_back(self) -> int:
-        """Return every lease, best effort, because the process ends by force; from any thread.
-
-        The result is how many were returned; the others lapse.
-        """
+        """Return all leases because the process ends by force, from any thread; how many it did."""
         loop, backend = self._loop, self._backend
         handles = [held.handle for held in list(self._held.values())]
         self._held.clear()
         if loop is None or backend is None:
             return 0
-
         giving = give_back(backend, handles)
         try:
             return asyncio.run_coroutine_threadsafe(giving, loop).result(_GIVE_BACK_S)
@@ -142,11 +138,10 @@ class LeaseKeeper(LoopThread):
 
     async def _main(self) -> None:
         self._backend = backend = await opened(self._connect)
-        self.ready()
+        self._ready.set()
         try:
             while True:
                 self._tend(backend)
-                self._give_up_stuck(backend)
                 await self._rest()
         finally:
             for call in self._calls:
@@ -167,7 +162,7 @@ class LeaseKeeper(LoopThread):
         self._idle = False
 
     def _tend(self, backend: Backend) -> None:
-        """Give up leases that have run out and renew those that are due, per partition."""
+        """Give up leases that ran out or are stuck, and renew those that are due, per partition."""
         now = time.monotonic()
         due: dict[str, list[HeldLease]] = {}
         for held in list(self._held.values()):
@@ -181,17 +176,15 @@ class LeaseKeeper(LoopThread):
                 for held in batch:
                     held.renewing = True
                 self._begin(self._renew(backend, batch))
+        if self.find_stuck is not None:
+            for held in self.find_stuck(list(self._held.values())):
+                held.leaving = True
+                self._begin(self._give_up(backend, held))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         call = asyncio.get_running_loop().create_task(work)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-
-    def _give_up_stuck(self, backend: Backend) -> None:
-        if self.find_stuck is not None:
-            for held in self.find_stuck(list(self._held.values())):
-                held.leaving = True
-                self._begin(self._give_up(backend, held))
 
     async def _give_up(self, backend: Backend, held: HeldLease) -> None:
         """End an attempt that timed out; release any other to the next worker."""
@@ -251,24 +244,16 @@ class LeaseKeeper(LoopThread):
         elif now >= held.deadline:
             self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
         else:
-            log.warning(
-                "lease not renewed, trying again: %s",
-                error,
-                extra={
-                    "action": "renewal_failed",
-                    "execution_id": held.handle.execution_id,
-                    "error": str(error),
-                    "consecutive_failures": held.failures,
-                },
-            )
+            extra: dict[str, object] = {"action": "renewal_failed", "error": str(error)}
+            extra["execution_id"] = held.handle.execution_id
+            extra["consecutive_failures"] = held.failures
+            log.warning("lease not renewed, trying again: %s", error, extra=extra)
 
     def _lose(self, held: HeldLease, code: str, reason: str) -> None:
         held.lost_code = code
         self.release(held)
-        watcher = held.watcher()
-        if watcher is None:
-            return
         try:
-            watcher.lease_is_lost(code, reason)
+            if (watcher := held.watcher()) is not None:
+                watcher.lease_is_lost(code, reason)
         except Exception:
             log.exception("lease loss not delivered", extra={"action": "lease_loss_undelivered"})

@@ -28,20 +28,20 @@ _LAST_S = 3.0
 
 async def opened(connect: Connect) -> Backend:
     """A backend. Opening only reads, so a connection that is lost meanwhile is opened again."""
-    for tries_left in (2, 1, 0):
+    for _ in range(2):
         try:
             return await connect()
         except TransportError as error:
-            if not (error.ambiguous and tries_left):
+            if not error.ambiguous:
                 raise
-    raise AssertionError("unreachable")
+    return await connect()
 
 
 class LoopThread(ABC):
     """Runs `_main` in an event loop of its own, once."""
 
     crashed: ClassVar[tuple[str, str] | None] = None
-    """What a log record says of a crash after `ready`, and its action."""
+    """What a log record says of a crash after `_ready`, and its action."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class LoopThread(ABC):
 
     @abstractmethod
     async def _main(self) -> None:
-        """Call `ready` when set up. `stop` cancels this."""
+        """Set `_ready` when set up. `stop` cancels this."""
 
     def forget(self) -> None:
         """In a forked child: the thread is gone and the loop is the parent's."""
@@ -67,7 +67,7 @@ class LoopThread(ABC):
         self._task: asyncio.Task[Any] | None = None
 
     def start(self) -> None:
-        """Start and wait for `ready`; raises what `_main` raised before. Ignored after `stop`."""
+        """Start and wait for `_ready`; raises what `_main` raised before. Ignored after `stop`."""
         with self._gate:
             if self._stopping:
                 return
@@ -80,15 +80,6 @@ class LoopThread(ABC):
         self._ready.wait()
         if self._failure is not None:
             raise self._failure
-
-    def ready(self) -> None:
-        """Let `start` return."""
-        self._ready.set()
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `start` has returned, or is about to."""
-        return self._ready.is_set()
 
     def is_alive(self) -> bool:
         """Whether the thread runs."""
@@ -169,9 +160,7 @@ class Portal(LoopThread):
             if self._stopping or self._loop is None:
                 raise PortalClosed("this client is closed")
             if threading.current_thread() is self._thread:
-                raise RuntimeError(
-                    "a blocking call from inside its own event loop would never return"
-                )
+                raise RuntimeError("a blocking call inside its own event loop would never return")
             future = asyncio.run_coroutine_threadsafe(make(), self._loop)
         try:
             return future.result()
@@ -195,7 +184,7 @@ class Portal(LoopThread):
         self.generation += 1
 
     async def _main(self) -> None:
-        self.ready()
+        self._ready.set()
         try:
             await asyncio.Event().wait()
         finally:

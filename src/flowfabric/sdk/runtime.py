@@ -68,8 +68,6 @@ class WorkerRuntime:
         """In a forked child: the handlers are the parent's."""
         self._forked = True
 
-    # --- the loop -----------------------------------------------------------------------
-
     async def run(
         self, *, grace_s: float = 30.0, on_shutdown: FailOrRelease = "release"
     ) -> RunSummary:
@@ -115,8 +113,6 @@ class WorkerRuntime:
         if self._scanners is not None:
             await asyncio.to_thread(self._scanners.start)
         await self._stopping.wait()
-
-    # --- running one task ---------------------------------------------------------------
 
     def _start(self, task: ClaimedTask) -> None:
         if not task.held.alive:
@@ -203,8 +199,6 @@ class WorkerRuntime:
         """Whether this run cancels its handlers, or is itself cancelled with its loop."""
         run, before = self._runner
         return self._cancels_handlers or (run is not None and run.cancelling() > before)
-
-    # --- ending -----------------------------------------------------------------------------
 
     async def _drain(self, grace_s: float) -> None:
         deadline = time.monotonic() + grace_s

@@ -48,8 +48,6 @@ class ScannerThread(LoopThread):
         leave_behind(self.supervisor)
         self.supervisor = None
 
-    # --- in the thread ------------------------------------------------------------------
-
     def _pass_on(self) -> None:
         while self.supervisor is not None and self._hints:
             self.supervisor.hints.hint(*self._hints.popleft())
@@ -62,7 +60,7 @@ class ScannerThread(LoopThread):
         try:
             supervisor.start()
             self._pass_on()
-            self.ready()
+            self._ready.set()
             await asyncio.Event().wait()
         finally:
             self.supervisor = None
@@ -81,9 +79,9 @@ class ScannerThread(LoopThread):
             except TransportError as error:
                 if not error.retryable:
                     raise
-                if not self.is_ready:
+                if not self._ready.is_set():
                     extra = {"action": "scanners_not_connected", "error": str(error)}
                     log.warning("scanners not connected, trying again: %s", error, extra=extra)
-                    self.ready()
+                    self._ready.set()
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_S)

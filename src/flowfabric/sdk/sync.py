@@ -7,7 +7,7 @@ from flowfabric.core.closing import Closing
 from flowfabric.engine.valkey.connect import Place
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
-from flowfabric.sdk.event_feed import SyncEventFeed
+from flowfabric.sdk.following import SyncEventFeed
 from flowfabric.sdk.loop_thread import Portal
 
 T = TypeVar("T")

@@ -64,16 +64,12 @@ class Worker(ClosedOnce):
             "worker_instance_id": config.worker_instance_id,
             "lease_ttl_ms": config.lease_ttl_ms,
         }
-        self.claims = WorkerClaims(
-            backend,
-            {
-                lane: ClaimRequest(lane, capabilities=config.capabilities_csv, **self._terms)
-                for lane in config.lanes
-            },
-            self._adopt,
-            permits=config.permits,
-            poll_s=config.claim_poll_interval_ms / 1000,
-        )
+        requests = {
+            lane: ClaimRequest(lane, capabilities=config.capabilities_csv, **self._terms)
+            for lane in config.lanes
+        }
+        poll_s = config.claim_poll_interval_ms / 1000
+        self.claims = WorkerClaims(backend, requests, self._adopt, config.permits, poll_s)
         """Permits, hints and claims of this process."""
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
@@ -90,12 +86,11 @@ class Worker(ClosedOnce):
         settings = ScannerSettings.from_env() if config.scanners else None
         backend = await opened(connect)
         keeper = LeaseKeeper(connect, config.lease_ttl_ms)
-        worker = cls(
-            config,
-            backend,
-            keeper,
-            lambda: None if settings is None else ScannerThread(connect, settings, backend),
-        )
+
+        def new_scanners() -> ScannerThread | None:
+            return None if settings is None else ScannerThread(connect, settings, backend)
+
+        worker = cls(config, backend, keeper, new_scanners)
         try:
             # The warnings of the process that prepared the server may be long gone.
             await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
@@ -186,8 +181,6 @@ class Worker(ClosedOnce):
         await asyncio.sleep(DROP_PAUSE_S)
         await give_back(self.backend, [held.handle])
 
-    # --- claiming -------------------------------------------------------------------------
-
     async def claim_many(self, max_n: int | None = None) -> list[ClaimedTask]:
         """Claim up to `max_n` tasks of the configured lanes; empty without work or permits."""
         return await self.claims.claim_many(self.free if max_n is None else max_n)
@@ -229,8 +222,6 @@ class Worker(ClosedOnce):
             )
         )
 
-    # --- signals ----------------------------------------------------------------------------
-
     async def deliver_signal(
         self,
         execution_id: ExecutionId,
@@ -246,8 +237,6 @@ class Worker(ClosedOnce):
         if isinstance(outcome, suspension.Accepted) and outcome.resumed:
             return suspension.TriggeredResume(outcome.signal_id)
         return outcome
-
-    # --- ending -----------------------------------------------------------------------------
 
     async def _close(self) -> None:
         """Give held leases back, deregister, close every connection."""
