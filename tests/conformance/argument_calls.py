@@ -17,7 +17,7 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.upkeep import Leadership, Upkeep
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running

@@ -9,7 +9,7 @@ import pytest
 
 from flowfabric.core.contracts.executions import ExecutionPage, NewExecution
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from tests.support.engine import LANE, Engine, refused
 from tests.support.executions import Case
 

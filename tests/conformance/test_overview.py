@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flowfabric.core.conditions import Single
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.overview import list_newest, list_waits, read_detail, read_wait
 from tests.support.engine import LANE, Engine
 from tests.support.suspension import SECRET

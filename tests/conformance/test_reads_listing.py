@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowfabric.core.state import PublicState
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from tests.support.engine import LANE, Engine, refused
 
 

@@ -19,7 +19,7 @@ from flowfabric.core.contracts.streams import Frame
 from flowfabric.core.contracts.suspension import Accepted
 from flowfabric.core.errors import CorruptionError, KeyStoreError
 from flowfabric.core.ids import ExecutionId
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.valkey import keys
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import paused, running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey import listings as listing
 from tests.conformance.test_exec_listing import ids, many, walk

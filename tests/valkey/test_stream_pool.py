@@ -185,15 +185,20 @@ async def test_closing_ends_waiting_tails(engine: Engine, backend: ValkeyBackend
         ({"FF_MAX_CONCURRENT_STREAM_OPS": " 8 "}, 8),
     ],
 )
-def test_the_ceiling_is_a_setting(environ: dict[str, str], ceiling: int) -> None:
-    assert ceiling_from_env(environ) == ceiling
+def test_the_ceiling_is_a_setting(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], ceiling: int
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert ceiling_from_env() == ceiling
 
 
 @pytest.mark.parametrize("name", ["FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"])
 @pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "٣", "8 9"])
-def test_a_wrong_ceiling_is_refused(name: str, value: str) -> None:
+def test_a_wrong_ceiling_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name):
-        ceiling_from_env({name: value})
+        ceiling_from_env()
 
 
 async def test_the_environment_is_read(

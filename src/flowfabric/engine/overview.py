@@ -21,7 +21,7 @@ from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import Event
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.waitpoints import LastWait
 
 _PAGE = 1000

@@ -20,8 +20,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import F, FeedRequest, Start, Subscriptions
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.leases import Leases
-from flowfabric.engine.api.listings import Listings
-from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions

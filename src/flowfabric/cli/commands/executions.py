@@ -18,7 +18,7 @@ from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.listings import Filter
+from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.overview import list_newest, read_detail
 
 _REFRESH_S = 1.0

@@ -8,10 +8,9 @@ from flowfabric.engine.api.concern import Absent, Refusal
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.leases import Leases
-from flowfabric.engine.api.listings import Listings
 from flowfabric.engine.api.meta import Meta
 from flowfabric.engine.api.places import Lanes, Places
-from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions

@@ -59,6 +59,18 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     advice: str = ""
 
 
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, Grade.OK, detail)
+
+
+def warning(name: str, detail: str, advice: str) -> Finding:
+    return Finding(name, Grade.WARNING, detail, advice)
+
+
+def broken(name: str, detail: str, advice: str = "") -> Finding:
+    return Finding(name, Grade.BROKEN, detail, advice)
+
+
 class StoreUsage(msgspec.Struct, frozen=True):
     """What the store spends, over all its nodes."""
 
@@ -75,9 +87,7 @@ class StoreUsage(msgspec.Struct, frozen=True):
 class Meta(Concern, Protocol):
     """The engine itself: health, capabilities, clock."""
 
-    async def ping(self) -> None:
-        """One round trip."""
-        ...
+    async def ping(self) -> None: ...
 
     async def prepare(self) -> NoOp | Applied:
         """Set up the deployment, or upgrade it. Safe to repeat."""
@@ -98,9 +108,7 @@ class Meta(Concern, Protocol):
         """The backend's family: `valkey`, `postgres` or `sqlite`."""
         ...
 
-    async def server_time_ms(self) -> int:
-        """The engine's clock."""
-        ...
+    async def server_time_ms(self) -> int: ...
 
     async def log_findings(self) -> None:
         """Warn of server settings that put work at risk."""

@@ -1,63 +1,48 @@
-"""Reading one execution."""
+"""Reading executions: one, or page by page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from flowfabric.core.contracts.executions import (
-    AttemptRecord,
-    ExecutionContext,
-    ExecutionInfo,
-    ExecutionSnapshot,
-    WhyWaiting,
-)
-from flowfabric.core.ids import ExecutionId
+import msgspec
+
+from flowfabric.core.contracts import executions as contracts
+from flowfabric.core.ids import ExecutionId, validate_lane, validate_namespace, validate_text
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
+from flowfabric.core.tags import validate_tag_filter
+from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 from flowfabric.engine.api.events import Event
+
+Outcome = tuple[contracts.ExecutionInfo, bytes | None]
+"""State and result of an execution, read together."""
 
 
 class Reads(Concern, Protocol):
     """Reading one execution."""
 
-    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
-        """An execution as operators read it."""
-        ...
+    async def read_execution_info(self, execution_id: ExecutionId) -> contracts.ExecutionInfo: ...
+    async def read_execution_state(self, execution_id: ExecutionId) -> PublicState: ...
+    async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy: ...
+    async def read_outcome(self, execution_id: ExecutionId) -> Outcome: ...
+    async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None: ...
+    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]: ...
+    async def read_execution_context(
+        self, execution_id: ExecutionId
+    ) -> contracts.ExecutionContext: ...
 
-    async def read_execution_state(self, execution_id: ExecutionId) -> PublicState:
-        """The public state: the authoritative completion signal."""
-        ...
-
-    async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
+    async def describe_execution(
+        self, execution_id: ExecutionId
+    ) -> contracts.ExecutionSnapshot | None:
         """The strictly decoded execution, or None if it does not exist."""
-        ...
-
-    async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
-        """The result bytes, or None if there is none yet or no longer."""
-        ...
-
-    async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
-        """State and result, read together."""
-        ...
-
-    async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
-        """The input of a handler."""
-        ...
-
-    async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
-        """The policy of an execution, defaults filled in."""
         ...
 
     async def get_execution_namespace(self, execution_id: ExecutionId) -> str | None:
         """The namespace, or None if the execution does not exist."""
         ...
 
-    async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
-        """One tag's value, or None."""
-        ...
-
-    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
-        """All tags of an execution."""
+    async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
+        """The result bytes, or None if there is none yet or no longer."""
         ...
 
     async def read_exec_core_fields(
@@ -74,7 +59,7 @@ class Reads(Concern, Protocol):
         """How many attempts there were; the index of the next new one."""
         ...
 
-    async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
+    async def read_attempts(self, execution_id: ExecutionId) -> list[contracts.AttemptRecord]:
         """Every attempt, oldest first."""
         ...
 
@@ -82,10 +67,70 @@ class Reads(Concern, Protocol):
         """The newest unusual lease events of one execution, oldest first."""
         ...
 
-    async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
+    async def explain_execution(self, execution_id: ExecutionId) -> contracts.WhyWaiting:
         """Why an execution is not running.
 
         Missing capabilities are judged by the workers that are live now, and only while it waits
         for one.
         """
+        ...
+
+
+class Filter(msgspec.Struct, frozen=True, kw_only=True):
+    """Every part that is given must match."""
+
+    namespace: str | None = None
+    lane: str | None = None
+    kind: str | None = None
+    state: str | None = None
+    tags: Mapping[str, str] = {}
+
+    def validate(self) -> None:
+        """Refuse a misspelt filter, which would look like an empty deployment."""
+        if self.state is not None:
+            check.one_of(self.state, "state", list(PublicState))
+        if self.lane is not None:
+            validate_lane(self.lane, "lane")
+        if self.namespace is not None:
+            validate_namespace(self.namespace)
+        if self.kind is not None:
+            validate_text(self.kind, "kind", required=True)
+        if self.tags:
+            validate_tag_filter(self.tags)
+
+    def accepts(self, row: contracts.ExecutionSummary) -> bool:
+        """Whether the record matches; tags are checked separately."""
+        return (
+            self.namespace in (None, row.namespace)
+            and self.lane in (None, row.lane_id)
+            and self.kind in (None, row.execution_kind)
+            and self.state in (None, row.public_state)
+        )
+
+
+class Listings(Concern, Protocol):
+    """Listing executions, page by page."""
+
+    async def list_executions(
+        self,
+        *,
+        partition: int | None = None,
+        cursor: str = "",
+        limit: int = 50,
+        where: Filter | None = None,
+    ) -> contracts.ExecutionPage:
+        """Executions by partition and id. A filtered page may be short while a cursor follows.
+
+        With a partition the cursor is the last id looked at; without, it is opaque.
+        """
+        ...
+
+    async def list_lane(
+        self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
+    ) -> contracts.ExecutionPage:
+        """Executions of one lane in one state, in the order of its index."""
+        ...
+
+    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+        """Executions whose UUID starts with a prefix: people abbreviate ids."""
         ...

@@ -3,13 +3,7 @@
 import re
 from typing import Protocol
 
-from flowfabric.core.contracts.suspension import (
-    HmacKids,
-    Rotation,
-    RotationSummary,
-    SeedOutcome,
-    SeedResult,
-)
+from flowfabric.core.contracts import suspension as contracts
 from flowfabric.core.errors import ValidationError
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
@@ -43,30 +37,26 @@ def check_rotation(kid: str, secret_hex: str, grace_ms: int) -> str:
 class Secrets(Concern, Protocol):
     """The secrets that sign waitpoint tokens."""
 
-    async def seed_at_boot(self, secret_hex: str | None) -> SeedOutcome:
+    async def seed_at_boot(self, secret_hex: str | None) -> contracts.SeedOutcome:
         """Install the configured secret where none is stored. A stored one always wins."""
         ...
 
-    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
+    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> contracts.SeedResult:
         """Install a secret where none is stored, at every boot; refuses another current key."""
         ...
 
     async def rotate_waitpoint_hmac_secret(
-        self,
-        partition: int,
-        new_kid: str,
-        new_secret_hex: str,
-        grace_ms: int = DEFAULT_GRACE_MS,
-    ) -> Rotation:
+        self, partition: int, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
+    ) -> contracts.Rotation:
         """Make a new secret current on one partition; the old one verifies until its grace ends."""
         ...
 
     async def rotate_waitpoint_hmac_secret_all(
         self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
-    ) -> RotationSummary:
+    ) -> contracts.RotationSummary:
         """Rotate every partition. A failing one does not stop the others; a rerun converges."""
         ...
 
-    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
+    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> contracts.HmacKids:
         """The keys of a partition that verify now, without their secrets."""
         ...

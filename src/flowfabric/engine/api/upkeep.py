@@ -63,7 +63,10 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class Upkeep(Concern, Protocol):
-    """What scanners call: due timers, lapsed leases, retention, index repair."""
+    """What scanners call: due timers, lapsed leases, retention, index repair.
+
+    Calls with several ids answer with one word per id.
+    """
 
     async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
         """Up to `limit` due members of each index, `offset` of them skipped.
@@ -88,19 +91,11 @@ class Upkeep(Concern, Protocol):
         """Move lapsed leases to where the next claim finds them."""
         ...
 
-    async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
-        """Make due delayed executions eligible."""
-        ...
-
+    async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]: ...
+    async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]: ...
     async def expire_execution(
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
-    ) -> list[str]:
-        """End executions whose attempt ran too long or whose lifetime is over."""
-        ...
-
-    async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
-        """Delete terminal executions whose retention is over."""
-        ...
+    ) -> list[str]: ...
 
     async def purge(self, tag: str) -> int:
         """Delete more of what trimmed executions left; returns how many are not done yet."""
@@ -110,9 +105,7 @@ class Upkeep(Concern, Protocol):
         """Drop the entries of a partition's feed from before a time; returns how many."""
         ...
 
-    async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int:
-        """Drop the entries of a namespace's worker feed from before a time."""
-        ...
+    async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int: ...
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Mode = "repair"
@@ -129,9 +122,7 @@ class Upkeep(Concern, Protocol):
         """The same, given the lanes to search for entries under a wrong lane."""
         ...
 
-    async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]:
-        """A survey of each partition."""
-        ...
+    async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]: ...
 
     async def list_index(self, index: Index, start: int, limit: int) -> list[str]:
         """Members of an index from rank `start`, malformed ones as they are."""

@@ -70,8 +70,6 @@ class GroupMember:
             await self._source.join_group(self._group, self._name, 0, "")
         self.held.clear()
 
-    # --- leases -----------------------------------------------------------------------------
-
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_S)

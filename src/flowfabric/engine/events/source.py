@@ -35,7 +35,7 @@ class FeedLink(Protocol):
         ...
 
     async def interrupt(self) -> None:
-        """End the wait of a read early."""
+        """End the wait of a read early, so that the next one covers other feeds."""
         ...
 
     def close(self) -> None:
@@ -49,6 +49,17 @@ class FeedSource(Protocol):
     @property
     def waits_across_feeds(self) -> bool:
         """Whether one blocking read covers several feeds."""
+        ...
+
+    def open(self) -> FeedLink: ...
+    def position(self, entry: StoredEntry) -> Position: ...
+
+    def completed(self, entry: StoredEntry) -> str | None:
+        """The execution that the entry reports as ended, if it does."""
+        ...
+
+    def decode(self, feed: str, entry: StoredEntry) -> Event:
+        """The event; `CorruptionError` for an entry that cannot be read."""
         ...
 
     async def partition_feeds(self) -> Sequence[str]:
@@ -65,22 +76,6 @@ class FeedSource(Protocol):
 
     async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
         """How far each feed reaches; None for one that was never written."""
-        ...
-
-    def open(self) -> FeedLink:
-        """A link of its own for a reader."""
-        ...
-
-    def position(self, entry: StoredEntry) -> Position:
-        """Where an entry stands in its feed."""
-        ...
-
-    def completed(self, entry: StoredEntry) -> str | None:
-        """The execution that the entry reports as ended, if it does."""
-        ...
-
-    def decode(self, feed: str, entry: StoredEntry) -> Event:
-        """The event; `CorruptionError` for an entry that cannot be read."""
         ...
 
     async def tagged(self, execution_ids: Collection[str], tags: Mapping[str, str]) -> set[str]:

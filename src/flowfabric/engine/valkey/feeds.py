@@ -89,27 +89,17 @@ class _FeedLink:
             raise TransportError("transport", "the subscription was closed")
         block = ("BLOCK", int(wait_s * 1000)) if wait_s else ()
         names = {_key(feed): feed for feed in positions}
-        command = (
-            "XREAD",
-            "COUNT",
-            count,
-            *block,
-            "STREAMS",
-            *names,
-            *map(entry_id, positions.values()),
-        )
+        starts = map(entry_id, positions.values())
+        command = ("XREAD", "COUNT", count, *block, "STREAMS", *names, *starts)
         reply: Any = await conn.submit(command, wait_s + _GRACE_S)
         return {} if not reply else {names[key.decode()]: page for key, page in reply.items()}
 
     async def _poll(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        replies: list[Any] = await asyncio.gather(
-            *(
-                self._calls.transport.call(
-                    *("XREAD", "COUNT", count, "STREAMS", _key(feed), entry_id(at)), key=_key(feed)
-                )
-                for feed, at in positions.items()
-            )
-        )
+        async def read(feed: str, at: Position) -> Any:
+            command = ("XREAD", "COUNT", count, "STREAMS", _key(feed), entry_id(at))
+            return await self._calls.transport.call(*command, key=_key(feed))
+
+        replies = await asyncio.gather(*(read(*each) for each in positions.items()))
         found = zip(positions, replies, strict=True)
         pages = {feed: next(iter(reply.values())) for feed, reply in found if reply}
         if not pages and wait_s:
@@ -118,9 +108,8 @@ class _FeedLink:
 
     async def interrupt(self) -> None:
         if self._client_id:
-            await self._calls.transport.call(
-                "CLIENT", "UNBLOCK", self._client_id, key="", replay_safe=True
-            )
+            command = ("CLIENT", "UNBLOCK", self._client_id)
+            await self._calls.transport.call(*command, key="", replay_safe=True)
 
     def _drop(self, why: str) -> None:
         conn, self._conn, self._client_id = self._conn, None, 0
@@ -133,8 +122,6 @@ class _FeedLink:
 
 
 class ValkeyFeeds:
-    """`FeedSource` on Valkey."""
-
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
@@ -160,9 +147,7 @@ class ValkeyFeeds:
 
     async def last_position(self, feed: str) -> Position:
         key = _key(feed)
-        last: Any = await self._calls.transport.call(
-            "XREVRANGE", key, "+", "-", "COUNT", 1, key=key
-        )
+        last = await self._calls.read(key, "XREVRANGE", key, "+", "-", "COUNT", 1)
         return position_of(last[0][0].decode()) if last else BEGINNING
 
     async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
@@ -208,8 +193,6 @@ class ValkeyFeeds:
             return list(await self._calls.read(f"{execution_id}: tags", "HMGET", key, *names))
         except CorruptionError:
             return None
-
-    # --- groups -----------------------------------------------------------------------------
 
     async def join_group(
         self, group: str, member: str, lease_ms: int, start: str
@@ -258,12 +241,6 @@ def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
 # --- stored entries under the names that subscribers see ----------------------------------------
 
 
-def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
-    """An event from the alternating names and values of a stream entry."""
-    event_id = f"{feed}/{lossless(entry_id)}"
-    return _event(event_id, Stored.from_hash(f"event {event_id}", flat))
-
-
 def decode_history(feed: str, stored: bytes, execution_id: str) -> Event:
     """An event from the history of an execution, where its entry id comes first."""
     try:
@@ -273,7 +250,10 @@ def decode_history(feed: str, stored: bytes, execution_id: str) -> Event:
     return decode_entry(feed, entry_id.encode(), [part.encode() for part in flat])
 
 
-def _event(event_id: str, stored: Stored) -> Event:
+def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
+    """An event from the alternating names and values of a stream entry."""
+    event_id = f"{feed}/{lossless(entry_id)}"
+    stored = Stored.from_hash(f"event {event_id}", flat)
     fields: dict[str, Any] = {}
     for name in stored.fields:
         if name in _PAIRS:
@@ -283,18 +263,16 @@ def _event(event_id: str, stored: Stored) -> Event:
             fields["worker_id"] = worker_id or None
         elif name not in _COMMON:
             known = _NAMES.get(name, name)
-            numeric = known in _NUMBERS
-            fields[known] = stored.number(name) if numeric else stored.text(name, "")
+            fields[known] = stored.number(name) if known in _NUMBERS else stored.text(name, "")
     kind = stored.text("t")
     if kind == "acquired":
         fields.setdefault("attempt_type", "initial")
     if kind == "revoked":
         fields["revoked_by"] = fields.pop("requested_by", "operator")
     if kind == "reclaimed":
-        for part in _PAIRS:
+        for part, names in _PAIRS.items():
             stored.text(part)
-        for part in ("lease_id", "lease_epoch", "attempt_id", "attempt_index"):
-            fields[f"new_{part}"] = fields.pop(part)
+            fields |= {f"new_{name}": fields.pop(name) for name in names}
     if "result_ref" in fields:
         fields["result_ref"] = True
     if "tags" in fields:

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import re
+from collections.abc import Awaitable
 from typing import Any
 
 from flowfabric.core.errors import EngineError
-from flowfabric.engine.api.meta import Finding, Grade
+from flowfabric.engine.api.meta import Finding, Grade, broken, ok, warning
 from flowfabric.valkey.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ Facts = dict[str, dict[str, str]]
 async def health_findings(transport: Transport) -> list[Finding]:
     """Check every primary; skip what a server does not show."""
     settings, facts = await asyncio.gather(
-        _settings(transport, "maxmemory-policy", "appendonly", "appendfsync"),
-        _reported(transport),
+        _shown(_settings(transport, "maxmemory-policy", "appendonly", "appendfsync")),
+        _shown(server_facts(transport, "memory", "persistence", "replication")),
     )
     findings = [_eviction(settings)]
     if settings:
@@ -66,10 +67,7 @@ async def log_findings(transport: Transport) -> None:
     for finding in findings:
         if finding.grade is not Grade.OK:
             log.warning(
-                "%s: %s; %s",
-                finding.name,
-                finding.detail,
-                finding.advice,
+                *("%s: %s; %s", finding.name, finding.detail, finding.advice),
                 extra={"action": "server_health", "grade": finding.grade.value},
             )
 
@@ -77,31 +75,27 @@ async def log_findings(transport: Transport) -> None:
 def _eviction(settings: Facts) -> Finding:
     name, option = "eviction", "maxmemory-policy"
     if not settings:
-        return Finding(name, Grade.OK, "the server does not show its settings")
+        return ok(name, "the server does not show its settings")
     for server, found in settings.items():
         if found[option] != "noeviction":
             where = _where(server, settings)
-            return Finding(
-                name,
-                Grade.BROKEN,
-                f"{option} is {found[option]}{where}: the server may delete work",
-                f"run CONFIG SET {option} noeviction, and put it into the server's file",
-            )
-    return Finding(name, Grade.OK, f"{option} is noeviction")
+            detail = f"{option} is {found[option]}{where}: the server may delete work"
+            advice = f"run CONFIG SET {option} noeviction, and put it into the server's file"
+            return broken(name, detail, advice)
+    return ok(name, f"{option} is noeviction")
 
 
 def _persistence(settings: Facts) -> Finding:
     for server, found in settings.items():
         if found["appendonly"] != "yes":
-            return Finding(
+            return warning(
                 "persistence",
-                Grade.WARNING,
                 f"no append-only file{_where(server, settings)}: a crash of the server loses "
                 "everything since its last save",
                 "run CONFIG SET appendonly yes, unless losing recent work is acceptable",
             )
     modes = sorted({found["appendfsync"] for found in settings.values()})
-    return Finding("persistence", Grade.OK, f"append-only file, fsync {', '.join(modes)}")
+    return ok("persistence", f"append-only file, fsync {', '.join(modes)}")
 
 
 def _memory(facts: Facts) -> Finding:
@@ -112,36 +106,29 @@ def _memory(facts: Facts) -> Finding:
     fullest = max(facts, key=share)
     used = int(facts[fullest].get("used_memory", 0))
     if not share(fullest):
-        return Finding("memory", Grade.OK, f"{_size(used)} used, no limit set")
+        return ok("memory", f"{_size(used)} used, no limit set")
     limit = int(facts[fullest]["maxmemory"])
     detail = f"{_size(used)} of {_size(limit)} used{_where(fullest, facts)}"
     advice = "raise maxmemory, or shorten the retention of finished work"
     if share(fullest) >= 1:
-        return Finding("memory", Grade.BROKEN, f"{detail}: no new work is taken", advice)
+        return broken("memory", f"{detail}: no new work is taken", advice)
     if share(fullest) >= _NEARLY_FULL:
-        return Finding("memory", Grade.WARNING, f"{detail}: nearly full", advice)
-    return Finding("memory", Grade.OK, detail)
+        return warning("memory", f"{detail}: nearly full", advice)
+    return ok("memory", detail)
 
 
 def _writes(facts: Facts) -> Finding:
     for server, found in facts.items():
         if found.get("role") not in (None, "master"):
             primary = f"{found.get('master_host')}:{found.get('master_port')}"
-            return Finding(
-                "writes",
-                Grade.BROKEN,
-                f"this server is a replica of {primary} and refuses writes",
-                f"connect to the primary, {primary}",
-            )
-        for field, detail in _DISK.items():
+            detail = f"this server is a replica of {primary} and refuses writes"
+            return broken("writes", detail, f"connect to the primary, {primary}")
+        for field, failure in _DISK.items():
             if found.get(field, "ok") != "ok":
-                return Finding(
-                    "writes",
-                    Grade.BROKEN,
-                    f"{detail}{_where(server, facts)}: the server may refuse writes",
-                    "check the server's log and the free space on its disk",
-                )
-    return Finding("writes", Grade.OK, "accepted")
+                detail = f"{failure}{_where(server, facts)}: the server may refuse writes"
+                advice = "check the server's log and the free space on its disk"
+                return broken("writes", detail, advice)
+    return ok("writes", "accepted")
 
 
 async def _clock(transport: Transport) -> Finding:
@@ -150,46 +137,38 @@ async def _clock(transport: Transport) -> Finding:
     second: Any = await transport.call("TIME", key="")
     moved = (int(second[0]) - int(first[0])) * 1_000_000 + int(second[1]) - int(first[1])
     if moved > 0:
-        return Finding("clock", Grade.OK, "the server's clock advances")
-    return Finding(
+        return ok("clock", "the server's clock advances")
+    return broken(
         "clock",
-        Grade.BROKEN,
         f"the server's clock moved by {moved} µs in 2 ms",
         "repair the host's clock: leases, delays and deadlines depend on it",
     )
 
 
-async def _settings(transport: Transport, *names: str) -> Facts:
+async def _shown(read: Awaitable[Facts]) -> Facts:
     try:
-        replies: dict[str, Any] = await transport.call_all_primaries("CONFIG", "GET", *names)
+        return await read
     except EngineError as error:
         # Managed servers often forbid CONFIG.
-        log.debug("settings not readable: %s", error)
+        log.debug("the server does not show its settings or its state: %s", error)
         return {}
+
+
+async def _settings(transport: Transport, *names: str) -> Facts:
+    replies: dict[str, Any] = await transport.call_all_primaries("CONFIG", "GET", *names)
     return {
         server: {name.decode(): value.decode() for name, value in table.items()}
         for server, table in replies.items()
     }
 
 
-async def _reported(transport: Transport) -> Facts:
-    try:
-        return await server_facts(transport, "memory", "persistence", "replication")
-    except EngineError as error:
-        log.debug("the server's state is not readable: %s", error)
-        return {}
-
-
 async def server_facts(transport: Transport, *sections: str) -> Facts:
     """What the primaries report in these sections of INFO."""
     replies: dict[str, Any] = await transport.call_all_primaries("INFO", *sections)
+    found = {server: info.decode(errors="replace") for server, info in replies.items()}
     return {
-        server: dict(
-            line.split(":", 1)
-            for line in info.decode(errors="replace").split("\r\n")
-            if ":" in line
-        )
-        for server, info in replies.items()
+        server: dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
+        for server, info in found.items()
     }
 
 
@@ -214,26 +193,22 @@ async def _scripting(transport: Transport) -> Finding:
     found = [_version(reply.decode(errors="replace")) for reply in replies.values()]
     versions = [(int(one[1]), int(one[2]), int(one[3])) for one in found if one is not None]
     if not versions:
-        return Finding("scripting", Grade.OK, "the server does not show its patch level")
-    return scripting_finding(max(versions, key=_missing_fixes))
+        return ok("scripting", "the server does not show its patch level")
+    return scripting_finding(max(versions, key=lambda version: len(_missing_fixes(version))))
 
 
-def _missing_fixes(version: Version) -> int:
-    return sum(version[2] < fixed for fixed in _HOLES.get(version[:2], {}))
+def _missing_fixes(version: Version) -> dict[int, str]:
+    fixes = _HOLES.get(version[:2], {})
+    return {patch: cves for patch, cves in fixes.items() if version[2] < patch}
 
 
 def scripting_finding(version: Version) -> Finding:
-    """The finding for a server of this version."""
-    shown = ".".join(map(str, version))
-    fixes = {
-        patch: cves for patch, cves in _HOLES.get(version[:2], {}).items() if version[2] < patch
-    }
+    shown, fixes = ".".join(map(str, version)), _missing_fixes(version)
     if not fixes:
         detail = f"this version of FlowFabric knows of no security hole in Valkey {shown}"
-        return Finding("scripting", Grade.OK, detail)
-    return Finding(
+        return ok("scripting", detail)
+    return warning(
         "scripting",
-        Grade.WARNING,
         f"the scripting engine of Valkey {shown} has known security holes: "
         f"{', '.join(fixes.values())}",
         f"upgrade to Valkey {version[0]}.{version[1]}.{max(fixes)} or newer",
@@ -246,30 +221,28 @@ async def _access(transport: Transport) -> Finding:
         user: Any = await transport.call("ACL", "GETUSER", "default", key="")
     except EngineError:
         # Only an administrator may read these, so the default user is not our user.
-        return Finding("access", Grade.OK, "the server does not show its users")
+        return ok("access", "the server does not show its users")
     port = max(int(settings[b"port"]), int(settings[b"tls-port"]))
     flags: list[bytes] = list(user[b"flags"])
-    enabled = b"on" in flags
-    if not port or not enabled:
-        why = "no TCP port is open" if not port else "the default user is disabled"
-        return Finding("access", Grade.OK, why)
+    if not port:
+        return ok("access", "no TCP port is open")
+    if b"on" not in flags:
+        return ok("access", "the default user is disabled")
     addresses = settings[b"bind"].decode().split() or ["*"]
     exposed = not all(map(_LOOPBACK, addresses))
     everything = user[b"commands"] == b"+@all" and user[b"keys"] == b"~*"
     if b"nopass" in flags:
         who = "anyone on the network" if exposed else "every user of that machine"
-        return Finding(
+        return warning(
             "access",
-            Grade.WARNING,
             f"TCP port {port} needs no password: {who} can read and change everything",
             "set requirepass and put the password into FF_PASSWORD, or use a unix socket",
         )
     if exposed and everything:
-        return Finding(
+        return warning(
             "access",
-            Grade.WARNING,
             f"there is no ACL: with its password, the default user of TCP port {port} may run "
             "every command",
             "create an ACL user per role and disable the default user: see the deployment guide",
         )
-    return Finding("access", Grade.OK, f"TCP port {port} needs a password")
+    return ok("access", f"TCP port {port} needs a password")

@@ -12,7 +12,7 @@ from importlib.resources.abc import Traversable
 import msgspec
 
 from flowfabric.core.environment import flag, whole_number
-from flowfabric.core.errors import EngineError, TransportError, UnavailableError
+from flowfabric.core.errors import TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ LIBRARY_VERSION = 17
 MIN_CLIENT = 15
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
-# Feed length, cluster, extended: what older versions do not report.
-_SETTINGS_BEFORE_3 = (_EVENTS_MAXLEN, 0, 0)
 _LOAD_PAUSE = 0.5
 # A load, a check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
@@ -72,17 +70,14 @@ def _body() -> tuple[str, str]:
     return body, hashlib.sha256(body.encode()).hexdigest()[:16]
 
 
-def _lua(value: bool) -> str:  # noqa: FBT001
-    return "true" if value else "false"
-
-
 def _assemble(*, cluster: bool, events_maxlen: int) -> str:
     body, content_hash = _body()
+    extended = bool(_extensions)
     return (
         "#!lua name=flowfabric\n"
-        f"local SETTINGS = {{ cluster = {_lua(cluster)}, events_maxlen = '{events_maxlen}', "
+        f"local SETTINGS = {{ cluster = {str(cluster).lower()}, events_maxlen = '{events_maxlen}', "
         f"version = {LIBRARY_VERSION}, content_hash = '{content_hash}', min_client = {MIN_CLIENT}, "
-        f"extended = {_lua(bool(_extensions))} }}\n"
+        f"extended = {str(extended).lower()} }}\n"
     ) + body
 
 
@@ -119,43 +114,38 @@ class _Rules(msgspec.Struct, frozen=True):
         """Whether to load ours; raises when ours can neither use nor replace the stored one."""
         if stored is None:
             return True
+        found = f"{node} has version {stored.version}"
         if stored.version < LIBRARY_VERSION:
-            return self._may_replace_older(node, stored)
-        if stored.version == LIBRARY_VERSION:
-            return self._may_replace_content(node, stored) or self._has_other_settings(stored)
+            if self.any_older or stored.version >= MIN_CLIENT:
+                return True
+            raise LibraryConflictError(
+                f"{found}, and processes may still use it: version {LIBRARY_VERSION} of this "
+                f"process serves callers from version {MIN_CLIENT}",
+                "Stop the older processes, then run `flowfabric doctor --prepare` with this "
+                "version.",
+            )
         if stored.min_client > LIBRARY_VERSION:
             raise LibraryConflictError(
-                f"{node} has version {stored.version}, which serves callers from version "
-                f"{stored.min_client}; this process has version {LIBRARY_VERSION}",
+                f"{found}, which serves callers from version {stored.min_client}; this process "
+                f"has version {LIBRARY_VERSION}",
                 "Upgrade this process: the server runs a newer function library.",
             )
-        if stored.extended and not _extensions:
-            raise _extended(node, stored)
-        return False
-
-    def _may_replace_older(self, node: str, stored: LibraryInfo) -> bool:
-        if self.any_older or stored.version >= MIN_CLIENT:
-            return True
-        raise LibraryConflictError(
-            f"{node} has version {stored.version}, and processes may still use it: version "
-            f"{LIBRARY_VERSION} of this process serves callers from version {MIN_CLIENT}",
-            "Stop the older processes, then run `flowfabric doctor --prepare` with this version.",
-        )
-
-    def _may_replace_content(self, node: str, stored: LibraryInfo) -> bool:
-        _, ours = _body()
-        if stored.content_hash == ours:
-            return False
-        if self.same_version:
+        same = stored.version > LIBRARY_VERSION or stored.content_hash == _body()[1]
+        if not same and self.same_version:
             return True
         if stored.extended and not _extensions:
-            raise _extended(node, stored)
-        raise LibraryConflictError(
-            f"{node} has version {stored.version} from another build "
-            f"(content {stored.content_hash}, this process has {ours})",
-            "Use one build everywhere, or start this one once with FF_FORCE_LUA_RELOAD=1 to "
-            "replace the content.",
-        )
+            raise LibraryConflictError(
+                f"{found} with functions for tests that move its clock",
+                "Use another server, or delete the library there: FUNCTION DELETE flowfabric.",
+            )
+        if not same:
+            raise LibraryConflictError(
+                f"{found} from another build (content {stored.content_hash}, this process has "
+                f"{_body()[1]})",
+                "Use one build everywhere, or start this one once with FF_FORCE_LUA_RELOAD=1 to "
+                "replace the content.",
+            )
+        return stored.version == LIBRARY_VERSION and self._has_other_settings(stored)
 
     def _has_other_settings(self, stored: LibraryInfo) -> bool:
         other_length = self.events_maxlen not in (None, stored.events_maxlen)
@@ -167,13 +157,6 @@ class _Rules(msgspec.Struct, frozen=True):
         return _assemble(cluster=self.cluster, events_maxlen=self.events_maxlen or kept)
 
 
-def _extended(node: str, stored: LibraryInfo) -> LibraryConflictError:
-    return LibraryConflictError(
-        f"{node} has version {stored.version} with functions for tests that move its clock",
-        "Use another server, or delete the library there: FUNCTION DELETE flowfabric.",
-    )
-
-
 async def _read(ask: Ask) -> LibraryInfo | None:
     try:
         version, content_hash, *more = await ask("FCALL", "ff_version", 0)
@@ -181,14 +164,11 @@ async def _read(ask: Ask) -> LibraryInfo | None:
         if error.kind == "script_not_loaded":
             return None
         raise
-    min_client, maxlen, cluster, extended = [*more, *_SETTINGS_BEFORE_3[len(more) - 1 :]][:4]
-    return LibraryInfo(
-        version, content_hash.decode(), min_client, maxlen, bool(cluster), bool(extended)
-    )
+    # Other versions report fewer settings, or more.
+    return LibraryInfo(version, content_hash.decode(), *more[:4])
 
 
 async def read_primaries(transport: Transport) -> Stored:
-    """The library of every primary."""
     primaries = await transport.primaries()
     found = await asyncio.gather(*map(_read, primaries.values()))
     return dict(zip(primaries, found, strict=True))
@@ -196,15 +176,10 @@ async def read_primaries(transport: Transport) -> Stored:
 
 async def read_library(transport: Transport) -> LibraryInfo | None:
     """The library of the oldest primary, or None when a primary has none."""
-    found = (await read_primaries(transport)).values()
-    known = [info for info in found if info is not None]
-    if len(known) < len(found):
+    found = list((await read_primaries(transport)).values())
+    if None in found:
         return None
-    return min(known, key=lambda info: info.version)
-
-
-def _transient(error: EngineError) -> bool:
-    return isinstance(error, TransportError) and error.kind in _TRANSIENT_KINDS
+    return min(filter(None, found), key=lambda info: info.version)
 
 
 def _rules(transport: Transport, *, owned: bool, only_joining: bool) -> _Rules:
@@ -247,16 +222,16 @@ async def ensure_library(
     while True:
         try:
             loaded = await _ensure(transport, rules, found)
-        except EngineError as error:
-            if loop.time() > last or not _transient(error):
+        except TransportError as error:
+            if loop.time() > last or error.kind not in _TRANSIENT_KINDS:
                 raise
             log.warning("function library not loaded yet, retrying: %s", error)
             await asyncio.sleep(_LOAD_PAUSE)
             found = None
-        else:
-            if loaded:
-                log.info("function library version %s loaded", LIBRARY_VERSION)
-            return loaded
+            continue
+        if loaded:
+            log.info("function library version %s loaded", LIBRARY_VERSION)
+        return loaded
 
 
 async def _ensure(transport: Transport, rules: _Rules, found: Stored | None) -> bool:
@@ -268,12 +243,8 @@ async def _ensure(transport: Transport, rules: _Rules, found: Stored | None) -> 
     fitting = found.keys() - lacking
     # A primary that lost the library gets the settings that the others have.
     model = next(filter(None, found.values()), None)
-    loaded = [
-        await _load(node, ask, rules, model)
-        for node, ask in (await transport.primaries()).items()
-        if node not in fitting
-    ]
-    return any(loaded)
+    primaries = (await transport.primaries()).items()
+    return any([await _load(*each, rules, model) for each in primaries if each[0] not in fitting])
 
 
 async def _load(node: str, ask: Ask, rules: _Rules, model: LibraryInfo | None) -> bool:

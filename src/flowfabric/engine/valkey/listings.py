@@ -2,45 +2,28 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import ValidationError
-from flowfabric.core.ids import (
-    ExecutionId,
-    is_execution_id,
-    validate_lane,
-    validate_namespace,
-    validate_text,
-)
-from flowfabric.core.state import PublicState
-from flowfabric.core.tags import validate_tag_filter
+from flowfabric.core.ids import ExecutionId, is_execution_id, validate_lane
 from flowfabric.core.text import lossless, raw
 from flowfabric.engine.api import check
-from flowfabric.engine.api.listings import Filter, Listings
+from flowfabric.engine.api.reads import Filter, Listings
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
+from flowfabric.valkey.transport import Arg
 
-_PUBLIC_STATES = tuple(state.value for state in PublicState)
 _MAX_PAGE = 1000
-_LANE_INDEXES = {
-    "eligible": "eligible",
-    "delayed": "delayed",
-    "active": "active",
-    "suspended": "suspended",
-    "terminal": "terminal",
-    "reclaimable": "reclaimable",
-    "blocked_dependencies": "blocked:dependencies",
-    "blocked_budget": "blocked:budget",
-    "blocked_quota": "blocked:quota",
-    "blocked_route": "blocked:route",
-    "blocked_operator": "blocked:operator",
-    "blocked_lane": "blocked:lane",
-}
+_LANE_STATES = (
+    *("eligible", "delayed", "active", "suspended", "terminal", "reclaimable"),
+    *("blocked_dependencies", "blocked_budget", "blocked_quota"),
+    *("blocked_route", "blocked_operator", "blocked_lane"),
+)
 # These have one index per set of required capabilities.
 _BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
 _CHUNK = 200
@@ -48,8 +31,6 @@ _MAX_EXAMINED = 10_000
 
 
 class ValkeyListings(Listings):
-    """`Listings` on Valkey."""
-
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
@@ -67,7 +48,7 @@ class ValkeyListings(Listings):
         limit = _page(limit)
         given_cursor(cursor)
         if where is not None:
-            _check_filter(where)
+            check.instance(where, Filter, "where").validate()
         if limit <= 0:
             return ExecutionPage(())
         position, after = self._start(partition, cursor)
@@ -79,7 +60,8 @@ class ValkeyListings(Listings):
             start: str | None = after
             while start is not None:
                 ids, start = await self._ids(index, start, chunk, damage)
-                for member, row in zip(ids, await self._rows(ids, where, damage), strict=True):
+                found = await damage.keep_all(self._row(each, where) for each in ids)
+                for member, row in zip(ids, found, strict=True):
                     if len(rows) == limit or examined == _MAX_EXAMINED:
                         more = after if partition is not None else sealed(index, after)
                         return ExecutionPage(tuple(rows), more, tuple(damage.found))
@@ -94,14 +76,9 @@ class ValkeyListings(Listings):
         if not cursor:
             return (partition or 0), ""
         with reading_cursor():
-            if partition is not None:
-                position, after = partition, cursor
-            else:
-                index, after = opened(cursor, 2)
-                position = int(index)
-            known = (not after and partition is None) or (
-                ExecutionId.parse(after).partition == position
-            )
+            index, after = (partition, cursor) if partition is not None else opened(cursor, 2)
+            position, unstarted = int(index), not after and partition is None
+            known = unstarted or ExecutionId.parse(after).partition == position
         if not known:
             raise ValidationError("invalid_cursor", "belongs to another partition")
         return position, after
@@ -115,24 +92,15 @@ class ValkeyListings(Listings):
         self, partition: int, after: str, count: int, damage: Damage
     ) -> tuple[list[ExecutionId], str | None]:
         """The next ids, and the member after which more may follow."""
-        key = keys.index(f"{{fp:{partition}}}", "all_executions")
         first = b"(" + raw(after) if after else b"-"
-        members: Any = await self._calls.read(
-            *(f"{{fp:{partition}}}: all_executions", "ZRANGE", key),
-            *(first, "+", "BYLEX", "LIMIT", 0, count),
-        )
+        members = await self._listed(f"{{fp:{partition}}}", first, "+", count)
         more = lossless(members[-1]) if len(members) == count else None
         return damage.ids(members), more
 
-    async def _rows(
-        self, ids: Sequence[ExecutionId], where: Filter | None, damage: Damage
-    ) -> list[ExecutionSummary | None]:
-        """One row per id; None where no readable record matches the filter."""
-        return await damage.keep_all(self._row(each, where) for each in ids)
-
     async def _row(
-        self, execution_id: ExecutionId, where: Filter | None
+        self, execution_id: ExecutionId, where: Filter | None = None
     ) -> ExecutionSummary | None:
+        """The row of a record that can be read and matches the filter."""
         record = await Record.read(self._calls, execution_id)
         row = None if record is None else record.summary()
         if row is None or where is None:
@@ -150,15 +118,13 @@ class ValkeyListings(Listings):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
-        suffix = _LANE_INDEXES[check.one_of(state, "state", _LANE_INDEXES)]
+        suffix = check.one_of(state, "state", _LANE_STATES).replace("_", ":")
         tag = f"{{fp:{check.partition(partition, self._calls.counts)}}}"
         given_cursor(cursor)
         names = [keys.lane(tag, validate_lane(lane_id), suffix)]
-        apart = _BY_SIGNATURE.get(suffix)
-        if apart is not None:
-            names += [
-                apart(tag, lane_id, each) for each in await self._calls.signatures(tag, lane_id)
-            ]
+        if (apart := _BY_SIGNATURE.get(suffix)) is not None:
+            signatures = await self._calls.signatures(tag, lane_id)
+            names += [apart(tag, lane_id, each) for each in signatures]
         limit = _page(limit)
         if limit <= 0:
             return ExecutionPage(())
@@ -168,10 +134,9 @@ class ValkeyListings(Listings):
             *(self._scored(name, after, limit + 1, damage) for name in names)
         )
         entries = sorted(entry for entries in found for entry in entries)
-        rows = await self._rows([member for _, member in entries[:limit]], None, damage)
+        rows = await damage.keep_all(self._row(member) for _, member in entries[:limit])
         more = sealed(*entries[limit - 1]) if len(entries) > limit else None
-        found_rows = tuple(row for row in rows if row is not None)
-        return ExecutionPage(found_rows, more, tuple(damage.found))
+        return ExecutionPage(tuple(filter(None, rows)), more, tuple(damage.found))
 
     async def _scored(
         self, name: str, after: tuple[float, str] | None, count: int, damage: Damage
@@ -200,9 +165,9 @@ class ValkeyListings(Listings):
         if limit < 1:
             return []
         tags = [f"{{fp:{index}}}" for index in await self._places.partitions_in_use()]
-        found: list[Any] = await asyncio.gather(
-            *(self._beginning_with(tag, uuid_prefix, limit) for tag in tags)
-        )
+        # `~` sorts after everything a UUID is made of.
+        bounds = {tag: (f"[{tag}:{uuid_prefix}", f"({tag}:{uuid_prefix}~") for tag in tags}
+        found = await asyncio.gather(*(self._listed(tag, *bounds[tag], limit) for tag in tags))
         return [
             ExecutionId.trusted(member)
             for tag, page in zip(tags, found, strict=True)
@@ -210,31 +175,15 @@ class ValkeyListings(Listings):
             if is_execution_id(member, tag)
         ][:limit]
 
-    async def _beginning_with(self, tag: str, uuid_prefix: str, limit: int) -> Any:
+    async def _listed(self, tag: str, first: Arg, last: Arg, limit: int) -> Any:
+        """Members of the partition's list of all executions, in the order of their ids."""
         key = keys.index(tag, "all_executions")
-        first = f"{tag}:{uuid_prefix}"
-        # `~` sorts after everything a UUID is made of.
-        bounds = (f"[{first}", f"({first}~", "BYLEX", "LIMIT", 0, limit)
+        bounds = (first, last, "BYLEX", "LIMIT", 0, limit)
         return await self._calls.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
 
 
 def _page(limit: Any) -> int:
     return min(check.whole(limit, "limit"), _MAX_PAGE)
-
-
-def _check_filter(where: Any) -> None:
-    """Refuse a misspelt filter, which would look like an empty deployment."""
-    check.instance(where, Filter, "where")
-    if where.state is not None:
-        check.one_of(where.state, "state", _PUBLIC_STATES)
-    if where.lane is not None:
-        validate_lane(where.lane, "lane")
-    if where.namespace is not None:
-        validate_namespace(where.namespace)
-    if where.kind is not None:
-        validate_text(where.kind, "kind", required=True)
-    if where.tags:
-        validate_tag_filter(where.tags)
 
 
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:

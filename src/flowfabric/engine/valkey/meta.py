@@ -1,35 +1,295 @@
-"""The engine itself: health, capabilities, clock."""
+"""The engine itself: clock, capabilities, what puts its work at risk and what to do about it."""
 
 import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sized
+from typing import Any
 
-from flowfabric.core.errors import TimeoutError_
+from flowfabric.core import errors
+from flowfabric.core.ids import validate_namespace
+from flowfabric.core.partition import CollisionGrade, lane_collisions
+from flowfabric.core.text import plural, shown
 from flowfabric.core.version import VERSION
 from flowfabric.engine.api import check
+from flowfabric.engine.api import meta as api
 from flowfabric.engine.api.backend import Backend, supported
-from flowfabric.engine.api.meta import (
-    Applied,
-    Capabilities,
-    Finding,
-    Identity,
-    Meta,
-    NoOp,
-    StoreUsage,
-    Version,
-)
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.boot import prepare, report_collisions
+from flowfabric.engine.api.meta import Finding, Grade, broken, ok, warning
+from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index
+from flowfabric.engine.valkey import boot, health, keys
 from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.diagnosis import check_deployment, check_server
-from flowfabric.engine.valkey.health import log_findings, server_facts
-from flowfabric.engine.valkey.library import LIBRARY_VERSION
+from flowfabric.engine.valkey.library import LIBRARY_VERSION, library_fits, read_library
 from flowfabric.engine.valkey.stream_pool import StreamPool
+from flowfabric.valkey.connect import MINIMUM_VERSION
+from flowfabric.valkey.connect import check_server as check_version
+from flowfabric.valkey.transport import Transport
 
-_IDENTITY = Identity("valkey", Version(*VERSION), "beta")
+_IDENTITY = api.Identity("valkey", api.Version(*VERSION), "beta")
+_SKEW_MS = 1000
+_VERSION_BUDGET_S = 1.0
+_SAMPLE = 1000
+_MAX_LISTED = 8
+_COUNT_VARIABLES = ("FF_FLOW_PARTITIONS", "FF_BUDGET_PARTITIONS", "FF_QUOTA_PARTITIONS")
 
 
-class ValkeyMeta(Meta):
-    """`Meta` on Valkey."""
+def stopped_by(error: errors.FlowFabricError, *, owned: bool) -> Finding:
+    match error:
+        case errors.TransportError():
+            return broken("connection", error.message or error.kind, error.hint)
+        case errors.EngineError():
+            return broken("deployment", error.explanation or error.code, error.hint)
+        case errors.ConfigError(field="partition_config") if owned:
+            detail = "the first start in this folder was interrupted"
+            advice = "no action needed: the next worker, program or command completes it"
+            return warning("partitions", detail, advice)
+        case errors.ConfigError(field="partition_config"):
+            advice = "run `flowfabric doctor --prepare` once"
+            return broken("partitions", "this Valkey is not prepared", advice)
+        case errors.ConfigError(context="embedded"):
+            name = "folder" if error.field == "data_dir" else "server"
+            return broken(name, error.message)
+        case _:
+            return broken("deployment", str(error).removeprefix("config: "))
 
+
+# --- the server alone, prepared or not ------------------------------------------------------------
+
+
+async def check_server(transport: Transport, *, owned: bool) -> list[Finding]:
+    """Run the checks that need no preparation; `owned` as in `boot.prepare`."""
+    findings = [await _connection(transport), await _version(transport)]
+    if findings[-1].grade is Grade.BROKEN:
+        return findings
+    return [
+        *(*findings, await _library(transport, owned=owned)),
+        *await health.check_security(transport),
+        *await health.health_findings(transport),
+        await _skew(transport),
+    ]
+
+
+async def _connection(transport: Transport) -> Finding:
+    started = time.perf_counter()
+    await transport.call("PING", key="")
+    took = (time.perf_counter() - started) * 1000
+    return ok("connection", f"answers in {took:.1f} ms")
+
+
+async def _version(transport: Transport) -> Finding:
+    try:
+        version = await check_version(transport, budget=_VERSION_BUDGET_S)
+    except errors.EngineError as error:
+        return _refused("version", error)
+    found, needed = (".".join(map(str, each)) for each in (version, MINIMUM_VERSION))
+    return ok("version", f"Valkey {found} ({needed} or newer is needed)")
+
+
+async def _library(transport: Transport, *, owned: bool) -> Finding:
+    stored = await read_library(transport)
+    if stored is None:
+        advice = "run `flowfabric doctor --prepare`, or start a worker"
+        return warning("functions", "the function library is not loaded", advice)
+    found = f"version {stored.version}, content {stored.content_hash}"
+    if stored.version < LIBRARY_VERSION:
+        advice = "run `flowfabric doctor --prepare` to upgrade it; older processes can still use it"
+        detail = f"{found}; this program has version {LIBRARY_VERSION}"
+        return warning("functions", detail, advice)
+    try:
+        fits = await library_fits(transport, owned=owned)
+    except errors.EngineError as error:
+        return _refused("functions", error)
+    if fits:
+        return ok("functions", found)
+    advice = "run `flowfabric doctor --prepare` to load this program's"
+    detail = f"{found}; this program has other content or settings"
+    return warning("functions", detail, advice)
+
+
+async def _skew(transport: Transport) -> Finding:
+    before = time.time()
+    # Not the engine's clock: the function library may be missing.
+    reply: Any = await transport.call("TIME", key="")
+    server, after = int(reply[0]) + int(reply[1]) / 1_000_000, time.time()
+    # A difference within the round trip may be its delay.
+    skew_s = server - min(max(server, before), after)
+    if abs(skew_s) * 1000 < _SKEW_MS:
+        return ok("clock skew", f"{abs(skew_s) * 1000:.0f} ms between the server and this host")
+    side = "ahead of" if skew_s > 0 else "behind"
+    return warning(
+        "clock skew",
+        f"the server's clock is {abs(skew_s):.1f} s {side} this host's",
+        "synchronise both with NTP: the engine uses the server's clock, but programs compute "
+        "points in time with this host's",
+    )
+
+
+def _refused(name: str, error: errors.EngineError) -> Finding:
+    return broken(name, str(error).partition(" — ")[0], error.hint)
+
+
+# --- a prepared deployment ------------------------------------------------------------------------
+
+
+async def check_deployment(
+    backend: Backend, transport: Transport, namespace: str | None
+) -> list[Finding]:
+    """Run the checks that need the partition counts."""
+    if namespace is not None:
+        validate_namespace(namespace)
+    lanes = await backend.places.lanes_in_use()
+    return [
+        await _partitions(backend, transport),
+        await _tokens(backend, transport),
+        await _lanes(backend, transport, lanes),
+        _collisions(backend, lanes),
+        await _workers(backend, transport, lanes, namespace),
+        await _scanners(backend),
+        await _indexes(backend),
+    ]
+
+
+async def _malformed(
+    transport: Transport, registry: str, read: Callable[[], Awaitable[Sized]]
+) -> Finding | None:
+    """A finding if a registry holds names that it cannot hold; scanners and listings skip them."""
+    stored: Any = await transport.call("SCARD", registry, key=registry)
+    # Read second, so that a name registered in between does not count as malformed.
+    odd = stored - len(await read())
+    if odd <= 0:
+        return None
+    return broken(
+        registry.rpartition(":")[2],
+        f"{registry} holds {plural(odd, 'malformed name')}",
+        f"list them with SMEMBERS {registry} and remove them with SREM",
+    )
+
+
+async def _partitions(backend: Backend, transport: Transport) -> Finding:
+    counts = backend.counts
+    stored = f"{counts.flow} flow, {counts.budget} budget, {counts.quota} quota"
+    if any(os.environ.get(name) for name in _COUNT_VARIABLES):
+        configured = boot.configured_counts()
+        if configured != counts:
+            wanted = f"{configured.flow}, {configured.budget}, {configured.quota}"
+            return broken(
+                "partitions",
+                f"{stored} are stored, but the environment sets {wanted}",
+                f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change",
+            )
+    odd = await _malformed(transport, keys.PARTITIONS, backend.places.partitions_in_use)
+    return odd or ok("partitions", stored)
+
+
+async def _tokens(backend: Backend, transport: Transport) -> Finding:
+    names = [keys.secrets(f"{{fp:{index}}}") for index in range(backend.counts.flow)]
+    found: list[Any] = await asyncio.gather(
+        *(transport.call("HGET", name, "current_kid", key=name) for name in names)
+    )
+    kids = sorted({kid.decode(errors="replace") for kid in found if kid is not None})
+    missing = found.count(None)
+    if not missing:
+        return ok("tokens", f"signed with {', '.join(kids)}")
+    where = "the server" if missing == len(found) else plural(missing, "partition")
+    return warning(
+        "tokens",
+        f"no secret to sign tokens on {where}: handlers there cannot wait for answers",
+        "set FF_WAITPOINT_HMAC_SECRET, for example to the output of `openssl rand -hex 32`, and "
+        "run `flowfabric doctor --prepare`",
+    )
+
+
+async def _lanes(backend: Backend, transport: Transport, lanes: list[str]) -> Finding:
+    odd = await _malformed(transport, keys.LANES, backend.places.lanes_in_use)
+    if odd is not None:
+        return odd
+    stopped: list[str] = []
+    for lane in lanes:
+        settings = await backend.lanes.get_lane(lane)
+        if settings.state != "active":
+            reason = f" ({settings.reason})" if settings.reason else ""
+            stopped.append(f"{lane} is {settings.state}{reason}")
+    count = plural(len(lanes), "lane")
+    if stopped:
+        advice = "reactivate them when their work may continue"
+        return warning("lanes", f"{count}; {', '.join(stopped)}", advice)
+    listed = lanes if len(lanes) <= _MAX_LISTED else [*lanes[:_MAX_LISTED], "…"]
+    return ok("lanes", f"{count}: {', '.join(listed)}")
+
+
+def _collisions(backend: Backend, lanes: list[str]) -> Finding:
+    found = lane_collisions(lanes, backend.counts)
+    if found.grade is CollisionGrade.CLEAN:
+        return ok("lane placement", "no two lanes share a partition")
+    groups = "; ".join(" + ".join(group) for group in found.shared.values())
+    serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
+    return Finding(
+        "lane placement",
+        Grade.WARNING if serious else Grade.OK,
+        f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})",
+        "rename one lane of each group if they carry much work" if serious else "",
+    )
+
+
+async def _workers(
+    backend: Backend, transport: Transport, lanes: list[str], namespace: str | None
+) -> Finding:
+    workers = await backend.workers.list_workers(namespace, limit=None)
+    served = {lane for worker in workers for lane in worker.lanes}
+    tags = await backend.places.used_partitions()
+    # In a cluster this is expensive to find out, and `find_work` names every partition.
+    lanes = [lane for lane in lanes if tags and not transport.is_cluster and lane not in served]
+    waiting = [lane for lane in lanes if await backend.wakeups.find_work(lane, tags)]
+    count = plural(len(workers), "live worker")
+    if waiting:
+        return warning(
+            "workers",
+            f"{count}; no worker serves {', '.join(waiting)}, where work waits",
+            f"run `flowfabric worker module:app --lanes {','.join(waiting)}`",
+        )
+    if not workers:
+        advice = "run `flowfabric worker module:app`"
+        return warning("workers", "no live worker: nothing runs", advice)
+    return ok("workers", count)
+
+
+async def _scanners(backend: Backend) -> Finding:
+    running = [
+        f"{leader.process} for its part" if leader.partial else leader.process
+        for leader in await backend.leadership.leaders()
+    ]
+    if running:
+        return ok("scanners", f"run by {', '.join(running)} (host:pid)")
+    return warning(
+        "scanners",
+        "none run: expired leases, retries and deadlines are not handled",
+        "run a worker without --no-scanners",
+    )
+
+
+async def _indexes(backend: Backend) -> Finding:
+    examined = 0
+    drifted: list[str] = []
+    for tag in await backend.places.used_partitions():
+        listed = Index(tag, ALL_EXECUTIONS)
+        ids = await backend.upkeep.list_index(listed, 0, _SAMPLE - examined)
+        if ids:
+            verdicts = await backend.upkeep.reconcile_execution_index(tag, ids, "check")
+            pairs = zip(ids, verdicts, strict=True)
+            drifted += [each for each, verdict in pairs if verdict != "consistent"]
+        examined += len(ids)
+        if examined >= _SAMPLE:
+            break
+    detail = f"{plural(examined, 'execution')} examined"
+    if not drifted:
+        return ok("indexes", f"{detail}, all indexes match their records")
+    return broken(
+        "indexes",
+        f"{detail}, {len(drifted)} differ from their index, such as {shown(drifted[0])}",
+        "the scanners repair this within two minutes; if it persists, report it",
+    )
+
+
+class ValkeyMeta(api.Meta):
     def __init__(self, calls: FunctionCalls, pool: StreamPool, backend: Backend) -> None:
         self._calls = calls
         self._pool = pool
@@ -38,22 +298,21 @@ class ValkeyMeta(Meta):
     async def ping(self) -> None:
         await self._calls.transport.call("PING", key="")
 
-    async def prepare(self) -> NoOp | Applied:
+    async def prepare(self) -> api.NoOp | api.Applied:
         calls = self._calls
-        loaded = await prepare(calls.transport, calls.counts)
-        await report_collisions(calls.transport, calls.counts)
-        return Applied(f"function library version {LIBRARY_VERSION}") if loaded else NoOp()
+        loaded = await boot.prepare(calls.transport, calls.counts)
+        await boot.report_collisions(calls.transport, calls.counts)
+        return api.Applied(f"function library version {LIBRARY_VERSION}") if loaded else api.NoOp()
 
     async def shutdown_prepare(self, grace_s: float) -> None:
         grace_s = check.seconds(grace_s, "grace_s")
-        op, loop = "shutdown_prepare", asyncio.get_running_loop()
-        started = loop.time()
+        op, started = "shutdown_prepare", time.monotonic()
         if not await self._pool.drain(grace_s):
-            elapsed = round((loop.time() - started) * 1000)
-            raise TimeoutError_("timeout", op, f"elapsed_ms={elapsed}", op=op)
+            elapsed = round((time.monotonic() - started) * 1000)
+            raise errors.TimeoutError_("timeout", op, f"elapsed_ms={elapsed}", op=op)
 
-    def capabilities(self) -> Capabilities:
-        return Capabilities(_IDENTITY, supported(self._backend))
+    def capabilities(self) -> api.Capabilities:
+        return api.Capabilities(_IDENTITY, supported(self._backend))
 
     def backend_label(self) -> str:
         return _IDENTITY.family
@@ -62,16 +321,16 @@ class ValkeyMeta(Meta):
         return await self._calls.server_time_ms()
 
     async def log_findings(self) -> None:
-        await log_findings(self._calls.transport)
+        await health.log_findings(self._calls.transport)
 
-    async def usage(self) -> StoreUsage:
+    async def usage(self) -> api.StoreUsage:
         sections = ("cpu", "stats", "memory", "clients")
-        nodes = (await server_facts(self._calls.transport, *sections)).values()
+        nodes = (await health.server_facts(self._calls.transport, *sections)).values()
 
         def total(*names: str) -> float:
             return sum(float(facts[name]) for facts in nodes for name in names)
 
-        return StoreUsage(
+        return api.StoreUsage(
             cpu_s=total("used_cpu_user_main_thread", "used_cpu_sys_main_thread"),
             commands=round(total("total_commands_processed")),
             data_bytes=round(total("used_memory") - total("mem_clients_normal", "mem_aof_buffer")),
@@ -81,9 +340,8 @@ class ValkeyMeta(Meta):
     async def feed_size(self, partition: int) -> tuple[int, int]:
         calls = self._calls
         feed = keys.events(f"{{fp:{check.partition(partition, calls.counts)}}}")
-        place = f"{feed}: event feed"
         used = await calls.transport.call("MEMORY", "USAGE", feed, "SAMPLES", 0, key=feed)
-        return await calls.read(place, "XLEN", feed), used or 0
+        return await calls.read(f"{feed}: event feed", "XLEN", feed), used or 0
 
     async def diagnose(self, namespace: str | None = None) -> list[Finding]:
         transport = self._calls.transport

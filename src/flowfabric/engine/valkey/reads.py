@@ -1,15 +1,10 @@
 """Reading one execution."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from flowfabric.core.contracts.executions import (
-    AttemptRecord,
-    ExecutionContext,
-    ExecutionInfo,
-    ExecutionSnapshot,
-    WhyWaiting,
-)
+from flowfabric.core.contracts import executions as contracts
 from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
@@ -17,18 +12,17 @@ from flowfabric.core.state import LifecyclePhase, PublicState
 from flowfabric.core.stored import corrupt, stored_text
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
-from flowfabric.engine.api.reads import Reads
+from flowfabric.engine.api.reads import Outcome, Reads
 from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_worker
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feeds import decode_history
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
+from flowfabric.valkey.transport import Arg
 
 
 class ValkeyReads(Reads):
-    """`Reads` on Valkey."""
-
     def __init__(self, calls: FunctionCalls, workers: ValkeyWorkers) -> None:
         self._calls = calls
         self._workers = workers
@@ -42,59 +36,59 @@ class ValkeyReads(Reads):
             raise NotFoundError("execution_not_found", op=op)
         return record
 
-    async def read_execution_info(self, execution_id: ExecutionId) -> ExecutionInfo:
+    async def _part(
+        self, execution_id: ExecutionId, name: Callable[[str, str], str], command: str, *args: Arg
+    ) -> Any:
+        """The reply to a command on one of the execution's keys."""
+        eid = self._calls.checked(execution_id)
+        key = name(eid.tag, eid)
+        return await self._calls.read(f"{eid}: {key.rpartition(':')[2]}", command, key, *args)
+
+    async def read_execution_info(self, execution_id: ExecutionId) -> contracts.ExecutionInfo:
         return (await self._existing(execution_id, "read_execution_info")).info()
 
     async def read_execution_state(self, execution_id: ExecutionId) -> PublicState:
         return (await self._existing(execution_id, "read_execution_state")).public_state
 
-    async def describe_execution(self, execution_id: ExecutionId) -> ExecutionSnapshot | None:
-        execution_id = self._calls.checked(execution_id)
-        record, tags = await asyncio.gather(self._record(execution_id), self._tags(execution_id))
+    async def describe_execution(
+        self, execution_id: ExecutionId
+    ) -> contracts.ExecutionSnapshot | None:
+        record, tags = await asyncio.gather(
+            self._record(execution_id), self.get_execution_tags(execution_id)
+        )
         return None if record is None else record.snapshot(tags)
 
-    async def _tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
-        key = keys.tags(execution_id.tag, execution_id)
-        fields = await self._calls.read(f"{execution_id}: tags", "HGETALL", key)
+    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
+        fields = await self._part(execution_id, keys.tags, "HGETALL")
         return {
             stored_text(name, execution_id, "tags"): stored_text(value, execution_id, "tags")
             for name, value in fields.items()
         }
 
     async def get_execution_result(self, execution_id: ExecutionId) -> bytes | None:
-        execution_id = self._calls.checked(execution_id)
-        key = keys.result(execution_id.tag, execution_id)
-        return await self._calls.read(f"{execution_id}: result", "GET", key)
+        return await self._part(execution_id, keys.result, "GET")
 
-    async def read_outcome(self, execution_id: ExecutionId) -> tuple[ExecutionInfo, bytes | None]:
-        execution_id = self._calls.checked(execution_id)
-        key = keys.result(execution_id.tag, execution_id)
-        info, result = await asyncio.gather(
-            self._existing(execution_id, "read_outcome"),
-            self._calls.read(f"{execution_id}: result", "GET", key),
+    async def read_outcome(self, execution_id: ExecutionId) -> Outcome:
+        record, result = await asyncio.gather(
+            self._existing(execution_id, "read_outcome"), self.get_execution_result(execution_id)
         )
-        return info.info(), result
+        return record.info(), result
 
-    async def read_execution_context(self, execution_id: ExecutionId) -> ExecutionContext:
-        execution_id = self._calls.checked(execution_id)
-        key = keys.payload(execution_id.tag, execution_id)
+    async def read_execution_context(self, execution_id: ExecutionId) -> contracts.ExecutionContext:
         record, tags, payload = await asyncio.gather(
             self._record(execution_id),
-            self._tags(execution_id),
-            self._calls.read(f"{execution_id}: payload", "GET", key),
+            self.get_execution_tags(execution_id),
+            self._part(execution_id, keys.payload, "GET"),
         )
         if record is None:
             raise invalid_input("execution_id", "no such execution")
         encoding = record.text("payload_encoding", "")
-        return ExecutionContext(payload or b"", record.execution_kind, tags, encoding)
+        return contracts.ExecutionContext(payload or b"", record.execution_kind, tags, encoding)
 
     async def read_execution_policy(self, execution_id: ExecutionId) -> ExecutionPolicy:
-        execution_id = self._calls.checked(execution_id)
-        core = keys.core(execution_id.tag, execution_id)
-        key = keys.policy(execution_id.tag, execution_id)
         known, stored = await asyncio.gather(
-            self._calls.transport.call("EXISTS", core, key=core),
-            self._calls.read(f"{execution_id}: policy", "GET", key),
+            self._part(execution_id, keys.core, "EXISTS"),
+            self._part(execution_id, keys.policy, "GET"),
         )
         if not known:
             raise NotFoundError("execution_not_found", op="read_execution_policy")
@@ -108,14 +102,8 @@ class ValkeyReads(Reads):
         return None if record is None else record.namespace
 
     async def get_execution_tag(self, execution_id: ExecutionId, key: str) -> str | None:
-        execution_id = self._calls.checked(execution_id)
-        check.text(key, "key")
-        name = keys.tags(execution_id.tag, execution_id)
-        value = await self._calls.read(f"{execution_id}: tags", "HGET", name, key)
+        value = await self._part(execution_id, keys.tags, "HGET", check.text(key, "key"))
         return None if value is None else stored_text(value, execution_id, "tags")
-
-    async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
-        return await self._tags(self._calls.checked(execution_id))
 
     async def read_exec_core_fields(
         self, execution_id: ExecutionId, names: Sequence[str]
@@ -133,37 +121,30 @@ class ValkeyReads(Reads):
         record = await self._record(execution_id)
         return 0 if record is None else record.total_attempt_count
 
-    async def read_attempts(self, execution_id: ExecutionId) -> list[AttemptRecord]:
+    async def read_attempts(self, execution_id: ExecutionId) -> list[contracts.AttemptRecord]:
         record = await self._existing(execution_id, "read_attempts")
         eid = record.execution_id
-        archived = await asyncio.gather(
-            *(
-                self._calls.read(
-                    f"attempt {index} of {eid}: record",
-                    "HGETALL",
-                    keys.attempt(eid.tag, eid, index),
-                )
-                for index in range(record.total_attempt_count)
-            )
-        )
-        return record.attempts(archived)
+
+        async def archived(index: int) -> Mapping[bytes, bytes]:
+            key = keys.attempt(eid.tag, eid, index)
+            return await self._calls.read(f"attempt {index} of {eid}: record", "HGETALL", key)
+
+        indexes = range(record.total_attempt_count)
+        return record.attempts(await asyncio.gather(*map(archived, indexes)))
 
     async def read_execution_history(self, execution_id: ExecutionId) -> list[Event]:
         eid = (await self._existing(execution_id, "read_execution_history")).execution_id
-        entries = await self._calls.read(
-            f"{eid}: history", "LRANGE", keys.history(eid.tag, eid), 0, -1
-        )
+        entries = await self._part(eid, keys.history, "LRANGE", 0, -1)
         return [decode_history(eid.tag[1:-1], entry, eid) for entry in entries]
 
-    async def explain_execution(self, execution_id: ExecutionId) -> WhyWaiting:
+    async def explain_execution(self, execution_id: ExecutionId) -> contracts.WhyWaiting:
         record = await self._existing(execution_id, "explain_execution")
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
-        edges_key = keys.unresolved(tag, record.execution_id)
         context = f"lane {record.lane_id} of {tag}"
         lane_state, edges = await asyncio.gather(
             self._calls.read(f"{context}: config", "HGET", lane_key, "state"),
-            self._calls.read(f"{record.execution_id}: unresolved", "SCARD", edges_key),
+            self._part(record.execution_id, keys.unresolved, "SCARD"),
         )
         required, near = frozenset(record.required_capabilities), None
         fleet: list[WorkerEntry] = []
@@ -173,7 +154,9 @@ class ValkeyReads(Reads):
         if waits_for_worker(record.state_vector):
             own = (worker for worker in serving if worker.namespace == record.namespace)
             near = least_missing(required, own)
-        return WhyWaiting(
+        # A worker runs executions of every namespace; its own is only where it is registered.
+        able = [worker for worker in serving if required.issubset(worker.capabilities)]
+        return contracts.WhyWaiting(
             public_state=record.public_state,
             blocking_reason=record.state_vector.blocking_reason.value,
             blocking_detail=record.text("blocking_detail", ""),
@@ -182,12 +165,7 @@ class ValkeyReads(Reads):
             retry_at=record.maybe_number("delay_until"),
             missing_capabilities=() if near is None else near.missing,
             live_workers=None if near is None else near.workers,
-            # A worker runs executions of every namespace; its own is only where it is registered.
-            able_workers=tuple(
-                worker.worker_instance_id
-                for worker in serving
-                if required.issubset(worker.capabilities)
-            ),
+            able_workers=tuple(worker.worker_instance_id for worker in able),
             unresolved_edges=edges,
             waitpoints=await self._waited_for(record),
         )

@@ -6,26 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from flowfabric.core.contracts.suspension import (
-    AlreadySeeded,
-    HmacKid,
-    HmacKids,
-    Rotation,
-    RotationSummary,
-    Seeded,
-    SeedOutcome,
-    SeedResult,
-)
+from flowfabric.core.contracts import suspension as contracts
 from flowfabric.core.errors import EngineError, invalid_input
 from flowfabric.core.stored import stored_text
 from flowfabric.engine.api import check
-from flowfabric.engine.api.secrets import (
-    DEFAULT_GRACE_MS,
-    Secrets,
-    check_rotation,
-    check_secret,
-    is_kid,
-)
+from flowfabric.engine.api import secrets as api
 from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
 from flowfabric.engine.valkey.pages import chunks
 
@@ -35,13 +20,20 @@ Found = tuple[str, str]
 _is_seed_secret = re.compile(r"(?!0+$)[0-9a-fA-F]{64}").fullmatch
 _SEED_GROUP = 16  # Short calls stay out of the slow log, which shows their arguments.
 _FAN_OUT = 16
+_REPORTED = {
+    "mismatch": "%s partitions keep another waitpoint secret than the configured one",
+    "repaired": "the waitpoint secret was missing on %s partitions and is installed again",
+    "torn": (
+        "%s partitions have lost their waitpoint secret, and the configured one is not known to "
+        "be it: rotate to a new one"
+    ),
+}
 FIRST_KID = "k1"
+_GRACE_MS = api.DEFAULT_GRACE_MS
 log = logging.getLogger(__name__)
 
 
-class ValkeySecrets(Secrets):
-    """`Secrets` on Valkey."""
-
+class ValkeySecrets(api.Secrets):
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
 
@@ -70,102 +62,77 @@ class ValkeySecrets(Secrets):
                     found[index] = entry
         return found
 
-    async def seed_at_boot(self, secret_hex: str | None) -> SeedOutcome:
-        secret = "" if secret_hex is None else check_secret(secret_hex)
+    async def seed_at_boot(self, secret_hex: str | None) -> contracts.SeedOutcome:
+        secret = "" if secret_hex is None else api.check_secret(secret_hex)
         found = await self._seed_everywhere(FIRST_KID, secret)
-        outcome = SeedOutcome(**Counter(status for status, _ in found))
-        if outcome.mismatch:
-            log.warning(
-                "%s partitions keep another waitpoint secret than the configured one",
-                outcome.mismatch,
-                extra={"action": "secret_mismatch"},
-            )
-        if outcome.repaired:
-            log.warning(
-                "the waitpoint secret was missing on %s partitions and is installed again",
-                outcome.repaired,
-                extra={"action": "secret_repaired"},
-            )
-        if outcome.torn:
-            log.error(
-                "%s partitions have lost their waitpoint secret, and the configured one is not "
-                "known to be it: rotate to a new one",
-                outcome.torn,
-                extra={"action": "secret_torn"},
-            )
+        outcome = contracts.SeedOutcome(**Counter(status for status, _ in found))
+        for status, message in _REPORTED.items():
+            if count := getattr(outcome, status):
+                level = logging.ERROR if status == "torn" else logging.WARNING
+                log.log(level, message, count, extra={"action": f"secret_{status}"})
         return outcome
 
-    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> SeedResult:
+    async def seed_waitpoint_hmac_secret(self, kid: str, secret_hex: str) -> contracts.SeedResult:
         if not _is_seed_secret(check.text(secret_hex, "secret_hex")):
             raise invalid_input("secret_hex", "must be 64 hex digits, not all zeros")
-        if not is_kid(check.text(kid, "kid")):
+        if not api.is_kid(check.text(kid, "kid")):
             raise invalid_input("kid", "must be 1 to 64 of A-Z a-z 0-9 . _ -")
         found = await self._seed_everywhere(kid, secret_hex.lower())
         if any(current != kid for _, current in found):
             raise invalid_input("kid", "another key is current: rotate instead of seeding")
         different = tuple(i for i, (status, _) in enumerate(found) if status in _OTHER_SECRET)
         if any(status in ("installed", "repaired") for status, _ in found):
-            return Seeded(kid, different)
-        return AlreadySeeded(kid, same_secret=not different)
+            return contracts.Seeded(kid, different)
+        return contracts.AlreadySeeded(kid, same_secret=not different)
 
     async def rotate_waitpoint_hmac_secret(
-        self,
-        partition: int,
-        new_kid: str,
-        new_secret_hex: str,
-        grace_ms: int = DEFAULT_GRACE_MS,
-    ) -> Rotation:
-        return await self._rotate(
-            partition, new_kid, check_rotation(new_kid, new_secret_hex, grace_ms), grace_ms
-        )
+        self, partition: int, new_kid: str, new_secret_hex: str, grace_ms: int = _GRACE_MS
+    ) -> contracts.Rotation:
+        secret = api.check_rotation(new_kid, new_secret_hex, grace_ms)
+        return await self._rotate(partition, new_kid, secret, grace_ms)
 
-    async def _rotate(self, partition: int, kid: str, secret: str, grace_ms: int) -> Rotation:
+    async def _rotate(
+        self, partition: int, kid: str, secret: str, grace_ms: int
+    ) -> contracts.Rotation:
         args = (kid, secret, grace_ms)
 
-        def rotated(reply: list[Any]) -> Rotation:
+        def rotated(reply: list[Any]) -> contracts.Rotation:
             if reply[2] == b"noop":
-                return Rotation(partition=partition, status="noop")
-            return Rotation(
-                partition=partition,
-                status="rotated",
-                previous_kid=text(reply[3]) or None,
-                gc_count=int(reply[4]),
+                return contracts.Rotation(partition=partition, status="noop")
+            previous, gone = text(reply[3]) or None, int(reply[4])
+            return contracts.Rotation(
+                partition=partition, status="rotated", previous_kid=previous, gc_count=gone
             )
 
         tag = self._tag(partition)
         return await self._calls.ask("ff_rotate_secret", tag, args, rotated, op="rotate")
 
     async def rotate_waitpoint_hmac_secret_all(
-        self, new_kid: str, new_secret_hex: str, grace_ms: int = DEFAULT_GRACE_MS
-    ) -> RotationSummary:
-        secret = check_rotation(new_kid, new_secret_hex, grace_ms)
+        self, new_kid: str, new_secret_hex: str, grace_ms: int = _GRACE_MS
+    ) -> contracts.RotationSummary:
+        secret = api.check_rotation(new_kid, new_secret_hex, grace_ms)
 
-        async def rotate(partition: int) -> Rotation:
+        async def rotate(partition: int) -> contracts.Rotation:
             try:
                 return await self._rotate(partition, new_kid, secret, grace_ms)
             except EngineError as error:
                 status = "conflict" if error.code == "rotation_conflict" else "failed"
-                return Rotation(partition=partition, status=status, error=str(error))
+                return contracts.Rotation(partition=partition, status=status, error=str(error))
 
         entries = await at_once(_FAN_OUT, map(rotate, range(self._calls.counts.flow)))
         for entry in entries:
             if entry.error is not None:
+                about = {"partition": entry.partition, "err": entry.error}
                 log.error(
-                    "The waitpoint secret of partition %d was not rotated: %s",
-                    entry.partition,
-                    entry.error,
-                    extra={
-                        "action": "waitpoint_hmac_rotation_failed",
-                        "partition": entry.partition,
-                        "err": entry.error,
-                    },
+                    "The waitpoint secret of partition %(partition)d was not rotated: %(err)s",
+                    about,
+                    extra={"action": "waitpoint_hmac_rotation_failed", **about},
                 )
-        return RotationSummary(new_kid=new_kid, entries=tuple(entries))
+        return contracts.RotationSummary(new_kid=new_kid, entries=tuple(entries))
 
-    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> HmacKids:
-        return await self._calls.ask(
-            "ff_list_kids", self._tag(partition), (), _kids, op="list_kids"
-        )
+    async def list_waitpoint_hmac_kids(self, partition: int = 0) -> contracts.HmacKids:
+        tag = self._tag(partition)
+        return await self._calls.ask("ff_list_kids", tag, (), _kids, op="list_kids")
 
     def _tag(self, partition: int) -> str:
         return f"{{fp:{check.partition(partition, self._calls.counts)}}}"
@@ -175,12 +142,12 @@ def _found(reply: list[Any]) -> list[Found]:
     return [(text(status), text(current)) for status, current in reply[2]]
 
 
-def _kids(reply: list[Any]) -> HmacKids:
+def _kids(reply: list[Any]) -> contracts.HmacKids:
     """The keys; a malformed kid is corruption."""
     current, past = reply[2:]
     place = "key store", "current_kid"
     verifying = sorted((stored_text(kid, *place), int(expires)) for kid, expires in past)
-    return HmacKids(
+    return contracts.HmacKids(
         None if current is None else stored_text(current, *place),
-        tuple(HmacKid(kid, expires) for kid, expires in verifying),
+        tuple(contracts.HmacKid(kid, expires) for kid, expires in verifying),
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 from flowfabric.core.environment import whole_number
@@ -16,11 +16,10 @@ _SHORTEST_PAUSE_MS = 25
 _IDLE_S = 30.0
 
 
-def ceiling_from_env(environ: Mapping[str, str] | None = None) -> int:
+def ceiling_from_env() -> int:
     """The most stream calls at once, as the environment sets it."""
-    env = os.environ if environ is None else environ
     new, old = "FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"
-    return whole_number(env, new if env.get(new) else old, _DEFAULT_CEILING, 1)
+    return whole_number(os.environ, new if os.environ.get(new) else old, _DEFAULT_CEILING, 1)
 
 
 class StreamPool:

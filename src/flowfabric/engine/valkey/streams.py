@@ -283,8 +283,6 @@ class _StreamReader:
 
 
 class ValkeyStreams(Streams):
-    """`Streams` on Valkey."""
-
     def __init__(self, calls: FunctionCalls, pool: StreamPool) -> None:
         self._calls = calls
         self._pool = pool

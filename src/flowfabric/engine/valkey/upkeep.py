@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -32,14 +32,13 @@ _UNUSED_MS = 60_000
 _LISTED_MS = 300_000
 
 
-class ValkeyUpkeep(api.Upkeep):
-    """`Upkeep` on Valkey."""
+P = TypeVar("P", bound=tuple[Any, ...])
 
+
+class ValkeyUpkeep(api.Upkeep):
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
-
-    # --- finding what is due ----------------------------------------------------------
 
     async def scan_due(
         self, indexes: Sequence[api.Index], limit: int, offset: int = 0
@@ -94,8 +93,8 @@ class ValkeyUpkeep(api.Upkeep):
         # A damaged score may be infinite.
         return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
 
-    def _groups(self, indexes: Iterable[api.Index], size: int) -> list[list[api.Index]]:
-        return split(indexes, size, apart=self._calls.transport.is_cluster)
+    def _groups(self, places: Iterable[P], size: int) -> list[list[P]]:
+        return split(places, size, apart=self._calls.transport.is_cluster)
 
     async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
         if not is_uuid(waitpoint_id):
@@ -106,30 +105,24 @@ class ValkeyUpkeep(api.Upkeep):
         except EngineError:
             return ""
 
-    # --- acting on what is due --------------------------------------------------------
-
     async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
-        names = check.stored_names(ids, "ids")
-        return await self._calls.ask_each("ff_mark_expired", self._calls.checked_tag(tag), *names)
+        return await self._each("ff_mark_expired", tag, ids)
 
     async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
-        names = check.stored_names(ids, "ids")
-        place = self._calls.checked_tag(tag), validate_lane(lane_id)
-        return await self._calls.ask_each("ff_promote_delayed", *place, *names)
+        return await self._each("ff_promote_delayed", tag, ids, validate_lane(lane_id))
 
     async def expire_execution(
         self, tag: str, reason: ExpireReason, ids: Iterable[str]
     ) -> list[str]:
-        names = check.stored_names(ids, "ids")
         why = check.instance(reason, ExpireReason, "reason").value
-        return await self._calls.ask_each("ff_expire", self._calls.checked_tag(tag), why, *names)
-
-    # --- retention --------------------------------------------------------------------
+        return await self._each("ff_expire", tag, ids, why)
 
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]:
+        return await self._each("ff_trim", tag, ids, validate_lane(lane_id))
+
+    async def _each(self, function: str, tag: str, ids: Iterable[str], *args: str) -> list[str]:
         names = check.stored_names(ids, "ids")
-        place = self._calls.checked_tag(tag), validate_lane(lane_id)
-        return await self._calls.ask_each("ff_trim", *place, *names)
+        return await self._calls.ask_each(function, self._calls.checked_tag(tag), *args, *names)
 
     async def purge(self, tag: str) -> int:
         if not await self._exists([api.Index(tag, "purge_backlog")]):
@@ -163,12 +156,8 @@ class ValkeyUpkeep(api.Upkeep):
             if _is_before(stamp, edge)
         ]
         for group in split(unused, _LANES_CHECKED, apart=True):
-            tag = group[0][0]
-            idle = await self._calls.ask(
-                *("ff_idle_lanes", tag, [lane for _, lane in group]),
-                lambda reply: [text(lane) for lane in reply[2]],
-                op="idle_lanes",
-            )
+            tag, names = group[0][0], [lane for _, lane in group]
+            idle = await self._calls.ask("ff_idle_lanes", tag, names, _texts, op="idle_lanes")
             await self._forget(tag, {lane: places[tag].pop(lane) for lane in idle})
         used = {lane for stamps in places.values() for lane in stamps}
         empty = {
@@ -189,9 +178,7 @@ class ValkeyUpkeep(api.Upkeep):
         for start in range(0, len(places), _LANES_CHECKED):
             args = [part for place in places[start : start + _LANES_CHECKED] for part in place]
             forgotten += await self._calls.ask(
-                *("ff_forget_places", keys.LANES_TAG, args),
-                lambda reply: int(reply[2]),
-                op="forget_places",
+                "ff_forget_places", keys.LANES_TAG, args, _count, op="forget_places"
             )
         return forgotten
 
@@ -206,8 +193,6 @@ class ValkeyUpkeep(api.Upkeep):
             swept += count
             if cursor == "0":
                 return swept
-
-    # --- index repair -----------------------------------------------------------------
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: api.Mode = "repair"
@@ -227,16 +212,13 @@ class ValkeyUpkeep(api.Upkeep):
     async def survey_indexes(self, requests: Sequence[api.SurveyRequest]) -> list[api.Survey]:
         parts = [part for request in requests for part in _survey_parts(request)]
         found: dict[str, list[api.Survey]] = {request.tag: [] for request in requests}
-        for group in split(
-            parts, _LANES_SURVEYED // _LANES_PER_PART, apart=self._calls.transport.is_cluster
-        ):
+        for group in self._groups(parts, _LANES_SURVEYED // _LANES_PER_PART):
             surveyed = 0
             # One call may answer for only some of the parts.
             while surveyed < len(group):
                 args = as_stored(arg for _, part in group[surveyed:] for arg in part)
-                surveys = await self._calls.ask(
-                    "ff_survey", group[0][0], args, _surveys, op="survey"
-                )
+                tag = group[0][0]
+                surveys = await self._calls.ask("ff_survey", tag, args, _surveys, op="survey")
                 surveyed += len(surveys)
                 for survey in surveys:
                     found[survey.tag].append(survey)
@@ -263,17 +245,12 @@ class ValkeyUpkeep(api.Upkeep):
 
 
 class ValkeyLeadership(api.Leadership):
-    """`Leadership` on Valkey."""
-
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
 
     async def acquire(self, duty: str, identity: str, ttl_ms: int) -> bool:
-        return await self._calls.ask(
-            *("ff_lead", keys.LEADERS_TAG, (duty, identity, ttl_ms, _LISTED_MS)),
-            lambda reply: reply[2] == 1,
-            op="acquire",
-        )
+        args = (duty, identity, ttl_ms, _LISTED_MS)
+        return await self._calls.ask("ff_lead", keys.LEADERS_TAG, args, _count, op="acquire") == 1
 
     async def renew(self, duty: str, identity: str, ttl_ms: int) -> bool:
         key = keys.leader(keys.LEADERS_TAG, duty)
@@ -325,6 +302,14 @@ def _index(tag: str, name: str) -> api.Index:
         return api.Index(tag, name)
     _, lane, kind = name.split(":", 2)
     return api.Index(tag, kind, keys.lane_of(lane))
+
+
+def _texts(reply: list[Any]) -> list[str]:
+    return [text(each) for each in reply[2]]
+
+
+def _count(reply: list[Any]) -> int:
+    return int(reply[2])
 
 
 def _is_before(stamp: str, edge: int) -> bool:

@@ -20,8 +20,6 @@ _LANES_RUNG = 100
 
 
 class ValkeyWakeups:
-    """`Wakeups` on Valkey."""
-
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
@@ -34,37 +32,28 @@ class ValkeyWakeups:
     async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
         validate_lane(lane_id)
         tags = [self._calls.checked_tag(tag, "tags") for tag in check.listed(tags, "tags")]
-        if self._calls.transport.is_cluster or not await self._any_work(lane_id, tags):
-            return tags if self._calls.transport.is_cluster else []
+        if self._calls.transport.is_cluster:
+            return tags
         # Most often it is the first: the lane's own partition.
-        found = await asyncio.gather(
-            self._narrow(lane_id, tags[:1]), self._narrow(lane_id, tags[1:])
-        )
-        return [tag for part in found for tag in part]
+        return list(await self._narrow(lane_id, tags, 1))
 
-    async def _narrow(self, lane_id: str, tags: Sequence[str]) -> Sequence[str]:
+    async def _narrow(self, lane_id: str, tags: Sequence[str], first: int) -> Sequence[str]:
+        """Those of the partitions that have work, found by asking about parts of the list."""
         if not await self._any_work(lane_id, tags):
             return ()
         if len(tags) == 1:
             return tags
-        middle = len(tags) // 2
-        first, second = await asyncio.gather(
-            self._narrow(lane_id, tags[:middle]), self._narrow(lane_id, tags[middle:])
+        parts = (tags[:first], tags[first:])
+        found = await asyncio.gather(
+            *(self._narrow(lane_id, part, len(part) // 2) for part in parts)
         )
-        return (*first, *second)
+        return (*found[0], *found[1])
 
     async def _any_work(self, lane_id: str, tags: Sequence[str]) -> bool:
         if not tags:
             return False
-        names = [
-            name
-            for tag in tags
-            for name in (
-                keys.eligible(tag, lane_id),
-                keys.lane(tag, lane_id, "sigs"),
-                keys.lane(tag, lane_id, "reclaimable"),
-            )
-        ]
+        indexes = ("eligible", "sigs", "reclaimable")
+        names = [keys.lane(tag, lane_id, index) for tag in tags for index in indexes]
         count: Any = await self._calls.transport.call("EXISTS", *names, key=names[0])
         return count > 0
 
@@ -164,11 +153,8 @@ class _ClusterDoorbell:
                 return_exceptions=True,
             )
             # Another primary refuses the partitions that it does not hold.
-            rest = [
-                tag
-                for tag, outcome in zip(left, outcomes, strict=True)
-                if isinstance(outcome, BaseException)
-            ]
+            answers = zip(left, outcomes, strict=True)
+            rest = [tag for tag, answer in answers if isinstance(answer, BaseException)]
             if len(rest) == len(left):
                 if refused == left[0]:
                     raise TransportError("cluster", f"no primary takes subscriptions for {refused}")
