@@ -88,39 +88,19 @@ class Meta(Concern, Protocol):
     """The engine itself: health, capabilities, clock."""
 
     async def ping(self) -> None: ...
-
-    async def prepare(self) -> NoOp | Applied:
-        """Set up the deployment, or upgrade it. Safe to repeat."""
-        ...
+    async def server_time_ms(self) -> int: ...
+    async def prepare(self) -> NoOp | Applied: ...  # Sets up or upgrades; safe to repeat.
+    async def log_findings(self) -> None: ...  # Warns of settings that put work at risk.
+    async def usage(self) -> StoreUsage: ...  # One command per node.
+    async def feed_size(self, partition: int) -> tuple[int, int]: ...  # Entries and bytes.
+    def capabilities(self) -> Capabilities: ...  # Asks no server.
+    def backend_label(self) -> str: ...  # The family: `valkey`, `postgres` or `sqlite`.
 
     async def shutdown_prepare(self, grace_s: float) -> None:
         """Refuse new stream calls, end waiting tails, and let reads finish within the grace.
 
         Raises `timeout` when reads are still under way after it.
         """
-        ...
-
-    def capabilities(self) -> Capabilities:
-        """What this backend is and supports. Asks no server."""
-        ...
-
-    def backend_label(self) -> str:
-        """The backend's family: `valkey`, `postgres` or `sqlite`."""
-        ...
-
-    async def server_time_ms(self) -> int: ...
-
-    async def log_findings(self) -> None:
-        """Warn of server settings that put work at risk."""
-        ...
-
-    async def usage(self) -> StoreUsage:
-        """What the store spends; one command per node."""
-        ...
-
-    async def feed_size(self, partition: int) -> tuple[int, int]:
-        """Entries and bytes of a partition's event feed."""
-        ...
 
     async def diagnose(self, namespace: str | None = None) -> list[Finding]:
         """Check the deployment; of its workers, only those of the namespace if one is given."""
@@ -128,8 +108,6 @@ class Meta(Concern, Protocol):
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as the store is reachable; raises after the timeout."""
-        ...
 
     def hurry(self, *, leaving: bool = True) -> None:
         """While the process is leaving, calls fail at once instead of waiting for the store."""
-        ...

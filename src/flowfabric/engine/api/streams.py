@@ -5,6 +5,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, Self, TypedDict, Unpack, cast, get_args
 from unicodedata import category
 
@@ -38,9 +39,10 @@ _LAST_PAUSE_S = 2.0
 _NUMBERS_OF_ONE_LEASE = 2**32
 _BACKLOG_FRAMES = 4 * MAX_BATCH_FRAMES
 _FINAL = frozenset({"stream_closed", "stale_owner_cannot_append"})
-Repeat = Callable[
-    [Callable[[], Awaitable[contracts.AppendOutcome]]], Awaitable[contracts.AppendOutcome]
-]
+Appending = Awaitable[contracts.AppendOutcome]
+Repeat = Callable[[Callable[[], Appending]], Appending]
+Awaited = asyncio.Future[contracts.AppendOutcome] | None
+"""Where the outcome of a frame goes, if anyone awaits it."""
 
 
 class AppendOptions(TypedDict, total=False):
@@ -151,6 +153,59 @@ def _check_text(field: str, value: str, longest: int) -> None:
         raise invalid_input(field, f"is {size} bytes long; the limit is {longest}")
 
 
+class StreamFollower:
+    """Iterates over the frames of one attempt until the stream ends, also over lost connections.
+
+    Then `closed_reason` and `closed_at` are set. `position` is where a later follower can
+    continue; `truncated` tells whether frames may have been trimmed before they were read.
+    """
+
+    def __init__(self, tail: Callable[..., Awaitable[contracts.StreamFrames]], after: str) -> None:
+        self._tail_stream = tail
+        self._next = StreamCursor.parse(after).after()
+        self._ready: deque[contracts.StreamedFrame] = deque()
+        self.position = self._next
+        self.closed_at: int | None = None
+        self.closed_reason: str | None = None
+        self.truncated = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> contracts.StreamedFrame:
+        while not self._ready:
+            if self.closed_at is not None:
+                raise StopAsyncIteration
+            await self._fetch()
+        frame = self._ready.popleft()
+        self.position = frame.id
+        return frame
+
+    async def _fetch(self) -> None:
+        page = await self._tail()
+        self.truncated = self.truncated or page.truncated
+        self._ready.extend(page.frames)
+        # Closed, and the page was empty: nothing can follow.
+        if page.closed_at is not None and page.next_cursor == self._next:
+            self.closed_at, self.closed_reason = page.closed_at, page.closed_reason
+            self.position = self._next
+        self._next = page.next_cursor
+
+    async def _tail(self) -> contracts.StreamFrames:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._tail_stream(after=self._next)
+            except (TransportError, LimitError) as error:
+                if not error.retryable:
+                    raise
+                log.debug("follower continues after %s despite: %s", self._next, error)
+                advised = error.retry_after_ms if isinstance(error, LimitError) else None
+            # Many followers of one server must not return at the same moment.
+            await asyncio.sleep((advised / 1000 if advised else pause) * random.uniform(0.5, 1.0))  # noqa: S311
+            pause = min(pause * 2, _LAST_PAUSE_S)
+
+
 class Streams(Concern, Protocol):
     """Attempt output: appending, reading, following, summaries."""
 
@@ -204,88 +259,22 @@ class Streams(Concern, Protocol):
         *,
         after: str = START.text,
         visibility: contracts.Visibility = "all",
-    ) -> "StreamFollower":
+    ) -> StreamFollower:
         """Every frame after `after`, live, until the stream ends.
 
         >>> async for frame in backend.streams.follow_stream(execution_id, 0):  # doctest: +SKIP
         ...     print(frame.payload)
         """
-        return StreamFollower(self, execution_id, attempt_index, after, visibility)
-
-
-class StreamFollower:
-    """Iterates over the frames of one attempt until the stream ends, also over lost connections.
-
-    Then `closed_reason` and `closed_at` are set. `position` is where a later follower can
-    continue; `truncated` tells whether frames may have been trimmed before they were read.
-    """
-
-    def __init__(
-        self,
-        streams: Streams,
-        execution_id: ExecutionId,
-        attempt_index: int,
-        after: str,
-        visibility: contracts.Visibility,
-    ) -> None:
-        self._streams = streams
-        self._target = (execution_id, attempt_index)
-        self._visibility: contracts.Visibility = visibility
-        self._next = StreamCursor.parse(after).after()
-        self._ready: deque[contracts.StreamedFrame] = deque()
-        self.position = self._next
-        self.closed_at: int | None = None
-        self.closed_reason: str | None = None
-        self.truncated = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> contracts.StreamedFrame:
-        while not self._ready:
-            if self.closed_at is not None:
-                raise StopAsyncIteration
-            await self._fetch()
-        frame = self._ready.popleft()
-        self.position = frame.id
-        return frame
-
-    async def _fetch(self) -> None:
-        page = await self._tail()
-        self.truncated = self.truncated or page.truncated
-        self._ready.extend(page.frames)
-        # Closed, and the page was empty: nothing can follow.
-        if page.closed_at is not None and page.next_cursor == self._next:
-            self.closed_at, self.closed_reason = page.closed_at, page.closed_reason
-            self.position = self._next
-        self._next = page.next_cursor
-
-    async def _tail(self) -> contracts.StreamFrames:
-        pause = _FIRST_PAUSE_S
-        while True:
-            try:
-                return await self._streams.tail_stream(
-                    *self._target,
-                    after=self._next,
-                    block_ms=MAX_TAIL_BLOCK_MS,
-                    count_limit=_PAGE,
-                    visibility=self._visibility,
-                )
-            except (TransportError, LimitError) as error:
-                if not error.retryable:
-                    raise
-                log.debug("follower continues after %s despite: %s", self._next, error)
-                advised = error.retry_after_ms if isinstance(error, LimitError) else None
-            # Many followers of one server must not return at the same moment.
-            await asyncio.sleep((advised / 1000 if advised else pause) * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, _LAST_PAUSE_S)
+        tail = partial(self.tail_stream, block_ms=MAX_TAIL_BLOCK_MS, count_limit=_PAGE)
+        of_attempt = partial(tail, execution_id, attempt_index, visibility=visibility)
+        return StreamFollower(of_attempt, after)
 
 
 class _Item(msgspec.Struct):
     frame: contracts.Frame
     options: Append
     size: int
-    outcome: asyncio.Future[contracts.AppendOutcome] | None
+    outcome: Awaited
 
 
 class FrameWriter:
@@ -341,12 +330,7 @@ class FrameWriter:
                 self._failure = None
             raise failure
 
-    def _queue(
-        self,
-        frame: contracts.Frame,
-        options: Append,
-        outcome: asyncio.Future[contracts.AppendOutcome] | None,
-    ) -> None:
+    def _queue(self, frame: contracts.Frame, options: Append, outcome: Awaited) -> None:
         # Checked before queueing: a bad frame must not fail its batch.
         options.check((frame,))
         self._waiting.append(_Item(frame, options, size_of(frame), outcome))
@@ -379,10 +363,12 @@ class FrameWriter:
         frames = [item.frame for item in batch]
         options = cast("AppendOptions", msgspec.structs.asdict(batch[0].options))
         options["seq"] = self._number
+
+        def call() -> Appending:
+            return self._streams.append_frames(self._handle, frames, **options)
+
         try:
-            outcome = await self._repeat(
-                lambda: self._streams.append_frames(self._handle, frames, **options)
-            )
+            outcome = await self._repeat(call)
         except Exception as error:  # noqa: BLE001 - raised where the frame is awaited
             for item in batch:
                 if item.outcome is None:

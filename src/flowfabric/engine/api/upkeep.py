@@ -106,6 +106,8 @@ class Upkeep(Concern, Protocol):
         ...
 
     async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int: ...
+    async def sweep_workers(self, namespace: str) -> int: ...  # Removes expired workers.
+    async def forget_idle_lanes(self) -> int: ...  # Those empty and unregistered for a minute.
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Mode = "repair"
@@ -132,14 +134,6 @@ class Upkeep(Concern, Protocol):
         """The executions that the partition's list of all executions lacks."""
         ...
 
-    async def forget_idle_lanes(self) -> int:
-        """Take lanes out of the registry that are empty and were not registered for a minute."""
-        ...
-
-    async def sweep_workers(self, namespace: str) -> int:
-        """Take expired workers out of a namespace's registry; returns how many."""
-        ...
-
 
 class Leader(msgspec.Struct, frozen=True):
     """A process that runs scanners."""
@@ -151,7 +145,7 @@ class Leader(msgspec.Struct, frozen=True):
 
 
 class Leadership(Concern, Protocol):
-    """The leases of the processes that run scanners, one lease per duty.
+    """The advisory leases of the processes that run scanners, one per duty: they save commands.
 
     A duty is what a process would scan; the empty one is everything. An identity is
     `<host>:<pid>:<anything unique>`.
@@ -165,14 +159,6 @@ class Leadership(Concern, Protocol):
         """Renew the lease with one cheap command; whether it is ours."""
         ...
 
-    async def remaining_ms(self, duty: str) -> int | None:
-        """How long the lease lasts, whoever has it; None if it is free."""
-        ...
-
-    async def resign(self, duty: str, identity: str) -> None:
-        """Give the lease up if it is ours."""
-        ...
-
-    async def leaders(self) -> list[Leader]:
-        """The processes that run scanners now, those with every duty first."""
-        ...
+    async def resign(self, duty: str, identity: str) -> None: ...
+    async def remaining_ms(self, duty: str) -> int | None: ...  # None if the lease is free.
+    async def leaders(self) -> list[Leader]: ...  # Those with every duty first.

@@ -13,25 +13,15 @@ class Doorbell(Protocol):
     heard_by_all: bool
     """Whether every listener hears a ring. Otherwise one does, and rings again for others."""
 
-    async def wait(self, timeout_s: float) -> list[WorkPlace]:
-        """What rang; empty when nothing did in time."""
-        ...
-
-    async def peek(self) -> list[WorkPlace]:
-        """What rings now, left ringing for other listeners."""
-        ...
-
-    async def aclose(self) -> None:
-        """Stop listening."""
-        ...
+    async def wait(self, timeout_s: float) -> list[WorkPlace]: ...  # Empty: nothing in time.
+    async def peek(self) -> list[WorkPlace]: ...  # What rings now, left ringing for others.
+    async def aclose(self) -> None: ...
 
 
 class Wakeups(Protocol):
     """Doorbells: waiting for work, looking for it, and ringing."""
 
-    def listen(self, lanes: Iterable[str]) -> Doorbell:
-        """A doorbell for these lanes; it connects at the first wait."""
-        ...
+    def listen(self, lanes: Iterable[str]) -> Doorbell: ...  # It connects at the first wait.
 
     async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
         """Those of the partitions that may hold claimable work of the lane.

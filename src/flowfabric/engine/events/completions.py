@@ -56,7 +56,6 @@ class CompletionWatch:
 
     @property
     def waiting(self) -> int:
-        """How many executions are waited for."""
         return sum(len(of) for each in self._watchers.values() for of in each.waiters.values())
 
     async def aclose(self) -> None:
@@ -97,7 +96,6 @@ class _Watcher:
                 self._reader.positions.pop(feed, None)
 
     async def follow(self, feed: str) -> None:
-        """Read this feed from its end on."""
         if feed not in self._reader.positions:
             last = await self._source.last_position(feed)
             if feed not in self.waiters:

@@ -36,11 +36,9 @@ class FeedLink(Protocol):
 
     async def interrupt(self) -> None:
         """End the wait of a read early, so that the next one covers other feeds."""
-        ...
 
     def close(self) -> None:
         """Drop the connection for good; a read fails."""
-        ...
 
 
 class FeedSource(Protocol):
@@ -53,18 +51,10 @@ class FeedSource(Protocol):
 
     def open(self) -> FeedLink: ...
     def position(self, entry: StoredEntry) -> Position: ...
-
-    def completed(self, entry: StoredEntry) -> str | None:
-        """The execution that the entry reports as ended, if it does."""
-        ...
-
-    def decode(self, feed: str, entry: StoredEntry) -> Event:
-        """The event; `CorruptionError` for an entry that cannot be read."""
-        ...
-
-    async def partition_feeds(self) -> Sequence[str]:
-        """The feeds of all partitions, or of those that may have entries."""
-        ...
+    def completed(self, entry: StoredEntry) -> str | None: ...  # The execution that ended.
+    def decode(self, feed: str, entry: StoredEntry) -> Event: ...  # Or `CorruptionError`.
+    async def partition_feeds(self) -> Sequence[str]: ...  # Those that may have entries.
+    async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
 
     async def clock_ms(self) -> int:
         """The time that entries are stamped with; of the slowest clock if there are several."""
@@ -76,10 +66,6 @@ class FeedSource(Protocol):
 
     async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
         """How far each feed reaches; None for one that was never written."""
-        ...
-
-    async def tagged(self, execution_ids: Collection[str], tags: Mapping[str, str]) -> set[str]:
-        """Those of the executions that have all these tags."""
         ...
 
     async def join_group(

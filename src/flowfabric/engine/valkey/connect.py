@@ -53,7 +53,6 @@ def start_embedded(data_dir: Path | None = None, *, aof: "Aof" = "everysec") -> 
 
 
 def data_folder() -> Path:
-    """The data folder of the project's embedded Valkey."""
     return Path(os.environ.get("FF_DATA_DIR") or ".flowfabric").expanduser().absolute()
 
 
@@ -155,11 +154,10 @@ class ServerLocation:
             await self.address(), connect_timeout=connect_timeout, name=name, patient=False
         )
         try:
-            counts = await self._join(transport, name)
+            return ValkeyBackend(transport, await self._join(transport, name))
         except BaseException:
             await transport.aclose()
             raise
-        return ValkeyBackend(transport, counts)
 
     async def _join(self, transport: Transport, name: str) -> PartitionCounts:
         try:
@@ -191,8 +189,7 @@ class ServerLocation:
             async with aclosing(transport):
                 if prepare:
                     await (await self.open(name=name, prepare=True)).aclose()
-                    detail = "partition counts and functions are set up"
-                    found.append(ok("prepare", detail))
+                    found.append(ok("prepare", "partition counts and functions are set up"))
                 found += await meta.check_server(transport, owned=self.embedded)
                 if all(each.name != "version" or each.grade is Grade.OK for each in found):
                     backend = ValkeyBackend(transport, await read_counts(transport))

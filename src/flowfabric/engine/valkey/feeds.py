@@ -181,10 +181,9 @@ class ValkeyFeeds:
     def decode(self, feed: str, entry: Entry) -> Event:
         return decode_entry(feed, *entry)
 
-    async def tagged(self, execution_ids: Collection[str], tags: Mapping[str, str]) -> set[str]:
-        ids = [ExecutionId.trusted(each) for each in execution_ids]
+    async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]:
         wanted = [value.encode() for value in tags.values()]
-        found = await asyncio.gather(*(self._tags(each, tags) for each in ids))
+        found = await asyncio.gather(*(self._tags(ExecutionId.trusted(i), tags) for i in ids))
         return {each for each, stored in zip(ids, found, strict=True) if stored == wanted}
 
     async def _tags(self, execution_id: ExecutionId, names: Collection[str]) -> list[bytes] | None:

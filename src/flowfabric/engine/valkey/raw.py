@@ -9,6 +9,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.claims import claim_args
+from flowfabric.engine.valkey.pages import chunks
 
 _BATCH = 128
 _DEPTH = 3
@@ -30,32 +31,26 @@ class RawCalls:
         self._request = ClaimRequest(lane_id, "bench", f"bench-{new_uuid()}")
 
     def creations(self, n: int, payload: bytes = b"") -> list[Call]:
-        """The calls that create `n` executions."""
         ids = ExecutionId.mint_solo_many(self._request.lane_id, self._calls.counts, n)
-        return [
-            (
-                "ff_create",
-                [b"", *(part for i in some for part in (i, "noop", payload, "json", b""))],
-            )
-            for some in _batches(ids)
-        ]
+
+        def args(some: Sequence[ExecutionId]) -> list[Any]:
+            return [b"", *(part for i in some for part in (i, "noop", payload, "json", b""))]
+
+        return [("ff_create", args(some)) for some in chunks(ids, _BATCH)]
 
     def claims(self, n: int) -> list[Call]:
-        """The calls that claim `n` executions."""
         return [
             ("ff_claim_many", claim_args(self._request, len(some), new_uuid()))
-            for some in _batches(range(n))
+            for some in chunks(range(n), _BATCH)
         ]
 
     def completions(self, rows: Sequence[Row]) -> list[Call]:
-        """The calls that complete what was claimed."""
-
         def parts(row: Row) -> Row:
             return row[0], b"%b/%b" % (row[3], row[4]), "lease_holder", "0", b""
 
         return [
             ("ff_complete", [len(some), *(part for row in some for part in parts(row))])
-            for some in _batches(rows)
+            for some in chunks(rows, _BATCH)
         ]
 
     async def send(self, calls: Sequence[Call]) -> list[Any]:
@@ -73,10 +68,5 @@ class RawCalls:
             self._advance(len(reply[2]))
 
     async def warm_up(self, n: int, payload: bytes = b"") -> None:
-        """Create, claim and complete `n` executions."""
         await self.send(self.creations(n, payload))
         await self.send(self.completions(await self.send(self.claims(n))))
-
-
-def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
-    return [items[start : start + _BATCH] for start in range(0, len(items), _BATCH)]

@@ -35,6 +35,11 @@ _TRANSITIONS = (
     *("last_transition_at", "started_at", "attempt_started_at", "resumed_at", "completed_at"),
 )
 _COUNTERS = ("priority", "retry_count", "replay_count", "lease_reclaim_count")
+_DIMENSIONS = states.StateVector.__struct_fields__
+_DERIVED = (
+    *("execution_id", "namespace", "lane_id", "public_state", "total_attempt_count"),
+    *("last_transition_at", "last_mutation_at"),
+)
 _LEASE_FIELDS = ("lease_expires_at", "lease_last_renewed_at", "grant_expires_at")
 Decoder = Callable[[Stored, str], Any]
 _DECODERS: dict[Any, Decoder] = {
@@ -162,12 +167,10 @@ class Record(Stored):
         return form(**known)
 
     def info(self) -> contracts.ExecutionInfo:
-        """What operators read."""
         times = {name: self._time(name) for name in ("created_at", "started_at", "completed_at")}
         return self._view(contracts.ExecutionInfo, **times)
 
     def snapshot(self, tags: Mapping[str, str]) -> contracts.ExecutionSnapshot:
-        """Everything, strictly decoded."""
         blocking = self.state_vector.blocking_reason.value
         return self._view(
             contracts.ExecutionSnapshot,
@@ -178,7 +181,6 @@ class Record(Stored):
         )
 
     def summary(self) -> contracts.ExecutionSummary:
-        """The row of a listing."""
         lease = self.current_lease
         return self._view(
             contracts.ExecutionSummary,
@@ -189,15 +191,14 @@ class Record(Stored):
 
     def attempts(self, archived: Sequence[Mapping[bytes, bytes]]) -> list[contracts.AttemptRecord]:
         """Every attempt: earlier ones as archived, the last one from the record itself."""
-        found: list[contracts.AttemptRecord] = []
-        for index, raw in enumerate(archived):
-            if not raw:
-                found.append(self.attempt_record(index, self._attempt_record_state()))
-                continue
-            stored = Stored.from_hash(f"attempt {index} of {self.execution_id}", raw)
-            past = Record(self.execution_id, stored, self.state_vector)
-            found.append(past.attempt_record(index, past.text("attempt_state")))
-        return found
+        return [self._attempt(index, raw) for index, raw in enumerate(archived)]
+
+    def _attempt(self, index: int, archived: Mapping[bytes, bytes]) -> contracts.AttemptRecord:
+        if not archived:
+            return self.attempt_record(index, self._attempt_record_state())
+        stored = Stored.from_hash(f"attempt {index} of {self.execution_id}", archived)
+        past = Record(self.execution_id, stored, self.state_vector)
+        return past.attempt_record(index, past.text("attempt_state"))
 
     def _attempt_record_state(self) -> str:
         if self.state_vector.lifecycle_phase is states.LifecyclePhase.TERMINAL:
@@ -261,19 +262,12 @@ class Record(Stored):
             for name in self.fields
             if name not in _INTERNAL and self.is_set(name)
         }
-        dimensions = msgspec.structs.asdict(self.state_vector)
-        known |= {name: value.value for name, value in dimensions.items()}
+        known |= {name: getattr(self.state_vector, name).value for name in _DIMENSIONS}
+        known |= {name: str(getattr(self, name)) for name in _DERIVED}
         known |= {
-            "execution_id": str(self.execution_id),
             "partition_id": str(self.execution_id.partition),
-            "namespace": self.namespace,
-            "lane_id": self.lane_id,
             "current_lane": self.lane_id,
-            "public_state": self.public_state.value,
-            "total_attempt_count": str(self.total_attempt_count),
             "current_lease_epoch": str((self.pair("lease") or ("", 0))[1]),
-            "last_transition_at": str(self.last_transition_at),
-            "last_mutation_at": str(self.last_mutation_at),
         }
         for counter in _COUNTERS:
             known.setdefault(counter, "0")

@@ -183,16 +183,15 @@ class ValkeyUpkeep(api.Upkeep):
         return forgotten
 
     async def sweep_workers(self, namespace: str) -> int:
-        cursor, swept = "0", 0
-        while True:
-            cursor, count = await self._calls.ask(
-                *("ff_worker_sweep", f"{{{namespace}}}", (cursor, _WORKERS_AT_ONCE)),
-                lambda reply: (text(reply[2]), int(reply[3])),
-                op="sweep_workers",
-            )
+        def decode(reply: list[Any]) -> tuple[str, int]:
+            return text(reply[2]), int(reply[3])
+
+        cursor, swept, tag, op = "", 0, f"{{{namespace}}}", "sweep_workers"
+        while cursor != "0":
+            args = (cursor or "0", _WORKERS_AT_ONCE)
+            cursor, count = await self._calls.ask("ff_worker_sweep", tag, args, decode, op=op)
             swept += count
-            if cursor == "0":
-                return swept
+        return swept
 
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: api.Mode = "repair"
@@ -222,14 +221,7 @@ class ValkeyUpkeep(api.Upkeep):
                 surveyed += len(surveys)
                 for survey in surveys:
                     found[survey.tag].append(survey)
-        return [
-            api.Survey(
-                tag,
-                " ".join(survey.fingerprint for survey in surveys),
-                tuple(index for survey in surveys for index in survey.indexes),
-            )
-            for tag, surveys in found.items()
-        ]
+        return [_joined(tag, surveys) for tag, surveys in found.items()]
 
     async def list_index(self, index: api.Index, start: int, limit: int) -> list[str]:
         key = raw(_key(index))
@@ -340,14 +332,15 @@ def _survey_parts(request: api.SurveyRequest) -> list[tuple[str, list[str | int]
 
 
 def _surveys(reply: list[Any]) -> list[api.Survey]:
-    surveys = [
-        api.Survey(
-            tag := text(each[0]),
-            text(each[1]),
-            tuple(_index(tag, lossless(name)) for name in each[2]),
-        )
-        for each in reply[2]
-    ]
-    if not surveys:
+    def survey(tag: str, fingerprint: bytes, names: list[bytes]) -> api.Survey:
+        indexes = tuple(_index(tag, lossless(name)) for name in names)
+        return api.Survey(tag, text(fingerprint), indexes)
+
+    if not reply[2]:
         raise ValueError(reply)
-    return surveys
+    return [survey(text(tag), *rest) for tag, *rest in reply[2]]
+
+
+def _joined(tag: str, parts: Sequence[api.Survey]) -> api.Survey:
+    fingerprint = " ".join(part.fingerprint for part in parts)
+    return api.Survey(tag, fingerprint, tuple(index for part in parts for index in part.indexes))
