@@ -13,7 +13,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.embedded_checks import check_secret_file
 from flowfabric.engine.valkey.health import scripting_finding
 from flowfabric.engine.valkey.library import LIBRARY_VERSION, read_library
-from flowfabric.scanners import ScannerSettings
+from flowfabric.scanners import ScannerFilter, ScannerSettings
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.connect import connect
 from tests.support.command import Cli, Done
@@ -93,7 +93,9 @@ async def test_nobody_works(cli: Cli, engine: Engine) -> None:
 
 async def test_scanners_of_a_part(cli: Cli, engine: Engine) -> None:
     """A filter, or scanners left out, is another lease than the usual one."""
-    settings = ScannerSettings(namespace="acme", disabled=frozenset({"doorbell"}))
+    settings = ScannerSettings(
+        filter=ScannerFilter(namespace="acme"), disabled=frozenset({"doorbell"})
+    )
     async with running(engine.backend, settings) as supervisor:
         process = supervisor.leadership.identity.rpartition(":")[0]
 

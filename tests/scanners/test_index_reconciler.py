@@ -13,7 +13,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import index_reconciler
 from flowfabric.scanners.base import Cycle, ScanResult
 from flowfabric.scanners.index_reconciler import IndexReconciler
-from flowfabric.scanners.territory import TerritoryMap
+from flowfabric.scanners.watch import TerritoryMap
 from flowfabric.valkey.address import parse_url
 from tests.support import lua_keys
 from tests.support.engine import TTL, Engine

@@ -153,7 +153,7 @@ async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -
     ("settings", "accept"),
     [
         (ScannerSettings(disabled=frozenset({"doorbell"})), None),
-        (ScannerSettings(namespace="acme"), None),
+        (ScannerSettings(filter=ScannerFilter(namespace="acme")), None),
         (ScannerSettings(), ScannerFilter(instance_tag=("a", "b"))),
     ],
 )

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from flowfabric.scanners.due import PoisonList
+from flowfabric.scanners.jobs import PoisonList
 
 
 def test_rests_for_ten_cycles_after_three_failures_in_a_row() -> None:

@@ -176,7 +176,7 @@ async def test_status_counts(engine: Engine) -> None:
 
 
 async def test_no_progress_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowfabric.scanners.runner._STUCK_AT_LEAST_S", 0.0)
+    monkeypatch.setattr("flowfabric.scanners.supervisor._STUCK_AT_LEAST_S", 0.0)
     gate = _Gate()
     async with running(engine.backend, GATED) as supervisor:
         supervisor._runners["index_reconciler"].scanner = gate

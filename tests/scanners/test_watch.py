@@ -10,8 +10,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
 from flowfabric.scanners.jobs import DelayedPromoter, LeaseExpiry
 from flowfabric.scanners.settings import INTERVALS_S
-from flowfabric.scanners.territory import Territory
-from flowfabric.scanners.watch import DueWatch
+from flowfabric.scanners.watch import DueWatch, Territory
 from tests.support.engine import Engine
 from tests.support.scanning import DEFAULTS, create_delayed, running, until
 

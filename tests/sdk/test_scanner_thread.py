@@ -24,8 +24,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.keys import LEADERS_TAG, PARTITIONS, PLACES
 from flowfabric.engine.valkey.keys import leader as leader_key
 from flowfabric.scanners import ScannerSettings
-from flowfabric.scanners.due import DueScanner
-from flowfabric.scanners.jobs import DoorbellScanner
+from flowfabric.scanners.jobs import DoorbellScanner, DueScanner
 from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask

@@ -13,8 +13,7 @@ import msgspec
 from flowfabric.core.errors import EngineError
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners.settings import ScannerFilter
-from flowfabric.scanners.territory import Territory
-from flowfabric.scanners.watch import DueWatch
+from flowfabric.scanners.watch import DueWatch, Territory
 
 log = logging.getLogger(__name__)
 
@@ -84,28 +83,18 @@ class Scanner(Protocol):
     """A background job. Every change it makes is an atomic engine call."""
 
     @property
-    def name(self) -> str:
-        """The name used in settings, logs and status."""
-        ...
+    def name(self) -> str: ...
 
     async def scan(self, cycle: Cycle) -> None:
         """Do what is due in the cycle's territory."""
         ...
 
 
-def report(
-    level: int,
-    scanner: str,
-    action: str,
-    message: str,
-    crash: BaseException | None = None,
-    /,
-    **fields: object,
-) -> None:
+def report(level: int, scanner: str, action: str, message: str, /, **fields: object) -> None:
     """Log what a scanner did, with the fields that all such records have."""
     if log.isEnabledFor(level):
         extra = {"action": action, "scanner": scanner, **fields}
-        log.log(level, "scanner %s: %s", scanner, message, exc_info=crash, extra=extra)
+        log.log(level, "scanner %s: %s", scanner, message, extra=extra)
 
 
 async def wait_until(event: asyncio.Event, seconds: float) -> None:

@@ -11,7 +11,7 @@ from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index, Survey, SurveyRequest
 from flowfabric.scanners.base import Cycle, report
-from flowfabric.scanners.territory import Territory
+from flowfabric.scanners.watch import Territory
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +150,6 @@ class IndexReconciler:
         await self._round(cycle, {**cycle.territory, **dict.fromkeys(found, frozenset[str]())})
         await self._register_lanes(cycle)
 
-    # --- forgotten partitions and lanes -----------------------------------------------
-
     async def _register_partitions(self, cycle: Cycle) -> list[str]:
         """Register partitions that hold work and that a failover forgot, some in each cycle."""
         places, count = cycle.backend.places, cycle.backend.counts.flow
@@ -168,9 +166,7 @@ class IndexReconciler:
                 await places.register_places(dict.fromkeys(found, ()))
             lost, self._next_sought = found, end % count
         for tag in lost:
-            cycle.processed += 1
-            message = f"registered partition {tag} again: it holds work"
-            report(logging.WARNING, self.name, "partition_registered", message, partition=tag)
+            self._registered(cycle, "partition", tag)
         return lost
 
     async def _register_lanes(self, cycle: Cycle) -> None:
@@ -187,11 +183,12 @@ class IndexReconciler:
             lost = {tag: lanes.difference(registered.get(tag, ())) for tag, lanes in lost.items()}
             await places.register_places(lost)
             for lane in sorted(set[str]().union(*lost.values())):
-                cycle.processed += 1
-                message = f"registered lane {lane} again: it holds work"
-                report(logging.WARNING, self.name, "lane_registered", message, lane=lane)
+                self._registered(cycle, "lane", lane)
 
-    # --- the round over all partitions ------------------------------------------------
+    def _registered(self, cycle: Cycle, what: str, name: str) -> None:
+        cycle.processed += 1
+        message = f"registered {what} {name} again: it holds work"
+        report(logging.WARNING, self.name, f"{what}_registered", message, **{what: name})
 
     async def _round(self, cycle: Cycle, territory: Territory) -> None:
         """Look at partitions until all had their turn, or the cycle has done enough."""
@@ -274,8 +271,6 @@ class IndexReconciler:
                     done += len(ids)
                     more = len(ids) == _PAGE
         return done
-
-    # --- verdicts ---------------------------------------------------------------------
 
     async def _audit(self, cycle: Cycle, walk: PartitionWalk, index: Index, ids: list[str]) -> None:
         upkeep = cycle.backend.upkeep

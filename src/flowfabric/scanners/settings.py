@@ -79,8 +79,8 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
     intervals_s: Mapping[str, float] = {}
     """Only what differs from `INTERVALS_S`."""
     disabled: frozenset[str] = frozenset()
-    namespace: str | None = None
-    instance_tag: tuple[str, str] | None = None
+    filter: ScannerFilter = ScannerFilter()
+    """The executions these scanners may touch."""
     events_retention_ms: int = _DAY_MS
     restart_backoff_s: float = 5.0
     """The pause before a crashed scanner restarts."""
@@ -95,11 +95,6 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds between two cycles; never less than 0.1."""
         return max(0.1, self.intervals_s.get(scanner, INTERVALS_S[scanner]))
 
-    @property
-    def filter(self) -> ScannerFilter:
-        """The executions these scanners may touch."""
-        return ScannerFilter(namespace=self.namespace, instance_tag=self.instance_tag)
-
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The settings of the environment; a bad value is a `ConfigError` that names it."""
@@ -108,8 +103,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             intervals_s={name: value for name, value in intervals.items() if value is not None},
             disabled=_disabled(env),
-            namespace=_namespace(env),
-            instance_tag=_instance_tag(env),
+            filter=ScannerFilter(namespace=_namespace(env), instance_tag=_instance_tag(env)),
             events_retention_ms=whole_number(env, "FF_EVENTS_RETENTION_MS", _DAY_MS, 1, 2**53 - 1),
         )
 

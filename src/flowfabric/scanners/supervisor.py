@@ -1,23 +1,255 @@
-"""Starting, watching and stopping all scanners of a process."""
+"""Starting, watching and stopping all scanners of a process; the cycles of each never overlap."""
 
 import asyncio
 import logging
+import math
+import random
 
-from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
+import msgspec
+
+from flowfabric.core.errors import EngineError, NotFoundError, TransportError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.scanners import jobs
-from flowfabric.scanners.base import Scanner, ScanResult
-from flowfabric.scanners.due import DueScanner
+from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of
-from flowfabric.scanners.runner import Outage, Runner, ScannerStatus, Shared
 from flowfabric.scanners.settings import ScannerFilter, ScannerSettings
-from flowfabric.scanners.territory import TerritoryMap
-from flowfabric.scanners.watch import DueWatch
+from flowfabric.scanners.watch import DueWatch, TerritoryMap
 
 log = logging.getLogger(__name__)
+
+_MIN_PAUSE_S = 0.1
+_CANCELLED_PAUSE_S = 1.0
+_STUCK_INTERVALS = 5
+_STUCK_AT_LEAST_S = 10.0
+_OUTAGES = frozenset({"transport", "timeout", "busy_loading", "cluster"})
+
+
+class ScannerStatus(msgspec.Struct, kw_only=True):
+    """How one scanner is doing."""
+
+    name: str
+    interval_s: float
+    cycles: int = 0
+    processed: int = 0
+    errors: int = 0
+    restarts: int = 0
+    last_duration_s: float = 0.0
+    last_progress_at: float | None = None
+    """When the server last answered it, on the loop's clock; None before the first answer."""
+    scanning: bool = False
+    stuck: bool = False
+    """No progress for several intervals, although it should scan."""
+
+
+class Outage:
+    """Cycles that did not reach the server. All scanners share it: an outage is logged once."""
+
+    def __init__(self) -> None:
+        self._failed_cycles = 0
+        self._ended_at = -math.inf
+
+    @staticmethod
+    def causes(error: EngineError) -> bool:
+        return isinstance(error, TransportError) and error.kind in _OUTAGES
+
+    def noticed(self, error: EngineError, started: float) -> None:
+        """Count a cycle that began at `started`, on the loop's clock."""
+        if not self._failed_cycles and started < self._ended_at:
+            # It began before the last outage ended.
+            return
+        self._failed_cycles += 1
+        if self._failed_cycles == 1:
+            extra = {"action": "scanners_cut_off", "error": str(error)}
+            log.warning("scanners cannot reach the server: %s", error, extra=extra)
+
+    def ended(self) -> None:
+        if not self._failed_cycles:
+            return
+        failed, self._failed_cycles = self._failed_cycles, 0
+        self._ended_at = asyncio.get_running_loop().time()
+        extra = {"action": "scanners_reconnected", "failed_cycles": failed}
+        log.info("scanners reach the server again after %d failed cycles", failed, extra=extra)
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What the scanners of one process have in common."""
+
+    backend: Backend
+    territory: TerritoryMap
+    watch: DueWatch
+    where: ScannerFilter
+    leadership: LeaderElection
+    stop: asyncio.Event
+    restart_backoff_s: float
+    outage: Outage
+
+
+class Runner:
+    """Runs one scanner at its interval while this process should scan."""
+
+    def __init__(self, scanner: Scanner, interval_s: float, shared: Shared) -> None:
+        self.scanner = scanner
+        self.name = scanner.name
+        self.interval_s = interval_s
+        self._shared = shared
+        self._watched = shared.watch.watches(scanner.name)
+        self._one_cycle = asyncio.Lock()
+        self._pause_s = self._draw_pause()
+        # When, on the loop's clock, the last look at everything began; None before the first.
+        self._last_look: float | None = None
+        self._more = False
+        self._cycle: Cycle | None = None
+        self._failed_cycles = 0
+        self._status = ScannerStatus(name=scanner.name, interval_s=interval_s)
+
+    def status(self) -> ScannerStatus:
+        return msgspec.structs.replace(
+            self._status,
+            last_progress_at=self._progress_at,
+            scanning=self._shared.leadership.scanning.is_set(),
+            stuck=self._is_stuck(),
+        )
+
+    @property
+    def _progress_at(self) -> float | None:
+        return None if self._cycle is None else self._cycle.progress_at
+
+    def _is_stuck(self) -> bool:
+        leadership = self._shared.leadership
+        if not leadership.scanning.is_set() or self._shared.stop.is_set():
+            return False
+        since = [time for time in (self._progress_at, leadership.since) if time is not None]
+        silent_s = asyncio.get_running_loop().time() - max(since)
+        return silent_s > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
+
+    async def run(self) -> None:
+        """Run cycles until stopped; whatever ends them, they start again after a pause."""
+        stop = self._shared.stop
+        while not stop.is_set():
+            cycles = asyncio.create_task(self._run_cycles(), name=f"ff-scanner-{self.name}")
+            try:
+                await asyncio.wait([cycles])
+            except asyncio.CancelledError:
+                cycles.cancel()
+                await asyncio.wait([cycles])
+                raise
+            if cycles.cancelled():
+                await wait_until(stop, _CANCELLED_PAUSE_S)
+            elif (error := cycles.exception()) is not None:
+                self._status.restarts = count = self._status.restarts + 1
+                pause = self._shared.restart_backoff_s
+                message = "scanner %s: crashed, restarting in %g s"
+                extra = {"action": "scanner_crashed", "scanner": self.name, "restart_count": count}
+                log.error(message, self.name, pause, exc_info=error, extra=extra)
+                await wait_until(stop, pause)
+
+    async def _run_cycles(self) -> None:
+        stop, scanning = self._shared.stop, self._shared.leadership.scanning
+        while not stop.is_set():
+            if not scanning.is_set():
+                await _first_of(stop, scanning)
+            elif (pause := self._pause_left()) > 0:
+                await wait_until(stop, pause)
+            else:
+                await self.cycle()
+                # A cycle that ran out of time continues at once, after others had their turn.
+                await asyncio.sleep(0)
+
+    def _pause_left(self) -> float:
+        """Seconds until the next cycle should start."""
+        if self._more or self._last_look is None:
+            return 0.0
+        due = self._last_look + self._pause_s
+        exact = self._shared.watch.next_due(self.name) if self._watched else None
+        if exact is not None:
+            # One more millisecond: the server rounds its time down.
+            due = min(due, max(exact + 0.001, self._last_look + _MIN_PAUSE_S))
+        return due - asyncio.get_running_loop().time()
+
+    def _draw_pause(self) -> float:
+        # Jitter only shortens: due work waits for an interval at most.
+        return max(_MIN_PAUSE_S, self.interval_s * random.uniform(0.9, 1.0))  # noqa: S311
+
+    async def cycle(self, partition: str | None = None, *, thorough: bool = False) -> ScanResult:
+        """One cycle, over one partition if given; `thorough` takes no shortcut."""
+        async with self._one_cycle:
+            loop, shared = asyncio.get_running_loop(), self._shared
+            started = loop.time()
+            cycle = self._cycle = Cycle(
+                shared.backend,
+                {},
+                where=shared.where,
+                watch=shared.watch,
+                stop=shared.stop,
+                ends_at=started + max(1.0, self.interval_s),
+                thorough=thorough,
+                progress_at=self._progress_at,
+            )
+            with cycle.surviving("could not scan"):
+                await self._scan(cycle, partition, started)
+            if not cycle.failures:
+                cycle.progress()
+            status = self._status
+            status.last_duration_s = loop.time() - started
+            status.cycles += 1
+            status.processed += cycle.processed
+            status.errors += cycle.errors
+            self._more = (self._more and partition is not None) or cycle.more
+            self._report(cycle, started)
+            return cycle.result()
+
+    async def _scan(self, cycle: Cycle, partition: str | None, started: float) -> None:
+        last_look = self._last_look
+        if partition is None:
+            # A look at one partition does not replace one at all of them.
+            self._last_look, self._pause_s = started, self._draw_pause()
+        territory = await self._shared.territory.current(fresh=cycle.thorough)
+        if partition is not None:
+            territory = {partition: territory.get(partition, frozenset())}
+        elif self._watched and not cycle.thorough:
+            idle = await self._shared.watch.idle_since(self.name, territory, last_look)
+            if idle is not None:
+                self._last_look = idle
+                return
+        cycle.territory = territory
+        await self.scanner.scan(cycle)
+
+    def _report(self, cycle: Cycle, started: float) -> None:
+        """Log what happened. A failure that lasts is logged when it begins and when it ends."""
+        outages = [f for f in cycle.failures if Outage.causes(f.error)]
+        others = [f for f in cycle.failures if not Outage.causes(f.error)]
+        if outages:
+            self._shared.outage.noticed(outages[0].error, started)
+        elif not others:
+            self._shared.outage.ended()
+        for failure in others:
+            is_new = not self._failed_cycles and failure is others[0]
+            level = logging.WARNING if is_new else logging.DEBUG
+            message, error = f"{failure.what}: {failure.error}", str(failure.error)
+            report(level, self.name, "scanner_failure", message, error=error, **failure.fields)
+        if others:
+            self._failed_cycles += 1
+        elif self._failed_cycles and not outages:
+            failed, self._failed_cycles = self._failed_cycles, 0
+            message = f"works again after {failed} failed cycles"
+            report(logging.INFO, self.name, "scanner_recovered", message, failed_cycles=failed)
+        level = logging.INFO if cycle.processed or cycle.errors else logging.DEBUG
+        message = f"{cycle.processed} processed, {cycle.errors} errors"
+        counts = {"processed": cycle.processed, "errors": cycle.errors}
+        counts["elapsed_ms"] = round(self._status.last_duration_s * 1000)
+        report(level, self.name, "scanner_cycle", message, **counts)
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class ScannerSupervisor:
@@ -36,29 +268,14 @@ class ScannerSupervisor:
     ) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
         where = settings.filter if filter is None else filter
-        watched: list[DueScanner | jobs.DoorbellScanner] = [
-            jobs.LeaseExpiry(),
-            jobs.DelayedPromoter(),
-            jobs.AttemptTimeout(),
-            jobs.ExecutionDeadline(),
-            jobs.SuspensionTimeout(),
-            jobs.PendingWpExpiry(),
-            jobs.DoorbellScanner(),
-        ]
-        watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
-        scanners: list[Scanner] = [
-            *watched,
-            IndexReconciler(),
-            jobs.RetentionTrimmer(settings.events_retention_ms),
-            jobs.WorkerSweeper(),
-        ]
+        watched = [kind() for kind in jobs.WATCHED if kind.name not in settings.disabled]
+        trimmer = jobs.RetentionTrimmer(settings.events_retention_ms)
+        scanners: list[Scanner] = [*watched, IndexReconciler(), trimmer, jobs.WorkerSweeper()]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
+        duty = duty_of(where, settings.disabled)
         self.leadership = LeaderElection(
-            backend,
-            duty=duty_of(where, settings.disabled),
-            ttl_s=settings.leader_ttl_s,
-            healthy=self._is_healthy,
+            backend, duty=duty, ttl_s=settings.leader_ttl_s, healthy=self._is_healthy
         )
         self._stop = asyncio.Event()
         shared = Shared(
@@ -83,11 +300,8 @@ class ScannerSupervisor:
         """Start every scanner, once per object."""
         if self._tasks:
             return
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self.leadership.run(self._stop), name="ff-scanner-leadership"),
-            *(loop.create_task(runner.run()) for runner in self._runners.values()),
-        ]
+        leading = asyncio.create_task(self.leadership.run(self._stop), name="ff-scanner-leadership")
+        self._tasks = [leading, *(asyncio.create_task(r.run()) for r in self._runners.values())]
         self.hints.start()
         names = ", ".join(self._runners)
         log.info("scanners started: %s", names, extra={"action": "scanners_started"})
@@ -101,12 +315,8 @@ class ScannerSupervisor:
             return
         _, late = await asyncio.wait(tasks, timeout=timeout)
         if late:
-            log.warning(
-                "%d scanners did not stop within %g s and were abandoned",
-                len(late),
-                timeout,
-                extra={"action": "scanners_abandoned"},
-            )
+            message = "%d scanners did not stop within %g s and were abandoned"
+            log.warning(message, len(late), timeout, extra={"action": "scanners_abandoned"})
             for task in late:
                 task.cancel()
             await asyncio.wait(late)

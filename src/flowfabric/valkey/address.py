@@ -1,11 +1,9 @@
 """The address of a Valkey deployment, from a URL or the environment."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Self
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -41,8 +39,12 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
-    cluster: bool = False
     seeds: tuple[tuple[str, int], ...] = ()
+    """The nodes that a cluster is learned from; empty for a single server."""
+
+    @property
+    def cluster(self) -> bool:
+        return bool(self.seeds)
 
     @property
     def peer(self) -> str:
@@ -51,11 +53,9 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
             return f"unix:{shown(self.socket_path)}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def node(self, host: str, port: int) -> Address:
+    def node(self, host: str, port: int) -> Self:
         """The address of one node of the same deployment: same credentials and TLS."""
-        return msgspec.structs.replace(
-            self, host=host, port=port, socket_path=None, cluster=False, seeds=()
-        )
+        return msgspec.structs.replace(self, host=host, port=port, socket_path=None, seeds=())
 
     def __repr__(self) -> str:
         fields = msgspec.structs.asdict(self)
@@ -79,10 +79,8 @@ def from_url(text: str, environ: Mapping[str, str] = os.environ, *, name: str = 
     """A URL's address; login, database and certificates default to the environment's."""
     address = parse_url(text, name=name)
     if flag(environ, "FF_TLS") and not (address.tls or address.socket_path):
-        raise invalid(
-            "FF_TLS",
-            f"{name} does not use TLS; write valkeys:// instead of valkey://, or unset FF_TLS",
-        )
+        problem = f"{name} does not use TLS; write valkeys:// instead of valkey://, or unset FF_TLS"
+        raise invalid("FF_TLS", problem)
     return _with_extras(address, environ)
 
 
@@ -97,14 +95,8 @@ def from_env(environ: Mapping[str, str]) -> Address | None:
     host = environ.get("FF_HOST", "").strip()
     if not host:
         return None
-    address = Address(
-        host=host,
-        port=port,
-        tls=tls,
-        cluster=cluster,
-        seeds=((host, port),) if cluster else (),
-    )
-    return _with_extras(address, environ)
+    seeds = ((host, port),) if cluster else ()
+    return _with_extras(Address(host=host, port=port, tls=tls, seeds=seeds), environ)
 
 
 def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
@@ -118,10 +110,8 @@ def _with_extras(address: Address, environ: Mapping[str, str]) -> Address:
         password = environ.get("FF_PASSWORD") or None
     if username is not None and password is None:
         raise invalid("FF_USERNAME", "a user name needs a password (FF_PASSWORD)")
-    files = {
-        field: environ.get(f"FF_{field.upper()}") or None
-        for field in ("tls_ca", "tls_cert", "tls_key")
-    }
+    fields = ("tls_ca", "tls_cert", "tls_key")
+    files = {field: environ.get(f"FF_{field.upper()}") or None for field in fields}
     if files["tls_key"] and not files["tls_cert"]:
         raise invalid("FF_TLS_KEY", "a key needs its certificate (FF_TLS_CERT)")
     return msgspec.structs.replace(address, username=username, password=password, db=db, **files)
@@ -149,22 +139,19 @@ def _parse(text: str) -> Address:
     if cluster and db:
         raise ValueError("a cluster has only database 0")
     username, password = _credentials(userinfo)
-    host, port = seeds[0]
     return Address(
-        host=host,
-        port=port,
+        host=seeds[0][0],
+        port=seeds[0][1],
         username=username,
         password=password,
         db=db,
         tls=parts.scheme.startswith("valkeys"),
-        cluster=cluster,
         seeds=tuple(seeds) if cluster else (),
     )
 
 
 def _unknown_form(text: str, scheme: str) -> str:
-    _, marks, _ = text.partition("://")
-    if scheme in {"redis", "rediss"} and marks:
+    if scheme in {"redis", "rediss"} and "://" in text:
         return f"{scheme}:// is not supported; write {scheme.replace('redis', 'valkey')}://"
     # Repeat only a bare host with or without a port: anything else may hold a password.
     if _is_host(text):
@@ -173,8 +160,8 @@ def _unknown_form(text: str, scheme: str) -> str:
 
 
 def _parse_unix(parts: SplitResult) -> Address:
-    userinfo, at, first = parts.netloc.rpartition("@")
-    raw_path = (first if at else parts.netloc) + parts.path
+    userinfo, _, first = parts.netloc.rpartition("@")
+    raw_path = first + parts.path
     if not raw_path:
         raise ValueError("unix:// needs a socket path")
     if "@" in raw_path:

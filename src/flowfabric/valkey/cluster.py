@@ -57,7 +57,7 @@ class ClusterTransport(Transport):
 
     def __init__(self, address: Address, **options: Unpack[DialOptions]) -> None:
         super().__init__(address, **options)
-        self._seeds = address.seeds or ((address.host, address.port),)
+        self._seeds = address.seeds
         # The nodes of the current map; True for a primary.
         self._nodes: dict[Endpoint, bool] = {}
         self._routes: list[Link | None] = [None] * SLOTS
@@ -142,11 +142,7 @@ class ClusterTransport(Transport):
             raise
 
     async def _hop(
-        self,
-        call: PatientCall,
-        slot: int | None,
-        link: Link | None,
-        redirect: RedirectError | None,
+        self, call: PatientCall, slot: int | None, link: Link | None, redirect: RedirectError | None
     ) -> Reply:
         """Send to this node, or to the one that a redirect names, and follow redirects."""
         for _ in range(_FREE_REDIRECTS):

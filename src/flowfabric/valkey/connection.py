@@ -4,8 +4,6 @@ Calls made in one loop tick leave together, in a few writes at most; replies com
 so a call is just a future in a queue.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
@@ -188,8 +186,9 @@ class Connection(asyncio.Protocol):
                 # An abandoned call stays in the queue, so its reply is dropped here.
                 elif not future.done():
                     future.set_result(reply)
-        except Exception as error:  # noqa: BLE001
-            self._fail_stream(error)
+        except Exception as error:  # noqa: BLE001 - replies can no longer be matched to calls
+            what = "a reply that no call asked for" if isinstance(error, IndexError) else error
+            self._end(f"the reply stream is broken: {what}", abort=True, kind="protocol")
         if self._stuck:
             self._flush()
         if self._retiring:
@@ -266,10 +265,10 @@ class Connection(asyncio.Protocol):
         now = self.loop.time()
         if self._transport is None:
             return
-        if self._sent and self._sent[0][1] + STALL_GRACE <= now:
+        soonest = self._sent[0][1] + STALL_GRACE if self._sent else inf
+        if soonest <= now:
             self.abort(f"no reply for {STALL_GRACE:g} s after a deadline")
             return
-        soonest = self._sent[0][1] + STALL_GRACE if self._sent else inf
         for calls, sent in ((self._sent, True), (self._unsent, False)):
             for future, deadline, _ in calls:
                 if future.done():
@@ -288,11 +287,6 @@ class Connection(asyncio.Protocol):
     def _leave_if_idle(self) -> None:
         if not self._sent and not self._unsent:
             self._end("the connection was replaced", abort=False)
-
-    def _fail_stream(self, error: Exception) -> None:
-        """Replies can no longer be matched to calls."""
-        what = "a reply that no call asked for" if isinstance(error, IndexError) else str(error)
-        self._end(f"the reply stream is broken: {what}", abort=True, kind="protocol")
 
     def _end(self, why: str, *, abort: bool, kind: str = "transport") -> None:
         transport, self._transport = self._transport, None
@@ -355,16 +349,14 @@ async def dial(
 
 async def _open_socket(conn: Connection, address: Address) -> None:
     tls = _tls_context(address)
-    if address.socket_path is not None:
-        transport, _ = await conn.loop.create_unix_connection(lambda: conn, address.socket_path)
-        if address.socket_owner is not None:
-            sock = transport.get_extra_info("socket")
-            if wrong := wrong_peer(sock, address.socket_path, address.socket_owner):
-                raise TransportError("auth", wrong)
+    loop, path, owner = conn.loop, address.socket_path, address.socket_owner
+    if path is not None:
+        transport, _ = await loop.create_unix_connection(lambda: conn, path)
+        sock = transport.get_extra_info("socket")
+        if owner is not None and (wrong := wrong_peer(sock, path, owner)):
+            raise TransportError("auth", wrong)
         return
-    transport, _ = await conn.loop.create_connection(
-        lambda: conn, address.host, address.port, ssl=tls
-    )
+    transport, _ = await loop.create_connection(lambda: conn, address.host, address.port, ssl=tls)
     sock = transport.get_extra_info("socket")
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,5 @@
 """Error replies and socket failures as typed errors that say what to do next."""
 
-from __future__ import annotations
-
 import os
 import ssl
 from typing import Final
@@ -31,12 +29,18 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
 }
 _NO_TLS: Final = "check that this is its TLS port; without TLS, write valkey:// or FF_TLS=0"
 _SINGLE: Final = "this is a single server: write valkey:// without +cluster, or FF_CLUSTER=0"
-_MISSING_FUNCTION: Final = ("function not found", "function not loaded", "no matching function")
-# Refusals without their first word: inside a function, the server leaves it out.
-_IN_FUNCTION: Final = {
-    "ACL failure in script": "NOPERM",
-    "access a non local key": "TRYAGAIN",
-    "while the cluster is down": "CLUSTERDOWN",
+# The same for words within a reply, in lower case. In a function, the server leaves the first out.
+_MARKS: Final[dict[str, tuple[str, str]]] = {
+    "function not found": ("script_not_loaded", ""),
+    "function not loaded": ("script_not_loaded", ""),
+    "no matching function": ("script_not_loaded", ""),
+    "err protocol error": ("protocol", ""),
+    "err unknown command": ("protocol", ""),
+    "cluster support disabled": ("other", _SINGLE),
+    "err max number of clients": ("transport", "raise maxclients"),
+    "acl failure in script": _WORDS["NOPERM"],
+    "access a non local key": _WORDS["TRYAGAIN"],
+    "while the cluster is down": _WORDS["CLUSTERDOWN"],
 }
 
 
@@ -64,18 +68,8 @@ def from_reply(text: str) -> TransportError:
         # The server's own text is written for authors of clients.
         text = "NOAUTH Authentication required."
     lowered = text.lower()
-    if any(mark in lowered for mark in _MISSING_FUNCTION):
-        return TransportError("script_not_loaded", text)
-    if lowered.startswith(("err protocol error", "err unknown command")):
-        return TransportError("protocol", text)
-    if "cluster support disabled" in lowered:
-        return TransportError("other", f"{text} ({_SINGLE})")
-    if lowered.startswith("err max number of clients"):
-        return TransportError("transport", f"{text} (raise maxclients)")
-    word = text.partition(" ")[0]
-    if word == "ERR":
-        word = next((w for mark, w in _IN_FUNCTION.items() if mark in text), word)
-    kind, advice = _WORDS.get(word, ("other", ""))
+    marked = (found for mark, found in _MARKS.items() if mark in lowered)
+    kind, advice = next(marked, None) or _WORDS.get(text.partition(" ")[0], ("other", ""))
     return TransportError(kind, f"{text} ({advice})" if advice else text)
 
 
@@ -93,11 +87,10 @@ def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> Trans
     # A port without TLS hangs up on a TLS handshake, or waits for more of it.
     no_tls = tls and isinstance(error, (ssl.SSLError, TimeoutError, ConnectionResetError))
     advice = f" ({_NO_TLS})" if no_tls else ""
-    if isinstance(error, TimeoutError):
-        reason = f"no connection to {peer}: it did not answer in time"
-        return TransportError("transport", reason + advice)
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    if isinstance(error, ConnectionError) and error.errno:
+    if isinstance(error, TimeoutError):
+        reason = "it did not answer in time"
+    elif isinstance(error, ConnectionError) and error.errno:
         # The event loop replaces the system's message with the address.
         reason = os.strerror(error.errno)
     return TransportError("transport", f"no connection to {peer}: {reason}{advice}")
@@ -119,7 +112,6 @@ def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> Tran
 
 def timed_out(peer: str, *, sent: bool) -> TransportError:
     """The typed error for a call past its deadline; one that was sent may still run."""
-    fate = "no reply before the deadline"
-    if not sent:
-        fate = "the deadline passed before the call could be sent"
+    unsent = "the deadline passed before the call could be sent"
+    fate = "no reply before the deadline" if sent else unsent
     return TransportError("timeout", f"{peer}: {fate}", ambiguous=sent)

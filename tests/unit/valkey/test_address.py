@@ -27,16 +27,13 @@ from flowfabric.valkey.address import Address, from_env, from_url, parse_url
         ),
         (
             "valkey+cluster://a:7001,b:7002,c",
-            Address(
-                host="a", port=7001, cluster=True, seeds=(("a", 7001), ("b", 7002), ("c", 6379))
-            ),
+            Address(host="a", port=7001, seeds=(("a", 7001), ("b", 7002), ("c", 6379))),
         ),
         (
             "valkeys+cluster://u:p@a",
             Address(
                 host="a",
                 tls=True,
-                cluster=True,
                 username="u",
                 password="p",
                 seeds=(("a", 6379),),
@@ -150,7 +147,7 @@ def test_environment_variables() -> None:
         host="db", port=7000, tls=True, username="u", password="p", tls_ca="/ca.pem", db=4
     )
     cluster = from_env({"FF_HOST": "db", "FF_CLUSTER": "1"})
-    assert cluster == Address(host="db", cluster=True, seeds=(("db", 6379),))
+    assert cluster == Address(host="db", seeds=(("db", 6379),))
     assert from_env({"FF_HOST": "db", "FF_TLS": "yes"}) == Address(host="db", tls=True)
     assert from_env({"FF_HOST": "db", "FF_TLS": "off"}) == Address(host="db")
 
