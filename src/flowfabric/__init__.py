@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         RetryableError,
         TransportError,
     )
-    from flowfabric.core.retry import Retry
+    from flowfabric.core.policy import Retry
     from flowfabric.engine.api.events import (
         CompletionEvent,
         Event,
@@ -79,7 +79,7 @@ _HOMES = {
         "RetryableError",
         "TransportError",
     ),
-    "flowfabric.core.retry": ("Retry",),
+    "flowfabric.core.policy": ("Retry",),
     "flowfabric.engine.api.events": (
         "CompletionEvent",
         "Event",

@@ -17,8 +17,7 @@ from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_text
-from flowfabric.core.policy import ExecutionPolicy, parse_policy
-from flowfabric.core.retry import Retry
+from flowfabric.core.policy import ExecutionPolicy, Retry, parse_policy
 from flowfabric.core.tags import validate_creation_tags
 
 if typing.TYPE_CHECKING:

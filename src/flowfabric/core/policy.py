@@ -1,46 +1,51 @@
 """The execution policy: validated when it is submitted, then stored without its defaults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from flowfabric.core.capabilities import normalise
-from flowfabric.core.errors import ValidationError
-from flowfabric.core.ids import IdParseError, validate_uuid
+from flowfabric.core.durations import Duration, to_ms
+from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.ids import is_uuid
 
 _MAX_PRIORITY = 9000
 _MAX_BUDGET_IDS = 16
 _DEFAULT_MAX_RECLAIMS = 100
-_MAX_RECLAIMS_WITHOUT_POLICY = 1000
+_U32_MAX = 2**32 - 1
 
-_Parser = Callable[[object, str], Any]
+S = TypeVar("S", bound=msgspec.Struct)
+_Parser = Callable[[Any, str], Any]
 """Returns the value of a field, or raises `invalid_policy_json` with the path."""
 
 
-def _refuse(path: str, problem: str, *, undecodable: bool = False) -> ValidationError:
+def _refuse(path: str, problem: str, *, undecodable: bool = True) -> ValidationError:
     return ValidationError("invalid_policy_json", f"{path}: {problem}", undecodable=undecodable)
 
 
+def _check(ok: object, path: str, problem: str) -> None:
+    if not ok:
+        raise _refuse(path, problem)
+
+
 def _integer(low: int, high: int) -> _Parser:
-    def parse(value: object, path: str) -> int:
-        if type(value) is not int:
-            raise _refuse(path, "must be a whole number", undecodable=True)
-        if not low <= value <= high:
-            raise _refuse(path, f"must be from {low} to {high}", undecodable=True)
+    bounds = f"must be from {low} to {high}"
+
+    def parse(value: Any, path: str) -> int:
+        _check(type(value) is int, path, "must be a whole number")
+        _check(low <= value <= high, path, bounds)
         return value
 
     return parse
 
 
 _i32 = _integer(-(2**31), 2**31 - 1)
-U32 = Annotated[int, _integer(0, 2**32 - 1)]
+U32 = Annotated[int, _integer(0, _U32_MAX)]
 U64 = Annotated[int, _integer(0, 2**64 - 1)]
 Timestamp = Annotated[int, _integer(-(2**63), 2**63 - 1)]
 
@@ -50,100 +55,88 @@ def clamp_priority(priority: int) -> int:
     return min(max(priority, 0), _MAX_PRIORITY)
 
 
-def _priority(value: object, path: str) -> int:
+def _priority(value: Any, path: str) -> int:
     return clamp_priority(_i32(value, path))
 
 
-def _flag(value: object, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(path, "must be true or false", undecodable=True)
+def _flag(value: Any, path: str) -> bool:
+    _check(isinstance(value, bool), path, "must be true or false")
     return value
 
 
-def _text(value: object, path: str) -> str:
-    if not isinstance(value, str):
-        raise _refuse(path, "must be text", undecodable=True)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise _refuse(path, "is not valid Unicode", undecodable=True) from None
+def _text(value: Any, path: str) -> str:
+    _check(isinstance(value, str), path, "must be text")
+    encodable = value.isascii() or value.encode(errors="ignore").decode() == value
+    _check(encodable, path, "is not valid Unicode")
     return value
 
 
-def _non_empty(value: object, path: str) -> str:
-    text = _text(value, path)
-    if not text:
-        raise _refuse(path, "must not be empty")
-    return text
+def _non_empty(value: Any, path: str) -> str:
+    if not _text(value, path):
+        raise _refuse(path, "must not be empty", undecodable=False)
+    return value
 
 
-def _multiplier(value: object, path: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _refuse(path, "must be a number", undecodable=True)
+def _multiplier(value: Any, path: str) -> float:
+    _check(type(value) in (int, float), path, "must be a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or number <= 0:
-        raise _refuse(path, "must be finite and greater than 0")
+        raise _refuse(path, "must be finite and greater than 0", undecodable=False)
     return number
 
 
-def _uuid(value: object, path: str) -> str:
-    text = _text(value, path)
-    try:
-        return validate_uuid(text, path)
-    except IdParseError:
-        raise _refuse(path, "is not a UUID", undecodable=True) from None
+def _uuid(value: Any, path: str) -> str:
+    _check(is_uuid(_text(value, path)), path, "is not a UUID")
+    return value
 
 
-def _budget_ids(value: object, path: str) -> tuple[str, ...]:
+def _budget_ids(value: Any, path: str) -> tuple[str, ...]:
     found = _array(_uuid)(value, path)
     if len(found) > _MAX_BUDGET_IDS:
-        raise _refuse(path, f"must hold at most {_MAX_BUDGET_IDS}, got {len(found)}")
+        problem = f"must hold at most {_MAX_BUDGET_IDS}, got {len(found)}"
+        raise _refuse(path, problem, undecodable=False)
     return tuple(dict.fromkeys(found))
 
 
-def _capabilities(value: object, _path: str) -> tuple[str, ...]:
+def _capabilities(value: Any, _path: str) -> tuple[str, ...]:
     return normalise(value, "required")
 
 
-def _backoff(value: object, path: str) -> Backoff:
-    if not isinstance(value, Mapping):
-        raise _refuse(path, "must be an object", undecodable=True)
-    members = dict(cast("Mapping[object, object]", value))
+def _backoff(value: Any, path: str) -> Any:
+    _check(isinstance(value, Mapping), path, "must be an object")
+    members = dict(value)
     kind = members.pop("type", None)
-    if kind is None:
-        raise _refuse(f"{path}.type", "missing", undecodable=True)
-    backoff = _BACKOFFS.get(_text(kind, f"{path}.type"))
-    if backoff is None:
-        raise _refuse(f"{path}.type", f"must be one of {', '.join(_BACKOFFS)}")
-    return _object(backoff)(members, path)
+    where = f"{path}.type"
+    _check(kind is not None, where, "missing")
+    if _text(kind, where) not in _BACKOFFS:
+        raise _refuse(where, f"must be one of {', '.join(_BACKOFFS)}", undecodable=False)
+    return _object(_BACKOFFS[kind], members, path)
 
 
-def _routing(value: object, path: str) -> RoutingRequirements:
+def _routing(value: Any, path: str) -> Any:
     if not isinstance(value, Mapping):
         raise ValidationError("invalid_policy_json", f"{path}:not_object", undecodable=True)
-    return _object(RoutingRequirements)(cast("object", value), path)
+    return _object(RoutingRequirements, value, path)
 
 
 def _array(item: _Parser) -> _Parser:
-    def parse(value: object, path: str) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise _refuse(path, "must be an array", undecodable=True)
-        items = cast("list[object] | tuple[object, ...]", value)
-        return tuple(item(each, f"{path}.{i}") for i, each in enumerate(items))
+    def parse(value: Any, path: str) -> tuple[Any, ...]:
+        _check(isinstance(value, (list, tuple)), path, "must be an array")
+        return tuple(item(each, f"{path}.{i}") for i, each in enumerate(value))
 
     return parse
 
 
 def _name_of(names: type[StrEnum]) -> _Parser:
-    def parse(value: object, path: str) -> StrEnum:
-        text = _text(value, path)
+    def parse(value: Any, path: str) -> StrEnum:
         try:
-            return names(text)
+            return names(_text(value, path))
         except ValueError:
-            raise _refuse(path, f"must be one of {', '.join(names)}") from None
+            problem = f"must be one of {', '.join(names)}"
+            raise _refuse(path, problem, undecodable=False) from None
 
     return parse
 
@@ -159,7 +152,7 @@ def _parser_of(hint: Any) -> _Parser:
     if issubclass(hint, StrEnum):
         return _name_of(hint)
     if issubclass(hint, msgspec.Struct):
-        return _object(hint)
+        return partial(_object, hint)
     return {bool: _flag, str: _text}[hint]
 
 
@@ -169,30 +162,32 @@ def _parsers(struct: type[msgspec.Struct]) -> Mapping[str, _Parser]:
     return {name: _parser_of(hints[name]) for name in struct.__struct_fields__}
 
 
-def _read(value: object, path: str, struct: type[msgspec.Struct]) -> dict[str, Any]:
+def _read(struct: type[msgspec.Struct], value: Any, path: str) -> dict[str, Any]:
     """Parse the members of an object; null is absent, an unknown name is refused."""
-    if not isinstance(value, Mapping):
-        raise _refuse(path, "must be an object", undecodable=True)
+    _check(isinstance(value, Mapping), path, "must be an object")
+    parsers = _parsers(struct)
     parsed: dict[str, Any] = {}
-    for key, member in cast("Mapping[object, object]", value).items():
+    for key, member in value.items():
         where = f"{path}.{key}" if path else str(key)
-        parser = _parsers(struct).get(key) if isinstance(key, str) else None
-        if parser is None:
-            raise _refuse(where, "unknown field")
+        if key not in parsers:
+            raise _refuse(where, "unknown field", undecodable=False)
         if member is not None:
-            parsed[cast("str", key)] = parser(member, where)
+            parsed[key] = parsers[key](member, where)
     return parsed
 
 
-def _object(struct: type[msgspec.Struct]) -> _Parser:
-    def parse(value: object, path: str) -> Any:
-        parsed = _read(value, path, struct)
-        for name, default in _defaults(struct):
-            if default is msgspec.NODEFAULT and name not in parsed:
-                raise _refuse(f"{path}.{name}", "missing", undecodable=True)
-        return struct(**parsed)
+def _object(struct: type[S], value: Any, path: str) -> S:
+    parsed = _read(struct, value, path)
+    for name, default in _defaults(struct):
+        if default is msgspec.NODEFAULT and name not in parsed:
+            raise _refuse(f"{path}.{name}", "missing")
+    return struct(**parsed)
 
-    return parse
+
+@cache
+def _defaults(struct: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
+    # Reading a struct's fields resolves its annotations, which is slow.
+    return tuple((info.name, info.default) for info in msgspec.structs.fields(struct))
 
 
 class TimeoutBehavior(StrEnum):
@@ -228,10 +223,7 @@ class ExponentialBackoff(msgspec.Struct, frozen=True, tag_field="type", tag="exp
 
 
 Backoff = FixedBackoff | ExponentialBackoff
-_BACKOFFS: Mapping[str, type[Backoff]] = {
-    "fixed": FixedBackoff,
-    "exponential": ExponentialBackoff,
-}
+_BACKOFFS: Mapping[str, type[Backoff]] = {"fixed": FixedBackoff, "exponential": ExponentialBackoff}
 
 
 class RetryPolicy(msgspec.Struct, frozen=True):
@@ -241,6 +233,41 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     backoff: Annotated[Backoff, _backoff] = ExponentialBackoff()
     retryable_categories: tuple[str, ...] = ()
     retry_on_timeout: bool = False
+
+
+class Retry(msgspec.Struct, frozen=True):
+    """How often a failed task is retried, and after which delay.
+
+    `backoff` is a fixed delay (`"5s"`), a backoff object, or None for 1 s doubling up to 60 s, with
+    `jitter`. `categories` limits retries to these failure categories. An attempt that times out is
+    retried as well.
+
+    >>> Retry(5, backoff="2s").policy().max_retries
+    5
+    """
+
+    n: int = 3
+    backoff: Backoff | Duration | None = None
+    categories: tuple[str, ...] = ()
+    jitter: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or not 0 <= self.n <= _U32_MAX:
+            raise invalid_input("retry.n", f"must be from 0 to {_U32_MAX}, got {self.n!r}")
+        if isinstance(self.categories, str):
+            raise invalid_input("retry.categories", "must be a sequence of names, not one text")
+        self._backoff()
+
+    def policy(self) -> RetryPolicy:
+        """The retry policy."""
+        return RetryPolicy(self.n, self._backoff(), tuple(self.categories), retry_on_timeout=True)
+
+    def _backoff(self) -> Backoff:
+        if self.backoff is None:
+            return ExponentialBackoff(jitter=self.jitter)
+        if isinstance(self.backoff, Backoff):
+            return self.backoff
+        return FixedBackoff(to_ms(self.backoff, "retry.backoff"))
 
 
 class TimeoutPolicy(msgspec.Struct, frozen=True):
@@ -310,60 +337,39 @@ class ExecutionPolicy(msgspec.Struct, frozen=True):
     stream_policy: StreamPolicy = StreamPolicy()
     max_signals_per_execution: U32 = 10_000
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The stored form: without defaults, except `max_reclaim_count`.
 
         An execution without a stored `max_reclaim_count` gets another one.
         """
-        fields = _without_defaults(self)
-        fields["max_reclaim_count"] = self.max_reclaim_count
-        return fields
+        return _plain(self, full=False) | {"max_reclaim_count": self.max_reclaim_count}
 
-    def normalised(self) -> dict[str, object]:
+    def normalised(self) -> dict[str, Any]:
         """Every field that has a value, defaults included."""
-        return cast("dict[str, object]", _without_unset(msgspec.to_builtins(self)))
+        return _plain(self, full=True)
 
     def to_json(self) -> bytes:
         """The stored form as JSON bytes."""
         return msgspec.json.encode(self.to_dict())
 
 
-def _without_unset(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return [_without_unset(each) for each in cast("tuple[object, ...]", value)]
-    if not isinstance(value, dict):
+def _plain(value: Any, *, full: bool) -> Any:
+    """A value for JSON: without None, and without defaults unless `full`."""
+    if isinstance(value, tuple):
+        return [_plain(each, full=full) for each in cast("tuple[Any, ...]", value)]
+    if not isinstance(value, msgspec.Struct):
         return value
-    members = cast("dict[str, object]", value)
-    return {name: _without_unset(each) for name, each in members.items() if each is not None}
-
-
-def _without_defaults(struct: msgspec.Struct) -> dict[str, object]:
-    kept: dict[str, object] = {}
-    for name, default in _defaults(type(struct)):
-        value: object = getattr(struct, name)
-        if value is not None and value != default:
-            kept[name] = _plain(value)
-    return kept
-
-
-@cache
-def _defaults(struct: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
-    # Reading a struct's fields resolves its annotations, which is slow.
-    return tuple((info.name, info.default) for info in msgspec.structs.fields(struct))
-
-
-def _plain(value: object) -> object:
     # A backoff is written with its defaults, which Lua does not know.
     if isinstance(value, (FixedBackoff, ExponentialBackoff)):
         return msgspec.to_builtins(value)
-    if isinstance(value, msgspec.Struct):
-        return _without_defaults(value)
-    if isinstance(value, tuple):
-        return [_plain(item) for item in cast("tuple[object, ...]", value)]
-    return value
+    return {
+        name: _plain(member, full=full)
+        for name, default in _defaults(type(value))
+        if (member := getattr(value, name)) is not None and (full or member != default)
+    }
 
 
-NO_POLICY = ExecutionPolicy(max_reclaim_count=_MAX_RECLAIMS_WITHOUT_POLICY)
+NO_POLICY = ExecutionPolicy(max_reclaim_count=1000)
 """The policy of an execution that was submitted without one."""
 
 
@@ -372,7 +378,7 @@ def parse_policy(
 ) -> ExecutionPolicy | None:
     """Validate a policy. None, empty text and an empty object mean that there is none."""
     if isinstance(source, ExecutionPolicy):
-        return ExecutionPolicy(**_read(source.to_dict(), "", ExecutionPolicy))
+        return ExecutionPolicy(**_read(ExecutionPolicy, source.to_dict(), ""))
     if source is None or source in (b"", ""):
         return None
     value: object = source
@@ -383,5 +389,5 @@ def parse_policy(
             raise ValidationError("invalid_policy_json", "malformed", undecodable=True) from None
     if not isinstance(value, Mapping):
         raise ValidationError("invalid_policy_json", "not_object", undecodable=True)
-    members = _read(cast("object", value), "", ExecutionPolicy)
+    members = _read(ExecutionPolicy, value, "")
     return ExecutionPolicy(**members) if members else None

@@ -11,10 +11,10 @@ from flowfabric.core.policy import (
     ExecutionPolicy,
     ExponentialBackoff,
     FixedBackoff,
+    Retry,
     RetryPolicy,
     parse_policy,
 )
-from flowfabric.core.retry import Retry
 
 U32 = 2**32 - 1
 U64 = 2**64 - 1
