@@ -3,8 +3,6 @@
 Names are loaded when they are first used, so that the command line starts quickly.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -55,96 +53,41 @@ if TYPE_CHECKING:
 
 from flowfabric.core.version import __version__
 
-_HOMES = {
-    "flowfabric.app.calls": ("SubmitManyError",),
-    "flowfabric.app.context": ("Context", "SyncContext"),
-    "flowfabric.app.fabric": ("Fabric", "SyncFabric"),
-    "flowfabric.app.run": ("Run", "SyncRun", "UnexpectedResult"),
-    "flowfabric.app.tasks": ("Task",),
-    "flowfabric.app.waits": ("Signal", "WaitTimeout"),
-    "flowfabric.core.conditions": (
-        "AllOf",
-        "Count",
-        "CountKind",
-        "OperatorOnly",
-        "Single",
-        "TimeoutOnly",
-    ),
-    "flowfabric.core.errors": (
-        "ConfigError",
-        "EngineError",
-        "FlowFabricError",
-        "LeaseLost",
-        "PermanentError",
-        "RetryableError",
-        "TransportError",
-    ),
-    "flowfabric.core.policy": ("Retry",),
-    "flowfabric.engine.api.events": (
-        "CompletionEvent",
-        "Event",
-        "EventFilter",
-        "LeaseEvent",
-        "SignalEvent",
-        "WorkerEvent",
-    ),
-    "flowfabric.sdk.client": (
-        "Client",
-        "ExecutionCancelled",
-        "ExecutionExpired",
-        "ExecutionFailed",
-        "NotFinished",
-        "RunError",
-    ),
-    "flowfabric.sdk.config": ("WorkerConfig",),
-    "flowfabric.sdk.sync": ("SyncClient",),
-    "flowfabric.sdk.worker": ("Worker",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOMES = (
+    ("app.calls", "SubmitManyError"),
+    ("app.context", "Context SyncContext"),
+    ("app.fabric", "Fabric SyncFabric"),
+    ("app.run", "Run SyncRun UnexpectedResult"),
+    ("app.tasks", "Task"),
+    ("app.waits", "Signal WaitTimeout"),
+    ("core.conditions", "AllOf Count CountKind OperatorOnly Single TimeoutOnly"),
+    ("core.errors", "ConfigError EngineError FlowFabricError LeaseLost PermanentError"),
+    ("core.errors", "RetryableError TransportError"),
+    ("core.policy", "Retry"),
+    ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
+    ("sdk.client", "Client ExecutionCancelled ExecutionExpired ExecutionFailed NotFinished"),
+    ("sdk.client", "RunError"),
+    ("sdk.config", "WorkerConfig"),
+    ("sdk.sync", "SyncClient"),
+    ("sdk.worker", "Worker"),
+)
+_HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in names.split()}
 
-__all__ = [
-    "AllOf",
-    "Client",
-    "CompletionEvent",
-    "ConfigError",
-    "Context",
-    "Count",
+__all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
+__all__ += [
     "CountKind",
     "EngineError",
     "Event",
     "EventFilter",
     "ExecutionCancelled",
     "ExecutionExpired",
-    "ExecutionFailed",
-    "Fabric",
-    "FlowFabricError",
-    "LeaseEvent",
-    "LeaseLost",
-    "NotFinished",
-    "OperatorOnly",
-    "PermanentError",
-    "Retry",
-    "RetryableError",
-    "Run",
-    "RunError",
-    "Signal",
-    "SignalEvent",
-    "Single",
-    "SubmitManyError",
-    "SyncClient",
-    "SyncContext",
-    "SyncFabric",
-    "SyncRun",
-    "Task",
-    "TimeoutOnly",
-    "TransportError",
-    "UnexpectedResult",
-    "WaitTimeout",
-    "Worker",
-    "WorkerConfig",
-    "WorkerEvent",
-    "__version__",
 ]
+__all__ += ["ExecutionFailed", "Fabric", "FlowFabricError", "LeaseEvent", "LeaseLost"]
+__all__ += ["NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError", "Run"]
+__all__ += ["RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
+__all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
+__all__ += ["UnexpectedResult", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
+__all__ += ["__version__"]
 
 
 def __dir__() -> list[str]:

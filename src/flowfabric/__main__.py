@@ -1,7 +1,5 @@
 """The command, also as `python -m flowfabric`."""
 
-from __future__ import annotations
-
 import sys
 
 

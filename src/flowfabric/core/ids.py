@@ -226,7 +226,7 @@ def fnv1a64(data: bytes) -> int:
 _LANE_MAX = 64
 _is_lane = re.compile(r"[\x20-\x7e]{1,64}").fullmatch
 _is_plain_name = re.compile(r"[!-~]{1,128}").fullmatch
-_NAMESPACE_FORBIDDEN = frozenset(":{}")
+_is_plain_namespace = re.compile(r"[!-9;-z|~]{1,128}").fullmatch
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 
 
@@ -325,10 +325,12 @@ def validate_worker_id(text: str, field: str = "worker_id") -> str:
 
 def validate_namespace(text: str, field: str = "namespace") -> str:
     """A namespace: 1 to 128 printable bytes without whitespace, colons or braces."""
+    if isinstance(text, str) and _is_plain_namespace(text) is not None:
+        return text
     validate_text(text, field, limit=128, required=True)
     if " " in text or not text.isprintable():
         raise invalid_input(field, "must be printable and without whitespace")
-    if not _NAMESPACE_FORBIDDEN.isdisjoint(text):
+    if not set(":{}").isdisjoint(text):
         raise invalid_input(field, "must not contain ':', '{' or '}'")
     return text
 
