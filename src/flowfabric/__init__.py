@@ -74,17 +74,10 @@ _HOMES = (
 _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in names.split()}
 
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
-__all__ += [
-    "CountKind",
-    "EngineError",
-    "Event",
-    "EventFilter",
-    "ExecutionCancelled",
-    "ExecutionExpired",
-]
-__all__ += ["ExecutionFailed", "Fabric", "FlowFabricError", "LeaseEvent", "LeaseLost"]
-__all__ += ["NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError", "Run"]
-__all__ += ["RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
+__all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError", "LeaseEvent"]
+__all__ += ["LeaseLost", "NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError"]
+__all__ += ["Run", "RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
 __all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
 __all__ += ["UnexpectedResult", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
 __all__ += ["__version__"]

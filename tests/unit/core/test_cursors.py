@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from flowfabric.core.cursors import READ_HARD_CAP, START, StreamCursor, behind, check_count
+from flowfabric.core.contracts.streams import (
+    READ_HARD_CAP,
+    START,
+    StreamCursor,
+    behind,
+    check_count,
+)
 from flowfabric.core.errors import ValidationError
 
 LARGEST = 2**64 - 1

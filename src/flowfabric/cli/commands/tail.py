@@ -15,8 +15,7 @@ from flowfabric.cli.session import open_execution
 from flowfabric.cli.views.screen import Screen, print_json
 from flowfabric.cli.views.tail import JsonPrinter, Printer, TextPrinter
 from flowfabric.core.contracts.executions import ExecutionInfo
-from flowfabric.core.contracts.streams import StreamFrames
-from flowfabric.core.cursors import START, StreamCursor
+from flowfabric.core.contracts.streams import START, StreamCursor, StreamFrames
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import LifecyclePhase, PublicState

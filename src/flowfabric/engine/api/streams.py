@@ -13,7 +13,7 @@ import msgspec
 
 from flowfabric.core.contracts import streams as contracts
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor
+from flowfabric.core.contracts.streams import MAX_TAIL_BLOCK_MS, START, StreamCursor
 from flowfabric.core.errors import LimitError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import PATCH_KIND

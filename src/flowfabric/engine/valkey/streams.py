@@ -9,7 +9,7 @@ import msgspec
 
 from flowfabric.core.contracts import streams as contracts
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.cursors import MAX_TAIL_BLOCK_MS, START, StreamCursor, behind, check_count
+from flowfabric.core.contracts.streams import START, StreamCursor, behind, check_count
 from flowfabric.core.errors import EngineError, TransportError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.merge_patch import EMPTY, PATCH_KIND, merge, parse_patch
@@ -381,7 +381,7 @@ class ValkeyStreams(Streams):
         visibility: contracts.Visibility = "all",
     ) -> contracts.StreamFrames:
         position = asked = StreamCursor.parse(after).after()
-        check.whole(block_ms, "block_ms", 0, MAX_TAIL_BLOCK_MS)
+        check.whole(block_ms, "block_ms", 0, contracts.MAX_TAIL_BLOCK_MS)
         check_count(count_limit)
         reader = _StreamReader(self._calls, execution_id, attempt_index, visibility)
         loop = asyncio.get_running_loop()
