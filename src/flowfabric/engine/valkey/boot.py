@@ -32,12 +32,7 @@ if redis.call('EXISTS', KEYS[1]) == 0 then
 end
 return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[2], ARGV[3])
 """
-_LEVELS = {
-    CollisionGrade.CLEAN: logging.DEBUG,
-    CollisionGrade.WATCH: logging.INFO,
-    CollisionGrade.ELEVATED: logging.WARNING,
-    CollisionGrade.REMEDIATE: logging.WARNING,
-}
+_LEVELS = {CollisionGrade.CLEAN: logging.DEBUG, CollisionGrade.WATCH: logging.INFO}
 _SHOWN_GROUPS = 16
 
 
@@ -66,8 +61,7 @@ def configured_lanes() -> list[str]:
     lanes = [lane for name in text.split(",") if (lane := name.strip())]
     if not lanes:
         raise invalid(_LANES_VARIABLE, "name at least one lane")
-    if len(set(lanes)) < len(lanes):
-        twice = sorted(lane for lane in set(lanes) if lanes.count(lane) > 1)
+    if twice := sorted({lane for lane in lanes if lanes.count(lane) > 1}):
         raise invalid(_LANES_VARIABLE, f"{', '.join(twice)} is listed more than once")
     try:
         return list(validate_lanes(lanes))
@@ -160,11 +154,9 @@ async def read_counts(transport: Transport) -> PartitionCounts:
     if unprepared_is_fine:
         log.warning("partition counts are not stored, using the defaults (FF_DEV_MODE=1)")
         return PartitionCounts()
-    raise ConfigError(
-        "connect",
-        "this Valkey holds no partition counts: prepare it once with `flowfabric doctor --prepare`",
-        "partition_config",
-    )
+    advice = "prepare it once with `flowfabric doctor --prepare`"
+    problem = f"this Valkey holds no partition counts: {advice}"
+    raise ConfigError("connect", problem, "partition_config")
 
 
 async def report_collisions(transport: Transport, counts: PartitionCounts) -> None:
@@ -176,7 +168,7 @@ async def report_collisions(transport: Transport, counts: PartitionCounts) -> No
     shown = "; ".join(", ".join(group) for group in groups) or "none"
     numbers = {"grade": found.grade.value, "lanes": found.lanes, "affected": found.affected}
     log.log(
-        _LEVELS[found.grade],
+        _LEVELS.get(found.grade, logging.WARNING),
         *("%d of %d lanes share a partition: %s", found.affected, found.lanes, shown),
         extra={"action": "lane_collisions", **numbers, "shared": groups},
     )

@@ -68,13 +68,11 @@ def _binary() -> Finding:
     found = _version(done.stdout.decode(errors="replace"))
     if found is None:
         return broken(name, f"{binary} is not a Valkey server", advice)
-    version = int(found[1]), int(found[2])
-    name_and_version = f"Valkey {found[1]}.{found[2]}"
-    if version < MINIMUM_VERSION:
+    version = f"Valkey {found[1]}.{found[2]}"
+    if (int(found[1]), int(found[2])) < MINIMUM_VERSION:
         needed = ".".join(map(str, MINIMUM_VERSION))
-        detail = f"{binary} is {name_and_version}; {needed} or newer is needed"
-        return broken(name, detail, advice)
-    return ok(name, f"{name_and_version} in {binary}")
+        return broken(name, f"{binary} is {version}; {needed} or newer is needed", advice)
+    return ok(name, f"{version} in {binary}")
 
 
 def check_secret_file(folder: Path) -> list[Finding]:
@@ -86,10 +84,6 @@ def check_secret_file(folder: Path) -> list[Finding]:
         return []
     if not mode & 0o077:
         return [ok("secret file", "readable only by its owner")]
-    return [
-        warning(
-            "secret file",
-            f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens",
-            f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret",
-        )
-    ]
+    detail = f"other users of this machine may read {path} (mode {mode:04o}) and forge tokens"
+    advice = f"run `chmod 600 {path}`, then `flowfabric rotate-secret` with a new secret"
+    return [warning("secret file", detail, advice)]

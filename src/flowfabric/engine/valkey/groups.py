@@ -1,11 +1,11 @@
 """Splitting work on many partitions into calls that the server answers quickly."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, TypeVar
 
 from flowfabric.core.errors import EngineError
+from flowfabric.engine.valkey.calls import at_once
 
 T = TypeVar("T", bound=tuple[Any, ...])
 R = TypeVar("R")
@@ -38,10 +38,7 @@ async def call_each(
         except EngineError as error:
             return group, error
 
-    outcomes: list[tuple[list[T], R | EngineError]] = []
-    for start in range(0, len(groups), _IN_FLIGHT):
-        outcomes += await asyncio.gather(*map(outcome, groups[start : start + _IN_FLIGHT]))
-    return outcomes
+    return await at_once(_IN_FLIGHT, map(outcome, groups))
 
 
 def raised(outcomes: Iterable[tuple[object, R | EngineError]]) -> Iterator[R]:

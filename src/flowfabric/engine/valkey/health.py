@@ -138,11 +138,9 @@ async def _clock(transport: Transport) -> Finding:
     moved = (int(second[0]) - int(first[0])) * 1_000_000 + int(second[1]) - int(first[1])
     if moved > 0:
         return ok("clock", "the server's clock advances")
-    return broken(
-        "clock",
-        f"the server's clock moved by {moved} µs in 2 ms",
-        "repair the host's clock: leases, delays and deadlines depend on it",
-    )
+    detail = f"the server's clock moved by {moved} µs in 2 ms"
+    advice = "repair the host's clock: leases, delays and deadlines depend on it"
+    return broken("clock", detail, advice)
 
 
 async def _shown(read: Awaitable[Facts]) -> Facts:
@@ -233,11 +231,9 @@ async def _access(transport: Transport) -> Finding:
     everything = user[b"commands"] == b"+@all" and user[b"keys"] == b"~*"
     if b"nopass" in flags:
         who = "anyone on the network" if exposed else "every user of that machine"
-        return warning(
-            "access",
-            f"TCP port {port} needs no password: {who} can read and change everything",
-            "set requirepass and put the password into FF_PASSWORD, or use a unix socket",
-        )
+        detail = f"TCP port {port} needs no password: {who} can read and change everything"
+        advice = "set requirepass and put the password into FF_PASSWORD, or use a unix socket"
+        return warning("access", detail, advice)
     if exposed and everything:
         return warning(
             "access",

@@ -56,7 +56,8 @@ class ValkeyListings(Listings):
         damage = Damage("list_executions")
         rows: list[ExecutionSummary] = []
         examined = 0
-        for index in await self._used(partition, position):
+        used = await self._places.partitions_in_use() if partition is None else [partition]
+        for index in (each for each in used if each >= position):
             start: str | None = after
             while start is not None:
                 ids, start = await self._ids(index, start, chunk, damage)
@@ -82,11 +83,6 @@ class ValkeyListings(Listings):
         if not known:
             raise ValidationError("invalid_cursor", "belongs to another partition")
         return position, after
-
-    async def _used(self, partition: int | None, first: int) -> list[int]:
-        if partition is not None:
-            return [partition]
-        return [index for index in await self._places.partitions_in_use() if index >= first]
 
     async def _ids(
         self, partition: int, after: str, count: int, damage: Damage

@@ -46,8 +46,7 @@ def stopped_by(error: errors.FlowFabricError, *, owned: bool) -> Finding:
             advice = "run `flowfabric doctor --prepare` once"
             return broken("partitions", "this Valkey is not prepared", advice)
         case errors.ConfigError(context="embedded"):
-            name = "folder" if error.field == "data_dir" else "server"
-            return broken(name, error.message)
+            return broken("folder" if error.field == "data_dir" else "server", error.message)
         case _:
             return broken("deployment", str(error).removeprefix("config: "))
 
@@ -157,11 +156,9 @@ async def _malformed(
     odd = stored - len(await read())
     if odd <= 0:
         return None
-    return broken(
-        registry.rpartition(":")[2],
-        f"{registry} holds {plural(odd, 'malformed name')}",
-        f"list them with SMEMBERS {registry} and remove them with SREM",
-    )
+    detail = f"{registry} holds {plural(odd, 'malformed name')}"
+    advice = f"list them with SMEMBERS {registry} and remove them with SREM"
+    return broken(registry.rpartition(":")[2], detail, advice)
 
 
 async def _partitions(backend: Backend, transport: Transport) -> Finding:
@@ -171,11 +168,9 @@ async def _partitions(backend: Backend, transport: Transport) -> Finding:
         configured = boot.configured_counts()
         if configured != counts:
             wanted = f"{configured.flow}, {configured.budget}, {configured.quota}"
-            return broken(
-                "partitions",
-                f"{stored} are stored, but the environment sets {wanted}",
-                f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change",
-            )
+            detail = f"{stored} are stored, but the environment sets {wanted}"
+            advice = f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change"
+            return broken("partitions", detail, advice)
     odd = await _malformed(transport, keys.PARTITIONS, backend.places.partitions_in_use)
     return odd or ok("partitions", stored)
 
@@ -241,11 +236,9 @@ async def _workers(
     waiting = [lane for lane in lanes if await backend.wakeups.find_work(lane, tags)]
     count = plural(len(workers), "live worker")
     if waiting:
-        return warning(
-            "workers",
-            f"{count}; no worker serves {', '.join(waiting)}, where work waits",
-            f"run `flowfabric worker module:app --lanes {','.join(waiting)}`",
-        )
+        detail = f"{count}; no worker serves {', '.join(waiting)}, where work waits"
+        advice = f"run `flowfabric worker module:app --lanes {','.join(waiting)}`"
+        return warning("workers", detail, advice)
     if not workers:
         advice = "run `flowfabric worker module:app`"
         return warning("workers", "no live worker: nothing runs", advice)
@@ -259,11 +252,9 @@ async def _scanners(backend: Backend) -> Finding:
     ]
     if running:
         return ok("scanners", f"run by {', '.join(running)} (host:pid)")
-    return warning(
-        "scanners",
-        "none run: expired leases, retries and deadlines are not handled",
-        "run a worker without --no-scanners",
-    )
+    detail = "none run: expired leases, retries and deadlines are not handled"
+    advice = "run a worker without --no-scanners"
+    return warning("scanners", detail, advice)
 
 
 async def _indexes(backend: Backend) -> Finding:
@@ -282,11 +273,9 @@ async def _indexes(backend: Backend) -> Finding:
     detail = f"{plural(examined, 'execution')} examined"
     if not drifted:
         return ok("indexes", f"{detail}, all indexes match their records")
-    return broken(
-        "indexes",
-        f"{detail}, {len(drifted)} differ from their index, such as {shown(drifted[0])}",
-        "the scanners repair this within two minutes; if it persists, report it",
-    )
+    detail = f"{detail}, {len(drifted)} differ from their index, such as {shown(drifted[0])}"
+    advice = "the scanners repair this within two minutes; if it persists, report it"
+    return broken("indexes", detail, advice)
 
 
 class ValkeyMeta(api.Meta):

@@ -63,18 +63,14 @@ class Damage:
         return [each for each in found if each is not None]
 
     def note(self, error: CorruptionError) -> None:
-        """Remember and log what is left out."""
         self.found.append(error.detail)
         log.warning(
-            "%s left out a damaged record: %s",
-            self._op,
-            error.detail,
+            *("%s left out a damaged record: %s", self._op, error.detail),
             extra={"action": "record_unreadable", "op": self._op},
         )
 
 
 def chunks(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
-    """Consecutive parts of at most `size` items."""
     return (items[start : start + size] for start in range(0, len(items), size))
 
 

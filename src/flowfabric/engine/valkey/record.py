@@ -228,6 +228,8 @@ class Record(Stored):
         worker_id, instance = self.worker
         ended = self.number("ended_at", 0) or self.maybe_number("completed_at")
         reason, category = self._attempt_failure(state)
+        # A suspension, or the name of another kind of pause.
+        pause, _, held_by = self.text("paused", "").partition(":")
         kind = self.text("attempt_type", "initial")
         replayed = self.maybe_number("previous_attempt_index") if kind == "replay" else None
         return self._view(
@@ -242,18 +244,13 @@ class Record(Stored):
             worker_instance_id=instance,
             started_at=self.number("attempt_started_at", 0) or self.number("started_at"),
             ended_at=ended,
-            suspension_id=self._pause() or None,
+            suspension_id=(held_by if pause == "suspend" else pause) or None,
             failure_reason=reason,
             failure_category=category,
             ended_by=self.maybe_text("ended_by") if ended else None,
             replayed_from_attempt_index=replayed,
             delay_until=self.maybe_number("delay_until") if ended else None,
         )
-
-    def _pause(self) -> str:
-        """The suspension that holds the attempt, or the name of another kind of pause."""
-        kind, _, answer = self.text("paused", "").partition(":")
-        return answer if kind == "suspend" else kind
 
     def named_fields(self) -> dict[str, str]:
         """Every field under its documented name, the derived ones included."""

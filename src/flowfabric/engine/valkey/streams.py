@@ -32,6 +32,7 @@ _UNNOTICED_S = 0.1
 _pack = msgspec.msgpack.Encoder().encode
 _MERGE_TRIES = 8
 _SUMMARIES = 64  # How many summaries a process remembers.
+_VISIBILITIES = get_args(contracts.Visibility)
 _MODES = {mode[:1].encode(): mode for mode in get_args(contracts.FrameMode)}
 """A mode is stored as its first letter."""
 _PAGE_PARTS = (
@@ -234,7 +235,7 @@ class _StreamReader:
         self, calls: FunctionCalls, execution_id: ExecutionId, index: int, visibility: str
     ) -> None:
         check.whole(index, "attempt_index", 0, U32)
-        check.one_of(visibility, "visibility", get_args(contracts.Visibility))
+        check.one_of(visibility, "visibility", _VISIBILITIES)
         execution_id = calls.checked(execution_id)
         self._calls = calls
         self.tag = execution_id.tag
