@@ -79,18 +79,9 @@ class Upkeep(Concern, Protocol):
         """Whether any of the indexes has entries: one cheap command on a single server."""
         ...
 
-    async def earliest(self, index: Index) -> int | None:
-        """The earliest time in an index, None if it is empty, 0 if it cannot be read."""
-        ...
-
-    async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
-        """The execution of a waitpoint; empty if it cannot be read."""
-        ...
-
-    async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]:
-        """Move lapsed leases to where the next claim finds them."""
-        ...
-
+    async def earliest(self, index: Index) -> int | None: ...  # 0 if it cannot be read.
+    async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str: ...  # Empty if unreadable.
+    async def mark_lease_expired_if_due(self, tag: str, ids: Iterable[str]) -> list[str]: ...
     async def promote_delayed(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]: ...
     async def trim_retention(self, tag: str, lane_id: str, ids: Iterable[str]) -> list[str]: ...
     async def expire_execution(
@@ -101,10 +92,7 @@ class Upkeep(Concern, Protocol):
         """Delete more of what trimmed executions left; returns how many are not done yet."""
         ...
 
-    async def trim_events(self, tag: str, older_than_ms: int) -> int:
-        """Drop the entries of a partition's feed from before a time; returns how many."""
-        ...
-
+    async def trim_events(self, tag: str, older_than_ms: int) -> int: ...
     async def trim_worker_events(self, namespace: str, older_than_ms: int) -> int: ...
     async def sweep_workers(self, namespace: str) -> int: ...  # Removes expired workers.
     async def forget_idle_lanes(self) -> int: ...  # Those empty and unregistered for a minute.
@@ -125,10 +113,7 @@ class Upkeep(Concern, Protocol):
         ...
 
     async def survey_indexes(self, requests: Sequence[SurveyRequest]) -> list[Survey]: ...
-
-    async def list_index(self, index: Index, start: int, limit: int) -> list[str]:
-        """Members of an index from rank `start`, malformed ones as they are."""
-        ...
+    async def list_index(self, index: Index, start: int, limit: int) -> list[str]: ...
 
     async def unlisted(self, tag: str, ids: Sequence[str]) -> list[str]:
         """The executions that the partition's list of all executions lacks."""
@@ -148,17 +133,11 @@ class Leadership(Concern, Protocol):
     """The advisory leases of the processes that run scanners, one per duty: they save commands.
 
     A duty is what a process would scan; the empty one is everything. An identity is
-    `<host>:<pid>:<anything unique>`.
+    `<host>:<pid>:<anything unique>`. Taking a lease renews our own; both tell whether we have it.
     """
 
-    async def acquire(self, duty: str, identity: str, ttl_ms: int) -> bool:
-        """Take the lease if it is free, renew it if it is ours; whether we have it now."""
-        ...
-
-    async def renew(self, duty: str, identity: str, ttl_ms: int) -> bool:
-        """Renew the lease with one cheap command; whether it is ours."""
-        ...
-
+    async def acquire(self, duty: str, identity: str, ttl_ms: int) -> bool: ...
+    async def renew(self, duty: str, identity: str, ttl_ms: int) -> bool: ...  # One cheap command.
     async def resign(self, duty: str, identity: str) -> None: ...
     async def remaining_ms(self, duty: str) -> int | None: ...  # None if the lease is free.
     async def leaders(self) -> list[Leader]: ...  # Those with every duty first.

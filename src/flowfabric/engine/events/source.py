@@ -56,16 +56,11 @@ class FeedSource(Protocol):
     async def partition_feeds(self) -> Sequence[str]: ...  # Those that may have entries.
     async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...
 
-    async def clock_ms(self) -> int:
-        """The time that entries are stamped with; of the slowest clock if there are several."""
-        ...
+    async def clock_ms(self) -> int: ...  # Of the slowest clock that stamps entries.
+    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]: ...  # None: unwritten.
 
     async def last_position(self, feed: str) -> Position:
         """The newest entry of a feed, or `BEGINNING`. Its call leaves before it first waits."""
-        ...
-
-    async def states(self, feeds: Sequence[str]) -> list[FeedState | None]:
-        """How far each feed reaches; None for one that was never written."""
         ...
 
     async def join_group(
