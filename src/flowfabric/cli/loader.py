@@ -42,11 +42,9 @@ def _import(name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise CliError("import", f"no module named {error.name!r}", _nearest(name)) from error
         _print_traceback(error)
-        raise CliError(
-            "import",
-            f"importing {name!r} failed: {type(error).__name__}: {error}",
-            "fix the module; the traceback above shows where it failed",
-        ) from error
+        problem = f"importing {name!r} failed: {type(error).__name__}: {error}"
+        hint = "fix the module; the traceback above shows where it failed"
+        raise CliError("import", problem, hint) from error
 
 
 def _nearest(name: str) -> str:

@@ -163,7 +163,6 @@ class JsonFormatter(logging.Formatter):
     """`{"time":…,"level":…,"target":…,"message":…,…}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object."""
         moment = datetime.fromtimestamp(record.created, UTC)
         content = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from flowfabric.bench.command import register as register_bench
 from flowfabric.cli.errors import CliError, UsageError, discard_output, prepare_streams, report
-from flowfabric.cli.options import Target, Url, parse_namespace, value
+from flowfabric.cli.options import Namespace, Target, Url, flag
 from flowfabric.core.errors import FlowFabricError
 
 COMMANDS = {
@@ -39,8 +39,6 @@ COMMANDS = {
 A command's module loads the engine. It is imported only to run the command or to show its help.
 """
 
-_BROKEN_PIPE = 141
-"""The status that shells report for a process that SIGPIPE killed."""
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 _SETTINGS: dict[str, Any] = {
     "add_completion": False,
@@ -63,7 +61,6 @@ class Command(TyperCommand):
         return [_required_argument.sub(r"\1\2", piece) for piece in pieces]
 
     def get_help(self, ctx: Any) -> str:
-        """The text of `--help`."""
         text = super().get_help(ctx)
         return _type_mark.sub(lambda found: found[1] + " " * len(found[2]), text)
 
@@ -72,7 +69,6 @@ class _Commands(TyperGroup):
     """Loads a command when it is called. Lists commands from the table without loading them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, and the other arguments."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else command, rest
 
@@ -105,18 +101,16 @@ def _version(wanted: bool) -> None:  # noqa: FBT001 - the signature of option ca
         raise typer.Exit
 
 
+_VERSION = flag("--version", "Print the version.", callback=_version, is_eager=True)
+
+
 @app.callback()
 def options(
     context: typer.Context,
     *,
     url: Url = None,
-    namespace: Annotated[
-        str | None, value("NAME", "The namespace to use.", parser=parse_namespace)
-    ] = None,
-    print_version: Annotated[  # noqa: ARG001 - its callback does the work
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
+    namespace: Namespace = None,
+    print_version: Annotated[bool, _VERSION] = False,  # noqa: ARG001 - its callback does the work
 ) -> None:
     """Keep the options that precede the command."""
     context.obj = Target(url, namespace)
@@ -161,7 +155,8 @@ def _run(arguments: list[str]) -> int:
             raise
         discard_output()
         if not isinstance(error, OSError) or isinstance(error, BrokenPipeError):
-            return _BROKEN_PIPE
+            # The status that shells report for a process that SIGPIPE killed.
+            return 141
         return report(_system_error(error), as_json=as_json)
     return code if isinstance(code, int) else 0
 
@@ -169,7 +164,8 @@ def _run(arguments: list[str]) -> int:
 def _usage(error: typer.TyperException) -> CliError:
     context: Any = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "flowfabric"
-    return UsageError("usage", error.format_message(), f"see `{where} --help`")
+    problem = error.format_message().replace(": Value error, ", ": ")
+    return UsageError("usage", problem, f"see `{where} --help`")
 
 
 def _system_error(error: OSError) -> CliError:

@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -26,9 +27,9 @@ def value(metavar: str, text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
-def flag(names: str, text: str) -> Any:
+def flag(names: str, text: str, **more: Any) -> Any:
     """An option without a value, and its help."""
-    return typer.Option(*names.split(), help=text)
+    return typer.Option(*names.split(), help=text, **more)
 
 
 def duration(text: str, low: str = "", high: str = "") -> Any:
@@ -46,32 +47,24 @@ def duration(text: str, low: str = "", high: str = "") -> Any:
     return value("DURATION", text, parser=parse)
 
 
-def checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """A parser for text that passes the check."""
-
-    def parse(text: str) -> str:
-        try:
-            check(text)
-        except EngineError as error:
-            problem = meaning(error.detail) or error.detail.partition(": ")[2] or error.detail
-            raise typer.BadParameter(problem) from error
-        except ConfigError as error:
-            raise typer.BadParameter(error.message.partition(": ")[2]) from error
-        return text
-
-    return parse
+def checked(check: Callable[[str], object], text: str) -> str:
+    """The text, if it passes the check."""
+    try:
+        check(text)
+    except EngineError as error:
+        problem = meaning(error.detail) or error.detail.partition(": ")[2] or error.detail
+        raise typer.BadParameter(problem) from error
+    except ConfigError as error:
+        raise typer.BadParameter(error.message.partition(": ")[2]) from error
+    return text
 
 
-def names(check: Callable[[str], object]) -> Callable[[str], list[str]]:
-    """A parser for names separated by commas, each of which passes the check."""
-
-    def parse(text: str) -> list[str]:
-        found = [name.strip() for name in text.split(",") if name.strip()]
-        if not found:
-            raise typer.BadParameter("expected names separated by commas")
-        return [checked(check)(name) for name in found]
-
-    return parse
+def checked_names(check: Callable[[str], object], text: str) -> list[str]:
+    """Names separated by commas, if each passes the check."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise typer.BadParameter("expected names separated by commas")
+    return [checked(check, name) for name in found]
 
 
 def _check_url(url: str) -> None:
@@ -106,12 +99,13 @@ Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
 Ids = Annotated[list[str], argument("ID", _ID)]
 _URL = "The Valkey to use: valkey://host:port, unix://path, … Overrides FF_URL."
-Url = Annotated[str | None, value("URL", _URL, "--url", parser=checked(_check_url))]
-parse_namespace = checked(validate_namespace)
+Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
+parse_namespace = partial(checked, validate_namespace)
 Namespace = Annotated[
     str | None, value("NAME", "Use only this namespace.", "--namespace", parser=parse_namespace)
 ]
-Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=checked(validate_lane))]
+_parse_lane = partial(checked, validate_lane)
+Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=_parse_lane)]
 Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
     bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=_read_payload)
@@ -130,15 +124,10 @@ class Target(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        context: typer.Context,
-        url: str | None,
-        namespace: str | None,
-        *,
-        as_json: bool = False,
+        cls, context: typer.Context, url: str | None, namespace: str | None, *, as_json: bool
     ) -> Self:
         """Combine the options: those after the command override those before it."""
-        before = context.obj if isinstance(context.obj, Target) else Target()
+        before: Target = context.obj or Target()
         return cls(url or before.url, namespace or before.namespace, as_json)
 
 

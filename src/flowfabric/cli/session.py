@@ -56,16 +56,13 @@ def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callab
 class NoDataYet(CliError):
     """The project's embedded Valkey was never started, so there is no data to read."""
 
-    def __init__(self) -> None:
-        super().__init__("no_data", *no_data())
-
 
 @asynccontextmanager
 async def open_backend(target: Target) -> AsyncGenerator[Backend]:
     """A backend on existing data. Raises `NoDataYet` instead of creating a folder."""
     location = ServerLocation(target.url)
     if location.embedded and not has_data():
-        raise NoDataYet
+        raise NoDataYet("no_data", *no_data())
     try:
         backend = await location.open_existing(name="flowfabric-cli", connect_timeout=CONNECT_S)
         async with aclosing(backend):

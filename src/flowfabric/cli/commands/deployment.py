@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -62,12 +62,11 @@ def _print_findings(where: str, findings: list[Finding]) -> None:
 
 def _verdict(grades: Counter[Grade]) -> Cell:
     warnings, broken = grades[Grade.WARNING], grades[Grade.BROKEN]
-    if broken:
-        more = f", {plural(warnings, 'warning')}" if warnings else ""
-        return f"{plural(broken, 'check')} failed{more}.", "bold red"
-    if warnings:
-        return f"No check failed, {plural(warnings, 'warning')}.", "yellow"
-    return "All checks passed.", "green"
+    if not broken and not warnings:
+        return "All checks passed.", "green"
+    failed = plural(broken, "check") if broken else "No check"
+    more = f", {plural(warnings, 'warning')}" if warnings else ""
+    return f"{failed} failed{more}.", "bold red" if broken else "yellow"
 
 
 async def secrets(target: Deployment) -> None:
@@ -106,10 +105,9 @@ def _row(group: _KeyGroup) -> Row:
 
 
 def _grouped(found: list[HmacKids]) -> list[_KeyGroup]:
-    groups: dict[tuple[str | None, ...], list[HmacKids]] = {}
+    groups = defaultdict[tuple[str | None, ...], list[HmacKids]](list)
     for keys in found:
-        kids = (keys.current_kid, *(key.kid for key in keys.verifying))
-        groups.setdefault(kids, []).append(keys)
+        groups[keys.current_kid, *(key.kid for key in keys.verifying)].append(keys)
     latest: list[_KeyGroup] = []
     for kids, members in groups.items():
         columns = zip(*(keys.verifying for keys in members), strict=True)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -29,7 +30,7 @@ _PAGE = 500
 _RETRY_S = 0.5
 _SUMMARY_FIELDS = ("version", "patch_kind", "first_applied_ms", "last_updated_ms")
 _FROM_HELP = "Start after this frame: an id from --json, milliseconds, start or end."
-_parse_cursor = options.checked(StreamCursor.parse)
+_parse_cursor = partial(options.checked, StreamCursor.parse)
 
 
 async def tail(
@@ -79,11 +80,8 @@ async def summary(
         index = max(1, info.total_attempt_count if attempt is None else attempt) - 1
         found = await backend.streams.read_summary(execution_id, index)
     if found is None:
-        raise CliError(
-            "no_summary",
-            f"attempt {index + 1} of {execution_id} has no summary",
-            "another attempt may have one: pass --attempt",
-        )
+        problem = f"attempt {index + 1} of {execution_id} has no summary"
+        raise CliError("no_summary", problem, "another attempt may have one: pass --attempt")
     document = msgspec.Raw(found.document_json)
     if target.as_json:
         plain = {"execution_id": execution_id, "attempt_index": index, "document": document}
@@ -128,11 +126,8 @@ class _Follower:
     async def _begin(self, attempt: int | None, cursor: StreamCursor) -> None:
         count = max(1, (await self._info()).total_attempt_count)
         if attempt is not None and attempt > count:
-            raise CliError(
-                "attempt_not_found",
-                f"{self.id} has {plural(count, 'attempt')}, no attempt {attempt}",
-                "omit --attempt to start with the newest",
-            )
+            problem = f"{self.id} has {plural(count, 'attempt')}, no attempt {attempt}"
+            raise CliError("attempt_not_found", problem, "omit --attempt to start with the newest")
         self.printer.index = (attempt or count) - 1
         if cursor.is_concrete:
             self.cursor = cursor.text

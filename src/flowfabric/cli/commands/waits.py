@@ -33,10 +33,6 @@ _NO_SIGNAL = (
     "the execution waits for an operator to resume it and accepts no signal or payload",
     "omit the options to resume it, or end it with `flowfabric cancel`",
 )
-_HOW_TO_ANSWER = (
-    "set FF_WAITPOINT_TOKEN to the token of the waitpoint; operators need no token: "
-    "`flowfabric approve`"
-)
 _TOKEN_HINTS = {
     "invalid_token": "pass the token of this waitpoint exactly as it was issued; `flowfabric "
     "waiting` shows its signing key and fingerprint",
@@ -140,8 +136,7 @@ async def signal(
         str,
         value(
             "TOKEN",
-            "The waitpoint's token. Other users of this machine can see options; "
-            "prefer the variable.",
+            "The waitpoint's token. Prefer the variable: other users can see options.",
             envvar="FF_WAITPOINT_TOKEN",
             show_default=False,
         ),
@@ -157,7 +152,8 @@ async def signal(
     For services and people without operator access. Operators use `flowfabric approve`.
     """
     if not token:
-        raise UsageError("missing_token", "a signal needs the waitpoint's token", _HOW_TO_ANSWER)
+        hint = "set FF_WAITPOINT_TOKEN to it; operators need no token: `flowfabric approve`"
+        raise UsageError("missing_token", "a signal needs the waitpoint's token", hint)
     async with _open_waitpoint(target, id_, waitpoint) as (backend, found):
         outcome = await backend.signals.deliver_signal(
             found.execution_id,

@@ -53,12 +53,14 @@ _APPLICATION = argument(
     parser=_parse_application,
 )
 _LANES = value(
-    "A,B", "Serve these lanes instead of those of the tasks.", parser=options.names(validate_lane)
+    "A,B",
+    "Serve these lanes instead of those of the tasks.",
+    parser=partial(options.checked_names, validate_lane),
 )
 _CAPABILITIES = value(
     "GPU,…",
     "Capabilities that this machine offers.",
-    parser=options.names(lambda name: normalise([name], "worker")),
+    parser=partial(options.checked_names, lambda name: normalise([name], "worker")),
 )
 _LEASE_TTL = options.duration("How long a dead worker keeps its tasks.", "1s", "7d")
 _BLOCK_LIMIT = options.duration(
@@ -104,7 +106,7 @@ def worker(
     task that ignores cancellation or blocks the process delays the stop by at most the grace
     period and a few seconds.
     """
-    target = Target.of(context, url, namespace)
+    target = Target.of(context, url, namespace, as_json=json_logs)
     as_json = set_up_logs(log_level, as_json=json_logs)
     app = load_app(application)
     if target.url is not None:

@@ -8,8 +8,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from flowfabric.cli.views import screen as pieces
-from flowfabric.cli.views.screen import Row, Screen
+from flowfabric.cli.views.screen import Row, Screen, drop_columns, id_cell, print_json, state_cell
 from flowfabric.cli.views.text import age, clean, short_length
 from flowfabric.core.contracts.executions import ExecutionSummary
 from flowfabric.core.text import plural
@@ -35,7 +34,7 @@ def print_listing(listing: ExecutionListing, *, filtered: bool) -> None:
 
 def _fitted(listing: ExecutionListing, screen: Screen) -> list[Row]:
     length = short_length(row.execution_id.uuid for row in listing.rows)
-    return pieces.drop_columns(_rows(listing, length), _OPTIONAL_COLUMNS, screen.console.width)
+    return drop_columns(_rows(listing, length), _OPTIONAL_COLUMNS, screen.console.width)
 
 
 def _rows(listing: ExecutionListing, id_length: int | None) -> list[Row]:
@@ -45,13 +44,13 @@ def _rows(listing: ExecutionListing, id_length: int | None) -> list[Row]:
 
 def _row(row: ExecutionSummary, now_ms: int, id_length: int | None, *, namespace: bool) -> Row:
     progress = f" {row.progress_pct}%" if row.progress_pct and row.completed_at is None else ""
-    cells: Row = {"ID": pieces.id_cell(row.execution_id, id_length)}
+    cells: Row = {"ID": id_cell(row.execution_id, id_length)}
     if namespace:
         cells["NAMESPACE"] = row.namespace
     return cells | {
         "KIND": row.execution_kind,
         "LANE": row.lane_id,
-        "STATE": pieces.state_cell(row.public_state.value, progress),
+        "STATE": state_cell(row.public_state.value, progress),
         "AGE": age(now_ms - int(row.created_at)),
         "ATTEMPTS": str(row.total_attempt_count or "-"),
         "WORKER": row.worker_instance_id or "-",
@@ -76,7 +75,7 @@ def live_table(screen: Screen) -> Generator[Callable[[ExecutionListing], None]]:
 
         def show(listing: ExecutionListing) -> None:
             room = max(1, console.height - _LINES_AROUND_TABLE)
-            table = pieces.render_table(_fitted(listing, screen)[:room])
+            table = screen.render_table(_fitted(listing, screen)[:room])
             footer = Text(f"{_footer(listing)} · Ctrl-C to stop", "bright_black")
             live.update(Group(table, Text(), footer), refresh=True)
 
@@ -92,7 +91,7 @@ def change_printer(*, as_json: bool) -> Callable[[ExecutionListing], None]:
             if before.get(row.execution_id) == row:
                 continue
             if as_json:
-                pieces.print_json(row)
+                print_json(row)
                 continue
             cells = _row(row, listing.now_ms, None, namespace=False).values()
             texts = (cell if isinstance(cell, str) else cell[0] for cell in cells)

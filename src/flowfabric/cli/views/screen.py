@@ -82,12 +82,23 @@ class Screen:
     def table(self, rows: Sequence[Row]) -> None:
         """Print a table. A pipe gets all text, without colours."""
         if self.terminal:
-            self.console.print(render_table(rows, wrap=True))
+            self.console.print(self.render_table(rows, wrap=True))
             return
         widths = _widths(rows)
         for cells in (widths, *(map(_plain, row.values()) for row in rows)):
             line = "  ".join(map(str.ljust, cells, widths.values()))
             sys.stdout.write(f"{line.rstrip()}\n")
+
+    def render_table(self, rows: Sequence[Row], *, wrap: bool = False) -> Table:
+        """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
+        table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
+        *others, last = _widths(rows).items() or [("", 0)]
+        for header, width in others:
+            table.add_column(header, no_wrap=True, min_width=min(width, _MAX_WIDTH))
+        table.add_column(last[0], no_wrap=not wrap, overflow="fold" if wrap else "ellipsis")
+        for row in rows:
+            table.add_row(*map(_text, row.values()))
+        return table
 
     def section(self, title: str) -> None:
         """Print a heading with an empty line above it."""
@@ -115,18 +126,6 @@ class Screen:
                 self.console.print(Padding(Text(line), (0, 0, 0, 2)))
             else:
                 sys.stdout.write(f"  {line}\n")
-
-
-def render_table(rows: Sequence[Row], *, wrap: bool = False) -> Table:
-    """A table for a terminal. If it is too wide, the last column is wrapped or cut."""
-    table = Table(box=None, pad_edge=False, header_style="bright_black", padding=(0, 2, 0, 0))
-    *others, last = _widths(rows).items() or [("", 0)]
-    for header, width in others:
-        table.add_column(header, no_wrap=True, min_width=min(width, _MAX_WIDTH))
-    table.add_column(last[0], no_wrap=not wrap, overflow="fold" if wrap else "ellipsis")
-    for row in rows:
-        table.add_row(*map(_text, row.values()))
-    return table
 
 
 def drop_columns(rows: list[Row], optional: Sequence[str], width: int) -> list[Row]:

@@ -76,7 +76,6 @@ class TextPrinter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def frame(self, frame: StreamedFrame) -> None:
-        """Print one frame on standard output."""
         style = _style(frame)
         if frame.encoding == "utf8":
             # A character may be split between two frames.
@@ -153,7 +152,6 @@ class JsonPrinter:
     index = 0
 
     def frame(self, frame: StreamedFrame) -> None:
-        """Print one frame."""
         try:
             payload, form = frame.payload.decode(), "text"
         except UnicodeDecodeError:
@@ -162,7 +160,6 @@ class JsonPrinter:
         print_json({"type": "frame", "attempt_index": self.index} | fields)
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Print what happened."""
         print_json({"type": kind, "attempt_index": self.index} | fields)
         sys.stdout.flush()
 

@@ -16,10 +16,7 @@ TIMEOUT_ONLY = "__timeout_only__"
 _SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
 _ENDINGS = {
     "cancelled": "ended when its execution was cancelled",
-    "timed_out_fail": "timed out",
-    "timed_out_cancel": "timed out",
-    "timed_out_expire": "timed out",
-    "timed_out_auto_resume": "timed out",
+    "resumed": "was resumed by an operator",
 }
 _TIMED = {
     "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
@@ -52,9 +49,8 @@ def describe_end(last: LastWait, now_ms: int) -> str:
     ago = "" if last.closed_at is None else f" {age(now_ms - last.closed_at)} ago"
     if last.answers:
         return f"was answered{ago}: " + ", ".join(_answer(signal) for signal in last.answers)
-    if last.close_reason == "resumed":
-        return f"was resumed by an operator{ago}"
-    return f"{_ENDINGS.get(last.close_reason, last.close_reason)}{ago}"
+    reason = last.close_reason
+    return ("timed out" if reason.startswith("timed_out") else _ENDINGS.get(reason, reason)) + ago
 
 
 def _answer(signal: ResumeSignal) -> str:
