@@ -103,7 +103,7 @@ def test_no_time_at_all_is_no_deadline(app: ff.Fabric) -> None:
     with pytest.raises(ff.ConfigError, match=r"task\.deadline: must be more than 0; None means"):
         app.task(deadline="0s")(pair)
     # The engine's word for "no limit" (`attempt_timeout_ms`).
-    assert app.task(timeout=0)(pair).policy is not None
+    assert app.task(timeout=0)(pair).shared.policy is not None
 
 
 def test_what_is_unexpected_is_said_beside_what_is_missing(app: ff.Fabric) -> None:

@@ -178,7 +178,7 @@ async def test_options_add_up_and_leave_the_task_as_it_was(app: ff.Fabric) -> No
     info = await run.info()
     assert (info.lane_id, info.priority) == ("mail", 9)
     assert await tags_of(app, run) == {"a.b": "c"}
-    assert ((await (await greet.submit("Ada")).info()).priority, greet.priority) == (0, None)
+    assert ((await (await greet.submit("Ada")).info()).priority, greet.shared.priority) == (0, None)
     moved = await urgent.options(lane="other").options(lane=None).submit("Ada")
     assert (await moved.info()).lane_id == "mail"
 

@@ -66,8 +66,8 @@ def test_a_misplaced_context_is_refused_where_it_is_defined(
 def test_a_number_of_retries_is_a_retry_policy(app: ff.Fabric) -> None:
     short = app.task("short", retry=3)(function_with(""))
     long = app.task("long", retry=ff.Retry(3))(function_with(""))
-    assert short.policy is not None
-    assert short.policy == long.policy
+    assert short.shared.policy is not None
+    assert short.shared.policy == long.shared.policy
 
 
 @pytest.mark.parametrize("retry", [True, "3", 1.5])

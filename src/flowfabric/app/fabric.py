@@ -7,7 +7,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overloa
 
 from flowfabric.app.calls import Calls, SubmitManyError, check_sizes, created, payloads_of
 from flowfabric.app.run import Run, SyncRun
-from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction
+from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction, shared_fields
 from flowfabric.app.worker import AppWorker, SyncAppWorker
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
@@ -68,7 +68,7 @@ class Fabric(AsyncClosing):
 
         >>> run = await app.named("resize", priority=5).submit("cat.png", 300)
         """
-        return Task(self, name, options=options)
+        return Task(self, shared_fields(name), options=options)
 
     async def client(self) -> Client:
         """The connected client of this application and event loop."""
@@ -125,7 +125,7 @@ class Fabric(AsyncClosing):
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
         task = self._task(task)
-        if task.idempotency_key is not None:
+        if task.shared.idempotency_key:
             problem = "A batch cannot share one key. Submit the calls one by one."
             raise invalid_input("idempotency_key", problem)
         payloads = payloads_of(task.encode, calls)
@@ -133,10 +133,7 @@ class Fabric(AsyncClosing):
             return []
         client = await self.client()
         ids = client.mint(task.lane, len(payloads))
-        new = [
-            task.new_execution(execution_id, payload)
-            for execution_id, payload in zip(ids, payloads, strict=True)
-        ]
+        new = list(map(task.new_execution, ids, payloads))
         check_sizes(payloads, client.backend.max_payload_bytes)
         try:
             outcomes = await client.submit_many(new)
@@ -152,7 +149,7 @@ class Fabric(AsyncClosing):
         if isinstance(task, Task):
             return cast("Task[..., Any]", task)
         if isinstance(task, str):
-            return Task(self, task)
+            return self.named(task)
         problem = f"must be a task or its name, got {task!r}. Decorate the function with @app.task."
         raise invalid_input("task", problem)
 
@@ -197,10 +194,9 @@ class Fabric(AsyncClosing):
         (default: three leases), the worker releases its other executions.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
-        served = lanes or tuple(named)
         config = WorkerConfig(
             namespace=self.namespace,
-            lanes=served or ("default",),
+            lanes=lanes or tuple(named) or ("default",),
             # Checked and kept as a tuple there.
             capabilities=cast("Sequence[str]", capabilities),
             lease_ttl_ms=to_ms(lease_ttl, "lease_ttl"),

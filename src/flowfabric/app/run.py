@@ -14,7 +14,7 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
-from flowfabric.sdk.blocking import SyncTwin, blocking
+from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
 from flowfabric.sdk.client import Client, Outcome, SignalOptions
 from flowfabric.sdk.following import Tail
 
@@ -169,17 +169,13 @@ class Run(Generic[R_co]):
 class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     """`Run` without `await`."""
 
-    __slots__ = ()
+    __slots__ = ("duplicate", "id")
 
-    @property
-    def id(self) -> ExecutionId:
-        """The execution's id."""
-        return self._target.id
-
-    @property
-    def duplicate(self) -> bool:
+    def __init__(self, target: Run[R_co], caller: Caller) -> None:
+        super().__init__(target, caller)
+        self.id = target.id
+        self.duplicate = target.duplicate
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
-        return self._target.duplicate
 
     state = blocking(Run[R_co].state)
     info = blocking(Run[R_co].info)

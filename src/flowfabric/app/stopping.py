@@ -99,21 +99,20 @@ class _Signals:
         self._old_handlers.clear()
 
 
-class _Forking(threading.local):
-    """Blocks signals during a fork: the child would pass them on to its parent."""
-
-    def hold(self) -> None:
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-    def release(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+_before_fork = threading.local()
 
 
-_forking = _Forking()
+def _hold() -> None:
+    """Block signals during a fork: the child would pass them on to its parent."""
+    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
+
+
 # `forget` was registered earlier, so it runs in the child before the release.
-os.register_at_fork(
-    before=_forking.hold, after_in_parent=_forking.release, after_in_child=_forking.release
-)
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
 @contextlib.contextmanager

@@ -74,46 +74,27 @@ class Task(Generic[P, R_co]):
     def __init__(
         self,
         app: "Fabric",
-        name: str,
-        *,
-        lane: str = "default",
-        policy: ExecutionPolicy | None = None,
+        shared: NewExecution,
         arguments: Arguments | None = None,
         options: SubmitOptions | None = None,
     ) -> None:
-        self.name = name
-        self.policy = policy
-        self._arguments = arguments
         self._app = app
-        self._options = options = options or {}
-        self._own_lane = lane
-        self.lane = options.get("lane") or lane
-        self.priority = options.get("priority")
-        self.idempotency_key = options.get("idempotency_key")
-        delay = options.get("delay")
-        self.delay_ms = None if delay is None else to_ms(delay, "delay")
-        self.tags = options.get("tags") or {}
-        if options:
-            _check(options)
-
-    @property
-    def returns(self) -> Any:
+        self._own = shared
+        self._arguments = arguments
+        self._options: SubmitOptions = options or {}
+        self.shared = _adjusted(shared, options) if options else shared
+        """What all its submissions have in common."""
+        self.name = self.shared.execution_kind
+        self.lane = self.shared.lane_id
+        self.returns: Any = Any if arguments is None else arguments.returns
         """The type of the result; `Any` when only the name is known."""
-        return Any if self._arguments is None else self._arguments.returns
 
     def options(self, **options: Unpack[SubmitOptions]) -> "Task[P, R_co]":
         """The same task with other options for its submissions.
 
         >>> run = await app.submit(greet.options(idempotency_key="greet-ada"), "Ada")
         """
-        return Task(
-            self._app,
-            self.name,
-            lane=self._own_lane,
-            policy=self.policy,
-            arguments=self._arguments,
-            options={**self._options, **options},
-        )
+        return Task(self._app, self._own, self._arguments, {**self._options, **options})
 
     async def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R_co]:
         """Submit one execution and return a handle on it. Arguments become JSON."""
@@ -131,18 +112,11 @@ class Task(Generic[P, R_co]):
 
     def new_execution(self, execution_id: ExecutionId, payload: bytes) -> NewExecution:
         """One execution of this task, with its options."""
-        return NewExecution(
+        return msgspec.structs.replace(
+            self.shared,
             execution_id=execution_id,
-            execution_kind=self.name,
             input_payload=payload,
-            payload_encoding=codec.JSON,
             namespace=self._app.namespace,
-            lane_id=self.lane,
-            priority=self.priority,
-            idempotency_key=self.idempotency_key or "",
-            tags=self.tags,
-            policy=self.policy,
-            delay_ms=self.delay_ms,
         )
 
     def __repr__(self) -> str:
@@ -170,9 +144,9 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
         policy: ExecutionPolicy | None,
     ) -> None:
         self.function = function
-        own_name = _name_of(function, name)
-        self.arguments = Arguments(function, own_name)
-        super().__init__(app, own_name, lane=lane, policy=policy, arguments=self.arguments)
+        shared = shared_fields(_name_of(function, name), lane_id=lane, policy=policy)
+        self.arguments = Arguments(function, shared.execution_kind)
+        super().__init__(app, shared, self.arguments)
         self.is_async = inspect.iscoroutinefunction(function)
         self.__name__ = self.name
         self.__doc__ = function.__doc__
@@ -226,26 +200,29 @@ class TaskDecorator:
         return task
 
 
-def _check(options: SubmitOptions) -> None:
-    """Refuse options of a wrong type.
+def shared_fields(name: str, **fields: Any) -> NewExecution:
+    """What the executions of a task have in common; each gets its id and payload later."""
+    no_id = ExecutionId.trusted("")
+    return NewExecution(
+        execution_id=no_id, execution_kind=name, payload_encoding=codec.JSON, **fields
+    )
 
-    `idempotency_key=0` would otherwise mean no key, and a string as `tags` would crash.
-    """
+
+def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
+    """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
-    lane, key = options.get("lane"), options.get("idempotency_key")
-    if lane is not None:
-        validate_lane(lane, "lane")
-    priority = options.get("priority")
+    lane, key, delay = options.get("lane"), options.get("idempotency_key"), options.get("delay")
+    priority, tags = options.get("priority"), options.get("tags")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
-    if key is not None:
-        validate_text(key, "idempotency_key")
-    tags = options.get("tags")
-    if tags is not None:
-        if not isinstance(tags, Mapping):
-            problem = f"must map strings to strings, got {type(tags).__name__}"
-            raise invalid_input("tags", problem, undecodable=True)
-        validate_creation_tags(tags)
+    return msgspec.structs.replace(
+        shared,
+        lane_id=shared.lane_id if lane is None else validate_lane(lane, "lane"),
+        priority=priority,
+        idempotency_key="" if key is None else validate_text(key, "idempotency_key"),
+        delay_ms=None if delay is None else to_ms(delay, "delay"),
+        tags={} if tags is None else validate_creation_tags(tags),
+    )
 
 
 def _refuse_unknown(given: Mapping[str, object], options: type) -> None:

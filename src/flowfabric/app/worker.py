@@ -46,7 +46,6 @@ class AppWorker:
         self._location = location
         self._tasks = tasks
         self._on_unknown: Literal["fail", "release"] = on_unknown_kind
-        self._threads = HandlerThreads()
         self._runtime: WorkerRuntime | None = None
         self._stop_asked = False
         self._background: asyncio.Task[RunSummary] | None = None
@@ -62,6 +61,7 @@ class AppWorker:
         """Serve until stopped, then wait for running tasks; returns what was done."""
         # Checks settings before it starts the embedded server.
         worker = await Worker.connect(self.config, self._location.open)
+        self._threads = HandlerThreads()
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():
             runtime.on(kind, self._handler(task, runtime))
@@ -75,7 +75,6 @@ class AppWorker:
         finally:
             self._runtime, self._stop_asked = None, False
             self._threads.close()
-            self._threads = HandlerThreads()
             await worker.aclose()
 
     def stop(self) -> None:
@@ -85,10 +84,7 @@ class AppWorker:
             self._runtime.stop()
 
     def release_leases(self) -> int:
-        """Release every lease, from any thread, before a blocked process ends.
-
-        Other workers then need not wait until the leases expire.
-        """
+        """Release every lease, from any thread: others need not wait until they expire."""
         return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
 
     def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:

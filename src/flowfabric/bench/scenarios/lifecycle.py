@@ -25,13 +25,14 @@ async def floor(at: Arena) -> Figures:
     claim_s, rows = await timed(raw.send(raw.claims(n)))
     complete_s, _ = await timed(raw.send(raw.completions(rows)))
     cpu = await at.server_cpu_s() - cpu
-    return {
-        "submit_per_s": n / create_s,
-        "claim_per_s": n / claim_s,
-        "complete_per_s": n / complete_s,
-        "lifecycle_per_s": n / (create_s + claim_s + complete_s),
-        "server_us": cpu / n * 1e6,
-    }
+    whole_s = create_s + claim_s + complete_s
+    return _rates(n, cpu, submit=create_s, claim=claim_s, complete=complete_s, lifecycle=whole_s)
+
+
+def _rates(n: int, server_s: float, **seconds: float) -> Figures:
+    """Executions per second of each phase, and the server's time for each execution."""
+    rates = {f"{phase}_per_s": n / took_s for phase, took_s in seconds.items()}
+    return {**rates, "server_us": server_s / n * 1e6}
 
 
 async def lifecycle(at: Arena) -> Figures:
@@ -49,13 +50,9 @@ async def lifecycle(at: Arena) -> Figures:
         process_s = await _process(at, app, n)
         at.progress.step(n)
         server, python = await at.server_cpu_s() - server, time.process_time() - python
-    return {
-        "submit_per_s": n / submit_s,
-        "process_per_s": n / process_s,
-        "lifecycle_per_s": n / (submit_s + process_s),
-        "server_us": server / n * 1e6,
-        "python_us": python / n * 1e6,
-    }
+    whole_s = submit_s + process_s
+    rates = _rates(n, server, submit=submit_s, process=process_s, lifecycle=whole_s)
+    return {**rates, "python_us": python / n * 1e6}
 
 
 async def _submit(at: Arena, app: BenchApp, n: int) -> None:
@@ -90,13 +87,9 @@ async def _unbatched(at: Arena) -> Figures:
     start = time.perf_counter()
     for _ in range(_PINGS):
         await at.backend.meta.ping()
-    ping_s = (time.perf_counter() - start) / _PINGS
-    return {
-        **figures,
-        "callers": _CALLERS,
-        "serial_per_s": serial["lifecycle_per_s"],
-        "ping_us": ping_s * 1e6,
-    }
+    ping_us = (time.perf_counter() - start) / _PINGS * 1e6
+    more = {"serial_per_s": serial["lifecycle_per_s"], "ping_us": ping_us}
+    return {**figures, "callers": _CALLERS, **more}
 
 
 async def _single_calls(at: Arena, callers: int) -> Figures:
@@ -126,9 +119,4 @@ async def _single_calls(at: Arena, callers: int) -> Figures:
         await at.until_done()
         whole_s = time.perf_counter() - start
         server = await at.server_cpu_s() - server
-    return {
-        "submit_per_s": n / submit_s,
-        "process_per_s": n / whole_s,
-        "lifecycle_per_s": n / whole_s,
-        "server_us": server / n * 1e6,
-    }
+    return _rates(n, server, submit=submit_s, process=whole_s, lifecycle=whole_s)
