@@ -12,7 +12,6 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.model.parts import Lease, Policy
 
@@ -25,7 +24,7 @@ class Harness:
     def __init__(self, url: str) -> None:
         self.loop = asyncio.new_event_loop()
         self.backend: ValkeyBackend = self.run(
-            ValkeyBackend.connect(parse_url(url), prepare_with=PartitionCounts(), limits=Limits())
+            ValkeyBackend.connect(parse_url(url), prepare_with=PartitionCounts())
         )
 
     def run(self, work: Awaitable[Any]) -> Any:

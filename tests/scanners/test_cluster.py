@@ -10,7 +10,6 @@ import pytest
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.transport import Transport
@@ -37,7 +36,6 @@ async def clustered() -> AsyncIterator[Engine]:
         backend = await ValkeyBackend.connect(
             parse_url(f"valkey+cluster://127.0.0.1:{server.port}"),
             prepare_with=PartitionCounts(),
-            limits=Limits(),
         )
         async with backend:
             yield Engine(backend)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flowfabric.core.errors import PermanentError, RetryableError, TransportError
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.runtime import RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
@@ -146,7 +145,7 @@ async def test_oversized_result_fails_with_a_clear_reason(
 
     ids = [(await submit(engine.backend, kind=k, policy=RETRY_SOON))[0] for k in ("big", "fits")]
     worker = await make_worker(max_concurrent_tasks=2)
-    valkey_of(worker).calls.limits = Limits(max_payload_bytes=100)
+    valkey_of(worker).calls.max_payload_bytes = 100
     async with serving(worker, {"big": handler, "fits": handler}) as runtime:
         await until(finished(runtime, 2), "both ends")
     big, fits = [await info(engine.backend, i) for i in ids]

@@ -22,7 +22,6 @@ from flowfabric.core.errors import (
     ValidationError,
 )
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.sdk.attempt import verify
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -167,7 +166,7 @@ async def test_refused_argument_leaves_the_task_usable(
     engine: Engine, make_worker: MakeWorker
 ) -> None:
     worker = await make_worker()
-    valkey_of(worker).calls.limits = Limits(max_payload_bytes=10)
+    valkey_of(worker).calls.max_payload_bytes = 10
     task = await claimed(worker, engine)
     with pytest.raises(ValidationError, match="payload_too_large"):
         await task.complete(b"x" * 11)

@@ -20,7 +20,6 @@ from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
 
@@ -45,7 +44,7 @@ async def prepared_backend(
 ) -> AsyncGenerator[ValkeyBackend]:
     """On an emptied keyspace, with the test clock at the server's time."""
     async with await ValkeyBackend.connect(
-        parse_url(url), prepare_with=counts or PartitionCounts(), limits=Limits()
+        parse_url(url), prepare_with=counts or PartitionCounts()
     ) as backend:
         await backend.transport.call("FLUSHALL")
         await backend.meta.prepare()

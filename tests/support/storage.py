@@ -13,7 +13,6 @@ from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.engine.valkey.streams import ValkeyStreams
 from flowfabric.valkey.address import parse_url
@@ -80,9 +79,7 @@ async def lossy(
 ) -> AsyncGenerator[tuple[ValkeyBackend, FaultProxy]]:
     """A second client of the same engine whose replies can be lost on the way."""
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
             yield client, proxy
         finally:

@@ -126,7 +126,7 @@ async def test_an_execution_in_two_indexes_is_claimed_once(engine: Engine) -> No
 async def test_a_result_over_the_limit_stops_nobody_else(engine: Engine) -> None:
     large, small = await engine.running(), await engine.running()
     following = await engine.create()
-    limit = engine.backend.calls.limits.max_payload_bytes
+    limit = engine.backend.calls.max_payload_bytes
     outcomes, claimed = await engine.backend.claims.complete_and_claim(
         large.execution_id.tag,
         [Completion(large, b"x" * (limit + 1)), Completion(small, b"x" * limit)],

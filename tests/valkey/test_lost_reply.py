@@ -9,7 +9,6 @@ import pytest
 
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
@@ -47,9 +46,7 @@ async def run(engine: Engine, proxy: FaultProxy, case: Case, *, lose: bool) -> t
     await backend.meta.prepare()
     await engine.freeze(EPOCH)
     given = await case.setup(engine)
-    client = await ValkeyBackend.connect(
-        parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-    )
+    client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
     try:
         if lose:
             proxy.drop_next_reply(case.function.encode())

@@ -23,7 +23,6 @@ from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine, refused
 from tests.support.executions import POLICY
@@ -59,9 +58,7 @@ async def interrupted(
 ) -> Any:
     """The answer of a call whose reply is lost, when something happens before its repeat."""
     with HoldingProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
             proxy.drop_next_reply(function.encode())
             under_way = asyncio.ensure_future(call(client))

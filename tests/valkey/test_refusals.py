@@ -12,7 +12,6 @@ from flowfabric.core.errors import TransportError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
 from tests.support.engine import LANE, TTL, Engine
@@ -26,7 +25,7 @@ async def limited(backend: ValkeyBackend, url: str, *rules: str) -> AsyncGenerat
     await backend.transport.call_all_primaries("ACL", "SETUSER", "limited", *everything, *rules)
     address = msgspec.structs.replace(parse_url(url), username="limited", password="pw")
     try:
-        async with await ValkeyBackend.connect(address, limits=Limits()) as client:
+        async with await ValkeyBackend.connect(address) as client:
             yield Engine(client)
     finally:
         await backend.transport.call_all_primaries("ACL", "DELUSER", "limited")

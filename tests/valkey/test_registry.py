@@ -10,7 +10,6 @@ import pytest
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.feeds import decode_entry
 from flowfabric.valkey.address import parse_url
 from tests.conformance.test_registry import ELSE, W1
@@ -19,9 +18,7 @@ from tests.support.server import TestServer
 
 
 async def another_process(valkey: TestServer) -> ValkeyBackend:
-    return await ValkeyBackend.connect(
-        parse_url(valkey.url), prepare_with=PartitionCounts(), limits=Limits()
-    )
+    return await ValkeyBackend.connect(parse_url(valkey.url), prepare_with=PartitionCounts())
 
 
 async def worker_events(engine: Engine) -> list[Event]:

@@ -10,7 +10,6 @@ import pytest
 
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from flowfabric.valkey.cluster import slot_of
 from tests.support.cluster import TestCluster, until
@@ -20,9 +19,7 @@ from tests.support.streams import append, frames
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await ValkeyBackend.connect(
-        parse_url(cluster.url), prepare_with=PartitionCounts(), limits=Limits()
-    )
+    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=PartitionCounts())
     yield Engine(backend)
     await backend.aclose()
 

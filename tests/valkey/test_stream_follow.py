@@ -11,7 +11,6 @@ from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.stream_pool import StreamPool
 from flowfabric.valkey.address import parse_url
 from tests.conformance.test_stream_follow import collect
@@ -55,9 +54,7 @@ async def test_a_silent_attempt_ends_too(engine: Engine) -> None:
 async def test_cuts_lose_and_repeat_nothing(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
             follower = client.streams.follow_stream(handle.execution_id, 0)
             reading = asyncio.ensure_future(collect(follower))
@@ -131,7 +128,6 @@ async def test_a_passing_fault_is_told_once(engine: Engine, valkey: TestServer) 
         client = await ValkeyBackend.connect(
             parse_url(proxy.url),
             prepare_with=PartitionCounts(),
-            limits=Limits(),
             request_timeout=0.3,
         )
         try:

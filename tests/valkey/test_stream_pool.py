@@ -17,7 +17,6 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.engine.valkey.stream_pool import StreamPool, ceiling_from_env
 from tests.support.engine import Engine, refused
 from tests.support.storage import until_blocked, use_pool, waiting_tail
@@ -160,7 +159,7 @@ async def test_shutdown_reports_who_outlasts_the_grace(engine: Engine) -> None:
 
 async def test_closing_ends_waiting_tails(engine: Engine, backend: ValkeyBackend) -> None:
     handle = await engine.running()
-    other = ValkeyBackend(backend.transport, PartitionCounts(), Limits())
+    other = ValkeyBackend(backend.transport, PartitionCounts())
     tail = asyncio.ensure_future(other.streams.tail_stream(handle.execution_id, 0, block_ms=20_000))
     await until_blocked(backend)
     await other.stream_pool.aclose()

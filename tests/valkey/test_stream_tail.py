@@ -9,7 +9,6 @@ from typing import Any
 from flowfabric.core.contracts.streams import BestEffort
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.engine import Engine
 from tests.support.proxy import FaultProxy
@@ -71,9 +70,7 @@ async def test_large_replies_use_no_shared_connection(engine: Engine, valkey: Te
     handle = await engine.running()
     await engine.backend.streams.append_frames(handle, frames(*(bytes(60_000),) * 16))
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
             connected = proxy.connections
             await client.streams.read_stream(handle.execution_id, 0)
@@ -87,9 +84,7 @@ async def test_large_replies_use_no_shared_connection(engine: Engine, valkey: Te
 async def test_sixty_four_tails_have_their_full_time(valkey: TestServer, engine: Engine) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
 
             async def timed() -> float:
@@ -128,9 +123,7 @@ async def test_a_cancelled_tail_spoils_nothing(engine: Engine) -> None:
 async def test_a_tail_that_lost_its_connection_goes_on(engine: Engine, valkey: TestServer) -> None:
     handle = await engine.running()
     with FaultProxy(valkey.socket_path) as proxy:
-        client = await ValkeyBackend.connect(
-            parse_url(proxy.url), prepare_with=PartitionCounts(), limits=Limits()
-        )
+        client = await ValkeyBackend.connect(parse_url(proxy.url), prepare_with=PartitionCounts())
         try:
             tail = asyncio.ensure_future(
                 client.streams.tail_stream(handle.execution_id, 0, block_ms=20_000)

@@ -11,7 +11,6 @@ from flowfabric.core.contracts.suspension import Accepted, SeedOutcome, Suspende
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.engine.valkey.backend import ValkeyBackend
-from flowfabric.engine.valkey.calls import Limits
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
 from tests.support.engine import Engine, refused
@@ -25,9 +24,7 @@ COUNTS = PartitionCounts(flow=64, budget=1, quota=1)
 
 @pytest.fixture
 async def clustered(cluster: TestCluster) -> AsyncIterator[Engine]:
-    backend = await ValkeyBackend.connect(
-        parse_url(cluster.url), prepare_with=COUNTS, limits=Limits()
-    )
+    backend = await ValkeyBackend.connect(parse_url(cluster.url), prepare_with=COUNTS)
     await backend.transport.call_all_primaries("FLUSHALL")
     await backend.meta.prepare()
     yield Engine(backend)

@@ -7,13 +7,8 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from flowfabric.core.contracts.executions import (
-    AttemptRecord,
-    ExecutionInfo,
-    ExecutionSummary,
-    LeaseSummary,
-    WhyWaiting,
-)
+from flowfabric.core.contracts import executions
+from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionSummary
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
@@ -159,14 +154,14 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about one execution."""
 
     execution: ExecutionInfo
-    lease: LeaseSummary | None
+    lease: executions.LeaseSummary | None
     tags: Mapping[str, str]
     policy: ExecutionPolicy
-    attempts: list[AttemptRecord]
+    attempts: list[executions.AttemptRecord]
     history: list[Event]
     payload: bytes | None
     result: bytes | None
-    why_not_running: WhyWaiting | None
+    why_not_running: executions.WhyWaiting | None
     """None if it has finished."""
     waitpoints: list[OpenWaitpoint]
     """Open waitpoints, without their tokens."""

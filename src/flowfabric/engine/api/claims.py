@@ -5,15 +5,8 @@ from typing import Protocol, Required, TypedDict, Unpack
 
 import msgspec
 
-from flowfabric.core.contracts.leases import (
-    Claim,
-    ClaimedMany,
-    ClaimGrant,
-    ReclaimGrant,
-    ReclaimGrantOutcome,
-    ReclaimOutcome,
-    ResumeGrant,
-)
+from flowfabric.core.contracts import leases
+from flowfabric.core.contracts.leases import Claim, ClaimGrant
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_worker_id
 from flowfabric.engine.api import check
@@ -56,7 +49,7 @@ class Claims(Concern, Protocol):
 
     async def claim_many(
         self, request: ClaimRequest, tag: str, max_n: int, *, request_id: str | None = None
-    ) -> ClaimedMany:
+    ) -> leases.ClaimedMany:
         """Claim up to `max_n` executions of one lane and partition in one step.
 
         They may be new, resumed or reclaimed. Repeating a request id returns the first answer.
@@ -71,7 +64,7 @@ class Claims(Concern, Protocol):
         max_n: int,
         *,
         request_id: str | None = None,
-    ) -> tuple[list[EngineError | None], ClaimedMany]:
+    ) -> tuple[list[EngineError | None], leases.ClaimedMany]:
         """Complete executions of one partition and claim the next ones there in one round trip.
 
         The completions commit first and never depend on the claim. None means success.
@@ -95,7 +88,7 @@ class Claims(Concern, Protocol):
 
     async def issue_reclaim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
-    ) -> ReclaimGrantOutcome:
+    ) -> leases.ReclaimGrantOutcome:
         """Reserve an execution whose lease expired or was revoked."""
         ...
 
@@ -127,11 +120,16 @@ class Claims(Concern, Protocol):
         ...
 
     async def claim_from_resume_grant(
-        self, grant: ResumeGrant, *, worker_id: str, worker_instance_id: str, lease_ttl_ms: int
+        self,
+        grant: leases.ResumeGrant,
+        *,
+        worker_id: str,
+        worker_instance_id: str,
+        lease_ttl_ms: int,
     ) -> Claim:
         """`claim_resumed_execution` on the grant's own lane."""
         return await self.claim_resumed_execution(
-            check.instance(grant, ResumeGrant, "grant"),
+            check.instance(grant, leases.ResumeGrant, "grant"),
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             lease_ttl_ms=lease_ttl_ms,
@@ -156,7 +154,7 @@ class Claims(Concern, Protocol):
 
     async def reclaim_execution(
         self,
-        grant: ReclaimGrant,
+        grant: leases.ReclaimGrant,
         *,
         worker_id: str,
         worker_instance_id: str,
@@ -164,7 +162,7 @@ class Claims(Concern, Protocol):
         max_reclaim_count: int | None = None,
         lease_id: str | None = None,
         attempt_id: str | None = None,
-    ) -> ReclaimOutcome:
+    ) -> leases.ReclaimOutcome:
         """Turn a reclaim grant into a lease and a new attempt; at the cap the execution fails."""
         ...
 

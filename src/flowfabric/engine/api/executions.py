@@ -5,25 +5,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from flowfabric.core.contracts.executions import (
-    Cancelled,
-    Completed,
-    CreateOutcome,
-    Delayed,
-    FailOutcome,
-    NewExecution,
-    PriorityChanged,
-    Replayed,
-    WaitChildrenOutcome,
-)
+from flowfabric.core import ids
+from flowfabric.core.contracts import executions
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
-from flowfabric.core.ids import (
-    ExecutionId,
-    validate_lane,
-    validate_namespace,
-    validate_text,
-)
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.core.tags import validate_creation_tags, validate_tag_key
 from flowfabric.engine.api import check
@@ -58,9 +45,9 @@ def check_size(payload: Any, field: str, limit: int) -> None:
 
 def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     """Refuse an execution that cannot be created as described."""
-    validate_text(item.execution_kind, "execution_kind", required=True)
-    validate_lane(item.lane_id)
-    validate_namespace(item.namespace)
+    ids.validate_text(item.execution_kind, "execution_kind", required=True)
+    ids.validate_lane(item.lane_id)
+    ids.validate_namespace(item.namespace)
     check_size(item.input_payload, "input_payload", max_payload_bytes)
     if item.payload_encoding != "":
         check.text(item.payload_encoding, "payload_encoding")
@@ -69,9 +56,9 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     if item.partition_id is not None and item.partition_id != item.execution_id.partition:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
     if item.idempotency_key != "":
-        validate_text(item.idempotency_key, "idempotency_key")
+        ids.validate_text(item.idempotency_key, "idempotency_key")
     if item.creator_identity != "":
-        validate_text(item.creator_identity, "creator_identity")
+        ids.validate_text(item.creator_identity, "creator_identity")
     if item.tags or type(item.tags) is not dict:
         validate_creation_tags(item.tags)
     if item.delay_until is not None:
@@ -127,11 +114,13 @@ def in_parts(positions: list[int], sizes: list[int]) -> list[list[int]]:
 class Executions(Concern, Protocol):
     """Creating, ending, pausing and changing executions."""
 
-    async def create_execution(self, new: NewExecution) -> CreateOutcome:
+    async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         """Accept one unit of work, at most once per id and per idempotency key."""
         ...
 
-    async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
+    async def create_many(
+        self, items: Sequence[NewExecution]
+    ) -> list[executions.CreateOutcome | EngineError]:
         """Create many. Outcomes are in input order; one item's error affects no other."""
         ...
 
@@ -143,13 +132,13 @@ class Executions(Concern, Protocol):
         result_payload: bytes | None = None,
         result_encoding: str = "",
         source: str = "lease_holder",
-    ) -> Completed:
+    ) -> executions.Completed:
         """End successfully, with an optional result (None = no result)."""
         ...
 
     async def complete(
         self, handle: Handle, result_payload: bytes | None = None, result_encoding: str = ""
-    ) -> Completed:
+    ) -> executions.Completed:
         """`complete_execution` for the holder of the lease."""
         return await self.complete_execution(
             *(check.handle(handle).execution_id, handle),
@@ -157,7 +146,9 @@ class Executions(Concern, Protocol):
             result_encoding=result_encoding,
         )
 
-    async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
+    async def complete_many(
+        self, items: Sequence[Completion]
+    ) -> list[executions.Completed | EngineError]:
         """Complete many. Outcomes are in input order; one item's error affects no other."""
         ...
 
@@ -170,11 +161,11 @@ class Executions(Concern, Protocol):
         failure_category: str,
         source: str = "lease_holder",
         retry_policy_json: str = "",
-    ) -> FailOutcome:
+    ) -> executions.FailOutcome:
         """End the attempt unsuccessfully; the stored policy decides on a retry."""
         ...
 
-    async def fail(self, handle: Handle, reason: str, category: str) -> FailOutcome:
+    async def fail(self, handle: Handle, reason: str, category: str) -> executions.FailOutcome:
         """`fail_execution` for the holder of the lease."""
         return await self.fail_execution(
             *(check.handle(handle).execution_id, handle),
@@ -189,11 +180,11 @@ class Executions(Concern, Protocol):
         *,
         source: str = "operator_override",
         fence: Holder = NO_FENCE,
-    ) -> Cancelled:
+    ) -> executions.Cancelled:
         """End deliberately, from any phase that is not terminal."""
         ...
 
-    async def cancel(self, handle: Handle, reason: str = "") -> Cancelled:
+    async def cancel(self, handle: Handle, reason: str = "") -> executions.Cancelled:
         """`cancel_execution` for the holder of the lease."""
         execution_id = check.handle(handle).execution_id
         return await self.cancel_execution(execution_id, reason, source="worker", fence=handle)
@@ -205,18 +196,18 @@ class Executions(Concern, Protocol):
         *,
         delay_until: int,
         source: str = "lease_holder",
-    ) -> Delayed:
+    ) -> executions.Delayed:
         """Release the lease until a time. If that time has passed, the attempt may resume now."""
         ...
 
-    async def delay(self, handle: Handle, delay_until: int) -> Delayed:
+    async def delay(self, handle: Handle, delay_until: int) -> executions.Delayed:
         """`delay_execution` for the holder of the lease."""
         execution_id = check.handle(handle).execution_id
         return await self.delay_execution(execution_id, handle, delay_until=delay_until)
 
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
-    ) -> WaitChildrenOutcome:
+    ) -> executions.WaitChildrenOutcome:
         """Wait until the open dependencies are resolved.
 
         `Ready` means that there are none, `Impossible` names those that can never be resolved.
@@ -224,7 +215,7 @@ class Executions(Concern, Protocol):
         """
         ...
 
-    async def wait_children(self, handle: Handle) -> WaitChildrenOutcome:
+    async def wait_children(self, handle: Handle) -> executions.WaitChildrenOutcome:
         """`move_to_waiting_children` for the holder of the lease."""
         return await self.move_to_waiting_children(check.handle(handle).execution_id, handle)
 
@@ -249,7 +240,7 @@ class Executions(Concern, Protocol):
 
     async def change_priority(
         self, execution_id: ExecutionId, new_priority: int
-    ) -> PriorityChanged:
+    ) -> executions.PriorityChanged:
         """Store a new priority (clamped to 0..9000) for an execution that is not running yet."""
         ...
 
@@ -261,7 +252,7 @@ class Executions(Concern, Protocol):
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
-    ) -> Replayed:
+    ) -> executions.Replayed:
         """Rerun a finished execution under the same id."""
         ...
 

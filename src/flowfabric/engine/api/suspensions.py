@@ -5,23 +5,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from flowfabric.core.conditions import (
-    Condition,
-    check_bindings,
-    check_tree,
-    checked_condition,
-    condition_json,
-    referenced_waitpoint_keys,
-)
+from flowfabric.core import conditions
+from flowfabric.core.conditions import Condition
+from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.contracts.suspension import (
-    FreshWaitpoint,
-    Resumed,
-    ResumePolicy,
-    SuspendedPage,
-    SuspendOutcome,
-    UsePending,
-)
+from flowfabric.core.contracts.suspension import FreshWaitpoint, ResumePolicy, UsePending
 from flowfabric.core.errors import StateError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_text, validate_uuid
 from flowfabric.engine.api import check
@@ -62,7 +50,7 @@ class Suspensions(Concern, Protocol):
         resume_policy: ResumePolicy | None = None,
         continuation_metadata_pointer: str = "",
         idempotency_key: str | None = None,
-    ) -> SuspendOutcome:
+    ) -> suspension.SuspendOutcome:
         """Release the lease until the condition, the timeout or an operator ends the pause.
 
         Without `waitpoints`, every key that the condition names gets a new one. A repeat with the
@@ -71,7 +59,7 @@ class Suspensions(Concern, Protocol):
         """
         if check.instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
-        condition = checked_condition(condition)
+        condition = conditions.checked_condition(condition)
         bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
         await self._check(condition, bindings, timeout_at)
         behavior = "fail" if timeout_behavior is None else timeout_behavior
@@ -96,8 +84,8 @@ class Suspensions(Concern, Protocol):
                 else ["fresh", binding.waitpoint_id, binding.waitpoint_key]
                 for binding in bindings
             ],
-            "referenced": referenced_waitpoint_keys(condition),
-            "condition": condition_json(condition),
+            "referenced": conditions.referenced_waitpoint_keys(condition),
+            "condition": conditions.condition_json(condition),
         }
         if timeout_at is not None:
             options["timeout_at"] = timeout_at
@@ -107,11 +95,11 @@ class Suspensions(Concern, Protocol):
         self, condition: Condition, bindings: Sequence[Binding], timeout_at: int | None
     ) -> None:
         keys = [b.waitpoint_key if isinstance(b, FreshWaitpoint) else None for b in bindings]
-        check_bindings(condition, keys, timeout_given=timeout_at is not None)
+        conditions.check_bindings(condition, keys, timeout_given=timeout_at is not None)
         if timeout_at is not None:
             check.whole(timeout_at, "timeout_at", -check.MAX_EXACT)
         try:
-            check_tree(condition)
+            conditions.check_tree(condition)
             _check_limits(bindings)
         except ValidationError:
             # A time long past is refused first, and only the engine's clock can tell.
@@ -119,7 +107,7 @@ class Suspensions(Concern, Protocol):
                 raise ValidationError("invalid_input", "timeout_at_in_past") from None
             raise
 
-    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> SuspendOutcome:
+    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> suspension.SuspendOutcome:
         """Store a suspension whose form was checked."""
         ...
 
@@ -129,7 +117,7 @@ class Suspensions(Concern, Protocol):
 
     async def suspend_by_triple(
         self, execution_id: ExecutionId, fence: Fence, **arguments: Any
-    ) -> SuspendOutcome:
+    ) -> suspension.SuspendOutcome:
         """`suspend` for services that hold a fence but no handle."""
         lease_id, epoch, attempt_id, index = check.fence(fence).split("/")
         handle = Handle(
@@ -144,7 +132,7 @@ class Suspensions(Concern, Protocol):
 
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
-    ) -> Resumed:
+    ) -> suspension.Resumed:
         """End a pause by hand, whatever its condition."""
         ...
 
@@ -158,14 +146,14 @@ class Suspensions(Concern, Protocol):
 
     async def list_suspended(
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
-    ) -> SuspendedPage:
+    ) -> suspension.SuspendedPage:
         """Suspended executions by partition, timeout and id; those without a timeout last."""
         ...
 
 
 def _fresh(condition: Condition) -> list[Binding]:
     """A new waitpoint for every key the condition names; one of its own when it names none."""
-    keys = referenced_waitpoint_keys(condition)
+    keys = conditions.referenced_waitpoint_keys(condition)
     if keys:
         return [FreshWaitpoint(new_uuid(), key) for key in keys]
     return _named([FreshWaitpoint(new_uuid())])

@@ -4,23 +4,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from flowfabric.core import ids
 from flowfabric.core.conditions import OPERATOR
+from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.contracts.suspension import (
-    OpenWaitpoints,
-    PastWait,
-    PendingWaitpoint,
-    ResumeSignal,
-    SignalOutcome,
-)
 from flowfabric.core.errors import ValidationError, invalid_input
-from flowfabric.core.ids import (
-    ExecutionId,
-    WaitpointToken,
-    validate_lane,
-    validate_text,
-    validate_uuid,
-)
+from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
@@ -41,7 +30,7 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
     until: int | None
     closed_at: int | None
     close_reason: str
-    answers: list[ResumeSignal]
+    answers: list[suspension.ResumeSignal]
     """The signals that ended it."""
 
 
@@ -50,7 +39,7 @@ class Waitpoints(Concern, Protocol):
 
     async def create_waitpoint(
         self, handle: Handle, waitpoint_key: str, expires_in_ms: int
-    ) -> PendingWaitpoint:
+    ) -> suspension.PendingWaitpoint:
         """Create a waitpoint that buffers signals until a suspension uses it; keeps the lease."""
         ...
 
@@ -67,7 +56,7 @@ class Waitpoints(Concern, Protocol):
 
     async def list_pending_waitpoints(
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
-    ) -> OpenWaitpoints:
+    ) -> suspension.OpenWaitpoints:
         """Pending and active waitpoints by id, without their tokens."""
         ...
 
@@ -75,17 +64,19 @@ class Waitpoints(Concern, Protocol):
         """The newest suspension, open or closed; None if there was none."""
         ...
 
-    async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
+    async def observe_signals(self, handle: Handle) -> list[suspension.ResumeSignal]:
         """The signals that resumed this attempt, oldest first."""
         ...
 
     async def read_signal(
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
-    ) -> ResumeSignal | None:
+    ) -> suspension.ResumeSignal | None:
         """One accepted signal with its payload, or None when it is gone."""
         ...
 
-    async def read_waits(self, execution_id: ExecutionId, *wanted: str) -> list[PastWait]:
+    async def read_waits(
+        self, execution_id: ExecutionId, *wanted: str
+    ) -> list[suspension.PastWait]:
         """The past waitpoints of the current run; a replay starts a new run.
 
         What came to the `wanted` keys is read along, unless it is much. A damaged record under
@@ -94,8 +85,8 @@ class Waitpoints(Concern, Protocol):
         ...
 
     async def read_wait_signals(
-        self, execution_id: ExecutionId, wait: PastWait
-    ) -> list[ResumeSignal]:
+        self, execution_id: ExecutionId, wait: suspension.PastWait
+    ) -> list[suspension.ResumeSignal]:
         """What a waitpoint received, oldest first."""
         ...
 
@@ -134,7 +125,7 @@ class Signals(Concern, Protocol):
         resume_delay_ms: int = 0,
         max_signals_per_execution: int | None = None,
         signal_maxlen: int = 1000,
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         """Deliver an authenticated message to a waitpoint; resumes when it satisfies.
 
         The token proves the right to answer, not who answers: `source_type` and
@@ -165,13 +156,13 @@ class Signals(Concern, Protocol):
             "maxlen": check.whole(signal_maxlen, "signal_maxlen", 1),
         }
         for field in ("source_type", "source_identity", "correlation_id", "idempotency_key"):
-            validate_text(options[field], field, limit=_MAX_FIELD_BYTES)
-        validate_text(signal_category, "signal_category", limit=_MAX_FIELD_BYTES)
+            ids.validate_text(options[field], field, limit=_MAX_FIELD_BYTES)
+        ids.validate_text(signal_category, "signal_category", limit=_MAX_FIELD_BYTES)
         if created_at is not None:
             options["created_at"] = check.whole(created_at, "created_at", 0)
         _limit(options, max_signals_per_execution)
         if signal_id is not None:
-            validate_uuid(signal_id, "signal_id")
+            ids.validate_uuid(signal_id, "signal_id")
         token = revealed(waitpoint_token, "waitpoint_token")
         signal = CheckedSignal(options, payload, token, signal_id)
         return await self._deliver(execution_id, waitpoint_id, signal)
@@ -190,15 +181,15 @@ class Signals(Concern, Protocol):
         signal_dedup_ttl_ms: int = _DAY_MS,
         maxlen: int = 1000,
         max_signals_per_execution: int | None = None,
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         """Deliver an operator's decision without a token. Authorise this call.
 
         The signal has the source type "operator" and the identity `decided_by`, which handlers
         and `CountKind.DISTINCT_OPERATORS` trust. Without a suffix, each `decided_by` decides once
         per signal name.
         """
-        validate_text(decided_by, "decided_by", limit=_MAX_FIELD_BYTES)
-        validate_text(idempotency_suffix, "idempotency_suffix", limit=_MAX_FIELD_BYTES)
+        ids.validate_text(decided_by, "decided_by", limit=_MAX_FIELD_BYTES)
+        ids.validate_text(idempotency_suffix, "idempotency_suffix", limit=_MAX_FIELD_BYTES)
         options: dict[str, Any] = {
             "name": signal_name,
             "category": "approval",
@@ -213,12 +204,12 @@ class Signals(Concern, Protocol):
         }
         _limit(options, max_signals_per_execution)
         if check.text(lane_id, "lane_id"):
-            options["lane"] = validate_lane(lane_id)
+            options["lane"] = ids.validate_lane(lane_id)
         return await self._deliver(execution_id, waitpoint_id, CheckedSignal(options, payload))
 
     async def _deliver(
         self, execution_id: ExecutionId, waitpoint_id: str, signal: CheckedSignal
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         """Store a signal whose form was checked."""
         ...
 
@@ -235,7 +226,7 @@ class Signals(Concern, Protocol):
         presented: WaitpointToken | str,
         signal_name: str,
         **options: Any,
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         """`deliver_signal` for bridges: distinguishes an unknown waitpoint from a wrong token.
 
         No open waitpoint is `waitpoint_token_not_found`, another token `invalid_token`. A bridge
@@ -258,8 +249,8 @@ def _limit(options: dict[str, Any], max_signals: int | None) -> None:
 
 def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
     """The label that is stored with the payload. Readers of `json` must be able to decode it."""
-    validate_text(name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
-    validate_text(encoding or "", "payload_encoding", limit=_MAX_FIELD_BYTES)
+    ids.validate_text(name, "signal_name", limit=_MAX_NAME_BYTES, required=True)
+    ids.validate_text(encoding or "", "payload_encoding", limit=_MAX_FIELD_BYTES)
     if payload is None:
         return ""
     size = len(check.binary(payload, "payload"))

@@ -11,16 +11,8 @@ from flowfabric.engine.api.backend import Backend, refuse_missing
 from flowfabric.engine.api.concern import Absent
 from flowfabric.engine.events.subscription import FeedEvents
 from flowfabric.engine.layers.audit import audit
-from flowfabric.engine.valkey.boot import (
-    MintSecret,
-    configured_counts,
-    configured_lanes,
-    configured_secret,
-    join,
-    prepare,
-    report_collisions,
-)
-from flowfabric.engine.valkey.calls import FunctionCalls, Limits
+from flowfabric.engine.valkey import boot
+from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
@@ -43,41 +35,35 @@ from flowfabric.valkey.link import Revive
 from flowfabric.valkey.transport import Transport
 
 
-def limits_from_env() -> Limits:
-    """Size limits as the environment sets them."""
-    return Limits(max_payload_bytes=whole_number(os.environ, "FF_MAX_PAYLOAD_BYTES", 1 << 20, 1))
+def _max_payload_bytes() -> int:
+    return whole_number(os.environ, "FF_MAX_PAYLOAD_BYTES", 1 << 20, 1)
 
 
 def check_settings() -> None:
     """Raise what is wrong in the environment of a process that sets up a deployment."""
-    limits_from_env()
+    _max_payload_bytes()
     ceiling_from_env()
-    configured_counts()
-    configured_lanes()
-    configured_secret()
+    boot.configured_counts()
+    boot.configured_lanes()
+    boot.configured_secret()
 
 
 class ValkeyBackend(ClosedOnce, Backend):
     """The engine on Valkey. One object per event loop; it owns its connections."""
 
-    def __init__(
-        self, transport: Transport, counts: PartitionCounts, limits: Limits | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, counts: PartitionCounts) -> None:
         super().__init__()
-        calls = FunctionCalls(transport, counts, limits or limits_from_env())
-        places = ValkeyPlaces(calls)
+        self.max_payload_bytes = _max_payload_bytes()
         self.transport = transport
         self.counts = counts
-        self.max_payload_bytes = calls.limits.max_payload_bytes
-        self.calls = calls
         self.stream_pool = StreamPool(transport)
-        self.places = places
-        executions = ValkeyExecutions(calls, places)
-        workers = ValkeyWorkers(calls, places)
-        self.executions = executions
-        self.workers = workers
+        calls = self.calls = FunctionCalls(transport, counts, self.max_payload_bytes)
+        places = self.places = ValkeyPlaces(calls)
+        executions = self.executions = ValkeyExecutions(calls, places)
+        workers = self.workers = ValkeyWorkers(calls, places)
         self.reads = ValkeyReads(calls, workers)
-        events = FeedEvents(ValkeyFeeds(calls, places), counts, self.reads.read_execution_state)
+        feeds = ValkeyFeeds(calls, places)
+        self.events = self._events = FeedEvents(feeds, counts, self.reads.read_execution_state)
         self.listings = ValkeyListings(calls, places)
         self.claims = ValkeyClaims(calls, executions)
         self.wakeups = ValkeyWakeups(calls, places)
@@ -88,8 +74,6 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.signals = ValkeySignals(calls)
         self.secrets = ValkeySecrets(calls)
         self.streams = ValkeyStreams(calls, self.stream_pool)
-        self.events = events
-        self._subscriptions = events
         self.upkeep = ValkeyUpkeep(calls, places)
         self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
@@ -103,41 +87,40 @@ class ValkeyBackend(ClosedOnce, Backend):
         address: Address,
         *,
         prepare_with: PartitionCounts | None = None,
-        limits: Limits | None = None,
         request_timeout: float = 5.0,
         name: str = "flowfabric",
         revive: Revive | None = None,
-        mint_secret: MintSecret | None = None,
+        mint_secret: boot.MintSecret | None = None,
     ) -> Self:
         """Connect to a deployment and check that it fits; with `prepare_with`, set it up first.
 
         A caller that can `revive` the server owns it: no other project uses that server.
         """
         # Settings first: a mistake in them must not cost a connection.
-        limits = limits or limits_from_env()
+        _max_payload_bytes()
         ceiling_from_env()
         if prepare_with is not None:
-            configured_lanes()
-            configured_secret()
+            boot.configured_lanes()
+            boot.configured_secret()
         transport = await connect(
             address, request_timeout=request_timeout, name=name, revive=revive
         )
         owned = revive is not None
         try:
             if prepare_with is None:
-                counts = await join(transport, owned=owned)
+                counts = await boot.join(transport, owned=owned)
             else:
-                await prepare(transport, prepare_with, owned=owned, mint_secret=mint_secret)
-                await report_collisions(transport, prepare_with)
+                await boot.prepare(transport, prepare_with, owned=owned, mint_secret=mint_secret)
+                await boot.report_collisions(transport, prepare_with)
                 counts = prepare_with
         except BaseException:
             await transport.aclose()
             raise
-        return cls(transport, counts, limits)
+        return cls(transport, counts)
 
     async def _close(self) -> None:
         """Close every connection; pending calls fail."""
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.transport.aclose)
             closing.push_async_callback(self.stream_pool.aclose)
-            closing.push_async_callback(self._subscriptions.aclose)
+            closing.push_async_callback(self._events.aclose)

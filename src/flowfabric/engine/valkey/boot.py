@@ -12,7 +12,7 @@ from flowfabric.core.ids import validate_lanes
 from flowfabric.core.partition import CollisionGrade, PartitionCounts, lane_collisions
 from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_secret
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, Limits
+from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.health import log_findings
 from flowfabric.engine.valkey.library import ensure_library, read_primaries
 from flowfabric.engine.valkey.places import keep_lanes
@@ -103,7 +103,7 @@ async def prepare(
             difference = f"{field}: stored={stored}, config={configured}"
             raise ValidationError("partition_mismatch", difference)
     loaded = await ensure_library(transport, owned=owned)
-    calls = FunctionCalls(transport, counts, Limits())
+    calls = FunctionCalls(transport, counts)
     if secret is not None:
         # Compared at every boot: a stored one wins, and a difference is logged.
         await ValkeySecrets(calls).seed_at_boot(secret)

@@ -3,21 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
-import msgspec
-
+from flowfabric.core import errors
 from flowfabric.core.contracts.leases import Fence, Handle
-from flowfabric.core.errors import (
-    CorruptionError,
-    EngineError,
-    ReplyError,
-    TransportError,
-    ValidationError,
-    engine_error,
-    invalid_input,
-)
+from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.ids import ExecutionId, validate_lane
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import lossless, raw, shown
@@ -28,18 +18,14 @@ from flowfabric.valkey.link import READ_FUNCTIONS
 from flowfabric.valkey.transport import Arg, Transport
 
 log = logging.getLogger(__name__)
-_ACCEPTED = frozenset({b"OK", b"DUPLICATE", b"ALREADY_SATISFIED"})
+_ACCEPTED = (b"OK", b"DUPLICATE", b"ALREADY_SATISFIED")
+MISFITS = (LookupError, TypeError, ValueError, AttributeError)
+"""What decoding a malformed reply raises."""
 _SHOWN = 12
 _MAX_WARNED = 1000
 _U16_DIGITS = 5
 S = TypeVar("S", int, str)
 T = TypeVar("T")
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """Sizes that are checked before anything is sent."""
-
-    max_payload_bytes: int = 1_048_576
 
 
 def text(value: object) -> str:
@@ -60,10 +46,10 @@ def _readable(value: object) -> str:
     return shown(lossless(value)) if isinstance(value, bytes) else text(value)
 
 
-def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> ReplyError:
+def unreadable(answer: object, function: str, op: str, execution_id: str = "") -> errors.ReplyError:
     """The error for a malformed reply. It only shows types and sizes: a reply may hold secrets."""
     changes = function not in READ_FUNCTIONS
-    return ReplyError(function, _shape(answer), execution_id, op=op, ambiguous=changes)
+    return errors.ReplyError(function, _shape(answer), execution_id, op=op, ambiguous=changes)
 
 
 def _shape(answer: object) -> str:
@@ -77,29 +63,16 @@ def _shape(answer: object) -> str:
     return "nothing" if answer is None else type(answer).__name__
 
 
-def refused(
-    envelope: Sequence[Any], op: str, *, function: str = "", execution_id: str = ""
-) -> EngineError:
-    """The typed error that an engine function answered with."""
-    if len(envelope) < 2 or envelope[0] != 0 or not isinstance(envelope[1], bytes):
-        return unreadable(envelope, function, op, execution_id)
-    # Details may quote damaged bytes.
-    details = [_readable(part) for part in envelope[2:]]
-    code = envelope[1].decode(errors="replace")
-    return engine_error(code, details, op, function=function, execution_id=execution_id)
-
-
-def refusal(answer: Any, op: str, execution_id: str = "") -> EngineError | None:
-    """The error of one item of a batch of completions, or None when the item succeeded."""
-    if answer == b"completed":
-        return None
-    if type(answer) is list:
-        parts = cast("list[Any]", answer)
-        # A newer library may add parts to a success.
-        if parts[:2] == [1, b"completed"]:
-            return None
-        return refused(parts, op, function="ff_complete", execution_id=execution_id)
-    return unreadable(answer, "ff_complete", op, execution_id)
+def refused(answer: Any, function: str, op: str, execution_id: str = "") -> EngineError:
+    """The typed error that an engine function answered with, for a call or one item of a batch."""
+    match answer:
+        case [0, bytes(code), *details]:
+            # Details may quote damaged bytes.
+            told = [_readable(part) for part in details]
+            word = code.decode(errors="replace")
+            return errors.engine_error(word, told, op, function=function, execution_id=execution_id)
+        case _:
+            return unreadable(answer, function, op, execution_id)
 
 
 class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
@@ -107,21 +80,14 @@ class decoding:  # noqa: N801 - reads as a statement: with decoding(reply, …)
 
     __slots__ = ("_about",)
 
-    _MISFITS = (LookupError, TypeError, ValueError, AttributeError)
-
     def __init__(self, reply: object, function: str, op: str, execution_id: str = "") -> None:
         self._about = (reply, function, op, execution_id)
 
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if isinstance(error, self._MISFITS):
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, MISFITS):
             # Without the cause, which may quote the reply.
             raise unreadable(*self._about) from None
 
@@ -131,12 +97,12 @@ def proof(holder: Handle | Fence) -> str:
     if not isinstance(holder, Handle):
         return check.fence(holder)
     if holder.backend != "valkey":
-        raise ValidationError(
+        raise errors.ValidationError(
             "handle_from_other_backend", f"expected=valkey actual={holder.backend}"
         )
     wire = holder.wire
     if not wire.isascii():
-        raise invalid_input("handle", "is not a handle that a claim returned")
+        raise errors.invalid_input("handle", "is not a handle that a claim returned")
     return wire
 
 
@@ -152,12 +118,14 @@ async def at_once(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class FunctionCalls:
-    """What the concerns share: the transport, the partition counts, the limits."""
+    """What the concerns share: the transport, the partition counts, the largest payload."""
 
-    def __init__(self, transport: Transport, counts: PartitionCounts, limits: Limits) -> None:
+    def __init__(
+        self, transport: Transport, counts: PartitionCounts, max_payload_bytes: int = 1 << 20
+    ) -> None:
         self.transport = transport
         self.counts = counts
-        self.limits = limits
+        self.max_payload_bytes = max_payload_bytes
         self._warned: set[tuple[str, str]] = set()
 
     async def fcall(
@@ -180,9 +148,9 @@ class FunctionCalls:
         if type(reply) is not list:
             raise unreadable(reply, function, op, _subject(args))
         envelope = cast("list[Any]", reply)
-        if len(envelope) > 1 and envelope[0] == 1 and _is_accepted(envelope[1]):
+        if len(envelope) > 1 and envelope[0] == 1 and envelope[1] in _ACCEPTED:
             return envelope
-        raise refused(envelope, op, function=function, execution_id=_subject(args))
+        raise refused(envelope, function, op, _subject(args))
 
     async def read(self, place: str, command: str, key: str | bytes, *args: Arg) -> Any:
         """The reply to one reading command; a key of the wrong type is corruption of `place`."""
@@ -198,10 +166,11 @@ class FunctionCalls:
         args: Sequence[Arg],
         decode: Callable[[list[Any]], T],
         *,
-        op: str,
+        op: str = "",
         replay_safe: bool = True,
     ) -> T:
         """What `decode` makes of the reply; raises `ReplyError` if it cannot decode it."""
+        op = op or function.removeprefix("ff_")
         reply = await self.fcall(function, tag, args, op=op, replay_safe=replay_safe)
         with decoding(reply, function, op, _subject(args)):
             return decode(reply)
@@ -218,7 +187,6 @@ class FunctionCalls:
     ) -> T:
         """`ask` about one execution, which is checked and sent as the first argument."""
         known = self.checked(execution_id)
-        op = op or function.removeprefix("ff_")
         return await self.ask(
             function, known.tag, (known, *args), decode, op=op, replay_safe=replay_safe
         )
@@ -226,7 +194,9 @@ class FunctionCalls:
     async def ask_each(self, function: str, tag: str, *args: Arg) -> list[str]:
         """One word per item, from functions that scanners call; an item may be malformed."""
         named = as_stored(args)
-        return await self.ask(function, tag, named, _words, op=function.removeprefix("ff_"))
+        return await self.ask(
+            function, tag, named, lambda reply: [_readable(answer) for answer in reply[2]]
+        )
 
     async def server_time_ms(self) -> int:
         """The engine's clock."""
@@ -271,12 +241,9 @@ class FunctionCalls:
 
     def checked(self, execution_id: str) -> ExecutionId:
         """The id in its canonical form and in range, or `invalid_input`."""
-        known = (
-            execution_id
-            if isinstance(execution_id, ExecutionId)
-            else ExecutionId.parse(execution_id)
-        )
-        return known.check_partition(self.counts)
+        if not isinstance(execution_id, ExecutionId):
+            execution_id = ExecutionId.parse(execution_id)
+        return execution_id.check_partition(self.counts)
 
     def checked_tag(self, tag: Any, field: str = "tag") -> str:
         """The tag of one of this deployment's partitions, or `invalid_input`."""
@@ -287,21 +254,13 @@ def _typed(error: TransportError, place: str) -> EngineError:
     """The error, or `corruption` if the key at `place` (`<context>: <field>`) has another type."""
     if not error.message.startswith("WRONGTYPE"):
         return error
-    return CorruptionError("corruption", f"{place}: has the wrong type", op=error.op)
-
-
-def _words(reply: list[Any]) -> list[str]:
-    return [_readable(answer) for answer in reply[2]]
+    return errors.CorruptionError("corruption", f"{place}: has the wrong type", op=error.op)
 
 
 def _printable(stored: str) -> str:
     if not stored.isprintable():
         raise ValueError(stored)
     return stored
-
-
-def _is_accepted(word: Any) -> bool:
-    return type(word) is bytes and word in _ACCEPTED
 
 
 def _subject(args: Sequence[Arg]) -> str:

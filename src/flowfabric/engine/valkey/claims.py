@@ -6,21 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from flowfabric.core import capabilities as caps
-from flowfabric.core.contracts.leases import (
-    Claim,
-    ClaimedMany,
-    ClaimGrant,
-    Granted,
-    GrantNotFound,
-    Handle,
-    HandleKind,
-    NotReclaimable,
-    ReclaimCapExceeded,
-    ReclaimGrant,
-    ReclaimGrantOutcome,
-    ReclaimOutcome,
-    ResumeCause,
-)
+from flowfabric.core.contracts import leases
+from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Handle
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
 from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
 from flowfabric.engine.api import check
@@ -32,7 +19,7 @@ from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.pages import Damage
 
 _NO_TAGS: dict[str, str] = {}
-_MODES: dict[bytes, HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
+_MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
 _NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
@@ -110,7 +97,7 @@ class ValkeyClaims(Claims):
 
     async def issue_reclaim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
-    ) -> ReclaimGrantOutcome:
+    ) -> leases.ReclaimGrantOutcome:
         try:
             key, expires, lane = await self._grant("issue_reclaim_grant", execution_id, **options)
         except EngineError as error:
@@ -118,8 +105,8 @@ class ValkeyClaims(Claims):
             if outcome is None:
                 raise
             return outcome
-        return Granted(
-            ReclaimGrant(
+        return leases.Granted(
+            leases.ReclaimGrant(
                 execution_id=execution_id,
                 partition_key=execution_id.tag,
                 grant_key=key,
@@ -245,7 +232,7 @@ class ValkeyClaims(Claims):
 
     async def reclaim_execution(
         self,
-        grant: ReclaimGrant,
+        grant: leases.ReclaimGrant,
         *,
         worker_id: str,
         worker_instance_id: str,
@@ -253,8 +240,8 @@ class ValkeyClaims(Claims):
         max_reclaim_count: int | None = None,
         lease_id: str | None = None,
         attempt_id: str | None = None,
-    ) -> ReclaimOutcome:
-        execution_id = self._granted(check.instance(grant, ReclaimGrant, "grant"))
+    ) -> leases.ReclaimOutcome:
+        execution_id = self._granted(check.instance(grant, leases.ReclaimGrant, "grant"))
         check.whole(grant.expires_at_ms, "expires_at_ms")
         ttl = check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
         args = (
@@ -274,7 +261,7 @@ class ValkeyClaims(Claims):
             )
         except EngineError as error:
             if error.code in _LOST_GRANT:
-                return GrantNotFound(execution_id)
+                return leases.GrantNotFound(execution_id)
             outcome = _not_reclaimable(execution_id, error)
             if outcome is None:
                 raise
@@ -310,13 +297,13 @@ def _uuid(value: str | None, field: str) -> str:
 
 def _not_reclaimable(
     execution_id: ExecutionId, error: EngineError
-) -> NotReclaimable | ReclaimCapExceeded | None:
+) -> leases.NotReclaimable | leases.ReclaimCapExceeded | None:
     if error.code == "execution_not_reclaimable":
-        return NotReclaimable(execution_id, error.code)
+        return leases.NotReclaimable(execution_id, error.code)
     if error.code == "capability_mismatch":
-        return NotReclaimable(execution_id, f"capability_mismatch: {error.detail}")
+        return leases.NotReclaimable(execution_id, f"capability_mismatch: {error.detail}")
     if error.code == "max_retries_exhausted":
-        return ReclaimCapExceeded(execution_id, int(error.details[0]))
+        return leases.ReclaimCapExceeded(execution_id, int(error.details[0]))
     return None
 
 
@@ -350,10 +337,10 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     )
 
 
-def _cause(parts: Sequence[bytes | None]) -> ResumeCause:
+def _cause(parts: Sequence[bytes | None]) -> leases.ResumeCause:
     known = (None if part is None else text(part) for part in parts[:4])
     suspension_id, trigger, close_reason, closer = known
-    return ResumeCause(suspension_id or "", trigger or "", close_reason or "", closer)
+    return leases.ResumeCause(suspension_id or "", trigger or "", close_reason or "", closer)
 
 
 def _pairs(flat: Sequence[bytes]) -> dict[str, str]:

@@ -5,24 +5,8 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.contracts.executions import (
-    Cancelled,
-    Completed,
-    Created,
-    CreateOutcome,
-    Delayed,
-    Duplicate,
-    FailOutcome,
-    Impossible,
-    Moved,
-    NewExecution,
-    PriorityChanged,
-    Ready,
-    Replayed,
-    RetryScheduled,
-    TerminalFailed,
-    WaitChildrenOutcome,
-)
+from flowfabric.core.contracts import executions
+from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid
@@ -30,63 +14,47 @@ from flowfabric.core.state import PublicState
 from flowfabric.core.tags import validate_tags
 from flowfabric.core.text import FAILURE_REASON_LIMIT
 from flowfabric.engine.api import check
-from flowfabric.engine.api.executions import (
-    NO_FENCE,
-    Completion,
-    Executions,
-    Holder,
-    check_new,
-    check_retry_policy,
-    check_size,
-    in_parts,
-    policy_json,
-)
-from flowfabric.engine.valkey.calls import (
-    FunctionCalls,
-    at_once,
-    decoding,
-    proof,
-    refusal,
-    refused,
-    text,
-    unreadable,
-)
+from flowfabric.engine.api import executions as api
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once, decoding, proof, refused, text
 from flowfabric.engine.valkey.places import ValkeyPlaces, lane_limit
 
 PUBLIC: dict[bytes, PublicState] = {state.value.encode(): state for state in PublicState}
 """Public states as replies spell them."""
 Outcomes = list[EngineError | None]
+_ENDED = {b"cancelled": executions.Cancelled}
 _INTERNAL_SOURCES = frozenset({"flow_cascade", "system_timeout"})
 _PARTS_AT_ONCE = 3
 _ITEM_ARGS = 5
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class ValkeyExecutions(Executions):
+class ValkeyExecutions(api.Executions):
     """`Executions` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
         self._calls = calls
         self._places = places
 
-    async def create_execution(self, new: NewExecution) -> CreateOutcome:
+    async def create_execution(self, new: NewExecution) -> executions.CreateOutcome:
         check.instance(new, NewExecution, "new")
         (outcome,) = await self.create_many([new])
         if isinstance(outcome, EngineError):
             raise outcome
         return outcome
 
-    async def create_many(self, items: Sequence[NewExecution]) -> list[CreateOutcome | EngineError]:
+    async def create_many(
+        self, items: Sequence[NewExecution]
+    ) -> list[executions.CreateOutcome | EngineError]:
         items = check.listed(items, "items")
-        outcomes: list[CreateOutcome | EngineError | None] = [None] * len(items)
+        outcomes: list[executions.CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
-        limit = self._calls.limits.max_payload_bytes
+        limit = self._calls.max_payload_bytes
         for position, item in enumerate(items):
             try:
                 if type(item) is not NewExecution:
                     check.instance(item, NewExecution, "items")
                 tag = self._calls.checked(item.execution_id).tag
-                check_new(item, limit)
+                api.check_new(item, limit)
             except EngineError as error:
                 outcomes[position] = error
             else:
@@ -124,7 +92,7 @@ class ValkeyExecutions(Executions):
                     outcomes[i] = _creation_outcome(items[i].execution_id, answer)
 
         sizes = [len(items[i].input_payload) + len(options[i]) for i in positions]
-        parts = in_parts(positions, sizes)
+        parts = api.in_parts(positions, sizes)
         if len(parts) == 1:
             await create(positions)
         else:
@@ -133,12 +101,12 @@ class ValkeyExecutions(Executions):
     async def complete_execution(
         self,
         execution_id: ExecutionId,
-        fence: Holder = NO_FENCE,
+        fence: api.Holder = api.NO_FENCE,
         *,
         result_payload: bytes | None = None,
         result_encoding: str = "",
         source: str = "lease_holder",
-    ) -> Completed:
+    ) -> executions.Completed:
         execution_id = self._calls.checked(execution_id)
         args = [1, *self._completion_args(execution_id, fence, result_payload, result_encoding)]
         if source != "lease_holder":
@@ -146,39 +114,40 @@ class ValkeyExecutions(Executions):
         reply = await self._calls.fcall("ff_complete", execution_id.tag, args, op="complete")
         with decoding(reply, "ff_complete", "complete", execution_id):
             (answer,) = reply[2]
-        error = refusal(answer, "complete", execution_id)
-        if error is not None:
+        if error := _completion_error(answer, execution_id):
             raise error
-        return Completed(execution_id)
+        return executions.Completed(execution_id)
 
     def _completion_args(
-        self, execution_id: str, fence: Holder, result: bytes | None, encoding: str
+        self, execution_id: str, fence: api.Holder, result: bytes | None, encoding: str
     ) -> tuple[Any, ...]:
         if result is None:
             return (execution_id, proof(fence), "lease_holder", "0", b"")
-        check_size(result, "result_payload", self._calls.limits.max_payload_bytes)
+        api.check_size(result, "result_payload", self._calls.max_payload_bytes)
         label = f"1{check.text(encoding, 'result_encoding')}" if encoding != "" else "1"
         return (execution_id, proof(fence), "lease_holder", label, result)
 
-    async def complete_many(self, items: Sequence[Completion]) -> list[Completed | EngineError]:
+    async def complete_many(
+        self, items: Sequence[api.Completion]
+    ) -> list[executions.Completed | EngineError]:
         items = check.listed(items, "items")
         outcomes: Outcomes = [None] * len(items)
         for tag, batch in self.completions(items, outcomes).items():
             await self.complete_in(tag, items, *batch, outcomes)
         return [
-            error or Completed(item.handle.execution_id)
+            error or executions.Completed(item.handle.execution_id)
             for item, error in zip(items, outcomes, strict=True)
         ]
 
     def completions(
-        self, items: Sequence[Completion], outcomes: Outcomes, tag: str = ""
+        self, items: Sequence[api.Completion], outcomes: Outcomes, tag: str = ""
     ) -> dict[str, tuple[list[int], list[Any]]]:
         """By partition, or all for `tag`, the valid items' positions and arguments."""
         batches: dict[str, tuple[list[int], list[Any]]] = {}
         for position, item in enumerate(items):
             try:
-                if type(item) is not Completion:
-                    check.instance(item, Completion, "items")
+                if type(item) is not api.Completion:
+                    check.instance(item, api.Completion, "items")
                 handle = item.handle
                 # A handle that a claim made needs no look at its parts.
                 if type(handle) is not Handle or type(handle.execution_id) is not ExecutionId:
@@ -198,7 +167,7 @@ class ValkeyExecutions(Executions):
     async def complete_in(
         self,
         tag: str,
-        items: Sequence[Completion],
+        items: Sequence[api.Completion],
         positions: list[int],
         flat: list[Any],
         outcomes: Outcomes,
@@ -207,7 +176,7 @@ class ValkeyExecutions(Executions):
         """Complete in one partition, and claim with the last call; returns its reply."""
         reply: list[Any] = []
         start = 0
-        parts = in_parts(positions, [len(result) for result in flat[4::_ITEM_ARGS]])
+        parts = api.in_parts(positions, [len(result) for result in flat[4::_ITEM_ARGS]])
         for part in parts:
             end = start + len(part) * _ITEM_ARGS
             args = [len(part), *flat[start:end], *(claim if part is parts[-1] else ())]
@@ -216,23 +185,23 @@ class ValkeyExecutions(Executions):
             with decoding(reply, "ff_complete", "complete_many"):
                 for position, answer in zip(part, reply[2], strict=True):
                     execution_id = items[position].handle.execution_id
-                    outcomes[position] = refusal(answer, "complete", execution_id)
+                    outcomes[position] = _completion_error(answer, execution_id)
         return reply
 
     async def fail_execution(
         self,
         execution_id: ExecutionId,
-        fence: Holder = NO_FENCE,
+        fence: api.Holder = api.NO_FENCE,
         *,
         failure_reason: str,
         failure_category: str,
         source: str = "lease_holder",
         retry_policy_json: str = "",
-    ) -> FailOutcome:
+    ) -> executions.FailOutcome:
         if check.text(retry_policy_json, "retry_policy_json") and source != "operator_override":
             retry_policy_json = ""
         elif retry_policy_json:
-            check_retry_policy(retry_policy_json)
+            api.check_retry_policy(retry_policy_json)
         args = (
             proof(fence),
             check.source(source),
@@ -248,45 +217,43 @@ class ValkeyExecutions(Executions):
         reason: str = "",
         *,
         source: str = "operator_override",
-        fence: Holder = NO_FENCE,
-    ) -> Cancelled:
+        fence: api.Holder = api.NO_FENCE,
+    ) -> executions.Cancelled:
         if check.text(source, "source") in _INTERNAL_SOURCES:
             raise invalid_input("source", f"{source} is reserved for the engine")
-        execution_id = self._calls.checked(execution_id)
-        args = (execution_id, check.reason(reason, "reason"), source, proof(fence))
-        reply = await self._calls.fcall("ff_cancel", execution_id.tag, args, op="cancel")
-        if reply[2:3] != [b"cancelled"]:
-            raise unreadable(reply, "ff_cancel", "cancel", execution_id)
-        return Cancelled(execution_id)
+        args = (check.reason(reason, "reason"), source, proof(fence))
+        return await self._calls.ask_about(
+            execution_id, "ff_cancel", args, lambda reply: _ENDED[reply[2]](execution_id)
+        )
 
     async def delay_execution(
         self,
         execution_id: ExecutionId,
-        fence: Holder = NO_FENCE,
+        fence: api.Holder = api.NO_FENCE,
         *,
         delay_until: int,
         source: str = "lease_holder",
-    ) -> Delayed:
-        execution_id = self._calls.checked(execution_id)
+    ) -> executions.Delayed:
         until = check.timestamp(delay_until, "delay_until", low=1)
         args = (proof(fence), check.source(source), until)
-        return await self._calls.ask_about(
-            execution_id, "ff_delay", args, lambda reply: Delayed(execution_id, PUBLIC[reply[2]])
-        )
+        state = await self._calls.ask_about(execution_id, "ff_delay", args, _public_state)
+        return executions.Delayed(execution_id, state)
 
     async def move_to_waiting_children(
-        self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
-    ) -> WaitChildrenOutcome:
-        execution_id = self._calls.checked(execution_id)
-
-        def outcome(reply: list[Any]) -> WaitChildrenOutcome:
+        self,
+        execution_id: ExecutionId,
+        fence: api.Holder = api.NO_FENCE,
+        *,
+        source: str = "lease_holder",
+    ) -> executions.WaitChildrenOutcome:
+        def outcome(reply: list[Any]) -> executions.WaitChildrenOutcome:
             match reply[2:]:
                 case [b"moved", *_]:
-                    return Moved(execution_id)
+                    return executions.Moved(execution_id)
                 case [b"ready", *_]:
-                    return Ready()
-                case [b"impossible", upstreams, *_]:
-                    return Impossible(tuple(ExecutionId.trusted(text(each)) for each in upstreams))
+                    return executions.Ready()
+                case [b"impossible", ids, *_]:
+                    return executions.Impossible(tuple(ExecutionId.trusted(text(i)) for i in ids))
                 case _:
                     raise ValueError(reply)
 
@@ -296,7 +263,7 @@ class ValkeyExecutions(Executions):
     async def update_progress(
         self,
         execution_id: ExecutionId,
-        fence: Holder,
+        fence: api.Holder,
         *,
         progress_pct: int | None = None,
         progress_message: str | None = None,
@@ -312,12 +279,11 @@ class ValkeyExecutions(Executions):
 
     async def change_priority(
         self, execution_id: ExecutionId, new_priority: int
-    ) -> PriorityChanged:
+    ) -> executions.PriorityChanged:
+        args = (check.whole(new_priority, "new_priority"), new_uuid())
         return await self._calls.ask_about(
-            execution_id,
-            "ff_change_priority",
-            (check.whole(new_priority, "new_priority"), new_uuid()),
-            lambda reply: PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
+            *(execution_id, "ff_change_priority", args),
+            lambda reply: executions.PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
         )
 
     async def replay_execution(
@@ -328,7 +294,7 @@ class ValkeyExecutions(Executions):
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
-    ) -> Replayed:
+    ) -> executions.Replayed:
         args = (
             check.reason(reason, "reason"),
             check.reason(requested_by, "requested_by"),
@@ -336,10 +302,9 @@ class ValkeyExecutions(Executions):
             "1" if check.flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
         )
-        return await self._calls.ask_about(
-            *(execution_id, "ff_replay", args),
-            lambda reply: Replayed(PUBLIC[reply[2]]),
-            op="replay_execution",
+        op = "replay_execution"
+        return executions.Replayed(
+            await self._calls.ask_about(execution_id, "ff_replay", args, _public_state, op=op)
         )
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
@@ -362,7 +327,7 @@ def _options(item: NewExecution) -> bytes:
     if item.priority is not None:
         options["prio"] = max(0, min(9000, item.priority))
     if item.policy is not None:
-        options["policy"] = policy_json(item.policy)
+        options["policy"] = api.policy_json(item.policy)
     if item.idempotency_key:
         options["idem"] = item.idempotency_key
     if item.tags:
@@ -378,23 +343,34 @@ def _options(item: NewExecution) -> bytes:
     return _pack(options) if options else b""
 
 
-def _creation_outcome(execution_id: ExecutionId, answer: Any) -> CreateOutcome | EngineError:
-    if isinstance(answer, bytes) and answer in PUBLIC:
-        return Created(execution_id, PUBLIC[answer])
+def _creation_outcome(
+    execution_id: ExecutionId, answer: Any
+) -> executions.CreateOutcome | EngineError:
     match answer:
+        case bytes() if answer in PUBLIC:
+            return executions.Created(execution_id, PUBLIC[answer])
         case [1, b"DUPLICATE", known, *_]:
-            return Duplicate(ExecutionId.trusted(text(known)))
-        case [*parts]:
-            return refused(
-                parts, "create_execution", function="ff_create", execution_id=execution_id
-            )
+            return executions.Duplicate(ExecutionId.trusted(text(known)))
         case _:
-            return unreadable(answer, "ff_create", "create_execution", execution_id)
+            return refused(answer, "ff_create", "create_execution", execution_id)
 
 
-def _fail_outcome(reply: list[Any]) -> FailOutcome:
+def _completion_error(answer: Any, execution_id: str) -> EngineError | None:
+    """None when the item succeeded; a newer library may add parts to a success."""
+    match answer:
+        case b"completed" | [1, b"completed", *_]:
+            return None
+        case _:
+            return refused(answer, "ff_complete", "complete", execution_id)
+
+
+def _public_state(reply: list[Any]) -> PublicState:
+    return PUBLIC[reply[2]]
+
+
+def _fail_outcome(reply: list[Any]) -> executions.FailOutcome:
     if reply[2] == b"retry_scheduled":
-        return RetryScheduled(int(reply[3]), int(reply[4]))
+        return executions.RetryScheduled(int(reply[3]), int(reply[4]))
     if reply[2] == b"terminal_failed":
-        return TerminalFailed()
+        return executions.TerminalFailed()
     raise ValueError(reply)

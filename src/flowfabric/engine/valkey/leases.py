@@ -3,23 +3,17 @@
 import asyncio
 import heapq
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from flowfabric.core.contracts.leases import (
-    AlreadySatisfied,
-    Fence,
-    Handle,
-    Renewed,
-    Revoked,
-    RevokeOutcome,
-)
+from flowfabric.core.contracts import leases
+from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import EngineError, ValidationError
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.stored import Stored
 from flowfabric.engine.api import check
 from flowfabric.engine.api.leases import ExpiredLease, ExpiredLeases, Leases
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text, unreadable
+from flowfabric.engine.valkey.calls import FunctionCalls, decoding, proof, refused, text
 from flowfabric.engine.valkey.pages import Damage, chunks
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
@@ -38,8 +32,8 @@ class ValkeyLeases(Leases):
         self._places = places
 
     async def renew_lease(
-        self, execution_id: ExecutionId, fence: Handle | Fence, lease_ttl_ms: int
-    ) -> Renewed:
+        self, execution_id: ExecutionId, fence: Handle | leases.Fence, lease_ttl_ms: int
+    ) -> leases.Renewed:
         execution_id = self._calls.checked(execution_id)
         ttl = check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
         if isinstance(fence, Handle):
@@ -48,14 +42,14 @@ class ValkeyLeases(Leases):
         reply = await self._calls.fcall("ff_renew", execution_id.tag, args, op="renew")
         with decoding(reply, "ff_renew", "renew", execution_id):
             (answer,) = reply[2]
-        outcome = _renewal(answer, execution_id, fence.lease_epoch or 0)
+        outcome = _renewal(answer, execution_id, fence)
         if isinstance(outcome, EngineError):
             raise outcome
         return outcome
 
-    async def renew_many(self, handles: Sequence[Handle]) -> list[Renewed | EngineError]:
+    async def renew_many(self, handles: Sequence[Handle]) -> list[leases.Renewed | EngineError]:
         handles = check.listed(handles, "handles")
-        outcomes: list[Renewed | EngineError | None] = [None] * len(handles)
+        outcomes: list[leases.Renewed | EngineError | None] = [None] * len(handles)
         batches: dict[str, list[int]] = {}
         for position, handle in enumerate(handles):
             try:
@@ -75,9 +69,7 @@ class ValkeyLeases(Leases):
                 with decoding(reply, "ff_renew", "renew_many"):
                     for position, answer in zip(part, reply[2], strict=True):
                         handle = handles[position]
-                        outcomes[position] = _renewal(
-                            answer, handle.execution_id, handle.lease_epoch
-                        )
+                        outcomes[position] = _renewal(answer, handle.execution_id, handle)
         return outcomes  # pyright: ignore[reportReturnType]
 
     async def revoke_lease(
@@ -87,7 +79,7 @@ class ValkeyLeases(Leases):
         expected_lease_id: str = "",
         reason: str = "operator",
         revoked_by: str = "operator",
-    ) -> RevokeOutcome:
+    ) -> leases.RevokeOutcome:
         args = (
             check.text(expected_lease_id, "expected_lease_id"),
             check.reason(reason, "reason"),
@@ -98,9 +90,9 @@ class ValkeyLeases(Leases):
         return await self._calls.ask_about(
             *(execution_id, "ff_revoke", args),
             lambda reply: (
-                AlreadySatisfied(text(reply[2]))
+                leases.AlreadySatisfied(text(reply[2]))
                 if reply[1] == b"ALREADY_SATISFIED"
-                else Revoked(text(reply[2]), int(reply[3]))
+                else leases.Revoked(text(reply[2]), int(reply[3]))
             ),
             op="revoke_lease",
         )
@@ -194,13 +186,12 @@ class ValkeyLeases(Leases):
         )
 
 
-def _renewal(answer: Any, execution_id: ExecutionId, epoch: int) -> Renewed | EngineError:
+def _renewal(
+    answer: Any, execution_id: ExecutionId, holder: Handle | leases.Fence
+) -> leases.Renewed | EngineError:
     if type(answer) is int:
-        return Renewed(answer, epoch)
-    if type(answer) is list:
-        envelope = cast("list[Any]", answer)
-        return refused(envelope, "renew", function="ff_renew", execution_id=execution_id)
-    return unreadable(answer, "ff_renew", "renew", execution_id)
+        return leases.Renewed(answer, holder.lease_epoch or 0)
+    return refused(answer, "ff_renew", "renew", execution_id)
 
 
 def _cursor(after: Any) -> Due:

@@ -9,20 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
-from flowfabric.core.errors import (
-    CorruptionError,
-    EngineError,
-    NotFoundError,
-    engine_error,
-    invalid_input,
-)
-from flowfabric.core.ids import (
-    PartitionKey,
-    stored_lane,
-    validate_lane,
-    validate_lanes,
-    validate_namespace,
-)
+from flowfabric.core import errors, ids
 from flowfabric.core.stored import Stored
 from flowfabric.core.text import lossless
 from flowfabric.engine.api import check
@@ -81,10 +68,10 @@ class ValkeyPlaces(Places):
 
     def _checked(self, places: Any) -> dict[str, set[str]]:
         if not isinstance(places, Mapping):
-            raise invalid_input("places", "must map partitions to lanes", undecodable=True)
+            raise errors.invalid_input("places", "must map partitions to lanes", undecodable=True)
         given = cast("Mapping[Any, Any]", places)
         return {
-            self._calls.checked_tag(tag, "places"): set(validate_lanes(lanes))
+            self._calls.checked_tag(tag, "places"): set(ids.validate_lanes(lanes))
             for tag, lanes in given.items()
         }
 
@@ -153,9 +140,9 @@ class ValkeyPlaces(Places):
     def _take_place(self, places: dict[str, dict[str, str]], place: str, stamp: str) -> None:
         number, _, lane = place.partition(" ")
         try:
-            stored_lane(lane, "places_in_use")
+            ids.stored_lane(lane, "places_in_use")
             tag = number if number == ANYWHERE else f"{{fp:{self._calls.partition(number)}}}"
-        except (CorruptionError, ValueError):
+        except (errors.CorruptionError, ValueError):
             self._calls.warn_of(keys.PLACES, place)
         else:
             places.setdefault(tag, {})[lane] = stamp
@@ -179,11 +166,11 @@ class ValkeyPlaces(Places):
 
     async def lanes_in_use(self) -> list[str]:
         return await self._calls.registered(
-            keys.LANES, lambda stored: stored_lane(stored, "lanes_in_use")
+            keys.LANES, lambda stored: ids.stored_lane(stored, "lanes_in_use")
         )
 
     async def namespaces_in_use(self) -> list[str]:
-        return await self._calls.registered(keys.NAMESPACES, validate_namespace)
+        return await self._calls.registered(keys.NAMESPACES, ids.validate_namespace)
 
 
 class ValkeyLanes(Lanes):
@@ -201,13 +188,13 @@ class ValkeyLanes(Lanes):
         return page, page[-1] if page and len(rest) > len(page) else None
 
     async def get_lane(self, lane_id: str) -> LaneSettings:
-        validate_lane(lane_id)
+        ids.validate_lane(lane_id)
         if not await self._calls.read(f"{keys.LANES}: registry", "SISMEMBER", keys.LANES, lane_id):
-            raise NotFoundError("lane_not_found", lane_id, op="get_lane")
+            raise errors.NotFoundError("lane_not_found", lane_id, op="get_lane")
         return await self._lane_settings(lane_id)
 
     async def _lane_settings(self, lane_id: str) -> LaneSettings:
-        key = keys.lane_config(validate_lane(lane_id))
+        key = keys.lane_config(ids.validate_lane(lane_id))
         context = f"lane {lane_id}"
         stored = Stored.from_hash(
             context, await self._calls.read(f"{context}: config", "HGETALL", key)
@@ -251,7 +238,7 @@ class ValkeyLanes(Lanes):
 
         Returns the state the lane had.
         """
-        key = keys.lane_config(validate_lane(lane_id))
+        key = keys.lane_config(ids.validate_lane(lane_id))
         await keep_lanes(self._calls, [lane_id])
         before = await self._calls.ask(
             "ff_store_lane", key, fields, lambda reply: text(reply[2]), op="set_lane"
@@ -271,9 +258,9 @@ async def add_names(calls: FunctionCalls, key: str, names: Iterable[str | int]) 
         await calls.fcall("ff_register_names", key, part, op="register_names")
 
 
-def lane_limit(lane: str) -> EngineError:
+def lane_limit(lane: str) -> errors.EngineError:
     """The error for a lane that does not fit into the registry."""
-    return engine_error("lane_limit_exceeded", [f"{lane}: {MAX_LANES} lanes are in use"])
+    return errors.engine_error("lane_limit_exceeded", [f"{lane}: {MAX_LANES} lanes are in use"])
 
 
 async def _stamp(calls: FunctionCalls, pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -293,4 +280,4 @@ async def keep_lanes(calls: FunctionCalls, lanes: Iterable[str]) -> None:
 
 
 def _number(tag: str) -> str:
-    return str(PartitionKey.trusted(tag).index_number)
+    return str(ids.PartitionKey.trusted(tag).index_number)

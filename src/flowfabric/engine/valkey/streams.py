@@ -272,7 +272,7 @@ class _StreamReader:
         with decoding(reply, "ff_stream_read", "read_stream", self._target[0]):
             if reply[:2] == [1, b"OK"]:
                 return page_of(reply, self._target[0])
-        raise refused(reply, "read_stream", function="ff_stream_read", execution_id=self._target[0])
+        raise refused(reply, "ff_stream_read", "read_stream", self._target[0])
 
     async def await_news(self, conn: Connection, position: str, seconds: float) -> None:
         """Block until a frame is appended, the stream ends, or the time is over."""

@@ -6,17 +6,8 @@ from typing import Any
 
 import msgspec
 
+from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.contracts.suspension import (
-    AlreadySatisfiedSuspension,
-    Resumed,
-    Suspended,
-    SuspendedEntry,
-    SuspendedPage,
-    SuspendOutcome,
-    SuspensionDetails,
-    WaitpointDetails,
-)
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import ExecutionId, WaitpointToken, stored_id
 from flowfabric.core.state import PublicState
@@ -24,15 +15,9 @@ from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless, raw
 from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import Suspensions
+from flowfabric.engine.valkey import pages
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
-from flowfabric.engine.valkey.pages import (
-    Damage,
-    chunks,
-    given_cursor,
-    opened,
-    reading_cursor,
-    sealed,
-)
+from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _SUSPENDED_PARTS = (
@@ -55,7 +40,7 @@ class ValkeySuspensions(Suspensions):
         self._calls = calls
         self._places = places
 
-    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> SuspendOutcome:
+    async def _suspend(self, handle: Handle, options: dict[str, Any]) -> suspension.SuspendOutcome:
         return await self._calls.ask_about(
             *(handle.execution_id, "ff_suspend", (proof(handle), _pack(options))),
             lambda reply: _suspend_outcome(handle, reply),
@@ -67,14 +52,14 @@ class ValkeySuspensions(Suspensions):
 
     async def resume_execution(
         self, execution_id: ExecutionId, *, trigger_type: str = "operator", resume_delay_ms: int = 0
-    ) -> Resumed:
+    ) -> suspension.Resumed:
         args = (
             check.one_of(trigger_type, "trigger_type", _TRIGGERS),
             check.whole(resume_delay_ms, "resume_delay_ms", 0),
         )
         return await self._calls.ask_about(
             *(execution_id, "ff_resume", args),
-            lambda reply: Resumed(PublicState(text(reply[2]))),
+            lambda reply: suspension.Resumed(PublicState(text(reply[2]))),
             op="resume_execution",
             # A repeat would find the execution resumed; the caller reads the state instead.
             replay_safe=False,
@@ -83,7 +68,7 @@ class ValkeySuspensions(Suspensions):
     async def expire_suspension(self, tag: str, ids: Sequence[str]) -> list[str]:
         names, tag = check.stored_names(ids, "ids"), self._calls.checked_tag(tag)
         verdicts: list[str] = []
-        for part in chunks(names, _EXPIRED_AT_ONCE):
+        for part in pages.chunks(names, _EXPIRED_AT_ONCE):
             verdicts += await self._calls.ask_each("ff_expire_suspension", tag, *part)
         return verdicts
 
@@ -95,17 +80,17 @@ class ValkeySuspensions(Suspensions):
 
     async def list_suspended(
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
-    ) -> SuspendedPage:
+    ) -> suspension.SuspendedPage:
         begin, score, after = _parse_cursor(cursor)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         partitions = await self._suspended_partitions(partition)
         if cursor and begin not in partitions:
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
-            return SuspendedPage(())
+            return suspension.SuspendedPage(())
         names = await self._places.lanes_in_use()
         damage = Damage("list_suspended")
-        entries: list[SuspendedEntry] = []
+        entries: list[suspension.SuspendedEntry] = []
         last = ""
         for index in partitions:
             if index < begin:
@@ -118,13 +103,13 @@ class ValkeySuspensions(Suspensions):
                 for position, row in rows[:room]:
                     entry = damage.keep(lambda row=row: _suspended_entry(row))
                     if entry is not None:
-                        last = sealed(index, *position)
+                        last = pages.sealed(index, *position)
                         entries.append(entry)
                 if len(rows) > room and len(entries) == limit:
-                    return SuspendedPage(tuple(entries), last, tuple(damage.found))
+                    return suspension.SuspendedPage(tuple(entries), last, tuple(damage.found))
                 if len(rows) <= room:
                     break
-        return SuspendedPage(tuple(entries), None, tuple(damage.found))
+        return suspension.SuspendedPage(tuple(entries), None, tuple(damage.found))
 
     async def _suspended_rows(
         self,
@@ -170,7 +155,7 @@ def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int, list[str]]:
     return rows, lanes_read, [text(lane) for lane in reply[4]]
 
 
-def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:
+def _suspended_entry(row: list[Any]) -> suspension.SuspendedEntry | None:
     """A row as listed, or None when its suspension has just ended."""
     execution_id = stored_id(lossless(row[0]), "list_suspended")
     if row[3] is None:
@@ -179,7 +164,7 @@ def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:
     created = stored.is_set("suspension_id") or stored.is_set("created_at")
     if stored.is_set("closed_at") or not created:
         return None
-    return SuspendedEntry(
+    return suspension.SuspendedEntry(
         execution_id=execution_id,
         lane_id=stored.text("lane_id"),
         suspension_id=stored.text("suspension_id"),
@@ -191,29 +176,31 @@ def _suspended_entry(row: list[Any]) -> SuspendedEntry | None:
 
 
 def _parse_cursor(cursor: str) -> tuple[int, int, str]:
-    if given_cursor(cursor) == "":
+    if pages.given_cursor(cursor) == "":
         return 0, 0, ""
-    with reading_cursor():
-        partition, score, execution_id = opened(cursor, 3)
+    with pages.reading_cursor():
+        partition, score, execution_id = pages.opened(cursor, 3)
         return int(partition), int(score), ExecutionId.parse(execution_id)
 
 
-def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> SuspendOutcome:
+def _suspend_outcome(handle: Handle, reply: Sequence[Any]) -> suspension.SuspendOutcome:
     word, attempt, lane, instance = (text(part) for part in reply[2:6])
     if word == "already_satisfied":
         # A pending waitpoint is bound alone.
-        return AlreadySatisfiedSuspension(_details(reply[6:10]), text(reply[10]))
+        return suspension.AlreadySatisfiedSuspension(_details(reply[6:10]), text(reply[10]))
     if word != "suspended":
         raise ValueError(word)
     parked = msgspec.structs.replace(
         handle, attempt=attempt, lane_id=lane, worker_instance_id=instance, kind="suspended"
     )
-    return Suspended(_details(reply[6:]), parked)
+    return suspension.Suspended(_details(reply[6:]), parked)
 
 
-def _details(parts: Sequence[Any]) -> SuspensionDetails:
+def _details(parts: Sequence[Any]) -> suspension.SuspensionDetails:
     waitpoints = tuple(
-        WaitpointDetails(text(parts[i]), text(parts[i + 1]), WaitpointToken(text(parts[i + 2])))
+        suspension.WaitpointDetails(
+            text(parts[i]), text(parts[i + 1]), WaitpointToken(text(parts[i + 2]))
+        )
         for i in range(1, len(parts), 3)
     )
-    return SuspensionDetails(text(parts[0]), waitpoints)
+    return suspension.SuspensionDetails(text(parts[0]), waitpoints)

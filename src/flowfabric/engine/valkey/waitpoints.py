@@ -7,27 +7,10 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core.conditions import (
-    AllOf,
-    Condition,
-    Count,
-    OperatorOnly,
-    Single,
-    TimeoutOnly,
-    named,
-    parse_condition,
-)
+from flowfabric.core import conditions
+from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.core.contracts.suspension import (
-    Accepted,
-    DuplicateSignal,
-    OpenWaitpoint,
-    OpenWaitpoints,
-    PastWait,
-    PendingWaitpoint,
-    ResumeSignal,
-    SignalOutcome,
-)
+from flowfabric.core.contracts.suspension import PastWait, ResumeSignal
 from flowfabric.core.errors import NotFoundError, ValidationError
 from flowfabric.core.ids import (
     ExecutionId,
@@ -61,7 +44,7 @@ class ValkeyWaitpoints(Waitpoints):
 
     async def create_waitpoint(
         self, handle: Handle, waitpoint_key: str, expires_in_ms: int
-    ) -> PendingWaitpoint:
+    ) -> suspension.PendingWaitpoint:
         check.handle(handle)
         try:
             validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
@@ -71,7 +54,7 @@ class ValkeyWaitpoints(Waitpoints):
         return await self._calls.ask_about(
             *(handle.execution_id, "ff_create_waitpoint"),
             (proof(handle), new_uuid(), waitpoint_key, expires),
-            lambda reply: PendingWaitpoint(
+            lambda reply: suspension.PendingWaitpoint(
                 text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4]))
             ),
         )
@@ -114,7 +97,7 @@ class ValkeyWaitpoints(Waitpoints):
 
     async def list_pending_waitpoints(
         self, execution_id: ExecutionId, after: str = "", limit: int = 100
-    ) -> OpenWaitpoints:
+    ) -> suspension.OpenWaitpoints:
         execution_id = self._calls.checked(execution_id)
         check.text(after, "after")
         limit = max(1, min(check.whole(limit, "limit"), _MAX_PAGE))
@@ -130,18 +113,18 @@ class ValkeyWaitpoints(Waitpoints):
             limit, ids, lambda one: self._open(execution_id, one, condition)
         )
         last = found[-1].waitpoint_id if more else None
-        return OpenWaitpoints(tuple(found), last, tuple(damage.found))
+        return suspension.OpenWaitpoints(tuple(found), last, tuple(damage.found))
 
-    async def _condition(self, execution_id: ExecutionId) -> Condition | None:
+    async def _condition(self, execution_id: ExecutionId) -> conditions.Condition | None:
         key = keys.suspension(execution_id.tag, execution_id)
         stored = await self._stored(execution_id, "suspension", key)
         if stored is None or stored.is_set("closed_at"):
             return None
-        return stored.parsed("resume_condition_json", parse_condition)
+        return stored.parsed("resume_condition_json", conditions.parse_condition)
 
     async def _open(
-        self, execution_id: ExecutionId, identity: str, condition: Condition | None
-    ) -> OpenWaitpoint | None:
+        self, execution_id: ExecutionId, identity: str, condition: conditions.Condition | None
+    ) -> suspension.OpenWaitpoint | None:
         """The row of an open waitpoint."""
         context = f"waitpoint {shown(identity)}"
         if not is_uuid(identity):
@@ -153,7 +136,7 @@ class ValkeyWaitpoints(Waitpoints):
             return None
         token, key = WaitpointToken(stored.text("waitpoint_token")), stored.text("waitpoint_key")
         active = stored.text("state") == "active"
-        return OpenWaitpoint(
+        return suspension.OpenWaitpoint(
             waitpoint_id=identity,
             waitpoint_key=key,
             state=stored.text("state"),
@@ -274,7 +257,7 @@ class ValkeySignals(Signals):
 
     async def _deliver(
         self, execution_id: ExecutionId, waitpoint_id: str, signal: CheckedSignal
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         validate_uuid(waitpoint_id, "waitpoint_id")
         if signal.token == "":
             raise ValidationError("missing_token", op="deliver_signal")
@@ -289,12 +272,12 @@ class ValkeySignals(Signals):
             "1" if signal.token is None else "0",
         )
 
-        def outcome(reply: list[Any]) -> SignalOutcome:
+        def outcome(reply: list[Any]) -> suspension.SignalOutcome:
             known, effect = text(reply[3]), reply[4]
             # An id minted for this very call and already known: our own reply was lost.
             if reply[2] == b"accepted" or (signal.signal_id is None and known == identity):
-                return Accepted(known, text(effect))
-            return DuplicateSignal(known)
+                return suspension.Accepted(known, text(effect))
+            return suspension.DuplicateSignal(known)
 
         return await self._calls.ask_about(
             execution_id, "ff_signal", args, outcome, op="deliver_signal"
@@ -317,7 +300,7 @@ class ValkeySignals(Signals):
         presented: WaitpointToken | str,
         signal_name: str,
         **options: Any,
-    ) -> SignalOutcome:
+    ) -> suspension.SignalOutcome:
         given = revealed(presented, "presented")
         # Not through `self`, where layers log every token that is read for an operator.
         stored = await ValkeySignals.read_waitpoint_token(self, execution_id, waitpoint_id)
@@ -382,17 +365,17 @@ def _ids(stored: Stored, name: str) -> list[str]:
     return found
 
 
-def _names(condition: Condition, key: str) -> tuple[str, ...]:
+def _names(condition: conditions.Condition, key: str) -> tuple[str, ...]:
     """The signal names a waitpoint waits for; empty means any."""
     match condition:
-        case OperatorOnly():
+        case conditions.OperatorOnly():
             return ("__operator_only__",)
-        case TimeoutOnly():
+        case conditions.TimeoutOnly():
             return ("__timeout_only__",)
-        case Single():
-            return named(condition.signal_name) if condition.waitpoint_key == key else ()
-        case Count():
-            return named(condition.signal_name) if key in condition.waitpoints else ()
-        case AllOf():
+        case conditions.Single():
+            return conditions.named(condition.signal_name) if condition.waitpoint_key == key else ()
+        case conditions.Count():
+            return conditions.named(condition.signal_name) if key in condition.waitpoints else ()
+        case conditions.AllOf():
             found = (name for member in condition.members for name in _names(member, key))
             return tuple(dict.fromkeys(found))
