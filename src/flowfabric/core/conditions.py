@@ -189,7 +189,10 @@ def checked_condition(condition: Condition) -> Condition:
     try:
         plain = msgspec.json.encode(condition, enc_hook=enc_hook)
         return msgspec.json.decode(plain, type=Condition)
-    except (TypeError, UnicodeError, msgspec.MsgspecError, RecursionError) as error:
+    except UnicodeError:
+        problem = "a waitpoint_key or signal_name is not valid Unicode"
+        raise invalid_input("condition", problem, undecodable=True) from None
+    except (TypeError, msgspec.MsgspecError, RecursionError) as error:
         raise invalid_input("condition", str(error), undecodable=True) from None
 
 
