@@ -150,17 +150,17 @@ async def test_only_one_of_two_alike_scans(engine: Engine, valkey: TestServer) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "accept"),
+    "settings",
     [
-        (ScannerSettings(disabled=frozenset({"doorbell"})), None),
-        (ScannerSettings(filter=ScannerFilter(namespace="acme")), None),
-        (ScannerSettings(), ScannerFilter(instance_tag=("a", "b"))),
+        ScannerSettings(disabled=frozenset({"doorbell"})),
+        ScannerSettings(filter=ScannerFilter(namespace="acme")),
+        ScannerSettings(filter=ScannerFilter(instance_tag=("a", "b"))),
     ],
 )
 async def test_processes_with_other_duties_have_another_leader(
-    engine: Engine, settings: ScannerSettings, accept: ScannerFilter | None
+    engine: Engine, settings: ScannerSettings
 ) -> None:
-    assert ScannerSupervisor(engine.backend, settings, accept).leadership.duty
+    assert ScannerSupervisor(engine.backend, settings).leadership.duty
 
 
 def _process(supervisor: ScannerSupervisor) -> str:

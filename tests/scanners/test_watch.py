@@ -8,7 +8,7 @@ from typing import Any
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners import ScannerSettings
-from flowfabric.scanners.jobs import DelayedPromoter, LeaseExpiry
+from flowfabric.scanners.jobs import due_scanners
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.scanners.watch import DueWatch, Territory
 from tests.support.engine import Engine
@@ -63,7 +63,8 @@ async def test_idle_with_something_armed_far_ahead(engine: Engine) -> None:
 
 
 async def _watch(engine: Engine) -> tuple[DueWatch, Territory]:
-    scanners = [LeaseExpiry(), DelayedPromoter()]
+    scanners = due_scanners(engine.backend)[:2]
+    assert [scanner.name for scanner in scanners] == ["lease_expiry", "delayed_promoter"]
     watch = DueWatch(engine.backend, {s.name: s.indexes for s in scanners}, 60.0)
     territory = {engine.new_id().tag: frozenset({"default"})}
     for scanner in scanners:
@@ -73,7 +74,8 @@ async def _watch(engine: Engine) -> tuple[DueWatch, Territory]:
 
 
 async def test_unknown_indexes_must_be_scanned(engine: Engine) -> None:
-    watch = DueWatch(engine.backend, {"lease_expiry": LeaseExpiry().indexes}, 60.0)
+    leases = due_scanners(engine.backend)[0]
+    watch = DueWatch(engine.backend, {"lease_expiry": leases.indexes}, 60.0)
     assert await watch.idle_since("lease_expiry", {"{fp:0}": frozenset({"default"})}) is None
 
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.valkey import keys
@@ -37,7 +39,9 @@ def idle(
     accept: ScannerFilter | None = None,
 ) -> ScannerSupervisor:
     """A supervisor that is not started: only `scan_once` makes it do anything."""
-    return ScannerSupervisor(engine.backend, settings, accept)
+    if accept is not None:
+        settings = msgspec.structs.replace(settings, filter=accept)
+    return ScannerSupervisor(engine.backend, settings)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -99,8 +99,6 @@ def report(level: int, scanner: str, action: str, message: str, /, **fields: obj
 
 async def wait_until(event: asyncio.Event, seconds: float) -> None:
     """Sleep, but wake at once when the event is set."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        pass

@@ -28,10 +28,7 @@ class _Hint(NamedTuple):
 
 
 class DueHints:
-    """Promotes hinted executions when they are due. A lost hint costs only latency.
-
-    >>> hints.hint("default", execution_id.tag, execution_id, due_ms)  # doctest: +SKIP
-    """
+    """Promotes hinted executions when they are due. A lost hint costs only latency."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

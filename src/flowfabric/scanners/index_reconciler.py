@@ -36,16 +36,12 @@ Suspects = dict[tuple[str, tuple[str, ...]], dict[str, str]]
 
 @dataclass
 class PartitionWalk:
-    """How far the reconciler has come in a partition.
-
-    It visits all executions, then the other indexes for entries nobody lists.
-    """
+    """Visits all executions of a partition, then the other indexes for entries nobody lists."""
 
     tag: str
     indexes: tuple[Index, ...] = ()
     """Those that the last survey found."""
     lanes: tuple[str, ...] = ()
-    """The lanes of these indexes."""
     named_lanes: set[str] = field(default_factory=set[str])
     """Lanes that records named since the last survey."""
     rank: int = 0
@@ -87,30 +83,24 @@ class PartitionWalk:
 
     @property
     def page(self) -> int:
-        """How many executions to audit at once."""
         return _CROWDED_PAGE if self.is_crowded else _PAGE
 
     def lanes_to_search(self, index: Index) -> tuple[str, ...]:
-        """Where an audit of this index's members looks for entries under a wrong lane.
-
-        In a crowded partition only in the index's own lane: each lane has its turn.
-        """
+        """Where an audit of this index's members looks for entries under a wrong lane."""
+        # In a crowded partition, each lane has its turn.
         if not self.is_crowded:
             return self.lanes
         return (index.lane,) if index.lane else ()
 
     def begin(self) -> None:
-        """Start a walk, or continue the one under way.
-
-        A walk that started at rest starts again if the partition has changed since.
-        """
+        """Start a walk, or continue the one under way."""
+        # A walk that started at rest starts again if the partition has changed since.
         if not self._left or (self._begun == self._clean and not self.at_rest):
             self._begun, self.rank = self._fingerprint, 0
             others = [index for index in self.indexes if index.name not in _WITHOUT_IDS]
             self._left = [Index(self.tag, ALL_EXECUTIONS), *others]
 
     def advance(self) -> None:
-        """Continue with the next index."""
         self.rank = 0
         self._left.pop(0)
         if not self._left:
@@ -125,9 +115,7 @@ class IndexReconciler:
     would cost more than an idle worker may. In the others it reads what workers hold in every
     cycle, and the rest slowly, in case a record changed and no index did.
 
-    A walk that does not fit into a cycle continues in the next, and so does the round over all
-    partitions.
-
+    A walk that does not fit into a cycle continues in the next, as does the round over partitions.
     It also registers forgotten partitions and lanes that hold work: no scanner visits them.
     """
 

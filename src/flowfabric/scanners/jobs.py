@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 from flowfabric.core.ids import is_execution_id, is_uuid
 from flowfabric.core.state import ExpireReason
@@ -12,6 +14,9 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import DueScan, Index
 from flowfabric.scanners.base import Cycle, report
 from flowfabric.scanners.watch import Territory
+
+Act: TypeAlias = Callable[..., Awaitable[list[str]]]
+"""The engine call for the due `ids` of a partition, or of a lane in it; one answer per id."""
 
 _INDEXES_AT_ONCE = 2000
 _NOT_DUE = frozenset({"not_yet_due", "not_yet_expired", "not_due"})
@@ -24,10 +29,7 @@ _CLAIMABLE = ("eligible", "reclaimable", "sigs")
 
 
 class PoisonList:
-    """Counts consecutive failures per member, to skip one that keeps failing.
-
-    Local to the process: losing it is harmless.
-    """
+    """Skips members that keep failing. Local to the process: losing it is harmless."""
 
     def __init__(self) -> None:
         self._cycle = 0
@@ -61,7 +63,8 @@ class PoisonList:
         return len(self._failures) + len(self._skipped_until)
 
 
-class DueScanner(ABC):
+@dataclass
+class DueScanner:
     """Acts on the due members of its indexes, page by page.
 
     Members that stay in an index (they failed, are skipped, or belong to another deployment) are
@@ -69,17 +72,12 @@ class DueScanner(ABC):
     """
 
     name: str
+    act: Act
     index: str
-    per_lane = False
+    per_lane: bool = False
     """Whether each lane has such an index."""
-    page = 50
-
-    def __init__(self) -> None:
-        self._poison = PoisonList()
-
-    @abstractmethod
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        """Call the engine; one answer per id."""
+    page: int = 50
+    _poison: PoisonList = field(default_factory=PoisonList)
 
     async def accepted(self, cycle: Cycle, tag: str, ids: Sequence[str]) -> list[str]:  # noqa: ARG002
         """The members that this process may touch, in order."""
@@ -137,7 +135,8 @@ class DueScanner(ABC):
         accepted = await self.accepted(cycle, index.tag, healthy)
         if not accepted:
             return 0
-        answers = await self.act(cycle.backend, index, accepted)
+        place = (index.tag, index.lane) if self.per_lane else (index.tag,)
+        answers = await self.act(*place, ids=accepted)
         removed = 0
         for member, answer in zip(accepted, answers, strict=True):
             if answer.startswith("error:"):
@@ -170,60 +169,8 @@ class DueScanner(ABC):
         report(level, self.name, action, message, **where, **fields)
 
 
-class LeaseExpiry(DueScanner):
-    """Makes leases that their worker no longer renews reclaimable, and rings for their lanes."""
-
-    name = index = "lease_expiry"
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.upkeep.mark_lease_expired_if_due(index.tag, ids)
-
-
-class DelayedPromoter(DueScanner):
-    """Makes delayed executions and retries claimable when they are due."""
-
-    name = "delayed_promoter"
-    index = "delayed"
-    per_lane = True
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.upkeep.promote_delayed(index.tag, index.lane, ids)
-
-
-class AttemptTimeout(DueScanner):
-    """Ends attempts that run too long, or retries them if the policy says so."""
-
-    name = index = "attempt_timeout"
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.upkeep.expire_execution(index.tag, ExpireReason.ATTEMPT_TIMEOUT, ids)
-
-
-class ExecutionDeadline(DueScanner):
-    """Ends executions, in any phase, whose deadline passed."""
-
-    name = index = "execution_deadline"
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        reason = ExpireReason.EXECUTION_DEADLINE
-        return await backend.upkeep.expire_execution(index.tag, reason, ids)
-
-
-class SuspensionTimeout(DueScanner):
-    """Fails, cancels, expires, resumes or escalates suspensions whose timeout passed."""
-
-    name = index = "suspension_timeout"
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.suspensions.expire_suspension(index.tag, ids)
-
-
 class PendingWpExpiry(DueScanner):
     """Closes waitpoints that no suspension used in time: its members are no executions."""
-
-    name = "pending_wp_expiry"
-    index = "pending_waitpoint_expiry"
-    page = 100
 
     def is_member(self, tag: str, member: str) -> bool:  # noqa: ARG002
         return is_uuid(member)
@@ -236,24 +183,30 @@ class PendingWpExpiry(DueScanner):
         ours = set(await cycle.where.accepted(cycle.backend, sorted(set(owners))))
         return [each for each, owner in zip(ids, owners, strict=True) if owner in ours]
 
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.suspensions.expire_waitpoints(index.tag, ids)
+
+def due_scanners(backend: Backend) -> list[DueScanner]:
+    """The scanners that only wait until something is due."""
+    upkeep, suspensions = backend.upkeep, backend.suspensions
+    too_long = partial(upkeep.expire_execution, reason=ExpireReason.ATTEMPT_TIMEOUT)
+    too_late = partial(upkeep.expire_execution, reason=ExpireReason.EXECUTION_DEADLINE)
+    unused, unused_index = suspensions.expire_waitpoints, "pending_waitpoint_expiry"
+    return [
+        DueScanner("lease_expiry", upkeep.mark_lease_expired_if_due, "lease_expiry"),
+        DueScanner("delayed_promoter", upkeep.promote_delayed, "delayed", per_lane=True),
+        DueScanner("attempt_timeout", too_long, "attempt_timeout"),
+        DueScanner("execution_deadline", too_late, "execution_deadline"),
+        DueScanner("suspension_timeout", suspensions.expire_suspension, "suspension_timeout"),
+        PendingWpExpiry("pending_wp_expiry", unused, unused_index, page=100),
+    ]
 
 
 class RetentionTrimmer(DueScanner):
     """Deletes executions at the end of their retention, old events and idle lanes."""
 
-    name = "retention_trimmer"
-    index = "terminal"
-    per_lane = True
-    page = 20
-
-    def __init__(self, events_retention_ms: int) -> None:
-        super().__init__()
+    def __init__(self, backend: Backend, events_retention_ms: int) -> None:
+        trim = backend.upkeep.trim_retention
+        super().__init__("retention_trimmer", trim, "terminal", per_lane=True, page=20)
         self._events_retention_ms = events_retention_ms
-
-    async def act(self, backend: Backend, index: Index, ids: Sequence[str]) -> list[str]:
-        return await backend.upkeep.trim_retention(index.tag, index.lane, ids)
 
     async def scan(self, cycle: Cycle) -> None:
         await super().scan(cycle)
@@ -311,10 +264,3 @@ class DoorbellScanner:
                     await cycle.backend.wakeups.ring_waiting(some)
                 elif cycle.watch is not None:
                     cycle.watch.learn_absent(indexes)
-
-
-WATCHED = (
-    *(LeaseExpiry, DelayedPromoter, AttemptTimeout, ExecutionDeadline),
-    *(SuspensionTimeout, PendingWpExpiry, DoorbellScanner),
-)
-"""The scanners that `DueWatch` spares a look at indexes where nothing is due."""

@@ -1,4 +1,4 @@
-"""How often scanners run, which are disabled, and which executions they may touch."""
+"""How often scanners run, which are disabled, and which part of a shared keyspace is theirs."""
 
 import asyncio
 import os
@@ -33,8 +33,6 @@ _number = re.compile(r"[0-9]+(?:\.[0-9]+)?").fullmatch
 
 class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Accepts executions of one namespace, or with one tag; an empty filter accepts all.
-
-    It separates deployments that share one keyspace.
 
     >>> ScannerFilter(namespace="acme", instance_tag=("region", "eu")).is_empty
     False
@@ -103,7 +101,7 @@ class ScannerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             intervals_s={name: value for name, value in intervals.items() if value is not None},
             disabled=_disabled(env),
-            filter=ScannerFilter(namespace=_namespace(env), instance_tag=_instance_tag(env)),
+            filter=_filter(env),
             events_retention_ms=whole_number(env, "FF_EVENTS_RETENTION_MS", _DAY_MS, 1, 2**53 - 1),
         )
 
@@ -135,21 +133,15 @@ def _disabled(env: Mapping[str, str]) -> frozenset[str]:
     return names
 
 
-def _namespace(env: Mapping[str, str]) -> str | None:
-    text = env.get("FF_SCANNER_NAMESPACE")
-    if not text:
-        return None
-    try:
-        return validate_namespace(text)
-    except EngineError as error:
-        raise invalid("FF_SCANNER_NAMESPACE", error.detail) from error
-
-
-def _instance_tag(env: Mapping[str, str]) -> tuple[str, str] | None:
-    text = env.get("FF_SCANNER_INSTANCE_TAG")
-    if not text:
-        return None
-    key, equals, value = text.partition("=")
-    if not key or not equals or not value:
+def _filter(env: Mapping[str, str]) -> ScannerFilter:
+    namespace = env.get("FF_SCANNER_NAMESPACE") or None
+    if namespace is not None:
+        try:
+            validate_namespace(namespace)
+        except EngineError as error:
+            raise invalid("FF_SCANNER_NAMESPACE", error.detail) from error
+    text = env.get("FF_SCANNER_INSTANCE_TAG", "")
+    key, _, value = text.partition("=")
+    if text and not (key and value):
         raise invalid("FF_SCANNER_INSTANCE_TAG", f"must be <key>=<value>, got {text!r}")
-    return key, value
+    return ScannerFilter(namespace=namespace, instance_tag=(key, value) if text else None)

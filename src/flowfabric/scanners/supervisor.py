@@ -15,7 +15,7 @@ from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_un
 from flowfabric.scanners.hints import DueHints
 from flowfabric.scanners.index_reconciler import IndexReconciler
 from flowfabric.scanners.leader import LeaderElection, duty_of
-from flowfabric.scanners.settings import ScannerFilter, ScannerSettings
+from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.watch import DueWatch, TerritoryMap
 
 log = logging.getLogger(__name__)
@@ -78,22 +78,21 @@ class Shared(msgspec.Struct, frozen=True):
     """What the scanners of one process have in common."""
 
     backend: Backend
+    settings: ScannerSettings
     territory: TerritoryMap
     watch: DueWatch
-    where: ScannerFilter
     leadership: LeaderElection
     stop: asyncio.Event
-    restart_backoff_s: float
-    outage: Outage
+    outage: Outage = msgspec.field(default_factory=Outage)
 
 
 class Runner:
     """Runs one scanner at its interval while this process should scan."""
 
-    def __init__(self, scanner: Scanner, interval_s: float, shared: Shared) -> None:
+    def __init__(self, scanner: Scanner, shared: Shared) -> None:
         self.scanner = scanner
         self.name = scanner.name
-        self.interval_s = interval_s
+        self.interval_s = shared.settings.interval(scanner.name)
         self._shared = shared
         self._watched = shared.watch.watches(scanner.name)
         self._one_cycle = asyncio.Lock()
@@ -103,7 +102,7 @@ class Runner:
         self._more = False
         self._cycle: Cycle | None = None
         self._failed_cycles = 0
-        self._status = ScannerStatus(name=scanner.name, interval_s=interval_s)
+        self._status = ScannerStatus(name=scanner.name, interval_s=self.interval_s)
 
     def status(self) -> ScannerStatus:
         return msgspec.structs.replace(
@@ -140,7 +139,7 @@ class Runner:
                 await wait_until(stop, _CANCELLED_PAUSE_S)
             elif (error := cycles.exception()) is not None:
                 self._status.restarts = count = self._status.restarts + 1
-                pause = self._shared.restart_backoff_s
+                pause = self._shared.settings.restart_backoff_s
                 message = "scanner %s: crashed, restarting in %g s"
                 extra = {"action": "scanner_crashed", "scanner": self.name, "restart_count": count}
                 log.error(message, self.name, pause, exc_info=error, extra=extra)
@@ -181,7 +180,7 @@ class Runner:
             cycle = self._cycle = Cycle(
                 shared.backend,
                 {},
-                where=shared.where,
+                where=shared.settings.filter,
                 watch=shared.watch,
                 stop=shared.stop,
                 ends_at=started + max(1.0, self.interval_s),
@@ -260,39 +259,29 @@ class ScannerSupervisor:
     >>> await supervisor.stop()  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        settings: ScannerSettings | None = None,
-        filter: ScannerFilter | None = None,  # noqa: A002 - the spec's name for it
-    ) -> None:
+    def __init__(self, backend: Backend, settings: ScannerSettings | None = None) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
-        where = settings.filter if filter is None else filter
-        watched = [kind() for kind in jobs.WATCHED if kind.name not in settings.disabled]
-        trimmer = jobs.RetentionTrimmer(settings.events_retention_ms)
+        watched = [*jobs.due_scanners(backend), jobs.DoorbellScanner()]
+        watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
+        trimmer = jobs.RetentionTrimmer(backend, settings.events_retention_ms)
         scanners: list[Scanner] = [*watched, IndexReconciler(), trimmer, jobs.WorkerSweeper()]
         self.hints = DueHints(backend)
         """Tell it the delays this process sets; they then end at their exact time."""
-        duty = duty_of(where, settings.disabled)
+        duty = duty_of(settings.filter, settings.disabled)
         self.leadership = LeaderElection(
             backend, duty=duty, ttl_s=settings.leader_ttl_s, healthy=self._is_healthy
         )
         self._stop = asyncio.Event()
         shared = Shared(
             backend,
+            settings,
             TerritoryMap(backend, settings.territory_refresh_s),
             DueWatch(backend, {s.name: s.indexes for s in watched}, settings.clock_trust_s),
-            where,
             self.leadership,
             self._stop,
-            settings.restart_backoff_s,
-            Outage(),
         )
-        self._runners = {
-            scanner.name: Runner(scanner, settings.interval(scanner.name), shared)
-            for scanner in scanners
-            if scanner.name not in settings.disabled
-        }
+        enabled = [scanner for scanner in scanners if scanner.name not in settings.disabled]
+        self._runners = {scanner.name: Runner(scanner, shared) for scanner in enabled}
         self._backend = backend
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -340,7 +329,6 @@ class ScannerSupervisor:
         return await runner.cycle(tag, thorough=True)
 
     def status(self) -> dict[str, ScannerStatus]:
-        """The status of each scanner, by name."""
         return {name: runner.status() for name, runner in self._runners.items()}
 
     def _is_healthy(self) -> bool:

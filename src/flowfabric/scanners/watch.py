@@ -33,23 +33,16 @@ class TerritoryMap:
     async def current(self, *, fresh: bool = False) -> Territory:
         """The same object as long as nothing changed; `fresh` reads it now."""
         async with self._gate:
-            now = asyncio.get_running_loop().time()
+            now, joined = asyncio.get_running_loop().time(), dict(self._current)
             if fresh or self._read_at is None or now - self._read_at >= self._refresh_s:
-                self._join(await self._read())
+                joined = dict(await self._read())
                 self._read_at = now
-        known = self._places.known_places.copy()
-        current = self._current
-        if any(tag not in current or not lanes <= current[tag] for tag, lanes in known.items()):
-            self._join(current)
-        return self._current
-
-    def _join(self, territory: Territory) -> None:
-        """Take over a territory together with what this process uses itself."""
-        joined = dict(territory)
-        for tag, lanes in self._places.known_places.copy().items():
-            joined[tag] = joined.get(tag, frozenset()) | lanes
-        if joined != self._current:
-            self._current = dict(sorted(joined.items()))
+            for tag, lanes in self._places.known_places.copy().items():
+                if not lanes <= joined.setdefault(tag, frozenset()):
+                    joined[tag] |= lanes
+            if joined != self._current:
+                self._current = dict(sorted(joined.items()))
+            return self._current
 
     async def _read(self) -> Territory:
         try:

@@ -36,11 +36,7 @@ Endpoint: TypeAlias = tuple[str, int]
 
 @lru_cache(maxsize=8192)
 def slot_of(key: str | bytes) -> int:
-    """The slot of a key: the checksum of its first non-empty `{…}`, or of all of it.
-
-    >>> slot_of("{fp:42}") == slot_of("fp:42")
-    True
-    """
+    """The slot of a key: the checksum of its first non-empty `{…}`, or of all of it."""
     data = key.encode() if isinstance(key, str) else key
     start = data.find(b"{")
     if start >= 0:
@@ -76,7 +72,8 @@ class ClusterTransport(Transport):
         slot = None if tag is None else slot_of(tag)
 
         async def attempt(failed: TransportError | None) -> Connection:
-            await self._learn_if(failed, call)
+            if failed is not None or not self._nodes:
+                await self._learn(call.give_up)
             link = self._route(slot)
             if link is None:
                 raise self._no_route(slot)
@@ -128,7 +125,8 @@ class ClusterTransport(Transport):
         async def attempt(failed: TransportError | None) -> Reply:
             nonlocal link, redirect
             if redirect is None:
-                await self._learn_if(failed, call)
+                if failed is not None or not self._nodes:
+                    await self._learn(call.give_up)
                 link = self._route(slot)
             known, redirect = redirect, None
             return await self._hop(call, slot, link, known)
@@ -163,10 +161,6 @@ class ClusterTransport(Transport):
                 redirect = error
         assert redirect is not None
         raise redirect
-
-    async def _learn_if(self, failed: TransportError | None, call: PatientCall) -> None:
-        if failed is not None or not self._nodes:
-            await self._learn(call.give_up)
 
     async def _find_links(self, *, replicas: bool = False) -> list[Link]:
         # A node that joined a moment ago must not be missed.
@@ -268,10 +262,8 @@ class ClusterTransport(Transport):
                 self._retire(table, endpoint)
 
     def _retire(self, table: dict[Endpoint, Link], endpoint: Endpoint) -> None:
-        """Close the link to a node that left, unless it still owes replies: a later map closes it.
-
-        A node that a slot moves to may not be in the map yet; the next ASK dials it again.
-        """
+        """Close the link to a node that left; one that owes replies is closed by a later map."""
+        # A node that a slot moves to may not be in the map yet; the next ASK dials it again.
         link = table[endpoint]
         if link.conn is None or not link.conn.in_flight:
             del table[endpoint]

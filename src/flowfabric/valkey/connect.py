@@ -32,8 +32,6 @@ async def connect(
 
     `revive` may restart a single server that cannot be reached. A `patient` caller retries until
     the connect timeout, and the log says so; others get the first refusal.
-
-    >>> transport = await connect(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
     """
     limit = options.get("connect_timeout", CONNECT_TIMEOUT)
     if address.cluster:

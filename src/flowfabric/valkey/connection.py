@@ -84,11 +84,8 @@ class Connection(asyncio.Protocol):
         self._kind = "transport"
         self._sent: deque[_Call] = deque()
         self._unsent: deque[_Call] = deque()
-        self._flush_due = False
-        self._stuck = False
-        self._paused = False
-        self._retiring = False
-        self._disowned = False
+        self._flush_due = self._stuck = self._paused = False
+        self._retiring = self._disowned = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = inf
         # RESP3 sets may hold lists, and False is a reply, not a sign of missing data.
@@ -150,10 +147,7 @@ class Connection(asyncio.Protocol):
         self._end(why, abort=True)
 
     def disown(self) -> object:
-        """In a forked child: stop using the parent's socket without closing it.
-
-        Keep what this returns alive, so that no destructor closes it either.
-        """
+        """In a forked child: leave the parent's socket open. Keep what this returns alive, too."""
         transport, self._transport = self._transport, None
         self.why = "it belongs to the parent of this process"
         self._disowned = True
@@ -326,10 +320,7 @@ async def dial(
     on_demoted: Watcher | None = None,
     **options: Unpack[DialOptions],
 ) -> Connection:
-    """Open one connection: RESP3, login, client name, database.
-
-    `on_demoted` is called when the server refuses a call because it is a replica.
-    """
+    """Open one connection. `on_demoted` hears when the server refuses a call as a replica."""
     conn = Connection(address.peer, options, on_push, on_lost, on_demoted)
     timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
     try:
@@ -339,8 +330,11 @@ async def dial(
     except BaseException as error:
         conn.abort("the handshake failed")
         if isinstance(error, TransportError) and error.ambiguous:
-            unknown = address.tls and address.tls_cert is None
-            raise faults.no_handshake(address.peer, error.kind, conn.why, unknown=unknown) from None
+            # TLS 1.3 refuses a client without a certificate only after the handshake.
+            advice = "if it requires client certificates, set FF_TLS_CERT and FF_TLS_KEY"
+            hint = f" ({advice})" if address.tls and address.tls_cert is None else ""
+            reason = f"no connection to {address.peer}: {conn.why}{hint}"
+            raise TransportError(error.kind, reason) from None
         if isinstance(error, Exception) and not isinstance(error, TransportError):
             raise faults.from_connect(error, address.peer, tls=address.tls) from error
         raise
@@ -358,7 +352,6 @@ async def _open_socket(conn: Connection, address: Address) -> None:
         return
     transport, _ = await loop.create_connection(lambda: conn, address.host, address.port, ssl=tls)
     sock = transport.get_extra_info("socket")
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 

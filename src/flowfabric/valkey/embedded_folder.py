@@ -164,7 +164,6 @@ class DataFolder:
                     os.close(opened)
 
     def config(self, aof: Aof) -> bytes:
-        """The server's configuration."""
         if aof == "no" and (self.path / AOF_FOLDER).exists():
             raise folder_error(
                 f"{self.path} holds data that a server without its log would not load; start it "
@@ -205,10 +204,7 @@ class DataFolder:
 
 
 def folder_secret(path: Path) -> str:
-    """The folder's waitpoint secret; a new one, readable by this user alone, if there is none.
-
-    If several processes create one at the same time, all return the same.
-    """
+    """The folder's waitpoint secret; if there is none, a new one, the same for all processes."""
     with explained(path), contextlib.closing(DataFolder.prepare(path)) as folder:
         with contextlib.suppress(FileNotFoundError):
             return _read_secret(folder)

@@ -139,10 +139,7 @@ def spawn_server(binary: str, server_lock: int) -> None:
 
 
 def watch_server(server_lock: int) -> int:
-    """Block until the server has exited, and stop it after its last user.
-
-    Returns its exit code, negative for a signal.
-    """
+    """Stop the server after its last user; returns its exit code, negative for a signal."""
     exited = threading.Event()
 
     def stop_when_unused() -> None:
@@ -158,15 +155,6 @@ def watch_server(server_lock: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _detach() -> None:
-    os.setsid()
-    os.umask(0o077)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    # The guard lives as long as the server; stopping the server stops both.
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _tell(report: int, message: str) -> None:
     # The starting process stops reading when the server answers, and may have been killed.
     with contextlib.suppress(BrokenPipeError):
@@ -180,7 +168,12 @@ def main(binary: str, folder: int, report: int) -> None:
     os.close(folder)
     if os.fork():
         os._exit(0)
-    _detach()
+    os.setsid()
+    os.umask(0o077)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # The guard lives as long as the server; stopping the server stops both.
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(report, False)  # noqa: FBT003
     server_lock = open_lock(SERVER_LOCK)
     take_over(server_lock)

@@ -96,14 +96,6 @@ def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> Trans
     return TransportError("transport", f"no connection to {peer}: {reason}{advice}")
 
 
-def no_handshake(peer: str, kind: str, reason: str, *, unknown: bool = False) -> TransportError:
-    """The typed error for a failed handshake: no call was sent, so nothing is ambiguous."""
-    if unknown:
-        # TLS 1.3 refuses a client without a certificate only after the handshake.
-        reason += " (if it requires client certificates, set FF_TLS_CERT and FF_TLS_KEY)"
-    return TransportError(kind, f"no connection to {peer}: {reason}")
-
-
 def lost(peer: str, reason: str, *, sent: bool, kind: str = "transport") -> TransportError:
     """The typed error for a lost connection; a call that was sent may have run."""
     fate = "" if sent else "; the call was not sent"

@@ -58,11 +58,7 @@ def _jittered(delay: float) -> float:
 
 
 def is_read(args: Sequence[object]) -> bool:
-    """Whether a command changes nothing.
-
-    >>> is_read(("HGETALL", "key")), is_read(("FCALL", "ff_create", 1, "{fp:0}"))
-    (True, False)
-    """
+    """Whether a command changes nothing."""
     if args[0] in _COMMANDS:
         return True
     if args[0] == "FCALL":

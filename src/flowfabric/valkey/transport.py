@@ -19,13 +19,7 @@ Ask = Callable[..., Coroutine[Any, Any, Reply]]
 
 
 class Transport:
-    """What the engine needs from a Valkey deployment; this class is for a single server.
-
-    Belongs to one event loop.
-
-    >>> transport = Transport(parse_url("valkey://127.0.0.1:6379"))  # doctest: +SKIP
-    >>> await transport.fcall("ff_version", "{fp:0}")  # doctest: +SKIP
-    """
+    """A Valkey deployment, used from one event loop; this class is for a single server."""
 
     is_cluster: ClassVar[bool] = False
     """Whether keys are spread over several primaries."""
@@ -53,9 +47,9 @@ class Transport:
         timeout: float | None = None,
         replay_safe: bool = False,
     ) -> Coroutine[Any, Any, Reply]:
-        """Send one command. `replay_safe`: repeat it if its reply is lost.
+        """Send one command, routed by `key` (default: its first argument).
 
-        `key` routes it in a cluster (default: the first argument).
+        `replay_safe`: repeat it if its reply is lost.
         """
         if key is None and len(args) > 1:
             first = args[1]
