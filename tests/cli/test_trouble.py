@@ -84,7 +84,7 @@ async def test_a_folder_of_somebody_else(bare: Cli, inside: str) -> None:
 
 async def test_a_path_that_no_system_takes(bare: Cli) -> None:
     done = await bare("ps", FF_DATA_DIR="a" * 300)
-    is_a_sentence(done, "is too long; set FF_DATA_DIR to a shorter one")
+    is_a_sentence(done, "is too long; shorten it, or set FF_DATA_DIR")
 
 
 async def test_a_file_where_the_folder_should_be(bare: Cli) -> None:

@@ -1,4 +1,4 @@
-"""Values as people read them: ages, times, counts, and text that is safe to print."""
+"""Text for people: ages, durations, times, previews, and text that is safe to print."""
 
 import json
 from collections.abc import Callable, Iterable
