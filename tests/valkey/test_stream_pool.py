@@ -110,7 +110,7 @@ async def test_the_pool_shrinks_again(engine: Engine, backend: ValkeyBackend) ->
             await engine.backend.streams.read_stream(handle.execution_id, 0)
         (steady,) = pool._idle[""]
         await engine.backend.streams.read_stream(handle.execution_id, 0)
-        assert pool._idle[""] == [steady]
+        assert list(pool._idle[""]) == [steady]
         while pool._idle[""]:
             await connected(backend)
         await steady.aclose()

@@ -21,10 +21,7 @@ LEASE_NAMES = {"replayed": "replay_initiated", "completion": "released"}
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of a feed. `fields` holds what its type adds.
-
-    An entry about a flow, a worker or a budget has no execution.
-    """
+    """One entry of a feed; `fields` holds what its type adds. Not all are about an execution."""
 
     event_id: str
     """The feed and the entry: the same if the event is delivered again."""
@@ -329,7 +326,4 @@ class Events(Subscriptions, Concern, Protocol):
         return await self._follow(request, cursor)
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
-        """Return when the execution has ended, sometimes earlier: read its state then.
-
-        An unknown execution is `execution_not_found`.
-        """
+        """Return when it has ended, or earlier: read its state then. Or `execution_not_found`."""

@@ -97,10 +97,7 @@ class Meta(Concern, Protocol):
     def backend_label(self) -> str: ...  # The family: `valkey`, `postgres` or `sqlite`.
 
     async def shutdown_prepare(self, grace_s: float) -> None:
-        """Refuse new stream calls, end waiting tails, and let reads finish within the grace.
-
-        Raises `timeout` when reads are still under way after it.
-        """
+        """Refuse stream calls, end tails, let reads finish within the grace or raise `timeout`."""
 
     async def diagnose(self, namespace: str | None = None) -> list[Finding]:
         """Check the deployment; of its workers, only those of the namespace if one is given."""

@@ -56,11 +56,7 @@ class Reads(Concern, Protocol):
         ...
 
     async def explain_execution(self, execution_id: ExecutionId) -> contracts.WhyWaiting:
-        """Why an execution is not running.
-
-        Missing capabilities are judged by the workers that are live now, and only while it waits
-        for one.
-        """
+        """Why it is not running; capabilities are compared with the workers that are live now."""
         ...
 
 

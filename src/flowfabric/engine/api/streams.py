@@ -382,7 +382,6 @@ class FrameWriter:
 
 
 def _share(outcome: contracts.AppendOutcome, place: int, count: int) -> contracts.AppendOutcome:
-    """One frame's part of its batch's outcome."""
     later = count - 1 - place
     version = outcome.summary_version
     return contracts.AppendOutcome(

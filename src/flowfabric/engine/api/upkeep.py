@@ -63,16 +63,10 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class Upkeep(Concern, Protocol):
-    """What scanners call: due timers, lapsed leases, retention, index repair.
-
-    Calls with several ids answer with one word per id.
-    """
+    """What scanners call. Calls with several ids answer with one word per id."""
 
     async def scan_due(self, indexes: Sequence[Index], limit: int, offset: int = 0) -> DueScan:
-        """Up to `limit` due members of each index, `offset` of them skipped.
-
-        Raises only if no index could be read.
-        """
+        """Up to `limit` due members per index after `offset`; raises if no index can be read."""
         ...
 
     async def any_exists(self, indexes: Sequence[Index]) -> bool:
@@ -100,10 +94,7 @@ class Upkeep(Concern, Protocol):
     async def reconcile_execution_index(
         self, tag: str, ids: Iterable[str], mode: Mode = "repair"
     ) -> list[str]:
-        """Compare executions with the indexes their records demand; repair where asked.
-
-        Entries under a wrong lane are found in up to 100 lanes.
-        """
+        """Compare executions with the indexes of up to 100 lanes; repair them if asked."""
         ...
 
     async def audit_indexes(

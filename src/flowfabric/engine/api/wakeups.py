@@ -24,15 +24,9 @@ class Wakeups(Protocol):
     def listen(self, lanes: Iterable[str]) -> Doorbell: ...  # It connects at the first wait.
 
     async def find_work(self, lane_id: str, tags: Sequence[str]) -> list[str]:
-        """Those of the partitions that may hold claimable work of the lane.
-
-        One command when none does. In a cluster, which cannot ask many slots at once, all of them.
-        """
+        """Those that may hold claimable work of the lane; all of them in a cluster."""
         ...
 
     async def ring_waiting(self, lanes: Mapping[str, Sequence[str]]) -> int:
-        """Ring the doorbells of each partition's lanes that hold claimable work.
-
-        Returns how many it rang. Raises after it has rung all that it could.
-        """
+        """Ring for the lanes that hold claimable work, then raise what failed; returns how many."""
         ...

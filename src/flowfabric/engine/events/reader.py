@@ -82,10 +82,7 @@ class FeedReader:
     async def read(
         self, feeds: Sequence[str], wait_s: float
     ) -> tuple[dict[str, Sequence[StoredEntry]], dict[str, FeedState]]:
-        """New entries by feed, and the feeds that have lost entries they should contain.
-
-        Positions do not move: the caller advances them as it processes the entries.
-        """
+        """New entries by feed, which the caller moves past, and the feeds that lost entries."""
         self.reading = frozenset(feeds)
         share = max(1, _QUEUE // max(1, len(feeds)))
         found = dict(await self.link.read(self._at(feeds), share, wait_s))

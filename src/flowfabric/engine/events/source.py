@@ -28,10 +28,7 @@ class FeedLink(Protocol):
     """A connection that waits for entries. It dials when it is first used."""
 
     async def read(self, positions: Mapping[str, Position], count: int, wait_s: float) -> Pages:
-        """At most `count` entries per feed after these positions; waits if there are none.
-
-        A transport error, or a read that is cancelled, drops the connection; the next read dials.
-        """
+        """At most `count` entries per feed; waits for the first. After an error it dials again."""
         ...
 
     async def interrupt(self) -> None:
@@ -66,10 +63,7 @@ class FeedSource(Protocol):
     async def join_group(
         self, group: str, member: str, lease_ms: int, start: str
     ) -> tuple[str, list[str]]:
-        """Enter a group, or stay in it; the cursor it started from and its live members.
-
-        A lease of 0 ms leaves the group.
-        """
+        """Enter, stay or (0 ms) leave; the cursor the group started from and its live members."""
         ...
 
     async def lease_feed(

@@ -1,14 +1,16 @@
-"""Subscribing to events: families, filters, cursors, gaps."""
+"""Subscribing to events, alone or as a group: families, filters, cursors, gaps (12 §11.3)."""
 
 import asyncio
+import contextlib
+import hashlib
+import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, Self
 
+from flowfabric.core import errors
 from flowfabric.core.closing import AsyncClosing
-from flowfabric.core.errors import CorruptionError, TransportError, engine_error, invalid_input
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_namespace
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.state import PublicState
@@ -16,10 +18,14 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api import events as api
 from flowfabric.engine.events.completions import CompletionWatch
 from flowfabric.engine.events.cursor import FeedCursor, Position, cursor_text, position_of
-from flowfabric.engine.events.groups import GroupMember
 from flowfabric.engine.events.reader import CLOCK_SLACK_MS, FeedReader, FeedSelection
 from flowfabric.engine.events.source import FeedSource, FeedState
 
+log = logging.getLogger(__name__)
+_LEASE_MS = 30_000
+_RENEW_S = 10.0
+_LOOK_S = 1.0
+"""How often a member looks for others that came or left."""
 _WAIT_S = 1.0
 _BASE_EVERY_S = 1.0
 _UNSURE_AFTER_S = 30.0
@@ -52,6 +58,97 @@ def families_of(event: api.Event) -> tuple[str, ...]:
     return known
 
 
+class GroupMember:
+    """One member: the feeds it holds by lease, and what it has processed of them.
+
+    Each feed belongs to the live member with the highest hash of both names, so members agree
+    without talking to each other, and few feeds move when one comes or leaves.
+    """
+
+    def __init__(
+        self, source: FeedSource, selection: FeedSelection, group: str, name: str, start: FeedCursor
+    ) -> None:
+        self._source = source
+        self._selection = selection
+        self._group = group
+        self._name = name
+        self._start = start
+        self.held: dict[str, Position] = {}
+        """The feeds this member reads, and how far it has read them."""
+        self.unacked: dict[str, Position] = {}
+        """The last event returned of each feed, until it is acknowledged."""
+        self._members: list[str] = []
+        self._renewed_at = 0.0
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def join(self) -> None:
+        await self._look()
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def ack(self, feed: str, position: Position) -> None:
+        """Store that this event and those before it were processed."""
+        if self.unacked.get(feed, position) <= position:
+            self.unacked.pop(feed, None)
+        await self._lease(feed, _LEASE_MS if feed in self.held else 0, position)
+
+    async def skip(self, gaps: Mapping[str, FeedState]) -> None:
+        """Continue after a gap, which the subscriber is told of once."""
+        for feed, state in gaps.items():
+            if feed in self.held:
+                self.held[feed] = state.oldest
+                await self._lease(feed, _LEASE_MS, state.oldest)
+
+    async def leave(self) -> None:
+        """Return every feed, so that another member need not wait for the leases to expire."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        with contextlib.suppress(errors.EngineError):
+            await self._lease_all(self.held, 0)
+            await self._source.join_group(self._group, self._name, 0, "")
+        self.held.clear()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._look()
+            except errors.EngineError as error:
+                log.debug("leases of group %s not renewed: %s", self._group, error)
+
+    async def _look(self) -> None:
+        start = cursor_text(self._start.encode())
+        start, members = await self._source.join_group(self._group, self._name, _LEASE_MS, start)
+        self._start = FeedCursor.decode(start, self._start.only)
+        feeds = await self._selection.list()
+        mine = [feed for feed in feeds if _owner(feed, members) == self._name]
+        if members != self._members:
+            await self._lease_all(self.held.keys() - set(mine), 0)
+            self._members = members
+        if time.monotonic() - self._renewed_at >= _RENEW_S:
+            self._renewed_at = time.monotonic()
+            await self._lease_all(mine, _LEASE_MS)
+        else:
+            await self._lease_all([feed for feed in mine if feed not in self.held], _LEASE_MS)
+
+    async def _lease_all(self, feeds: Iterable[str], lease_ms: int) -> None:
+        # Everything returned so far is processed where nothing waits to be acknowledged.
+        done = {feed: at for feed, at in self.held.items() if feed not in self.unacked}
+        await asyncio.gather(*(self._lease(each, lease_ms, done.get(each)) for each in feeds))
+
+    async def _lease(self, feed: str, lease_ms: int, done: Position | None) -> None:
+        held, stored = await self._source.lease_feed(feed, self._group, self._name, lease_ms, done)
+        if not held:
+            self.held.pop(feed, None)
+            self.unacked.pop(feed, None)
+        elif feed not in self.held:
+            self.held[feed] = stored or self._start.position(feed)
+
+
+def _owner(feed: str, members: Sequence[str]) -> str:
+    return max(members, key=lambda member: hashlib.blake2b(f"{member} {feed}".encode()).digest())
+
+
 class FeedSubscription(AsyncClosing, Generic[api.F]):
     def __init__(
         self,
@@ -72,7 +169,9 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         self._where = request.options.get("where") or api.EventFilter()
         self._member = member
         self._on_close = on_close
-        self._ready: deque[tuple[str, Position, api.Event | CorruptionError | None]] = deque()
+        self._ready: deque[tuple[str, Position, api.Event | errors.CorruptionError | None]] = (
+            deque()
+        )
         self._ended = False
         # Times on the monotonic clock; None before the first.
         self._checked_at = time.monotonic() if fresh else None
@@ -90,7 +189,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> api.F | CorruptionError:
+    async def __anext__(self) -> api.F | errors.CorruptionError:
         """The next event; waits for it."""
         while not self._ended:
             while self._ready:
@@ -102,15 +201,15 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
                     continue
                 if self._member is not None:
                     self._member.unacked[feed] = position
-                if isinstance(found, CorruptionError):
+                if isinstance(found, errors.CorruptionError):
                     return found
                 return api.typed(found, self._form, self.cursor)
             try:
                 await self._fill()
-            except TransportError as error:
+            except errors.TransportError as error:
                 await self.aclose()
                 details = [cursor_text(self.cursor), error.detail]
-                raise engine_error("stream_disconnected", details, "subscribe") from error
+                raise errors.engine_error("stream_disconnected", details, "subscribe") from error
         raise StopAsyncIteration
 
     def _reaches(self, feed: str, position: Position) -> bool:
@@ -122,7 +221,9 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
     async def ack(self, event_id: str) -> None:
         """Store for the group that this event and those before it in its feed were processed."""
         if self._member is None:
-            raise invalid_input("group", "is not set: only members of a group acknowledge events")
+            raise errors.invalid_input(
+                "group", "is not set: only members of a group acknowledge events"
+            )
         feed, _, entry = event_id.rpartition("/")
         await self._member.ack(feed, position_of(entry))
 
@@ -177,7 +278,7 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         oldest = {feed: state.oldest for feed, state in gaps.items()}
         positions = {**self._reader.positions, **oldest}
         left = FeedCursor(self._reader.base, positions, self._selection.only)
-        raise engine_error("cursor_expired", [cursor_text(left.encode())], "subscribe")
+        raise errors.engine_error("cursor_expired", [cursor_text(left.encode())], "subscribe")
 
     async def _queue(self, found: Mapping[str, Sequence[object]]) -> None:
         entries = [
@@ -187,13 +288,13 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         ]
         accepted = await self._accepted([e for *_, e in entries if isinstance(e, api.Event)])
         for feed, position, event in entries:
-            kept = isinstance(event, CorruptionError) or event.event_id in accepted
+            kept = isinstance(event, errors.CorruptionError) or event.event_id in accepted
             self._ready.append((feed, position, event if kept else None))
 
-    def _decoded(self, feed: str, entry: object) -> api.Event | CorruptionError:
+    def _decoded(self, feed: str, entry: object) -> api.Event | errors.CorruptionError:
         try:
             return self._source.decode(feed, entry)
-        except CorruptionError as error:
+        except errors.CorruptionError as error:
             return error
 
     async def _accepted(self, events: Sequence[api.Event]) -> set[str]:
@@ -261,7 +362,9 @@ class FeedEvents(api.Events):
             for each in check.listed(partitions, "partitions")
         }
         if not numbers:
-            raise invalid_input("partitions", "must not be empty; omit it to read all of them")
+            raise errors.invalid_input(
+                "partitions", "must not be empty; omit it to read all of them"
+            )
         return [f"fp:{number}" for number in sorted(numbers)]
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
@@ -270,8 +373,7 @@ class FeedEvents(api.Events):
         await self._watch.wait_ended(execution_id.check_partition(self._counts))
 
     async def aclose(self) -> None:
-        """End every subscription and every wait."""
-        async with AsyncExitStack() as closing:
+        async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._watch.aclose)
             for subscription in list(self._open):
                 closing.push_async_callback(subscription.aclose)

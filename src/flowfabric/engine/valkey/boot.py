@@ -83,12 +83,9 @@ async def prepare(
 ) -> bool:
     """Set up a deployment: server version, counts, library, waitpoint secret, lanes.
 
-    Returns whether the library was loaded. An unusable secret is refused before anything is
-    written. `mint_secret` is called when no secret is configured or stored.
-
-    `owned`: only processes of this project use the server, so a library of the same version with
-    other content is replaced. The same version has the same calls and replies, so running
-    processes are not disturbed.
+    Returns whether the library was loaded. `mint_secret` makes a secret if there is none. `owned`:
+    only processes of this project use the server, so a library of the same version with other
+    content is replaced; it has the same calls and replies, so running processes go on.
     """
     secret, lanes = configured_secret(), configured_lanes()
     await check_server(transport)
@@ -120,10 +117,9 @@ async def _has_secret(transport: Transport) -> bool:
 
 
 async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:
-    """Check a deployment before a client uses it: server version, counts, library.
+    """Check the server's version, the counts and the library in one go, before a client uses them.
 
-    Everything is sent at once. A missing library is loaded, and an older one is replaced if ours
-    serves its callers too. `owned` is as in `prepare`.
+    A missing library is loaded, and an older one replaced if ours serves its callers too.
     """
     gate, counts, found = await asyncio.gather(
         # A client starts without its replicas; `prepare` checks them.
@@ -160,7 +156,6 @@ async def read_counts(transport: Transport) -> PartitionCounts:
 
 
 async def report_collisions(transport: Transport, counts: PartitionCounts) -> None:
-    """Log how many registered lanes share their home partition, and which."""
     members: Any = await transport.call("SMEMBERS", keys.LANES, key=keys.LANES)
     lanes = [member.decode(errors="replace") for member in members]
     found = lane_collisions(lanes, counts)

@@ -1,7 +1,4 @@
-"""Open a backend on a deployment, or on the project's embedded Valkey.
-
-The only module of this package that the layers above import.
-"""
+"""Open a backend; the only module of this package that the layers above import."""
 
 import asyncio
 import os
@@ -91,10 +88,7 @@ def store_secret(secret: str) -> None:
 
 
 class ServerLocation:
-    """Opens backends on one deployment; without a url, the one that the environment names.
-
-    The embedded server starts with the first backend.
-    """
+    """Opens backends on the deployment of a url, or of the environment; starts an embedded one."""
 
     def __init__(self, url: str | None = None) -> None:
         self._address = from_url(url) if url else from_env(os.environ)
@@ -124,10 +118,7 @@ class ServerLocation:
         return server.address
 
     def _acquire(self, closings: int) -> None:
-        """Start or join the embedded server, in a thread.
-
-        A thread cannot be cancelled, so a hold that arrives after `close`, or second, is released.
-        """
+        """In a thread, which cannot be cancelled: a second hold, or one after `close`, is freed."""
         server = start_embedded()
         with self._lock:
             if self._server is None and self._closings == closings:
@@ -207,7 +198,6 @@ class ServerLocation:
         return folder_secret(self._server.data_dir)
 
     def _revive(self) -> None:
-        """Restart the embedded server if it has crashed."""
         if self._server is not None:
             self._server.ensure_running()
 

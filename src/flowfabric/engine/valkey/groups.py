@@ -15,10 +15,7 @@ _IN_FLIGHT = 16
 
 
 def split(items: Iterable[T], size: int, *, apart: bool) -> list[list[T]]:
-    """Groups of at most `size` items, each of which begins with its partition's tag.
-
-    `apart` is for clusters, where one call covers one partition.
-    """
+    """Groups of at most `size` items; with `apart`, as in clusters, of one partition's tag each."""
     groups: list[list[T]] = []
     for item in sorted(items, key=itemgetter(0)) if apart else items:
         if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != item[0]):

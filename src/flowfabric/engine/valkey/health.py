@@ -161,7 +161,6 @@ async def _settings(transport: Transport, *names: str) -> Facts:
 
 
 async def server_facts(transport: Transport, *sections: str) -> Facts:
-    """What the primaries report in these sections of INFO."""
     replies: dict[str, Any] = await transport.call_all_primaries("INFO", *sections)
     found = {server: info.decode(errors="replace") for server, info in replies.items()}
     return {
@@ -182,7 +181,6 @@ def _size(count: int) -> str:
 
 
 async def check_security(transport: Transport) -> list[Finding]:
-    """Check the patch level of every node, and the password and rights of the default user."""
     return [await _scripting(transport), await _access(transport)]
 
 

@@ -50,10 +50,7 @@ _extensions: list[str] = []
 
 
 def include(source: str) -> None:
-    """Add Lua functions to the library that this process loads and accepts, for tests.
-
-    They see the names of the library's own files. A process without them refuses the server.
-    """
+    """Add Lua functions for tests; a process that does not have them refuses the server."""
     if source not in _extensions:
         _extensions.append(source)
         _body.cache_clear()
@@ -95,7 +92,6 @@ class LibraryConflictError(UnavailableError):
 
     @property
     def hint(self) -> str:
-        """Which side to change."""
         return self._advice
 
 

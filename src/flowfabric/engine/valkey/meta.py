@@ -132,7 +132,6 @@ def _refused(name: str, error: errors.EngineError) -> Finding:
 async def check_deployment(
     backend: Backend, transport: Transport, namespace: str | None
 ) -> list[Finding]:
-    """Run the checks that need the partition counts."""
     if namespace is not None:
         validate_namespace(namespace)
     lanes = await backend.places.lanes_in_use()

@@ -93,7 +93,6 @@ class Record(Stored):
 
     @property
     def last_mutation_at(self) -> int:
-        """When anything was last written."""
         times = (self.number(name, 0) for name in ("last_mutation_at", "lease_last_renewed_at"))
         return max(self.last_transition_at, *times)
 
@@ -107,7 +106,6 @@ class Record(Stored):
 
     @property
     def attempt(self) -> tuple[str, int] | None:
-        """Id and index of the last attempt."""
         return self.pair("attempt")
 
     @property
@@ -121,7 +119,6 @@ class Record(Stored):
 
     @property
     def worker(self) -> tuple[str, str]:
-        """Id and instance of the last worker."""
         worker_id, _, instance = self.text("worker", "").partition(" ")
         return worker_id, instance
 

@@ -17,7 +17,6 @@ _IDLE_S = 30.0
 
 
 def ceiling_from_env() -> int:
-    """The most stream calls at once, as the environment sets it."""
     new, old = "FF_MAX_CONCURRENT_STREAM_OPS", "FF_MAX_CONCURRENT_TAIL"
     return whole_number(os.environ, new if os.environ.get(new) else old, _DEFAULT_CEILING, 1)
 
@@ -35,10 +34,9 @@ class StreamPool:
         self._transport = transport
         self.ceiling = ceiling_from_env() if ceiling is None else ceiling
         self.held = 0
-        self._idle: dict[str, list[Connection]] = {}
+        # Per node, since when each connection is idle, the longest first.
+        self._idle: dict[str, dict[Connection, float]] = {}
         self._idle_s = idle_s
-        # Per node, how many stayed idle since the last check.
-        self._spare: dict[str, int] = {}
         self._looking: asyncio.TimerHandle | None = None
         self._busy: set[Connection] = set()
         # In a cluster, the node of each hash tag.
@@ -53,7 +51,7 @@ class StreamPool:
     def forget(self) -> None:
         """Start empty in a forked child, where the connections are closed."""
         leave_behind(self._busy, self._empty, self._looking)
-        self._idle, self._busy, self._node_of, self._spare = {}, set(), {}, {}
+        self._idle, self._busy, self._node_of = {}, set(), {}
         self._looking = None
         self._empty = asyncio.Event()
         self.held = 0
@@ -96,13 +94,10 @@ class StreamPool:
                 conn.abort("the stream call ended")
 
     def _take(self, tag: str) -> Connection | None:
-        node = self._node_of.get(tag) if self._transport.is_cluster else ""
-        if node is None:
-            return None
+        node = self._node_of.get(tag, "") if self._transport.is_cluster else ""
         idle = self._idle.get(node)
         while idle:
-            conn = idle.pop()
-            self._spare[node] = min(self._spare.get(node, 0), len(idle))
+            conn, _ = idle.popitem()
             if conn.is_open:
                 return conn
         return None
@@ -111,19 +106,17 @@ class StreamPool:
         node = conn.peer if self._transport.is_cluster else ""
         if node:
             self._node_of[tag] = node
-        self._idle.setdefault(node, []).append(conn)
+        self._idle.setdefault(node, {})[conn] = conn.loop.time()
         if self._looking is None:
             self._looking = conn.loop.call_later(self._idle_s, self._shrink, conn.loop)
 
     def _shrink(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close the connections that were idle since the last check: the oldest of each node."""
-        for node, conns in self._idle.items():
-            spare = self._spare.get(node, 0)
-            for conn in conns[:spare]:
+        edge = loop.time() - self._idle_s
+        for conns in self._idle.values():
+            for conn in [conn for conn, since in conns.items() if since <= edge]:
+                del conns[conn]
                 conn.close()
-            del conns[:spare]
-        self._spare = {node: len(conns) for node, conns in self._idle.items() if conns}
-        again = self._spare and not self.closed
+        again = any(self._idle.values()) and not self.closed
         self._looking = loop.call_later(self._idle_s, self._shrink, loop) if again else None
 
     async def await_news(self, conn: Connection, news: Awaitable[None]) -> None:

@@ -130,7 +130,6 @@ def append_outcome(reply: Sequence[Any]) -> contracts.AppendOutcome:
 
 
 def page_of(reply: Sequence[Any], execution_id: str) -> Page:
-    """A page of the range read."""
     entries, *rest = reply[2:]
     page = Stored.from_row(f"stream of {execution_id}", _PAGE_PARTS, rest)
     return Page(
@@ -172,7 +171,6 @@ def _frame(entry: str, flat: list[bytes]) -> contracts.StreamedFrame:
 
 
 def _damage(stored: Stored) -> EngineError:
-    """Which field of a frame cannot be read."""
     stored.text("t")
     for name in ("e", "s", "c", "md"):
         stored.text(name, "")

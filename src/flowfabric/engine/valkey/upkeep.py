@@ -168,10 +168,7 @@ class ValkeyUpkeep(api.Upkeep):
         return await self._forget(ANYWHERE, empty)
 
     async def _forget(self, tag: str, stamps: Mapping[str, str]) -> int:
-        """Take lanes out of the registry whose stamp is still the one that was read.
-
-        A process that begins to use a lane stamps it first, so a lane in use stays.
-        """
+        """Remove lanes whose stamp is unchanged: a process stamps a lane before it uses it."""
         number = tag if tag == ANYWHERE else PartitionKey.trusted(tag).index_number
         places = [(number, lane, stamp) for lane, stamp in stamps.items()]
         forgotten = 0

@@ -104,10 +104,7 @@ def _place(lane_id: str, ring: bytes) -> WorkPlace:
 
 
 class _ClusterDoorbell:
-    """Subscribes to the channels of all partitions, with one connection per primary.
-
-    A blocking pop, which wakes only one listener, cannot span slots.
-    """
+    """Subscribes to the channels of all partitions: a blocking pop cannot span slots."""
 
     heard_by_all = True
 
@@ -122,7 +119,6 @@ class _ClusterDoorbell:
 
     @property
     def connected(self) -> bool:
-        """Whether it hears every partition."""
         return not self._moved and all(conn.is_open for conn in self._conns)
 
     async def wait(self, timeout_s: float) -> list[WorkPlace]:
