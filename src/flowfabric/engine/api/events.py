@@ -56,38 +56,35 @@ class _ExecutionEvent(msgspec.Struct, frozen=True, kw_only=True):
     flow_id: str | None = None
 
 
-class CompletionEvent(_ExecutionEvent, frozen=True, kw_only=True):
-    """An execution ended."""
-
-    outcome: str = ""
-    """`success`, `failed`, `cancelled`, `expired` or `skipped`."""
-    reason: str | None = None
-    source: str | None = None
-    """What asked for a cancellation."""
-    failure_category: str | None = None
+class _AttemptEvent(_ExecutionEvent, frozen=True, kw_only=True):
     attempt_id: str | None = None
     attempt_index: int | None = None
     lease_id: str | None = None
     lease_epoch: int | None = None
     worker_instance_id: str | None = None
+    """The worker that holds the lease after this event, or held it before."""
+    reason: str | None = None
+
+
+class CompletionEvent(_AttemptEvent, frozen=True, kw_only=True):
+    """An execution ended."""
+
+    outcome: str = ""
+    """`success`, `failed`, `cancelled`, `expired` or `skipped`."""
+    source: str | None = None
+    """What asked for a cancellation."""
+    failure_category: str | None = None
     result_ref: bool = False
     """Whether a result is stored."""
     tags: Mapping[str, str] | None = None
 
 
-class LeaseEvent(_ExecutionEvent, frozen=True, kw_only=True):
+class LeaseEvent(_AttemptEvent, frozen=True, kw_only=True):
     """An execution changed hands."""
 
     type: str
     """`acquired`, `renewed`, `released`, `expired`, `revoked`, `reclaimed`, `replay_initiated`."""
-    lease_id: str | None = None
-    lease_epoch: int | None = None
-    attempt_id: str | None = None
-    attempt_index: int | None = None
     worker_id: str | None = None
-    worker_instance_id: str | None = None
-    """The worker that holds the lease after this event, or held it before."""
-    reason: str | None = None
     outcome: str | None = None
     """How the execution ended, if that released the lease."""
     revoked_by: str | None = None

@@ -25,7 +25,7 @@ class FeedSelection:
     def __init__(
         self, source: FeedSource, counts: PartitionCounts, feeds: Sequence[str] | None = None
     ) -> None:
-        self._source = source
+        self.source = source
         self._counts = counts
         self._fixed = feeds
         self.only = feeds[0] if feeds is not None and len(feeds) == 1 else None
@@ -33,7 +33,7 @@ class FeedSelection:
 
     async def list(self) -> Sequence[str]:
         """Their names; a feed is listed before its first entry, so that none is missed."""
-        return self._fixed or await self._source.partition_feeds()
+        return self._fixed or await self.source.partition_feeds()
 
     async def cursor(self, start: Start) -> FeedCursor:
         """The starting position; a cursor of another selection is `invalid_cursor`."""
@@ -45,7 +45,7 @@ class FeedSelection:
             at = dict.fromkeys(await self.list(), (start - 1, LAST_SEQ))
             return FeedCursor(start, at, self.only)
         if start in ("", b"", "now"):
-            base = 0 if self.only else max(0, await self._source.clock_ms() - CLOCK_SLACK_MS)
+            base = 0 if self.only else max(0, await self.source.clock_ms() - CLOCK_SLACK_MS)
             return FeedCursor(base, await self._ends(base, "last"), self.only)
         if start == "start":
             return FeedCursor(0, await self._ends(0, "oldest"), self.only)
@@ -58,7 +58,7 @@ class FeedSelection:
     async def _ends(self, base: int, end: Literal["oldest", "last"]) -> dict[str, Position]:
         """The oldest or the newest position of each feed that reaches beyond the base time."""
         feeds = await self.list()
-        states = zip(feeds, await self._source.states(feeds), strict=True)
+        states = zip(feeds, await self.source.states(feeds), strict=True)
         ends = {feed: getattr(state, end) for feed, state in states if state is not None}
         return {feed: at for feed, at in ends.items() if at > (base, 0)}
 

@@ -65,10 +65,8 @@ class GroupMember:
     without talking to each other, and few feeds move when one comes or leaves.
     """
 
-    def __init__(
-        self, source: FeedSource, selection: FeedSelection, group: str, name: str, start: FeedCursor
-    ) -> None:
-        self._source = source
+    def __init__(self, selection: FeedSelection, group: str, name: str, start: FeedCursor) -> None:
+        self._source = selection.source
         self._selection = selection
         self._group = group
         self._name = name
@@ -152,7 +150,6 @@ def _owner(feed: str, members: Sequence[str]) -> str:
 class FeedSubscription(AsyncClosing, Generic[api.F]):
     def __init__(
         self,
-        source: FeedSource,
         selection: FeedSelection,
         cursor: FeedCursor,
         request: api.FeedRequest[api.F],
@@ -161,9 +158,9 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         fresh: bool,
         on_close: Callable[[Self], None],
     ) -> None:
-        self._source = source
+        self._source = selection.source
         self._selection = selection
-        self._reader = FeedReader(source, cursor)
+        self._reader = FeedReader(selection.source, cursor)
         self._families = frozenset(request.families)
         self._form = request.form
         self._where = request.options.get("where") or api.EventFilter()
@@ -344,14 +341,12 @@ class FeedEvents(api.Events):
         member = None
         if (group := options.get("group")) is not None:
             name = options.get("member") or new_uuid()
-            member = GroupMember(self._source, selection, group, name, start)
+            member = GroupMember(selection, group, name, start)
             await member.join()
         # These positions come from the feeds as they are now.
         fresh = member is None and cursor in ("", b"", "now", "start")
         subscription = FeedSubscription(
-            *(self._source, selection, start, request, member),
-            fresh=fresh,
-            on_close=self._open.discard,
+            selection, start, request, member, fresh=fresh, on_close=self._open.discard
         )
         self._open.add(subscription)
         return subscription
