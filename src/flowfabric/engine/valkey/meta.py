@@ -215,13 +215,10 @@ def _collisions(backend: Backend, lanes: list[str]) -> Finding:
     if found.grade is CollisionGrade.CLEAN:
         return ok("lane placement", "no two lanes share a partition")
     groups = "; ".join(" + ".join(group) for group in found.shared.values())
-    serious = found.grade in (CollisionGrade.ELEVATED, CollisionGrade.REMEDIATE)
-    return Finding(
-        "lane placement",
-        Grade.WARNING if serious else Grade.OK,
-        f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})",
-        "rename one lane of each group if they carry much work" if serious else "",
-    )
+    detail = f"{found.grade.value}: {found.affected} of {found.lanes} lanes share one ({groups})"
+    if found.grade is CollisionGrade.WATCH:
+        return ok("lane placement", detail)
+    return warning("lane placement", detail, "rename one lane of each group that carries much work")
 
 
 async def _workers(
