@@ -1,7 +1,7 @@
 """What a handler knows and can do about its own run, and the output it writes."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import msgspec
@@ -15,6 +15,7 @@ from flowfabric.core.forks import generation
 from flowfabric.core.ids import ExecutionId
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.loop_thread import LoopCaller, refuse_after_fork
+from flowfabric.sdk.runtime import WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 
 V = TypeVar("V")
@@ -32,7 +33,7 @@ class HandlerInfo:
     __slots__ = ()
 
     _task: ClaimedTask
-    _shutting_down: Callable[[], bool]
+    _runtime: WorkerRuntime
 
     @property
     def execution_id(self) -> ExecutionId:
@@ -67,7 +68,7 @@ class HandlerInfo:
     @property
     def shutting_down(self) -> bool:
         """Whether the worker is stopping: finish soon or save your progress."""
-        return self._shutting_down()
+        return self._runtime.shutting_down
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
@@ -162,11 +163,11 @@ class Context(HandlerInfo):
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_generation", "_shutting_down", "_task", "_waits")
+    __slots__ = ("_generation", "_runtime", "_task", "_waits")
 
-    def __init__(self, task: ClaimedTask, shutting_down: Callable[[], bool]) -> None:
+    def __init__(self, task: ClaimedTask, runtime: WorkerRuntime) -> None:
         self._task = task
-        self._shutting_down = shutting_down
+        self._runtime = runtime
         self._generation = generation()
         self._waits: Waits | None = None
 
@@ -280,14 +281,12 @@ class SyncContext(SyncTwin[Context], HandlerInfo):
     ...     return ctx.attempt
     """
 
-    __slots__ = ("_shutting_down", "_task")
+    __slots__ = ("_runtime", "_task")
 
-    def __init__(
-        self, task: ClaimedTask, shutting_down: Callable[[], bool], caller: LoopCaller
-    ) -> None:
-        super().__init__(Context(task, shutting_down), caller)
+    def __init__(self, task: ClaimedTask, runtime: WorkerRuntime, caller: LoopCaller) -> None:
+        super().__init__(Context(task, runtime), caller)
         self._task = task
-        self._shutting_down = shutting_down
+        self._runtime = runtime
 
     progress = blocking(Context.progress)
     wait_condition = blocking(Context.wait_condition)

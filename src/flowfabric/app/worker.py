@@ -91,17 +91,13 @@ class AppWorker:
         arguments, function = task.arguments, task.function
         signature = inspect.signature(function)
         caller = LoopCaller(asyncio.get_running_loop())
-
-        def context(claimed: ClaimedTask) -> Context | SyncContext:
-            if task.is_async:
-                return Context(claimed, lambda: runtime.shutting_down)
-            return SyncContext(claimed, lambda: runtime.shutting_down, caller)
+        make_context = Context if task.is_async else functools.partial(SyncContext, caller=caller)
 
         async def handle(claimed: ClaimedTask) -> tuple[bytes, str] | None:
             try:
                 args, kwargs = arguments.convert(*codec.decode_call(claimed.input_payload))
                 if arguments.takes_context:
-                    args.insert(0, context(claimed))
+                    args.insert(0, make_context(claimed, runtime))
                 if task.is_async:
                     call = function(*args, **kwargs)
                 else:
