@@ -14,6 +14,7 @@ from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import EngineError, TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.text import plural
 from flowfabric.engine.api.executions import BATCH
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
@@ -45,8 +46,7 @@ class Fabric(AsyncClosing):
         self._opening: asyncio.Task[Client] | None = None
 
     def __repr__(self) -> str:
-        count = len(self.tasks)
-        tasks = f"{count} task{'' if count == 1 else 's'}"
+        tasks = plural(len(self.tasks), "task")
         return f"Fabric({self.location.peer}, namespace={self.namespace!r}, {tasks})"
 
     @property

@@ -228,10 +228,9 @@ class Waits:
                 self._pending.setdefault(wait.waitpoint_key, _pending(wait))
         found = [self._pending[key] for key in keys if key in self._pending]
         if found and len(keys) > 1:
-            raise invalid_input(
-                "condition",
-                f"{found[0].waitpoint_key!r} was handed out, so it cannot be combined with others",
-            )
+            key = found[0].waitpoint_key
+            problem = f"{key!r} was handed out, so it cannot be combined with others"
+            raise invalid_input("condition", problem)
         return found[0] if found else None
 
 

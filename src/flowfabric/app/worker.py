@@ -56,7 +56,7 @@ class AppWorker:
         grace_s: float = 30.0,
         on_shutdown: Literal["release", "fail"] = "release",
         signals: bool = True,
-        ready: Callable[[], None] | None = None,
+        ready: Callable[[], object] = lambda: None,
     ) -> RunSummary:
         """Serve until stopped, then wait for running tasks; returns what was done."""
         # Checks settings before it starts the embedded server.
@@ -69,8 +69,7 @@ class AppWorker:
             runtime.stop()
         try:
             with on_signals(runtime.stop) if signals else contextlib.nullcontext():
-                if ready is not None:
-                    ready()
+                ready()
                 return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
         finally:
             self._runtime, self._stop_asked = None, False
