@@ -179,7 +179,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
 
     @property
     def cursor(self) -> bytes:
-        """The position after the last event returned."""
         reader = self._reader
         return FeedCursor(reader.base, reader.positions, self._selection.only).encode()
 
@@ -187,7 +186,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         return self
 
     async def __anext__(self) -> api.F | errors.CorruptionError:
-        """The next event; waits for it."""
         while not self._ended:
             while self._ready:
                 feed, position, found = self._ready.popleft()
@@ -216,7 +214,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         return position > self._reader.position(feed)
 
     async def ack(self, event_id: str) -> None:
-        """Store for the group that this event and those before it in its feed were processed."""
         if self._member is None:
             raise errors.invalid_input(
                 "group", "is not set: only members of a group acknowledge events"
@@ -225,7 +222,6 @@ class FeedSubscription(AsyncClosing, Generic[api.F]):
         await self._member.ack(feed, position_of(entry))
 
     async def aclose(self) -> None:
-        """Stop reading; the iteration ends."""
         self._ended = True
         self._on_close(self)
         self._reader.link.close()

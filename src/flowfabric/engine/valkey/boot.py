@@ -110,10 +110,9 @@ async def prepare(
 
 
 async def _has_secret(transport: Transport) -> bool:
-    """Whether a secret is stored; the library may not be loaded yet."""
+    # By a plain command: the library may not be loaded yet.
     store = keys.secrets("{fp:0}")
-    kid = await transport.call("HGET", store, "current_kid", key=store)
-    return kid is not None
+    return await transport.call("HGET", store, "current_kid", key=store) is not None
 
 
 async def join(transport: Transport, *, owned: bool = False) -> PartitionCounts:

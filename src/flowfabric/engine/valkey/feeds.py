@@ -237,9 +237,6 @@ def _state(raw: Mapping[bytes, Any], maxlen: int) -> FeedState:
     return FeedState(last, oldest, trimmed)
 
 
-# --- stored entries under the names that subscribers see ----------------------------------------
-
-
 def decode_history(feed: str, stored: bytes, execution_id: str) -> Event:
     """An event from the history of an execution, where its entry id comes first."""
     try:

@@ -177,9 +177,6 @@ def _size(count: int) -> str:
     return f"{count / _MIB:,.0f} MiB" if count >= _MIB else f"{count / 1024:,.0f} KiB"
 
 
-# --- who can reach the server, and known holes in its scripting engine --------------------------
-
-
 async def check_security(transport: Transport) -> list[Finding]:
     return [await _scripting(transport), await _access(transport)]
 

@@ -45,7 +45,7 @@ class ValkeyListings(Listings):
     ) -> ExecutionPage:
         if partition is not None:
             check.partition(partition, self._calls.counts)
-        limit = _page(limit)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         given_cursor(cursor)
         if where is not None:
             check.instance(where, Filter, "where").validate()
@@ -121,7 +121,7 @@ class ValkeyListings(Listings):
         if (apart := _BY_SIGNATURE.get(suffix)) is not None:
             signatures = await self._calls.signatures(tag, lane_id)
             names += [apart(tag, lane_id, each) for each in signatures]
-        limit = _page(limit)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         if limit <= 0:
             return ExecutionPage(())
         after = _lane_position(cursor, tag) if cursor else None
@@ -176,10 +176,6 @@ class ValkeyListings(Listings):
         key = keys.index(tag, "all_executions")
         bounds = (first, last, "BYLEX", "LIMIT", 0, limit)
         return await self._calls.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
-
-
-def _page(limit: Any) -> int:
-    return min(check.whole(limit, "limit"), _MAX_PAGE)
 
 
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:

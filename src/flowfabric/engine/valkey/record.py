@@ -15,18 +15,15 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 
 S = TypeVar("S", bound=msgspec.Struct)
-_NO_CURRENT_ATTEMPT = frozenset(
-    {states.AttemptState.PENDING_RETRY_ATTEMPT, states.AttemptState.PENDING_REPLAY_ATTEMPT}
-)
+_RETRYING = states.AttemptState.PENDING_RETRY_ATTEMPT
+_NO_CURRENT_ATTEMPT = (_RETRYING, states.AttemptState.PENDING_REPLAY_ATTEMPT)
 _ENDED = {
     states.TerminalOutcome.SUCCESS: states.AttemptRecordState.ENDED_SUCCESS,
     states.TerminalOutcome.FAILED: states.AttemptRecordState.ENDED_FAILURE,
     states.TerminalOutcome.EXPIRED: states.AttemptRecordState.ENDED_FAILURE,
     states.TerminalOutcome.CANCELLED: states.AttemptRecordState.ENDED_CANCELLED,
 }
-_FAILED = frozenset(
-    {states.AttemptRecordState.ENDED_FAILURE, states.AttemptRecordState.INTERRUPTED_RECLAIMED}
-)
+_FAILED = (states.AttemptRecordState.ENDED_FAILURE, states.AttemptRecordState.INTERRUPTED_RECLAIMED)
 _INTERNAL = (
     *("state", "lease", "attempt", "worker", "tagged", "waitpointed"),
     *("paused", "ended_by", "run_from", "between_attempts", "operator_requests"),
@@ -285,7 +282,7 @@ class Record(Stored):
             return {}
         lineage = {"pending_previous_attempt_index": str(self.attempt[1])}
         reason = self.maybe_text("failure_reason")
-        if self.state_vector.attempt_state is states.AttemptState.PENDING_RETRY_ATTEMPT and reason:
+        if self.state_vector.attempt_state is _RETRYING and reason:
             lineage["pending_retry_reason"] = reason
         return lineage
 
