@@ -4,8 +4,6 @@ A line `# group status` starts a group. Each code has one line: `code class[/sta
 status only where it differs from the group's.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """`async with` for objects with an `aclose`, `with` for objects with a `close`."""
 
-from __future__ import annotations
-
 import asyncio
 from abc import ABC, abstractmethod
 from typing import Self

@@ -1,7 +1,5 @@
 """Durations: seconds, `timedelta`, or text such as `"1h30m"`."""
 
-from __future__ import annotations
-
 import math
 import re
 from datetime import timedelta

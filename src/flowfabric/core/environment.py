@@ -1,7 +1,5 @@
 """Settings in environment variables. An empty variable counts as not set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,9 +1,7 @@
 """The exceptions. Decide on `.error_class` or `.retryable`, never on message text."""
 
-from __future__ import annotations
-
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Sequence
+from typing import ClassVar, Literal, Self
 
 from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, CatalogueEntry, ErrorClass, explained
 
@@ -94,7 +92,7 @@ class PossiblySucceeded(FlowFabricError):
         self.message = message
         self.verifier: Callable[[], Awaitable[Verdict]] | None = None
 
-    def __reduce__(self) -> tuple[type[PossiblySucceeded], tuple[str, ...]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, ...]]:
         # The verifier belongs to a connection of this process.
         return type(self), self.args
 
@@ -133,6 +131,11 @@ class EngineError(FlowFabricError):
     >>> str(EngineError("invalid_claim_grant"))
     'invalid_claim_grant — Ask for a new grant.'
     """
+
+    by_group: ClassVar[dict[str, "type[EngineError]"]] = {}
+
+    def __init_subclass__(cls, groups: str = "") -> None:
+        EngineError.by_group.update(dict.fromkeys(groups.split(), cls))
 
     def __init__(self, code: str, *details: str, op: str = "") -> None:
         super().__init__(code, *details)
@@ -183,7 +186,7 @@ class EngineError(FlowFabricError):
         return f"{head} — {self.hint}"
 
 
-class NotFoundError(EngineError):
+class NotFoundError(EngineError, groups="not_found"):
     """The named thing does not exist."""
 
     @property
@@ -194,7 +197,7 @@ class NotFoundError(EngineError):
         return super().http_status
 
 
-class ValidationError(EngineError):
+class ValidationError(EngineError, groups="validation"):
     """The request breaks a rule; details name the field and the problem.
 
     `undecodable` marks a value of the wrong type: HTTP 422 instead of 400.
@@ -209,19 +212,19 @@ class ValidationError(EngineError):
         return 422 if self.undecodable else super().http_status
 
 
-class AuthError(EngineError):
+class AuthError(EngineError, groups="auth"):
     """The caller may not do this."""
 
 
-class ContentionError(EngineError):
+class ContentionError(EngineError, groups="contention"):
     """Someone else was first, or the execution is in another phase."""
 
 
-class ConflictError(EngineError):
+class ConflictError(EngineError, groups="conflict"):
     """The request contradicts something that exists."""
 
 
-class StateError(EngineError):
+class StateError(EngineError, groups="state"):
     """The target's state does not allow the operation."""
 
 
@@ -234,7 +237,7 @@ class BudgetExceeded(StateError):
         self.args = details
 
 
-class LimitError(EngineError):
+class LimitError(EngineError, groups="limit"):
     """A rate, a pool or a capacity is used up for now."""
 
     @property
@@ -247,11 +250,11 @@ class LimitError(EngineError):
         return None
 
 
-class BugError(EngineError):
+class BugError(EngineError, groups="bug"):
     """The engine contradicted itself: report it."""
 
 
-class CorruptionError(EngineError):
+class CorruptionError(EngineError, groups="corruption"):
     """Stored data cannot be read."""
 
     @property
@@ -262,11 +265,11 @@ class CorruptionError(EngineError):
         return super().http_status
 
 
-class KeyStoreError(EngineError):
+class KeyStoreError(EngineError, groups="key_store"):
     """The stored signing keys are missing or broken."""
 
 
-class UnavailableError(EngineError):
+class UnavailableError(EngineError, groups="availability subscriptions"):
     """The operation cannot be served: missing, too old, or shutting down."""
 
     def __init__(self, code: str, *details: str, op: str = "", shutting_down: bool = False) -> None:
@@ -364,37 +367,16 @@ class UnknownCodeError(ReplyError):
     """A function refused with a code that this version does not know. Nothing was changed."""
 
     def __init__(
-        self,
-        unknown_code: str,
-        *details: str,
-        op: str = "",
-        function: str = "",
-        execution_id: str = "",
+        self, code: str, *details: str, op: str = "", function: str = "", execution_id: str = ""
     ) -> None:
         extra = f" ({', '.join(details)})" if details else ""
-        problem = f"the unknown code {unknown_code!r}{extra}"
+        problem = f"the unknown code {code!r}{extra}"
         super().__init__(function, problem, execution_id, op=op, ambiguous=False)
-        self.args = (unknown_code, *details)
-        self.unknown_code = unknown_code
+        self.args = (code, *details)
+        self.unknown_code = code
 
 
-_BY_GROUP: Mapping[str, type[EngineError]] = {
-    "not_found": NotFoundError,
-    "validation": ValidationError,
-    "auth": AuthError,
-    "contention": ContentionError,
-    "conflict": ConflictError,
-    "state": StateError,
-    "limit": LimitError,
-    "bug": BugError,
-    "corruption": CorruptionError,
-    "key_store": KeyStoreError,
-    "availability": UnavailableError,
-    "subscriptions": UnavailableError,
-}
-_BY_CODE: dict[str, type[EngineError]] = {
-    code: _BY_GROUP[entry.group] for code, entry in CATALOGUE.items()
-}
+_BY_CODE = {code: EngineError.by_group[entry.group] for code, entry in CATALOGUE.items()}
 _BY_CODE["timeout"] = TimeoutError_
 
 
@@ -415,10 +397,9 @@ def engine_error(
         return TransportError(kind, ", ".join(details[1:]), op=op)
     if code == "budget_exceeded":
         return BudgetExceeded(*details, op=op)
-    error_type = _BY_CODE.get(code)
-    if error_type is None:
-        return UnknownCodeError(code, *details, op=op, function=function, execution_id=execution_id)
-    return error_type(code, *details, op=op)
+    if code in _BY_CODE:
+        return _BY_CODE[code](code, *details, op=op)
+    return UnknownCodeError(code, *details, op=op, function=function, execution_id=execution_id)
 
 
 def invalid_input(

@@ -1,7 +1,5 @@
 """Forked processes: a child must not touch the connections and loops of its parent."""
 
-from __future__ import annotations
-
 import logging
 import os
 import weakref

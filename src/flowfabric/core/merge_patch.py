@@ -1,7 +1,5 @@
 """JSON merge patch for summary documents."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import msgspec
@@ -24,10 +22,10 @@ _MAX_NESTING = 128
 def parse_patch(payload: bytes) -> dict[str, Any]:
     """The patch, which must be a JSON object."""
     try:
-        patch = _decode(payload)
+        patch: object = msgspec.json.decode(payload)
     except RecursionError as error:
         raise ValidationError("invalid_input", "patch_depth_exceeded") from error
-    except ValueError as error:
+    except (ValueError, msgspec.DecodeError) as error:
         raise ValidationError("invalid_input", f"payload: is not JSON: {error}") from error
     if not isinstance(patch, dict):
         raise ValidationError("invalid_input", "payload: a patch must be a JSON object")
@@ -37,23 +35,13 @@ def parse_patch(payload: bytes) -> dict[str, Any]:
 def merge(document: bytes, *patches: dict[str, Any]) -> bytes:
     """The document with the patches applied in order; sentinels become null."""
     try:
-        target = _decode(document)
-    except (RecursionError, ValueError) as error:
+        merged = msgspec.json.decode(document, type=dict[str, Any])
+    except (RecursionError, ValueError, msgspec.DecodeError) as error:
         raise CorruptionError("corruption", f"summary: document: {error}") from error
-    if not isinstance(target, dict):
-        raise CorruptionError("corruption", "summary: document: is not an object")
-    merged = cast("dict[str, Any]", target)
     for patch in patches:
         _check_depth(patch, 0, in_array=False)
         merged = _merged(merged, patch)
     return msgspec.json.encode(_nulls(merged))
-
-
-def _decode(source: bytes) -> Any:
-    try:
-        return msgspec.json.decode(source)
-    except msgspec.DecodeError as error:
-        raise ValueError(str(error)) from error
 
 
 def _check_depth(value: Any, level: int, *, in_array: bool) -> None:

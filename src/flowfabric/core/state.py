@@ -1,7 +1,5 @@
 """The state of an execution: six dimensions, stored as one letter each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -175,7 +173,7 @@ class StateVector(msgspec.Struct, frozen=True):
     attempt_state: AttemptState
 
     @classmethod
-    def from_code(cls, code: str, context: str = "execution") -> StateVector:
+    def from_code(cls, code: str, context: str = "execution") -> "StateVector":
         """Read the stored form; an unreadable one is `corruption`."""
         vector = _CACHE.get(code)
         if vector is None:

@@ -1,7 +1,5 @@
 """Strict decoding of stored data. Errors read `corruption: <context>: <field>: <problem>`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast

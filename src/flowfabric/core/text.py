@@ -1,7 +1,5 @@
 """Truncating and counting text, and decoding text that may be malformed."""
 
-from __future__ import annotations
-
 FAILURE_REASON_LIMIT = 8 * 1024
 REASON_LIMIT = 4 * 1024
 

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar, get_args
 import msgspec
 
 K = TypeVar("K", bound=str)
+E = TypeVar("E")
 
 
 @cache
@@ -21,3 +22,12 @@ class NamedOutcome(msgspec.Struct, Generic[K], frozen=True):
     def kind(self) -> K:
         """The name of the result; type checkers tell results apart by it."""
         return _kind_of(type(self))
+
+
+class Page(msgspec.Struct, Generic[E], frozen=True):
+    """One page of a listing, and the cursor of the next if there is one."""
+
+    entries: tuple[E, ...]
+    next_cursor: str | None = None
+    damaged: tuple[str, ...] = ()
+    """The entries that cannot be read, each as `<context>: <field>: <problem>`."""

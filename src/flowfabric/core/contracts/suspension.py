@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from flowfabric.core.conditions import AcceptedSignal
-from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.contracts import NamedOutcome, Page
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
@@ -82,12 +82,8 @@ class AlreadySatisfiedSuspension(NamedOutcome[Literal["already_satisfied"]], fro
 SuspendOutcome = Suspended | AlreadySatisfiedSuspension
 
 
-class PendingWaitpoint(msgspec.Struct, frozen=True):
+class PendingWaitpoint(WaitpointDetails, frozen=True):
     """A waitpoint that stores signals until a suspension uses it."""
-
-    waitpoint_id: str
-    waitpoint_key: str
-    waitpoint_token: WaitpointToken
 
 
 class Accepted(NamedOutcome[Literal["accepted"]], frozen=True):
@@ -148,13 +144,7 @@ class OpenWaitpoint(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None = None
 
 
-class OpenWaitpoints(msgspec.Struct, frozen=True):
-    """One page of waitpoints."""
-
-    entries: tuple[OpenWaitpoint, ...]
-    next_cursor: str | None = None
-    damaged: tuple[str, ...] = ()
-    """The entries that cannot be read."""
+OpenWaitpoints = Page[OpenWaitpoint]
 
 
 class PastWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,13 +181,7 @@ class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):
     timeout_at: int | None = None
 
 
-class SuspendedPage(msgspec.Struct, frozen=True):
-    """One page of suspended executions."""
-
-    entries: tuple[SuspendedEntry, ...]
-    next_cursor: str | None = None
-    damaged: tuple[str, ...] = ()
-    """The entries that cannot be read."""
+SuspendedPage = Page[SuspendedEntry]
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
