@@ -117,16 +117,21 @@ class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
     public_state: PublicState
 
 
-class ExecutionInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An execution as operators read it. Times are milliseconds as decimal text."""
+class _Read(msgspec.Struct, frozen=True, kw_only=True):
+    """What every read of an execution tells."""
 
     execution_id: ExecutionId
     namespace: str
     lane_id: str
-    priority: int
     execution_kind: str
-    state_vector: StateVector
     public_state: PublicState
+
+
+class ExecutionInfo(_Read, frozen=True, kw_only=True, omit_defaults=True):
+    """An execution as operators read it. Times are milliseconds as decimal text."""
+
+    priority: int
+    state_vector: StateVector
     created_at: str
     started_at: str | None = None
     completed_at: str | None = None
@@ -168,14 +173,9 @@ class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     last_heartbeat_at: int | None = None
 
 
-class ExecutionSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class ExecutionSnapshot(_Read, frozen=True, kw_only=True):
     """One execution at one moment."""
 
-    execution_id: ExecutionId
-    namespace: str
-    lane_id: str
-    execution_kind: str
-    public_state: PublicState
     created_at: int
     last_mutation_at: int
     total_attempt_count: int
@@ -229,14 +229,9 @@ class ExecutionContext(msgspec.Struct, frozen=True):
     payload_encoding: str = ""
 
 
-class ExecutionSummary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ExecutionSummary(_Read, frozen=True, kw_only=True, omit_defaults=True):
     """One row of a listing."""
 
-    execution_id: ExecutionId
-    namespace: str
-    lane_id: str
-    execution_kind: str
-    public_state: PublicState
     priority: int
     created_at: str
     """Milliseconds as decimal text."""
