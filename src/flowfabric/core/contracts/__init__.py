@@ -24,7 +24,7 @@ class NamedOutcome(msgspec.Struct, Generic[K], frozen=True):
         return _kind_of(type(self))
 
 
-class Page(msgspec.Struct, Generic[E], frozen=True):
+class ListingPage(msgspec.Struct, Generic[E], frozen=True):
     """One page of a listing, and the cursor of the next if there is one."""
 
     entries: tuple[E, ...]

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from flowfabric.core.conditions import AcceptedSignal
-from flowfabric.core.contracts import NamedOutcome, Page
+from flowfabric.core.contracts import ListingPage, NamedOutcome
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.state import PublicState
@@ -144,7 +144,7 @@ class OpenWaitpoint(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int | None = None
 
 
-OpenWaitpoints = Page[OpenWaitpoint]
+OpenWaitpoints = ListingPage[OpenWaitpoint]
 
 
 class PastWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,7 +181,7 @@ class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):
     timeout_at: int | None = None
 
 
-SuspendedPage = Page[SuspendedEntry]
+SuspendedPage = ListingPage[SuspendedEntry]
 
 
 class Rotation(msgspec.Struct, frozen=True, kw_only=True):
