@@ -189,14 +189,15 @@ def due_scanners(backend: Backend) -> list[DueScanner]:
     upkeep, suspensions = backend.upkeep, backend.suspensions
     too_long = partial(upkeep.expire_execution, reason=ExpireReason.ATTEMPT_TIMEOUT)
     too_late = partial(upkeep.expire_execution, reason=ExpireReason.EXECUTION_DEADLINE)
-    unused, unused_index = suspensions.expire_waitpoints, "pending_waitpoint_expiry"
     return [
         DueScanner("lease_expiry", upkeep.mark_lease_expired_if_due, "lease_expiry"),
         DueScanner("delayed_promoter", upkeep.promote_delayed, "delayed", per_lane=True),
         DueScanner("attempt_timeout", too_long, "attempt_timeout"),
         DueScanner("execution_deadline", too_late, "execution_deadline"),
         DueScanner("suspension_timeout", suspensions.expire_suspension, "suspension_timeout"),
-        PendingWpExpiry("pending_wp_expiry", unused, unused_index, page=100),
+        PendingWpExpiry(
+            "pending_wp_expiry", suspensions.expire_waitpoints, "pending_waitpoint_expiry", page=100
+        ),
     ]
 
 

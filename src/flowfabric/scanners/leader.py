@@ -42,7 +42,6 @@ class LeaderElection:
         self.scanning = asyncio.Event()
         """Set while this process should scan."""
         self.is_leader = False
-        """Whether this process has the lease."""
         self.since: float | None = None
         """When, on the loop's clock, this process last began to scan."""
         self._lease = backend.leadership

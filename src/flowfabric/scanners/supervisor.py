@@ -120,8 +120,8 @@ class Runner:
         leadership = self._shared.leadership
         if not leadership.scanning.is_set() or self._shared.stop.is_set():
             return False
-        since = [time for time in (self._progress_at, leadership.since) if time is not None]
-        silent_s = asyncio.get_running_loop().time() - max(since)
+        since = max(self._progress_at or 0.0, leadership.since or 0.0)
+        silent_s = asyncio.get_running_loop().time() - since
         return silent_s > max(_STUCK_AT_LEAST_S, _STUCK_INTERVALS * self.interval_s)
 
     async def run(self) -> None:

@@ -25,7 +25,7 @@ class TerritoryMap:
     def __init__(self, backend: Backend, refresh_s: float) -> None:
         self._places = backend.places
         self._refresh_s = refresh_s
-        self._read_at: float | None = None
+        self._read_at = -math.inf
         self._current: Territory = {}
         self._gate = asyncio.Lock()
         self._is_damaged = False
@@ -34,7 +34,7 @@ class TerritoryMap:
         """The same object as long as nothing changed; `fresh` reads it now."""
         async with self._gate:
             now, joined = asyncio.get_running_loop().time(), dict(self._current)
-            if fresh or self._read_at is None or now - self._read_at >= self._refresh_s:
+            if fresh or now - self._read_at >= self._refresh_s:
                 joined = dict(await self._read())
                 self._read_at = now
             for tag, lanes in self._places.known_places.copy().items():
@@ -63,7 +63,7 @@ class ServerClock:
 
     def __init__(self) -> None:
         self._offset_ms = 0.0
-        self._seen_at: float | None = None
+        self._seen_at = -math.inf
 
     def observe(self, server_ms: int) -> None:
         self._seen_at = asyncio.get_running_loop().time()
@@ -72,8 +72,6 @@ class ServerClock:
     @property
     def age_s(self) -> float:
         """Seconds since the last observation; infinite before the first."""
-        if self._seen_at is None:
-            return math.inf
         return asyncio.get_running_loop().time() - self._seen_at
 
     def now_ms(self) -> float:
@@ -135,8 +133,7 @@ class DueWatch:
     ) -> float | None:
         """When, on the loop's clock, the scanner was seen to have nothing to do.
 
-        That may have been a look for another scanner later than `after`. None if only a scan
-        can tell.
+        That may be a look for another scanner later than `after`; None if only a scan can tell.
         """
         self._enter(territory)
         own = self._indexes[scanner]

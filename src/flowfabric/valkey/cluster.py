@@ -17,7 +17,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.partition import crc16
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.connection import Connection, DialOptions, OnPush, Reply
+from flowfabric.valkey.connection import Connection, DialOptions, Key, OnPush, Reply
 from flowfabric.valkey.faults import RedirectError
 from flowfabric.valkey.link import Link, PatientCall
 from flowfabric.valkey.transport import Transport
@@ -106,18 +106,14 @@ class ClusterTransport(Transport):
         leave_behind(self._refreshing, self._retiring)
         self._refreshing, self._retiring = None, set()
 
-    def _link_of(self, key: str | bytes | None) -> Link | None:
+    def _link_of(self, key: Key) -> Link | None:
         return None if key is None else self._routes[slot_of(key)]
 
     def _links_so_far(self) -> list[Link]:
         return [*self._links.values(), *self._ask_links.values()]
 
     async def _send_again(
-        self,
-        call: PatientCall,
-        key: str | bytes | None,
-        link: Link | None,
-        failed: TransportError | None,
+        self, call: PatientCall, key: Key, link: Link | None, failed: TransportError | None
     ) -> Reply:
         slot = None if key is None else slot_of(key)
         redirect = failed if isinstance(failed, RedirectError) else None

@@ -22,6 +22,7 @@ from flowfabric.valkey.address import Address
 Arg: TypeAlias = bytes | str | int | float
 # bytes, int, float, bool, None, list or dict; callers know the shape of what they asked for.
 Reply: TypeAlias = Any
+Key: TypeAlias = str | bytes | None
 OnPush: TypeAlias = Callable[[list[Reply]], None]
 
 REQUEST_TIMEOUT: Final = 5.0
@@ -62,21 +63,15 @@ class Connection(asyncio.Protocol):
     from an array, so such a connection should carry only subscription commands, one channel each.
     """
 
-    def __init__(
-        self,
-        peer: str,
-        options: DialOptions,
-        on_push: OnPush | None = None,
-        on_lost: Watcher | None = None,
-        on_demoted: Watcher | None = None,
-    ) -> None:
+    def __init__(self, peer: str, options: DialOptions, on_push: OnPush | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.peer = peer
         self._timeout = options.get("request_timeout", REQUEST_TIMEOUT)
         self._max_in_flight = options.get("max_in_flight", MAX_IN_FLIGHT)
         self._on_push = on_push
-        self._on_lost = on_lost
-        self._on_demoted = on_demoted
+        self.on_lost: Watcher | None = None
+        self.on_demoted: Watcher | None = None
+        """Called when the server refuses a call because it is a replica."""
         self._transport: asyncio.Transport | None = None
         self._gone = self.loop.create_future()
         self.why = "not connected"
@@ -192,8 +187,8 @@ class Connection(asyncio.Protocol):
         error = faults.from_reply(text)
         if not future.done():
             future.set_exception(error)
-        if self._on_demoted is not None and faults.is_from_replica(error):
-            self._on_demoted(self)
+        if self.on_demoted is not None and faults.is_from_replica(error):
+            self.on_demoted(self)
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -288,8 +283,8 @@ class Connection(asyncio.Protocol):
             return
         self.why, self._kind = why, kind
         # First, so that nobody gets this connection again.
-        if self._on_lost is not None:
-            self._on_lost(self)
+        if self.on_lost is not None:
+            self.on_lost(self)
         if self._alarm is not None:
             self._alarm.cancel()
         for calls, sent in ((self._sent, True), (self._unsent, False)):
@@ -313,15 +308,10 @@ def _is_push(reply: Reply) -> bool:
 
 
 async def dial(
-    address: Address,
-    *,
-    on_push: OnPush | None = None,
-    on_lost: Watcher | None = None,
-    on_demoted: Watcher | None = None,
-    **options: Unpack[DialOptions],
+    address: Address, *, on_push: OnPush | None = None, **options: Unpack[DialOptions]
 ) -> Connection:
-    """Open one connection. `on_demoted` hears when the server refuses a call as a replica."""
-    conn = Connection(address.peer, options, on_push, on_lost, on_demoted)
+    """Open one connection: RESP3, login, client name, database."""
+    conn = Connection(address.peer, options, on_push)
     timeout = options.get("connect_timeout", CONNECT_TIMEOUT)
     try:
         async with asyncio.timeout(timeout):

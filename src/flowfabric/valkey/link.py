@@ -250,8 +250,9 @@ class Link:
         self._start()
 
     async def _dial(self, on_push: OnPush | None, on_lost: Watcher) -> Connection:
-        watchers = {"on_lost": on_lost, "on_demoted": self._demoted}
-        return await dial(self.address, on_push=on_push, **watchers, **self._options)
+        conn = await dial(self.address, on_push=on_push, **self._options)
+        conn.on_lost, conn.on_demoted = on_lost, self._demoted
+        return conn
 
     async def _dial_until_up(self) -> None:
         while True:

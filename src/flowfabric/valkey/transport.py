@@ -1,7 +1,6 @@
-"""The narrow interface to a Valkey deployment: one server here, several in `cluster`.
+"""The narrow interface to a Valkey deployment: its calls share one connection per server."""
 
-Every non-blocking call of a process shares one connection per server.
-"""
+# ruff: noqa: ARG002 - a single server ignores what routes a call in a cluster
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Unpack
 from flowfabric.core.errors import TransportError
 from flowfabric.valkey import connection
 from flowfabric.valkey.address import Address
-from flowfabric.valkey.connection import Arg, Connection, DialOptions, OnPush, Reply
+from flowfabric.valkey.connection import Arg, Connection, DialOptions, Key, OnPush, Reply
 from flowfabric.valkey.link import PATIENCE, Link, PatientCall, Revive
 
 Ask = Callable[..., Coroutine[Any, Any, Reply]]
@@ -31,8 +30,7 @@ class Transport:
         self._options = options
         self._request_timeout = options.get("request_timeout", connection.REQUEST_TIMEOUT)
         self._connect_timeout = options.get("connect_timeout", connection.CONNECT_TIMEOUT)
-        self._closed = False
-        self._hurried = False
+        self._closed = self._hurried = False
         self._link = Link(address, options, revive)
 
     @property
@@ -41,11 +39,7 @@ class Transport:
         return PATIENCE * self._request_timeout
 
     def call(
-        self,
-        *args: Arg,
-        key: str | bytes | None = None,
-        timeout: float | None = None,
-        replay_safe: bool = False,
+        self, *args: Arg, key: Key = None, timeout: float | None = None, replay_safe: bool = False
     ) -> Coroutine[Any, Any, Reply]:
         """Send one command, routed by `key` (default: its first argument).
 
@@ -69,10 +63,7 @@ class Transport:
         return self._send(("FCALL", function, 1, tag, *args), tag, timeout, replay_safe)
 
     async def blocking(
-        self,
-        tag: str | None = None,  # noqa: ARG002 - one server needs no route
-        *,
-        on_push: OnPush | None = None,
+        self, tag: str | None = None, *, on_push: OnPush | None = None
     ) -> Connection:
         """A connection of its own for blocking reads or subscriptions; the caller closes it.
 
@@ -112,16 +103,12 @@ class Transport:
         self._closed = True
         await self._link.aclose()
 
-    def _link_of(self, key: str | bytes | None) -> Link | None:  # noqa: ARG002
+    def _link_of(self, key: Key) -> Link | None:
         """The link to the server of a key, if it is known."""
         return self._link
 
     async def _send_again(
-        self,
-        call: PatientCall,
-        key: str | bytes | None,  # noqa: ARG002
-        link: Link | None,  # noqa: ARG002
-        failed: TransportError | None,
+        self, call: PatientCall, key: Key, link: Link | None, failed: TransportError | None
     ) -> Reply:
         """Send a call that could not be sent, or that `failed` on this link."""
         return await self._link.send(call, failed)
@@ -129,13 +116,13 @@ class Transport:
     def _links_so_far(self) -> list[Link]:
         return [self._link]
 
-    async def _find_links(self, *, replicas: bool = False) -> list[Link]:  # noqa: ARG002
+    async def _find_links(self, *, replicas: bool = False) -> list[Link]:
         return [self._link]
 
     async def _send(
         self,
         args: tuple[Arg, ...],
-        key: str | bytes | None,
+        key: Key,
         timeout: float | None,
         replay_safe: bool,  # noqa: FBT001
     ) -> Reply:

@@ -332,7 +332,8 @@ async def test_the_handshake_sets_name_protocol_and_database(
 
 async def test_a_connection_reports_that_it_ended(keep: Keeper, proxy: FaultProxy) -> None:
     lost: list[Connection] = []
-    conn = keep(await dial(parse_url(proxy.url), on_lost=lost.append))
+    conn = keep(await dial(parse_url(proxy.url)))
+    conn.on_lost = lost.append
     proxy.cut()
     await until(lambda: not conn.is_open)
     assert lost == [conn]
