@@ -282,8 +282,8 @@ async def test_busy_script(site: Site) -> None:
 
 async def refused_once(site: Site) -> None:
     """The held task's result was tried at least once."""
-    results = site.runtime._results
-    await until(lambda: bool(results._calls), "a result on its way")
+    endings = site.runtime._endings
+    await until(lambda: bool(endings._calls), "a result on its way")
 
 
 async def test_library_lost(site: Site) -> None:

@@ -404,7 +404,7 @@ async def test_claims_that_arrive_while_stopping_are_given_back(
     await started.wait()
     proxy.pause()
     release.set()
-    await until(lambda: bool(runtime._results._calls), "the completing call")
+    await until(lambda: bool(runtime._endings._calls), "the completing call")
     runtime.stop()
     proxy.resume()
     assert await run == RunSummary(completed=1)

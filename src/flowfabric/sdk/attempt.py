@@ -3,13 +3,12 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 from flowfabric.core import errors
-from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.contracts.leases import Claim, Handle, ResumeCause
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
@@ -260,16 +259,10 @@ _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "en
 
 async def verify(backend: Backend, handle: Handle, op: str) -> errors.Verdict:
     """After `PossiblySucceeded`: whether the call of this handle took effect."""
-    attempts: Sequence[AttemptRecord] = ()
-    for pause in (_FIRST_PAUSE_S, 2 * _FIRST_PAUSE_S, None):
-        try:
-            attempts = await backend.reads.read_attempts(handle.execution_id)
-            break
-        except errors.EngineError as error:
-            # The connection that lost the reply may be on its way back.
-            if pause is None or not error.retryable:
-                return "unknown"
-            await asyncio.sleep(pause)
+    try:
+        attempts = await backend.reads.read_attempts(handle.execution_id)
+    except errors.EngineError:
+        return "unknown"
     index = handle.attempt_index
     if index >= len(attempts) or attempts[index].attempt_id != handle.attempt_id:
         return "unknown"

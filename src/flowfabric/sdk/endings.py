@@ -12,7 +12,6 @@ import msgspec
 from flowfabric.core import errors
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.state import ExpireReason
-from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.failures import HandlerFailure, describe
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
@@ -55,17 +54,22 @@ class RunSummary(msgspec.Struct):
     """Attempts whose end was not accepted, or is not known to be."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Endings:
-    """Ends attempts that have no result, and counts how all of them ended."""
+    """Ends attempts, those with a result in batches, and counts how they ended."""
 
-    backend: Backend
+    worker: Worker
     scanners: ScannerThread | None
     on_unknown_kind: FailOrRelease
     leaving: Callable[[], bool]
     """Whether the worker itself cancels its handlers."""
+    start: Callable[[ClaimedTask], None]
+    """Starts what a completing call has claimed."""
     on_shutdown: FailOrRelease = "release"
     summary: RunSummary = field(default_factory=RunSummary)
+    _done: dict[tuple[str, str], list[Finished]] = field(default_factory=dict)
+    _flush_planned: bool = False
+    _calls: set[asyncio.Task[None]] = field(default_factory=set)
 
     def count(self, finished_by: str) -> None:
         """Count a task that its handler ended."""
@@ -84,7 +88,7 @@ class Endings:
 
     async def _release(self, task: ClaimedTask, reason: str, pause_ms: int = 0) -> None:
         try:
-            now = await self.backend.meta.server_time_ms() if pause_ms else 1
+            now = await self.worker.backend.meta.server_time_ms() if pause_ms else 1
             await task.delay_execution(now + pause_ms)
         except errors.FlowFabricError as error:
             self.abandon(task, error)
@@ -146,7 +150,7 @@ class Endings:
             self.summary.retried += 1
             # Without the hint, the retry only starts later.
             with contextlib.suppress(errors.EngineError):
-                retried = await self.backend.reads.read_execution_info(task.execution_id)
+                retried = await self.worker.backend.reads.read_execution_info(task.execution_id)
                 self._hint(task, retried.delay_until)
         elif answer in ("expired", "failed"):
             self.summary.failed += 1
@@ -156,7 +160,7 @@ class Endings:
 
     async def _expire(self, task: ClaimedTask) -> str:
         """What became of the attempt; a scanner may have ended it first."""
-        backend, answer = self.backend, "not_yet_due"
+        backend, answer = self.worker.backend, "not_yet_due"
         for _ in range(_EXPIRE_TRIES):
             (answer,) = await backend.upkeep.expire_execution(
                 task.execution_id.tag, ExpireReason.ATTEMPT_TIMEOUT, [str(task.execution_id)]
@@ -194,21 +198,6 @@ class Endings:
         self.summary.abandoned += 1
         task.finish("abandoned")
 
-
-class Results:
-    """Completes tasks in batches and starts what the same trip claims."""
-
-    def __init__(
-        self, worker: Worker, endings: Endings, start: Callable[[ClaimedTask], None]
-    ) -> None:
-        self._claims = worker.claims
-        self._batch = worker.config.batch
-        self._endings = endings
-        self._start = start
-        self._done: dict[tuple[str, str], list[Finished]] = {}
-        self._flush_planned = False
-        self._calls: set[asyncio.Task[None]] = set()
-
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
         """Complete this task with the others of this loop tick.
 
@@ -239,10 +228,10 @@ class Results:
     def _flush(self) -> None:
         self._flush_planned = False
         done, self._done = self._done, {}
-        for (lane_id, tag), finished in done.items():
-            for first in range(0, len(finished), self._batch):
-                batch = finished[first : first + self._batch]
-                call = asyncio.create_task(self._send(lane_id, tag, batch))
+        size = self.worker.config.batch
+        for place, finished in done.items():
+            for first in range(0, len(finished), size):
+                call = asyncio.create_task(self._send(*place, finished[first : first + size]))
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
 
@@ -253,19 +242,19 @@ class Results:
             # Only a bug or the end of the loop leads here; no permit may be lost even then.
             for task, _ in finished:
                 if task.finished_by is None:
-                    self._endings.abandon(task, error)
+                    self.abandon(task, error)
             raise
 
     async def _deliver(self, lane_id: str, tag: str, finished: list[Finished]) -> None:
         items = [completion for _, completion in finished]
         try:
             # The same request is good while any of the leases may last.
-            outcomes, claimed_tasks = await self._claims.complete(
+            outcomes, claimed_tasks = await self.worker.claims.complete(
                 lane_id, tag, items, lambda: any(task.may_hold_lease for task, _ in finished)
             )
         except errors.TransportError as error:
             for task, _ in finished:
-                self._endings.abandon(task, error)
+                self.abandon(task, error)
             return
         except errors.EngineError as error:
             log.warning("batch not completed: %s", error, extra={"action": "complete_failed"})
@@ -274,26 +263,26 @@ class Results:
         refused: list[tuple[ClaimedTask, errors.ValidationError]] = []
         for (task, _), outcome in zip(finished, outcomes, strict=True):
             if outcome is None:
-                self._endings.summary.completed += 1
+                self.summary.completed += 1
                 task.finish("complete")
             elif isinstance(outcome, errors.ValidationError):
                 refused.append((task, outcome))
             else:
-                self._endings.abandon(task, outcome)
+                self.abandon(task, outcome)
         for task in claimed_tasks():
-            self._start(task)
+            self.start(task)
         for task, problem in refused:
-            await self._endings.refuse(task, problem)
+            await self.refuse(task, problem)
 
     async def _alone(self, task: ClaimedTask, completion: Completion) -> None:
         """Complete one task of a batch that was refused as a whole."""
         try:
             await task.complete(completion.result_payload, completion.result_encoding)
-            self._endings.summary.completed += 1
+            self.summary.completed += 1
         except errors.ValidationError as problem:
-            await self._endings.refuse(task, problem)
+            await self.refuse(task, problem)
         except errors.FlowFabricError as problem:
-            self._endings.abandon(task, problem)
+            self.abandon(task, problem)
 
 
 def log_task(

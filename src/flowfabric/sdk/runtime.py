@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from flowfabric.core.errors import LeaseLost
-from flowfabric.core.forks import end_child, forget_on_fork
+from flowfabric.core.forks import end_child, generation
 from flowfabric.scheduler.loop import ClaimLoop
-from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, Results, RunSummary, log_task
+from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary, log_task
 from flowfabric.sdk.loop_watch import LoopWatch, handled
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
@@ -35,20 +35,18 @@ class WorkerRuntime:
         self._handlers: dict[str, Handler] = {}
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
         self._cancels_handlers = False
-        self._forked = False
+        self._born = generation()
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._stopping = asyncio.Event()
         self._scanners = worker.new_scanners()
-        self._endings = Endings(worker.backend, self._scanners, on_unknown_kind, self._leaving)
+        self._endings = Endings(worker, self._scanners, on_unknown_kind, self._leaving, self._start)
         self.summary = self._endings.summary
-        self._results = Results(worker, self._endings, self._start)
         # Scanners ring again for work whose ring was lost: with them, half as many looks suffice.
         listen_s = worker.claims.poll_s * (2 if worker.config.scanners else 1)
         self._claiming = ClaimLoop(
             worker.claims, self._start, batch=worker.config.batch, listen_s=listen_s
         )
-        forget_on_fork(self)
 
     def on(self, kind: str, handler: Handler) -> None:
         """Register the handler of an execution kind; a second one replaces the first."""
@@ -63,10 +61,6 @@ class WorkerRuntime:
         """End the run: no new claims, running handlers may finish."""
         self._stopping.set()
         self._claiming.stop()
-
-    def forget(self) -> None:
-        """In a forked child: the handlers are the parent's."""
-        self._forked = True
 
     async def run(
         self, *, grace_s: float = 30.0, on_shutdown: FailOrRelease = "release"
@@ -95,7 +89,7 @@ class WorkerRuntime:
             raise
         finally:
             self.stop()
-            if not self._running and not self._results.pending:
+            if not self._running and not self._endings.pending:
                 self.worker.backend.meta.hurry()
             # A claim under way brings leases that need an end.
             await asyncio.wait((claiming,), timeout=_WIND_UP_S)
@@ -142,12 +136,12 @@ class WorkerRuntime:
                 else:
                     result = await self._within_timeout(task, handler)
             finally:
-                if self._forked:
+                if generation() != self._born:
                     _leave_fork()
             if task.finished_by is None:
                 if task.wrote_output:
                     await task.flush_output()
-                self._results.add(task, result)
+                self._endings.add(task, result)
                 handed_on = True
             else:
                 self._endings.count(task.finished_by)
@@ -220,7 +214,7 @@ class WorkerRuntime:
         )
         for running in stubborn.values():
             running.cancel("the worker is shutting down")
-        await self._results.drain()
+        await self._endings.drain()
 
 
 def _leave_fork() -> None:

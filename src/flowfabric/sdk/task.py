@@ -162,24 +162,20 @@ class ClaimedTask(HeldAttempt):
         return self._writer
 
     async def append_frame(
-        self, frame_type: str, payload: bytes, metadata: str = ""
-    ) -> streams.AppendOutcome:
-        """Add one durable frame to the attempt's stream; `metadata` is its correlation id."""
-        return await self.append_frame_with_mode(frame_type, payload, metadata, mode="durable")
-
-    async def append_frame_with_mode(
         self,
         frame_type: str,
         payload: bytes,
         metadata: str = "",
         *,
-        mode: streams.FrameMode,
+        mode: streams.FrameMode = "durable",
         best_effort: streams.BestEffort | None = None,
     ) -> streams.AppendOutcome:
-        """Add one frame: durable, a summary patch, or best effort."""
+        """Add one frame: durable, a summary patch, or best effort; `metadata` correlates it."""
         self._require_lease()
         frame = streams.Frame(payload=payload, frame_type=frame_type, correlation_id=metadata)
         return await self.output.append(frame, mode=mode, best_effort=best_effort)
+
+    append_frame_with_mode = append_frame
 
     async def write_frame(
         self, frame: streams.Frame, *, mode: streams.FrameMode = "durable"
