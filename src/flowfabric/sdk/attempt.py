@@ -6,14 +6,17 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flowfabric.core import errors
 from flowfabric.core.contracts.leases import Claim, Handle, ResumeCause
 from flowfabric.core.ids import ExecutionId
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.streams import FrameWriter
-from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
+from flowfabric.sdk.lease_keeper import HeldLease
+
+if TYPE_CHECKING:
+    from flowfabric.sdk.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +31,11 @@ DROP_PAUSE_S = 0.1
 _loss = threading.Lock()
 
 
-class TaskOwner(Protocol):
-    """What a task needs from the worker that claimed it."""
-
-    backend: Backend
-    keeper: LeaseKeeper
-    complete_on_exit: bool
-
-    def release(self, held: HeldLease) -> None: ...
-
-    def forgotten(self, held: HeldLease) -> None: ...
-
-
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class HeldAttempt:
     """A claimed attempt and its lease. At most one lease-releasing call succeeds."""
 
-    _owner: TaskOwner
+    _owner: "Worker"
     claim: Claim
     since: InitVar[float]
     finished_by: str | None = None

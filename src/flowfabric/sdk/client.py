@@ -71,6 +71,13 @@ class SignalOptions(TypedDict, total=False):
     signal_maxlen: int
 
 
+class SentSignal(SignalOptions, total=False):
+    """The payload of a signal, and what else may go with it."""
+
+    payload: bytes | None
+    payload_encoding: str | None
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """How an execution ended."""
 
@@ -293,10 +300,7 @@ class Client(Subscriptions, ClosedOnce):
         execution_id: ExecutionId,
         waitpoint: str,
         signal_name: str,
-        *,
-        payload: bytes | None = None,
-        payload_encoding: str | None = None,
-        **options: Unpack[SignalOptions],
+        **options: Unpack[SentSignal],
     ) -> suspension.SignalOutcome:
         """Answer an open wait, named by its key or id, without its token."""
         found = await self._find(execution_id, waitpoint)
@@ -304,13 +308,7 @@ class Client(Subscriptions, ClosedOnce):
         if token is None:
             raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
         return await self.backend.signals.deliver_signal(
-            execution_id,
-            found.waitpoint_id,
-            token,
-            signal_name,
-            payload=payload,
-            payload_encoding=payload_encoding,
-            **options,
+            execution_id, found.waitpoint_id, token, signal_name, **options
         )
 
     async def approve(

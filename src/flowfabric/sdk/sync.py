@@ -1,6 +1,6 @@
 """The client for code without an event loop."""
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
 
 from flowfabric.core.closing import Closing
@@ -24,14 +24,14 @@ class SyncClient(SyncTwin[Client], Closing):
     _target: Client
 
     def __init__(
-        self, open_client: Callable[[], Awaitable[Client]], portal: Portal | None = None
+        self, open_client: Callable[[], Coroutine[Any, Any, Client]], portal: Portal | None = None
     ) -> None:
         self._open = open_client
         self._portal = portal or Portal("ff-sync-client")
         self._shares_portal = portal is not None
         self._generation = self._portal.generation
         try:
-            super().__init__(self._portal.call(self._opened), self._portal)
+            super().__init__(self._portal.call(open_client), self._portal)
         except BaseException:
             self._portal.close()
             raise
@@ -40,9 +40,6 @@ class SyncClient(SyncTwin[Client], Closing):
     def connect(cls, place: Place, namespace: str = "default") -> Self:
         """A client of the deployment at an address or url."""
         return cls(lambda: Client.connect(place, namespace))
-
-    async def _opened(self) -> Client:
-        return await self._open()
 
     async def _current(self) -> Client:
         """The client of the portal's loop. A forked process has a new loop and connects again."""

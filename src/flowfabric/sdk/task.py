@@ -235,7 +235,7 @@ class ClaimedTask(HeldAttempt):
             return
         if isinstance(exc, Exception) and not isinstance(exc, LeaseLost):
             await self._fail_with(exc)
-        elif exc is None and self._owner.complete_on_exit:
+        elif exc is None and self._owner.config.complete_on_exit:
             try:
                 await self.complete()
             finally:

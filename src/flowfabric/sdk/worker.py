@@ -5,15 +5,11 @@ import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self, TypedDict
+from typing import Self, TypedDict, Unpack
 
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts import leases, suspension
-from flowfabric.core.errors import (
-    ConfigError,
-    ContentionError,
-    EngineError,
-)
+from flowfabric.core.errors import ConfigError, ContentionError, EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
@@ -21,6 +17,7 @@ from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.claims import WorkerClaims, give_back
 from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
+from flowfabric.sdk.client import SentSignal
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.loop_thread import Connect, opened
@@ -58,7 +55,6 @@ class Worker(ClosedOnce):
         self.keeper = keeper
         self.new_scanners = new_scanners
         """Makes the scanners of one run, not yet started; None when this process has none."""
-        self.complete_on_exit = config.complete_on_exit
         self._terms: _LeaseTerms = {
             "worker_id": config.worker_id,
             "worker_instance_id": config.worker_instance_id,
@@ -228,7 +224,7 @@ class Worker(ClosedOnce):
         waitpoint_id: str,
         waitpoint_token: WaitpointToken | str,
         signal_name: str,
-        **options: Any,
+        **options: Unpack[SentSignal],
     ) -> suspension.SignalOutcome | suspension.TriggeredResume:
         """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
         outcome = await self.backend.signals.deliver_signal(
