@@ -1,10 +1,7 @@
 """Which partitions of a lane are believed to hold work, and the visits to them.
 
-Hints say where to go: doorbell rings, sweeps, and what an earlier visit left over. Two callers
-share them:
-
-* `WorkerClaims` takes leases for the handlers of its own process, within its permits;
-* `WorkerGrants` reserves executions for workers that claim through a server.
+Hints come from doorbell rings, sweeps, and what an earlier visit left over. `WorkerClaims` follows
+them for the handlers of its own process, `WorkerGrants` for workers that claim through a server.
 """
 
 import math
@@ -95,19 +92,15 @@ class LaneRotation:
     def __iter__(self) -> Iterator[LaneHints]:
         return iter(self._order)
 
-    def hinted(self) -> bool:
-        """Whether any lane is believed to hold work."""
-        return any(lane.hinted for lane in self._order)
-
     def in_turn(self) -> list[LaneHints]:
         """Every lane, starting with a different one each time."""
         self._order.append(self._order.pop(0))
         return list(self._order)
 
-    def next(self) -> LaneHints | None:
-        """The next lane that is believed to hold work; it then goes to the back."""
+    def next(self) -> tuple[LaneHints, str] | None:
+        """The next lane with a hint, which then goes to the back, and the partition to visit."""
         for position, lane in enumerate(self._order):
-            if lane.hinted:
+            if (tag := lane.oldest()) is not None:
                 self._order.append(self._order.pop(position))
-                return lane
+                return lane, tag
         return None

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from flowfabric.core.errors import AuthError, EngineError, TransportError
 from flowfabric.engine.api.wakeups import WorkPlace
 from flowfabric.scheduler.claims import WorkerClaims
+from flowfabric.scheduler.hints import LaneHints
 
 log = logging.getLogger(__name__)
 
@@ -72,14 +73,15 @@ class ClaimLoop(Generic[T]):
             lane.add(lane.home)
         pause = _FIRST_PAUSE_S
         while not self._stopped.is_set():
-            if not self._claims.free or not self._lanes.hinted():
+            found = self._lanes.next() if self._claims.free else None
+            if found is None:
                 self._wake.clear()
                 if self._claims.free:
                     self._rings_wanted.set()
                 await self._wake.wait()
                 continue
             try:
-                await self._claim()
+                await self._claim(*found)
                 pause = _FIRST_PAUSE_S
             except EngineError as error:
                 if is_permanent(error):
@@ -89,11 +91,7 @@ class ClaimLoop(Generic[T]):
                 await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(pause * 2, _LAST_PAUSE_S)
 
-    async def _claim(self) -> None:
-        lane = self._lanes.next()
-        tag = None if lane is None else lane.oldest()
-        if lane is None or tag is None:
-            return
+    async def _claim(self, lane: LaneHints, tag: str) -> None:
         tasks, more = await self._claims.claim_at(lane.lane_id, tag, self._batch)
         lane.visited(tag, more=more)
         for task in tasks:
@@ -135,11 +133,11 @@ class ClaimLoop(Generic[T]):
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _LAST_LISTEN_PAUSE_S)
                 places = [(lane.lane_id, lane.home) for lane in self._lanes]
-            for place in places:
+            for lane_id, tag in places:
                 if self._claims.free and not self._stopped.is_set():
-                    self._hint(*place)
+                    self._lanes[lane_id].add(tag)
                 else:
-                    await self._ring_again(place)
+                    await self._ring_again((lane_id, tag))
             self._listening = False
             self._wake.set()
 
@@ -156,12 +154,9 @@ class ClaimLoop(Generic[T]):
             except EngineError as error:
                 log.debug("doorbell not looked at: %s", error)
                 continue
-            for place in places:
-                self._hint(*place)
+            for lane_id, tag in places:
+                self._lanes[lane_id].add(tag)
             self._wake.set()
-
-    def _hint(self, lane_id: str, tag: str) -> None:
-        self._lanes[lane_id].add(tag)
 
     async def _sweep(self) -> list[WorkPlace]:
         return [

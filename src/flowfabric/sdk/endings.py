@@ -30,15 +30,6 @@ _UNKNOWN_PAUSE_MS = 1_000
 _EXPIRE_TRIES = 50
 _EXPIRE_PAUSE_S = 0.01
 
-_COUNTED_AS = {
-    "complete": "completed",
-    "fail": "failed",
-    "cancel": "failed",
-    "delay": "released",
-    "wait_children": "released",
-    "suspend": "released",
-}
-
 
 class RunSummary(msgspec.Struct):
     """What a run of the worker did."""
@@ -73,9 +64,15 @@ class Endings:
 
     def count(self, finished_by: str) -> None:
         """Count a task that its handler ended."""
-        counter = _COUNTED_AS.get(finished_by)
-        if counter is not None:
-            setattr(self.summary, counter, getattr(self.summary, counter) + 1)
+        match finished_by:
+            case "complete":
+                self.summary.completed += 1
+            case "fail" | "cancel":
+                self.summary.failed += 1
+            case "delay" | "wait_children" | "suspend":
+                self.summary.released += 1
+            case _:
+                pass
 
     async def unknown(self, task: ClaimedTask) -> None:
         """Fail an attempt whose kind has no handler, or leave it to another worker."""
@@ -289,10 +286,9 @@ def log_task(
     level: int, action: str, task: ClaimedTask, text: str, cause: BaseException | None = None
 ) -> None:
     """Log one event of a task."""
-    extra = {"action": action, "execution_id": task.execution_id}
-    log.log(
-        level, "%s %s %s", task.execution_kind, task.execution_id, text, exc_info=cause, extra=extra
-    )
+    kind, execution_id = task.execution_kind, task.execution_id
+    extra = {"action": action, "execution_id": execution_id}
+    log.log(level, "%s %s %s", kind, execution_id, text, exc_info=cause, extra=extra)
 
 
 def _was_cancelled(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Generic, Literal, Self, TypeVar, cast
 
 from flowfabric.core.closing import AsyncClosing, Closing
@@ -84,7 +84,7 @@ class EventFeed(AsyncClosing, Generic[T]):
             await self._subscription.aclose()
 
 
-class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
+class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Iterator[T | CorruptionError], Generic[T]):
     """`EventFeed` without `await`: iterate over it, keep its `cursor`, leave the block to close it.
 
     Any thread may close it; an iteration that waits then ends.
@@ -98,9 +98,6 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
     def cursor(self) -> bytes:
         """The position after every event returned so far."""
         return self._target.cursor
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> T | CorruptionError:
         """The next event; waits for it, also through outages of the server."""
@@ -120,7 +117,7 @@ class SyncEventFeed(SyncTwin[EventFeed[T]], Closing, Generic[T]):
             self._call(EventFeed[T].aclose)
 
 
-class Tail:
+class Tail(AsyncIterator[StreamedFrame]):
     """Iterates over the frames of an execution as they come, through retries and reclaims.
 
     Ends when the execution has ended and its last output was read. Pass `attempt` and `position`
@@ -163,9 +160,6 @@ class Tail:
     def closed_reason(self) -> str | None:
         """How the output of the attempt ended; None while it may go on."""
         return None if self._follower is None else self._follower.closed_reason
-
-    def __aiter__(self) -> Self:
-        return self
 
     async def __anext__(self) -> StreamedFrame:
         while not self._over:
