@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
@@ -89,6 +89,11 @@ def reason(value: Any, field: str, limit: int = REASON_LIMIT) -> str:
     if not isinstance(value, str):
         raise _wrong_type(field, "text", value)
     return truncate_utf8(value, limit)
+
+
+def uuid(value: Any, field: str) -> str:
+    """The id that the caller chose, or a new one for None."""
+    return new_uuid() if value is None else validate_uuid(value, field)
 
 
 def binary(value: Any, field: str) -> bytes:

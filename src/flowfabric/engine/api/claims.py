@@ -104,7 +104,10 @@ class Claims(Concern, Protocol):
         attempt_id: str | None = None,
     ) -> Claim:
         """Turn a claim grant into a lease and a new attempt; a repeat returns the same claim."""
-        ...
+        ids = (check.uuid(lease_id, "lease_id"), check.uuid(attempt_id, "attempt_id"))
+        lane, ttl = check.text(lane_id, "lane_id"), check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        worker = (worker_id, worker_instance_id)
+        return await self._claim("claim_execution", grant, lane, worker, ttl, *ids)
 
     async def claim_resumed_execution(
         self,
@@ -117,6 +120,15 @@ class Claims(Concern, Protocol):
         lease_id: str | None = None,
     ) -> Claim:
         """Take over a paused attempt: same attempt, new lease, next epoch."""
+        new_lease = check.uuid(lease_id, "lease_id")
+        lane, ttl = check.text(lane_id, "lane_id"), check.positive_ms(lease_ttl_ms, "lease_ttl_ms")
+        worker = (worker_id, worker_instance_id)
+        return await self._claim("claim_resumed", grant, lane, worker, ttl, new_lease)
+
+    async def _claim(
+        self, op: str, grant: ClaimGrant, lane: str, worker: tuple[str, str], ttl: int, *ids: str
+    ) -> Claim:
+        """Use a grant; `ids` are those of the lease and of a new attempt."""
         ...
 
     async def claim_from_resume_grant(

@@ -76,10 +76,7 @@ def policy_json(policy: ExecutionPolicy) -> str:
     known = _policies.get(id(policy))
     if known is not None and known[0] is policy:
         return known[1]
-    if not isinstance(policy, ExecutionPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise invalid_input(
-            "policy", f"must be an ExecutionPolicy, got {type(policy).__name__}", undecodable=True
-        )
+    check.instance(policy, ExecutionPolicy, "policy")
     if len(_policies) >= _POLICY_CACHE:
         _policies.clear()
     encoded = (parse_policy(policy) or policy).to_json().decode()

@@ -18,10 +18,7 @@ from flowfabric.engine.api.concern import Concern
 MAX_KEY_BYTES = 256
 """The longest waitpoint key."""
 Binding = FreshWaitpoint | UsePending
-_FLAGS = (
-    *("consume_matched_signals", "retain_signal_buffer_until_closed"),
-    "close_waitpoint_on_resume",
-)
+_FLAGS = [field.name for field in msgspec.structs.fields(ResumePolicy) if field.type is bool]
 _REQUESTERS = ("worker", "operator", "policy", "system_timeout_policy")
 _BEHAVIORS = (
     *("fail", "cancel", "expire", "auto_resume", "auto_resume_with_timeout_signal"),
@@ -63,21 +60,20 @@ class Suspensions(Concern, Protocol):
         bindings = _fresh(condition) if waitpoints is None else _named(waitpoints)
         await self._check(condition, bindings, timeout_at)
         behavior = "fail" if timeout_behavior is None else timeout_behavior
-        identity = new_uuid() if suspension_id is None else suspension_id
+        identity = check.uuid(suspension_id, "suspension_id")
+        repeat_key = identity if idempotency_key is None else idempotency_key
         pointer = continuation_metadata_pointer
         options: dict[str, Any] = {
             "timeout_behavior": check.one_of(behavior, "timeout_behavior", _BEHAVIORS),
             "behavior_given": timeout_behavior is not None,
             "requested_by": check.one_of(requested_by, "requested_by", _REQUESTERS),
-            "idem": identity
-            if idempotency_key is None
-            else validate_text(idempotency_key, "idempotency_key"),
-            "policy": _policy(resume_policy),
+            "idem": validate_text(repeat_key, "idempotency_key"),
+            "policy": _policy(ResumePolicy() if resume_policy is None else resume_policy),
             "reason_code": validate_text(reason_code, "reason_code"),
             "pointer": validate_text(
                 pointer, "continuation_metadata_pointer", limit=_MAX_POINTER_BYTES
             ),
-            "suspension_id": validate_uuid(identity, "suspension_id"),
+            "suspension_id": identity,
             "waitpoints": [
                 ["pending", binding.waitpoint_id, ""]
                 if isinstance(binding, UsePending)
@@ -188,10 +184,8 @@ def _check_limits(bindings: Sequence[Binding]) -> None:
             seen.add(name)
 
 
-def _policy(given: ResumePolicy | None) -> str:
-    policy = (
-        ResumePolicy() if given is None else check.instance(given, ResumePolicy, "resume_policy")
-    )
+def _policy(policy: ResumePolicy) -> str:
+    check.instance(policy, ResumePolicy, "resume_policy")
     for name in _FLAGS:
         check.flag(getattr(policy, name), name)
     if policy.resume_target != "runnable":

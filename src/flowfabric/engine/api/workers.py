@@ -9,6 +9,8 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.state import LifecyclePhase, OwnershipState, StateVector
 from flowfabric.engine.api.concern import Concern
 
+Registration = Literal["registered", "refreshed"]
+Removal = Literal["marked", "not_registered"]
 _RECLAIMABLE = frozenset({OwnershipState.LEASE_EXPIRED_RECLAIMABLE, OwnershipState.LEASE_REVOKED})
 
 
@@ -66,7 +68,7 @@ class Workers(Concern, Protocol):
         liveness_ttl_ms: int = 60_000,
         namespace: str = "default",
         only_if_absent: bool = False,
-    ) -> Literal["registered", "refreshed"]:
+    ) -> Registration:
         """Register a worker process, or refresh its registration."""
         ...
 
@@ -78,7 +80,7 @@ class Workers(Concern, Protocol):
 
     async def mark_worker_dead(
         self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
-    ) -> Literal["marked", "not_registered"]:
+    ) -> Removal:
         """Remove a worker process from the registry; its leases stay until they expire."""
         ...
 

@@ -101,7 +101,7 @@ def _account() -> str:
 def audit(backend: Backend) -> None:
     """Add log records to a backend's operations. The hot ones only check the log level."""
     layers: dict[str, dict[str, Layer]] = {
-        noun: {name: functools.partial(_logged, operator=_not_holder) for name in names}
+        noun: {name: functools.partial(_logged, by_people=True) for name in names}
         for noun, names in _OPERATOR_CALLS.items()
     }
     watch = functools.partial(_reclaims_watched, reads=backend.reads)
@@ -120,14 +120,6 @@ def audit(backend: Backend) -> None:
         setattr(backend, noun, concern)
 
 
-def _not_holder(given: Mapping[str, Any]) -> bool:
-    return given.get("handle") is None
-
-
-def _overrides(given: Mapping[str, Any]) -> bool:
-    return given.get("source") == _OVERRIDE
-
-
 def _binder(method: Method) -> Callable[..., dict[str, Any]]:
     """A function that gives the arguments of a call by name, defaults included."""
     signature = inspect.signature(method)
@@ -141,8 +133,11 @@ def _binder(method: Method) -> Callable[..., dict[str, Any]]:
     return bind
 
 
-def _logged(method: Method, operator: Callable[[Mapping[str, Any]], bool] = _overrides) -> Method:
-    """Log the calls that an operator makes, refused ones too, and every end of an execution."""
+def _logged(method: Method, *, by_people: bool = False) -> Method:
+    """Log the calls that an operator makes, refused ones too, and every end of an execution.
+
+    `by_people`: whoever calls without a handle is an operator. Otherwise, the source says so.
+    """
     op, bind = method.__name__, _binder(method)
 
     @functools.wraps(method)
@@ -150,7 +145,8 @@ def _logged(method: Method, operator: Callable[[Mapping[str, Any]], bool] = _ove
         if not log.isEnabledFor(logging.INFO):
             return await method(*args, **options)
         given = bind(*args, **options)
-        by_operator = operator(given)
+        override = given.get("source") == _OVERRIDE
+        by_operator = given.get("handle") is None if by_people else override
         try:
             outcome: object = await method(*args, **options)
         except EngineError as error:

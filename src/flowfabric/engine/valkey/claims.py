@@ -9,7 +9,7 @@ from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Handle
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
-from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane, validate_uuid
+from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane
 from flowfabric.engine.api import check
 from flowfabric.engine.api.claims import ClaimRequest, Claims, GrantOptions, worker_pair
 from flowfabric.engine.api.executions import BATCH, Completion
@@ -87,33 +87,22 @@ class ValkeyClaims(Claims):
     async def issue_claim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> ClaimGrant:
-        key, expires, _ = await self._grant("issue_claim_grant", execution_id, **options)
+        grant = await self._grant("issue_claim_grant", execution_id, **options)
         return ClaimGrant(
-            execution_id=execution_id,
-            partition_key=execution_id.tag,
-            grant_key=key,
-            expires_at_ms=expires,
+            execution_id=grant.execution_id,
+            partition_key=grant.partition_key,
+            grant_key=grant.grant_key,
+            expires_at_ms=grant.expires_at_ms,
         )
 
     async def issue_reclaim_grant(
         self, execution_id: ExecutionId, **options: Unpack[GrantOptions]
     ) -> leases.ReclaimGrantOutcome:
         try:
-            key, expires, lane = await self._grant("issue_reclaim_grant", execution_id, **options)
+            grant = await self._grant("issue_reclaim_grant", execution_id, **options)
         except EngineError as error:
-            outcome = _not_reclaimable(execution_id, error)
-            if outcome is None:
-                raise
-            return outcome
-        return leases.Granted(
-            leases.ReclaimGrant(
-                execution_id=execution_id,
-                partition_key=execution_id.tag,
-                grant_key=key,
-                expires_at_ms=expires,
-                lane_id=lane,
-            )
-        )
+            return _not_reclaimable(execution_id, error)
+        return leases.Granted(grant)
 
     async def _grant(
         self,
@@ -128,8 +117,7 @@ class ValkeyClaims(Claims):
         capability_hash: str = "",
         route_snapshot_json: str = "",
         admission_summary: str = "",
-    ) -> tuple[str, int, str]:
-        """The key of the grant, when it expires, and the lane of the execution."""
+    ) -> leases.ReclaimGrant:
         ttl = check.positive_ms(grant_ttl_ms, "grant_ttl_ms")
         execution_id = self._calls.checked(execution_id)
         if check.text(lane_id, "lane_id"):
@@ -143,54 +131,21 @@ class ValkeyClaims(Claims):
             check.text(admission_summary, "admission_summary"),
             problem,
         )
-        key = f"{keys.grant(execution_id.tag, execution_id)}#{token}"
         return await self._calls.ask(
             *(f"ff_{op}", execution_id.tag, args),
-            lambda reply: (key, int(reply[2]), text(reply[3])),
-            op=op,
+            lambda reply: leases.ReclaimGrant(
+                execution_id=execution_id,
+                partition_key=execution_id.tag,
+                grant_key=f"{keys.grant(execution_id.tag, execution_id)}#{token}",
+                expires_at_ms=int(reply[2]),
+                lane_id=text(reply[3]),
+            ),
         )
 
-    async def claim_execution(
-        self,
-        grant: ClaimGrant,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        lease_ttl_ms: int,
-        lane_id: str = "",
-        lease_id: str | None = None,
-        attempt_id: str | None = None,
-    ) -> Claim:
-        ids = (_uuid(lease_id, "lease_id"), _uuid(attempt_id, "attempt_id"))
-        worker = (worker_id, worker_instance_id)
-        return await self._claim("claim_execution", grant, lane_id, worker, lease_ttl_ms, ids)
-
-    async def claim_resumed_execution(
-        self,
-        grant: ClaimGrant,
-        *,
-        worker_id: str,
-        worker_instance_id: str,
-        lease_ttl_ms: int,
-        lane_id: str = "",
-        lease_id: str | None = None,
-    ) -> Claim:
-        ids = (_uuid(lease_id, "lease_id"),)
-        worker = (worker_id, worker_instance_id)
-        return await self._claim("claim_resumed", grant, lane_id, worker, lease_ttl_ms, ids)
-
     async def _claim(
-        self,
-        op: str,
-        grant: ClaimGrant,
-        lane_id: str,
-        worker: tuple[str, str],
-        ttl: int,
-        ids: tuple[str, ...],
+        self, op: str, grant: ClaimGrant, lane: str, worker: tuple[str, str], ttl: int, *ids: str
     ) -> Claim:
         execution_id = self._granted(grant)
-        ttl = check.positive_ms(ttl, "lease_ttl_ms")
-        lane = check.text(lane_id, "lane_id")
         args = (lane, worker_pair(*worker), _token(grant), ttl, *ids)
         return await self._calls.ask_about(
             *(execution_id, f"ff_{op}", args),
@@ -220,7 +175,7 @@ class ValkeyClaims(Claims):
     ) -> Claim:
         ttl = check.positive_ms(lease_duration_ms, "lease_duration_ms")
         worker = worker_pair(worker_id, worker_instance_id)
-        lease_id = _uuid(request_id, "request_id")
+        lease_id = check.uuid(request_id, "request_id")
         # Derived, so that a repeat of the request names the same attempt.
         attempt_id = f"{lease_id[24:32]}{lease_id[8:24]}{lease_id[:8]}{lease_id[32:]}"
         args = (check.text(lane_id, "lane_id"), worker, ttl, lease_id, attempt_id)
@@ -249,8 +204,8 @@ class ValkeyClaims(Claims):
             worker_pair(worker_id, worker_instance_id),
             _token(grant),
             ttl,
-            _uuid(lease_id, "lease_id"),
-            _uuid(attempt_id, "attempt_id"),
+            check.uuid(lease_id, "lease_id"),
+            check.uuid(attempt_id, "attempt_id"),
             check.count(max_reclaim_count, "max_reclaim_count"),
         )
         try:
@@ -262,17 +217,14 @@ class ValkeyClaims(Claims):
         except EngineError as error:
             if error.code in _LOST_GRANT:
                 return leases.GrantNotFound(execution_id)
-            outcome = _not_reclaimable(execution_id, error)
-            if outcome is None:
-                raise
-            return outcome
+            return _not_reclaimable(execution_id, error)
 
 
 def _claim_args(request: ClaimRequest, max_n: int, request_id: str | None) -> tuple[Any, ...]:
     """The arguments of a claim, or nothing when nothing is to be claimed."""
     check.instance(request, ClaimRequest, "request")
     most = min(check.whole(max_n, "max_n"), BATCH)
-    identity = _uuid(request_id, "request_id")
+    identity = check.uuid(request_id, "request_id")
     return claim_args(request, most, identity) if most > 0 else ()
 
 
@@ -291,20 +243,17 @@ def _offered(tokens: Any) -> tuple[str, str]:
         return "", error.detail
 
 
-def _uuid(value: str | None, field: str) -> str:
-    return new_uuid() if value is None else validate_uuid(value, field)
-
-
 def _not_reclaimable(
     execution_id: ExecutionId, error: EngineError
-) -> leases.NotReclaimable | leases.ReclaimCapExceeded | None:
+) -> leases.NotReclaimable | leases.ReclaimCapExceeded:
+    """What a refusal says about the execution; raises one that says nothing about it."""
     if error.code == "execution_not_reclaimable":
         return leases.NotReclaimable(execution_id, error.code)
     if error.code == "capability_mismatch":
         return leases.NotReclaimable(execution_id, f"capability_mismatch: {error.detail}")
     if error.code == "max_retries_exhausted":
         return leases.ReclaimCapExceeded(execution_id, int(error.details[0]))
-    return None
+    raise error
 
 
 def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:

@@ -268,12 +268,11 @@ class ValkeyExecutions(api.Executions):
         progress_pct: int | None = None,
         progress_message: str | None = None,
     ) -> None:
-        message = "" if progress_message is None else progress_message
         args = (
             proof(fence),
             "" if progress_pct is None else check.whole(progress_pct, "progress_pct", 0, 100),
             "0" if progress_message is None else "1",
-            check.reason(message, "progress_message"),
+            check.reason("" if progress_message is None else progress_message, "progress_message"),
         )
         await self._calls.ask_about(execution_id, "ff_progress", args, lambda _: None)
 

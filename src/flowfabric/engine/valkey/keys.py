@@ -11,7 +11,6 @@ NAMESPACES = "ff:idx:namespaces"
 PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADERS_TAG = "{scanners}"
-
 _WAKE = "ff:wake:"
 
 

@@ -1,13 +1,10 @@
-"""Lanes with their settings, and which lanes, partitions and namespaces are in use.
-
-Scanners and listings read no others.
-"""
+"""Lanes with their settings, and the places in use; scanners and listings read no others."""
 
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from flowfabric.core import errors, ids
 from flowfabric.core.stored import Stored
@@ -50,7 +47,11 @@ class ValkeyPlaces(Places):
         self._repeat_at: float | None = None
 
     async def register_places(self, places: Mapping[str, Iterable[str]]) -> None:
-        wanted = self._checked(places)
+        check.instance(places, Mapping, "places")
+        wanted = {
+            self._calls.checked_tag(tag, "places"): set(ids.validate_lanes(lanes))
+            for tag, lanes in places.items()
+        }
         if self._repeat_is_due():
             await self.register_again()
         new = {
@@ -65,15 +66,6 @@ class ValkeyPlaces(Places):
             self.known_places.setdefault(tag, set()).update(lanes - refused)
         if refused:
             raise lane_limit(min(refused))
-
-    def _checked(self, places: Any) -> dict[str, set[str]]:
-        if not isinstance(places, Mapping):
-            raise errors.invalid_input("places", "must map partitions to lanes", undecodable=True)
-        given = cast("Mapping[Any, Any]", places)
-        return {
-            self._calls.checked_tag(tag, "places"): set(ids.validate_lanes(lanes))
-            for tag, lanes in given.items()
-        }
 
     async def register_again(self) -> None:
         now = time.monotonic()
@@ -191,10 +183,7 @@ class ValkeyLanes(Lanes):
         ids.validate_lane(lane_id)
         if not await self._calls.read(f"{keys.LANES}: registry", "SISMEMBER", keys.LANES, lane_id):
             raise errors.NotFoundError("lane_not_found", lane_id, op="get_lane")
-        return await self._lane_settings(lane_id)
-
-    async def _lane_settings(self, lane_id: str) -> LaneSettings:
-        key = keys.lane_config(ids.validate_lane(lane_id))
+        key = keys.lane_config(lane_id)
         context = f"lane {lane_id}"
         stored = Stored.from_hash(
             context, await self._calls.read(f"{context}: config", "HGETALL", key)

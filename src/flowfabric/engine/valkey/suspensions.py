@@ -73,17 +73,18 @@ class ValkeySuspensions(Suspensions):
         return verdicts
 
     async def expire_waitpoints(self, tag: str, ids: Sequence[str]) -> list[str]:
-        names = check.stored_names(ids, "ids")
-        return await self._calls.ask_each(
-            "ff_expire_waitpoint", self._calls.checked_tag(tag), *names
-        )
+        names, tag = check.stored_names(ids, "ids"), self._calls.checked_tag(tag)
+        return await self._calls.ask_each("ff_expire_waitpoint", tag, *names)
 
     async def list_suspended(
         self, *, partition: int | None = None, cursor: str = "", limit: int = 100
     ) -> suspension.SuspendedPage:
         begin, score, after = _parse_cursor(cursor)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
-        partitions = await self._suspended_partitions(partition)
+        if partition is None:
+            partitions = await self._places.partitions_in_use()
+        else:
+            partitions = [check.partition(partition, self._calls.counts)]
         if cursor and begin not in partitions:
             raise ValidationError("invalid_cursor", "is of another listing")
         if limit <= 0:
@@ -139,11 +140,6 @@ class ValkeySuspensions(Suspensions):
             start += lanes_read
             rows = sorted([*rows, *found], key=itemgetter(0))[:limit]
         return rows
-
-    async def _suspended_partitions(self, partition: int | None) -> list[int]:
-        if partition is not None:
-            return [check.partition(partition, self._calls.counts)]
-        return await self._places.partitions_in_use()
 
 
 def _suspended_part(reply: list[Any]) -> tuple[list[_Row], int, list[str]]:

@@ -7,29 +7,27 @@ from typing import Any
 
 import msgspec
 
-from flowfabric.core import conditions
+from flowfabric.core import conditions, ids
 from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.contracts.suspension import PastWait, ResumeSignal
 from flowfabric.core.errors import NotFoundError, ValidationError
-from flowfabric.core.ids import (
-    ExecutionId,
-    WaitpointToken,
-    is_uuid,
-    new_uuid,
-    validate_text,
-    validate_uuid,
-)
+from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.core.text import lossless, shown
 from flowfabric.engine.api import check
 from flowfabric.engine.api.suspensions import MAX_KEY_BYTES
 from flowfabric.engine.api.waitpoints import CheckedSignal, LastWait, Signals, Waitpoints, revealed
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, proof, text, unreadable
+from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.pages import Damage
 
-_CLOSED = ([b"closed", b"pending"], [b"closed", b"active"], [b"already_closed"])
+_CLOSED = {
+    (b"closed", b"pending"): "pending",
+    (b"closed", b"active"): "active",
+    (b"already_closed",): "closed",
+}
+"""By answer, the state of a waitpoint before it was closed."""
 _pack = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
 _OPEN = frozenset({"pending", "active"})
@@ -47,13 +45,13 @@ class ValkeyWaitpoints(Waitpoints):
     ) -> suspension.PendingWaitpoint:
         check.handle(handle)
         try:
-            validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
+            ids.validate_text(waitpoint_key, "waitpoint_key", limit=MAX_KEY_BYTES, required=True)
         except ValidationError as error:
             raise ValidationError("invalid_waitpoint_key", error.detail) from None
         expires = check.positive_ms(expires_in_ms, "expires_in_ms")
         return await self._calls.ask_about(
             *(handle.execution_id, "ff_create_waitpoint"),
-            (proof(handle), new_uuid(), waitpoint_key, expires),
+            (proof(handle), ids.new_uuid(), waitpoint_key, expires),
             lambda reply: suspension.PendingWaitpoint(
                 text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4]))
             ),
@@ -67,28 +65,21 @@ class ValkeyWaitpoints(Waitpoints):
         *,
         handle: Handle | None = None,
     ) -> bool:
-        execution_id = self._calls.checked(execution_id)
         args = (
-            execution_id,
-            validate_uuid(waitpoint_id, "waitpoint_id"),
-            validate_text(reason, "reason", required=True),
+            ids.validate_uuid(waitpoint_id, "waitpoint_id"),
+            ids.validate_text(reason, "reason", required=True),
             "" if handle is None else proof(check.handle(handle)),
         )
-        reply = await self._calls.fcall(
-            "ff_close_waitpoint", execution_id.tag, args, op="close_waitpoint"
+        before = await self._calls.ask_about(
+            execution_id, "ff_close_waitpoint", args, lambda reply: _CLOSED[tuple(reply[2:])]
         )
-        if reply[2:] not in _CLOSED:
-            raise unreadable(reply, "ff_close_waitpoint", "close_waitpoint", execution_id)
-        if reply[-1] == b"active":
+        if before == "active":
+            where = {"execution_id": execution_id, "waitpoint_id": waitpoint_id}
             log.warning(
                 "an active waitpoint was closed: no signal can end the pause there",
-                extra={
-                    "action": "waitpoint_closed",
-                    "execution_id": execution_id,
-                    "waitpoint_id": waitpoint_id,
-                },
+                extra={"action": "waitpoint_closed", **where},
             )
-        return reply[2] == b"closed"
+        return before != "closed"
 
     async def _stored(self, context: str, field: str, key: str) -> Stored | None:
         """A stored hash, or None when there is none."""
@@ -106,11 +97,11 @@ class ValkeyWaitpoints(Waitpoints):
             raise NotFoundError("execution_not_found", op="list_pending_waitpoints")
         name = keys.waitpoints(tag, execution_id)
         members = await self._calls.read(f"{execution_id}: waitpoints", "SMEMBERS", name)
-        ids = sorted(identity for identity in map(lossless, members) if identity > after)
+        found_ids = sorted(identity for identity in map(lossless, members) if identity > after)
         damage = Damage("list_pending_waitpoints")
         (condition,) = await damage.keep_all([self._condition(execution_id)])
         found, more = await damage.first(
-            limit, ids, lambda one: self._open(execution_id, one, condition)
+            limit, found_ids, lambda one: self._open(execution_id, one, condition)
         )
         last = found[-1].waitpoint_id if more else None
         return suspension.OpenWaitpoints(tuple(found), last, tuple(damage.found))
@@ -127,7 +118,7 @@ class ValkeyWaitpoints(Waitpoints):
     ) -> suspension.OpenWaitpoint | None:
         """The row of an open waitpoint."""
         context = f"waitpoint {shown(identity)}"
-        if not is_uuid(identity):
+        if not ids.is_uuid(identity):
             raise corrupt(execution_id, "waitpoints", "holds a member that is no waitpoint id")
         stored = await self._stored(context, "record", keys.waitpoint(execution_id.tag, identity))
         if stored is None:
@@ -154,16 +145,21 @@ class ValkeyWaitpoints(Waitpoints):
         stored = await self._stored(eid, "suspension", keys.suspension(eid.tag, eid))
         if stored is None:
             return None
-        ids = _ids(stored, "all_satisfier_signals")
-        found = await asyncio.gather(*(self.read_signal(eid, each) for each in ids))
         return LastWait(
             reason=stored.text("reason_code", ""),
             since=stored.number("created_at"),
             until=stored.maybe_number("timeout_at"),
             closed_at=stored.maybe_number("closed_at"),
             close_reason=stored.text("close_reason", ""),
-            answers=[signal for signal in found if signal is not None],
+            answers=await self._signals(eid, _ids(stored, "all_satisfier_signals")),
         )
+
+    async def _signals(
+        self, execution_id: ExecutionId, named: list[str], waitpoint_key: str | None = None
+    ) -> list[ResumeSignal]:
+        """Those of the signals that still exist."""
+        read = (self.read_signal(execution_id, each, waitpoint_key) for each in named)
+        return [signal for signal in await asyncio.gather(*read) if signal is not None]
 
     async def observe_signals(self, handle: Handle) -> list[ResumeSignal]:
         proof(check.handle(handle))
@@ -172,20 +168,18 @@ class ValkeyWaitpoints(Waitpoints):
             self._stored(eid, "met", keys.met(eid.tag, eid)),
             self._stored(eid, "suspension", keys.suspension(eid.tag, eid)),
         )
-        ids: list[str] = []
         if met is not None and met.number("epoch") == epoch:
-            ids = _ids(met, "signals")
-        elif (
+            return await self._signals(eid, _ids(met, "signals"))
+        if (
             ended is not None
             and ended.maybe_number("claimed_epoch") == epoch
             and ended.text("close_reason", "") == "resumed"
             and ended.number("attempt_index") == handle.attempt_index
         ):
             _ids(ended, "waitpoints")
-            ids = _ids(ended, "all_satisfier_signals")
-        signals = await asyncio.gather(*(self.read_signal(eid, one) for one in ids))
-        # Stored in the order of acceptance.
-        return [signal for signal in signals if signal is not None]
+            # Stored in the order of acceptance.
+            return await self._signals(eid, _ids(ended, "all_satisfier_signals"))
+        return []
 
     async def read_signal(
         self, execution_id: ExecutionId, signal_id: str, waitpoint_key: str | None = None
@@ -244,9 +238,8 @@ class ValkeyWaitpoints(Waitpoints):
         check.instance(wait, PastWait, "wait")
         if wait.signals is not None:
             return check.listed(wait.signals, "signals")[:]
-        ids = check.texts(wait.signal_ids, "signal_ids")
-        read = (self.read_signal(execution_id, each, wait.waitpoint_key) for each in ids)
-        return [signal for signal in await asyncio.gather(*read) if signal is not None]
+        named = check.texts(wait.signal_ids, "signal_ids")
+        return await self._signals(execution_id, named, wait.waitpoint_key)
 
 
 class ValkeySignals(Signals):
@@ -258,10 +251,10 @@ class ValkeySignals(Signals):
     async def _deliver(
         self, execution_id: ExecutionId, waitpoint_id: str, signal: CheckedSignal
     ) -> suspension.SignalOutcome:
-        validate_uuid(waitpoint_id, "waitpoint_id")
+        ids.validate_uuid(waitpoint_id, "waitpoint_id")
         if signal.token == "":
             raise ValidationError("missing_token", op="deliver_signal")
-        identity = new_uuid() if signal.signal_id is None else signal.signal_id
+        identity = check.uuid(signal.signal_id, "signal_id")
         args = (
             waitpoint_id,
             identity,
@@ -286,7 +279,7 @@ class ValkeySignals(Signals):
     async def read_waitpoint_token(
         self, execution_id: ExecutionId, waitpoint_id: str
     ) -> WaitpointToken | None:
-        args = (validate_uuid(waitpoint_id, "waitpoint_id"),)
+        args = (ids.validate_uuid(waitpoint_id, "waitpoint_id"),)
         return await self._calls.ask_about(
             *(execution_id, "ff_waitpoint_token", args),
             lambda reply: None if reply[2] is None else WaitpointToken(text(reply[2])),
@@ -329,11 +322,11 @@ def _resume_signal(
 
 
 def _past_wait(
-    identity: bytes, flat: list[bytes], ids: list[bytes], contents: list[Any] | None
+    identity: bytes, flat: list[bytes], received: list[bytes], contents: list[Any] | None
 ) -> PastWait:
     stored = Stored.from_hash(f"waitpoint {shown(lossless(identity))}", flat)
     key, state = stored.text("waitpoint_key"), stored.text("state")
-    signal_ids = tuple(stored_text(each, stored.context, "signals") for each in ids)
+    signal_ids = tuple(stored_text(each, stored.context, "signals") for each in received)
     signals: tuple[ResumeSignal, ...] | None = None
     if contents is not None:
         signals = tuple(
@@ -360,7 +353,7 @@ def _past_wait(
 def _ids(stored: Stored, name: str) -> list[str]:
     """The ids of a comma-separated field."""
     found = [each for each in stored.text(name, "").split(",") if each]
-    if not all(map(is_uuid, found)):
+    if not all(map(ids.is_uuid, found)):
         raise stored.corrupt(name, "holds something that is no id")
     return found
 

@@ -1,7 +1,6 @@
 """The registry of worker processes. Advisory: leases do not depend on it."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.errors import invalid_input
@@ -9,20 +8,14 @@ from flowfabric.core.ids import new_uuid, validate_lanes, validate_namespace, va
 from flowfabric.core.stored import Stored, stored_text
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
-from flowfabric.engine.api.workers import WorkerEntry, Workers
+from flowfabric.engine.api.workers import Registration, Removal, WorkerEntry, Workers
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces, add_names
 
-_MARKED: dict[bytes, Literal["marked", "not_registered"]] = {
-    b"marked": "marked",
-    b"not_registered": "not_registered",
-}
-_REGISTERED: dict[bytes, Literal["registered", "refreshed"]] = {
-    b"registered": "registered",
-    b"refreshed": "refreshed",
-}
+_REGISTERED: dict[bytes, Registration] = {b"registered": "registered", b"refreshed": "refreshed"}
+_MARKED: dict[bytes, Removal] = {b"marked": "marked", b"not_registered": "not_registered"}
 _LANE_SEPARATOR = "\x1f"
 """Lane names may contain commas but no control characters."""
 _REASON_BYTES = 256
@@ -47,7 +40,7 @@ class ValkeyWorkers(Workers):
         liveness_ttl_ms: int = 60_000,
         namespace: str = "default",
         only_if_absent: bool = False,
-    ) -> Literal["registered", "refreshed"]:
+    ) -> Registration:
         tag = _tag(namespace)
         validate_worker_id(worker_id)
         validate_worker_id(worker_instance_id, "worker_instance_id")
@@ -78,12 +71,14 @@ class ValkeyWorkers(Workers):
         tag = _tag(namespace)
         args = (validate_worker_id(worker_instance_id, "worker_instance_id"),)
         return await self._calls.ask(
-            "ff_worker_heartbeat", tag, args, _expiry, op="heartbeat_worker"
+            *("ff_worker_heartbeat", tag, args),
+            lambda reply: None if reply[2] == b"not_registered" else int(reply[3]),
+            op="heartbeat_worker",
         )
 
     async def mark_worker_dead(
         self, worker_instance_id: str, namespace: str = "default", reason: str = "shutdown"
-    ) -> Literal["marked", "not_registered"]:
+    ) -> Removal:
         tag = _tag(namespace)
         if len(check.text(reason, "reason").encode()) > _REASON_BYTES or not reason.isprintable():
             raise invalid_input("reason", f"must be printable and at most {_REASON_BYTES} bytes")
@@ -114,26 +109,23 @@ class ValkeyWorkers(Workers):
     async def _worker(self, instance: str, namespace: str) -> WorkerEntry | None:
         context = f"worker {shown(instance)}"
         key = raw(keys.worker_record(_tag(namespace), instance))
-        stored = await self._calls.read(f"{context}: record", "HGETALL", key)
-        return _entry(namespace, instance, Stored.from_hash(context, stored)) if stored else None
+        found = await self._calls.read(f"{context}: record", "HGETALL", key)
+        if not found:
+            return None
+        stored = Stored.from_hash(context, found)
+        return WorkerEntry(
+            worker_id=stored.text("worker_id"),
+            worker_instance_id=stored_text(raw(instance), stored.context, "worker_instance_id"),
+            namespace=namespace,
+            lanes=tuple(
+                lane for lane in stored.text("lanes_csv", "").split(_LANE_SEPARATOR) if lane
+            ),
+            capabilities=stored.parsed("caps_csv", lambda csv: caps.from_csv(csv, "worker")),
+            last_heartbeat_ms=stored.number("last_heartbeat_ms"),
+            liveness_ttl_ms=stored.number("ttl_ms"),
+            registered_at_ms=stored.number("registered_at_ms"),
+        )
 
 
 def _tag(namespace: str) -> str:
     return f"{{{validate_namespace(namespace)}}}"
-
-
-def _expiry(reply: list[Any]) -> int | None:
-    return None if reply[2] == b"not_registered" else int(reply[3])
-
-
-def _entry(namespace: str, instance: str, stored: Stored) -> WorkerEntry:
-    return WorkerEntry(
-        worker_id=stored.text("worker_id"),
-        worker_instance_id=stored_text(raw(instance), stored.context, "worker_instance_id"),
-        namespace=namespace,
-        lanes=tuple(lane for lane in stored.text("lanes_csv", "").split(_LANE_SEPARATOR) if lane),
-        capabilities=stored.parsed("caps_csv", lambda csv: caps.from_csv(csv, "worker")),
-        last_heartbeat_ms=stored.number("last_heartbeat_ms"),
-        liveness_ttl_ms=stored.number("ttl_ms"),
-        registered_at_ms=stored.number("registered_at_ms"),
-    )
