@@ -93,9 +93,8 @@ class DueHints:
             if len(group) == _BATCH:
                 break
         for (tag, lane), group in groups.items():
-            answers = await self._backend.upkeep.promote_delayed(
-                tag, lane, [hint.execution_id for hint in group]
-            )
+            ids = [hint.execution_id for hint in group]
+            answers = await self._backend.upkeep.promote_delayed(tag, lane, ids)
             early = [h for h, a in zip(group, answers, strict=True) if a == "not_yet_due"]
             if early:
                 # Our estimate of the server's time is wrong, or the delay was changed.

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flowfabric.core.errors import CorruptionError, EngineError
@@ -52,9 +51,6 @@ class PartitionWalk:
     _begun: str | None = None
     _clean: str | None = None
 
-    def request(self, lanes: Iterable[str]) -> SurveyRequest:
-        return SurveyRequest(self.tag, [*lanes, *self.named_lanes], self.indexes)
-
     def take(self, survey: Survey) -> None:
         self.indexes = survey.indexes
         self.lanes = tuple(sorted({index.lane for index in survey.indexes} - {""}))
@@ -70,11 +66,6 @@ class PartitionWalk:
     def index(self) -> Index | None:
         """The index to read next; None at the end of the walk."""
         return self._left[0] if self._left else None
-
-    @property
-    def active(self) -> list[Index]:
-        """The indexes of executions that workers hold."""
-        return [index for index in self.indexes if index.name == "active"]
 
     @property
     def is_crowded(self) -> bool:
@@ -206,7 +197,10 @@ class IndexReconciler:
     ) -> list[PartitionWalk]:
         walks = [self._walks.setdefault(tag, PartitionWalk(tag)) for tag in tags]
         with cycle.surviving("could not survey partitions", partition=",".join(tags)):
-            requests = [walk.request(territory[walk.tag]) for walk in walks]
+            requests = [
+                SurveyRequest(walk.tag, [*territory[walk.tag], *walk.named_lanes], walk.indexes)
+                for walk in walks
+            ]
             surveys = await cycle.backend.upkeep.survey_indexes(requests)
             cycle.progress()
             for walk, survey in zip(walks, surveys, strict=True):
@@ -250,7 +244,7 @@ class IndexReconciler:
         """Audit what workers hold: renewals change those entries, but not the fingerprint."""
         done = 0
         with cycle.surviving("could not audit the partition", partition=walk.tag):
-            for index in walk.active:
+            for index in (index for index in walk.indexes if index.name == "active"):
                 rank, more = 0, True
                 while more and done < budget and not cycle.out_of_time():
                     ids = await cycle.backend.upkeep.list_index(index, rank, _PAGE)

@@ -110,7 +110,6 @@ class LeaderElection:
             log.info("another process runs the scanners", extra={"action": "leader_lost"})
 
     async def resign(self) -> None:
-        """Let another process lead at once."""
         if self.is_leader:
             self.is_leader = False
             await self._lease.resign(self.duty, self.identity)

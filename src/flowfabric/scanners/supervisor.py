@@ -158,7 +158,6 @@ class Runner:
                 await asyncio.sleep(0)
 
     def _pause_left(self) -> float:
-        """Seconds until the next cycle should start."""
         if self._more or self._last_look is None:
             return 0.0
         due = self._last_look + self._pause_s

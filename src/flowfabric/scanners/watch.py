@@ -14,7 +14,6 @@ log = logging.getLogger(__name__)
 Territory = Mapping[str, frozenset[str]]
 """The partitions in use by their tags, each with its lanes."""
 IndexesOf = Callable[[Territory], list[Index]]
-"""The indexes that a scanner reads."""
 
 _MAX_PEEKS = 16
 
@@ -115,7 +114,6 @@ class DueWatch:
         return self.clock.loop_time(min(times)) if times else None
 
     def learn(self, scanned: Iterable[Index], scan: DueScan) -> None:
-        """Note what a scan of these indexes found."""
         self.clock.observe(scan.now_ms)
         again = scan.due.keys() | scan.unreadable.keys()
         for index in scanned:
@@ -125,7 +123,6 @@ class DueWatch:
                 self._earliest[index] = scan.armed.get(index)
 
     def learn_absent(self, indexes: Iterable[Index]) -> None:
-        """Note that none of these indexes exists."""
         self._earliest.update(dict.fromkeys(indexes))
 
     async def idle_since(

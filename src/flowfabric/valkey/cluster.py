@@ -10,7 +10,7 @@ arrived yet, or write what the move then overwrites. It waits until the move is 
 
 import asyncio
 import random
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final, TypeAlias, Unpack
 
 from flowfabric.core.errors import TransportError
@@ -86,9 +86,17 @@ class ClusterTransport(Transport):
     async def wait_ready(self, timeout: float | None = None, *, patient: bool = True) -> None:
         if not patient:
             await asyncio.wait([self._start_refresh()])
-            self._raise_map_error()
+            if self._map_error is not None:
+                raise TransportError(self._map_error.kind, self._map_error.message)
         call = self._patient(("PING",), self._connect_timeout if timeout is None else timeout)
-        await call.run(partial(self._ping, call))
+
+        async def ping(_: TransportError | None) -> None:
+            left = call.give_up - asyncio.get_running_loop().time()
+            await self.call_all_primaries("PING", timeout=left)
+            if not all(self._routes):
+                raise TransportError("cluster", "not every slot has a primary")
+
+        await call.run(ping)
 
     async def aclose(self) -> None:
         self._closed = True
@@ -166,12 +174,6 @@ class ClusterTransport(Transport):
         chosen = [node for node, primary in self._nodes.items() if replicas or primary]
         return [self._link_to(self._links, node) for node in chosen]
 
-    async def _ping(self, call: PatientCall, _: TransportError | None) -> None:
-        left = call.give_up - asyncio.get_running_loop().time()
-        await self.call_all_primaries("PING", timeout=left)
-        if not all(self._routes):
-            raise TransportError("cluster", "not every slot has a primary")
-
     def _route(self, slot: int | None) -> Link | None:
         if slot is not None:
             return self._routes[slot]
@@ -211,11 +213,8 @@ class ClusterTransport(Transport):
             raise TransportError("transport", "the client is closed; the call was not sent")
         loop = asyncio.get_running_loop()
         await asyncio.wait([self._start_refresh()], timeout=max(0.0, deadline - loop.time()))
-        self._raise_map_error(final=True)
-
-    def _raise_map_error(self, *, final: bool = False) -> None:
         error = self._map_error
-        if error is not None and not (final and error.retryable):
+        if error is not None and not error.retryable:
             raise TransportError(error.kind, error.message)
 
     async def _read_map(self) -> None:

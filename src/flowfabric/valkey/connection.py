@@ -149,7 +149,6 @@ class Connection(asyncio.Protocol):
         return self, transport
 
     def ended(self) -> TransportError:
-        """The error of a call on a connection that has ended."""
         return faults.lost(self.peer, self.why, sent=False, kind=self._kind)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -187,7 +186,9 @@ class Connection(asyncio.Protocol):
         error = faults.from_reply(text)
         if not future.done():
             future.set_exception(error)
-        if self.on_demoted is not None and faults.is_from_replica(error):
+        # Dialled again, the address of a replica may lead to the primary.
+        replica = error.kind == "read_only" or text.startswith("MASTERDOWN")
+        if replica and self.on_demoted is not None:
             self.on_demoted(self)
 
     def pause_writing(self) -> None:

@@ -125,7 +125,6 @@ class DataFolder:
 
     @property
     def log(self) -> Path:
-        """The log of the server and its guard."""
         return self.path / _LOG
 
     @property
@@ -197,7 +196,6 @@ class DataFolder:
         return self.open_log()
 
     def read_log(self, offset: int) -> str:
-        """The end of the log, at most from `offset`."""
         with os.fdopen(self.open(_LOG, os.O_RDONLY), "rb") as log:
             log.seek(offset)
             return log.read()[-8000:].decode(errors="replace").strip()

@@ -63,7 +63,6 @@ def signal_server(lock: int, number: signal.Signals) -> None:
 
 
 def open_lock(name: str) -> int:
-    """Open a lock file of the current folder."""
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
@@ -96,23 +95,6 @@ def _remove(path: str) -> None:
         os.unlink(path)  # noqa: PTH108
 
 
-def _remove_leftovers() -> None:
-    """Remove what a crash may leave: the socket, and half-written rewrites of the log."""
-    _remove(SOCKET)
-    for entry in os.listdir("."):  # noqa: PTH208
-        if entry.startswith("temp-") and entry.endswith((".aof", ".rdb")):
-            _remove(entry)
-
-
-def _end_with_guard() -> None:
-    """Linux: have the kernel stop the server when the guard is killed (`killall -9 python`)."""
-    if sys.platform != "linux":
-        return
-    import ctypes  # noqa: PLC0415
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def spawn_server(binary: str, server_lock: int) -> None:
     """Start the server as our child. It holds `server_lock` when this returns."""
     guard = os.getpid()
@@ -123,7 +105,11 @@ def spawn_server(binary: str, server_lock: int) -> None:
         os.close(started)
         return
     try:
-        _end_with_guard()
+        if sys.platform == "linux":
+            import ctypes  # noqa: PLC0415
+
+            # Have the kernel stop the server when the guard is killed (`killall -9 python`).
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == guard:
             fcntl.lockf(server_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.set_inheritable(server_lock, True)  # noqa: FBT003
@@ -177,7 +163,11 @@ def main(binary: str, folder: int, report: int) -> None:
     os.set_inheritable(report, False)  # noqa: FBT003
     server_lock = open_lock(SERVER_LOCK)
     take_over(server_lock)
-    _remove_leftovers()
+    # A crash may leave the socket, and half-written rewrites of the log.
+    _remove(SOCKET)
+    for entry in os.listdir("."):  # noqa: PTH208
+        if entry.startswith("temp-") and entry.endswith((".aof", ".rdb")):
+            _remove(entry)
     spawn_server(binary, server_lock)
     _tell(report, "up\n")
     code = watch_server(server_lock)

@@ -73,11 +73,6 @@ def from_reply(text: str) -> TransportError:
     return TransportError(kind, f"{text} ({advice})" if advice else text)
 
 
-def is_from_replica(error: TransportError) -> bool:
-    """Whether a replica answered; dialled again, the address may lead to the primary."""
-    return error.kind == "read_only" or error.message.startswith("MASTERDOWN")
-
-
 def from_connect(error: BaseException, peer: str, *, tls: bool = False) -> TransportError:
     """The typed error for a failed connect: nothing was sent, so it is never ambiguous."""
     if isinstance(error, ssl.SSLCertVerificationError):

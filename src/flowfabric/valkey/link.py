@@ -79,10 +79,6 @@ class PatientCall:
     leaving: Callable[[], bool]
 
     @property
-    def reads(self) -> bool:
-        return is_read(self.args)
-
-    @property
     def deadline(self) -> float:
         """When a call sent now must be answered."""
         if self.timeout is None:
@@ -96,7 +92,7 @@ class PatientCall:
     ) -> T:
         """Repeat `attempt`, which gets the error of the one before, until it returns."""
         loop = asyncio.get_running_loop()
-        backoff, reads = _FIRST_BACKOFF, self.reads
+        backoff, reads = _FIRST_BACKOFF, is_read(self.args)
         while True:
             if failed is not None:
                 pause = _jittered(backoff)

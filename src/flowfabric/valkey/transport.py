@@ -11,7 +11,7 @@ from flowfabric.core.errors import TransportError
 from flowfabric.valkey import connection
 from flowfabric.valkey.address import Address
 from flowfabric.valkey.connection import Arg, Connection, DialOptions, Key, OnPush, Reply
-from flowfabric.valkey.link import PATIENCE, Link, PatientCall, Revive
+from flowfabric.valkey.link import PATIENCE, Link, PatientCall, Revive, is_read
 
 Ask = Callable[..., Coroutine[Any, Any, Reply]]
 """Sends one command, with an optional `timeout`, to one server."""
@@ -162,7 +162,7 @@ class Transport:
     async def _ask(self, link: Link, *args: Arg, timeout: float | None = None) -> Reply:
         """Send one command to this server and no other; a read is repeated until it is answered."""
         call = self._patient(args, timeout, only=link)
-        return await (link.send(call) if call.reads else link.send_once(call))
+        return await (link.send(call) if is_read(args) else link.send_once(call))
 
     async def _call_all(
         self, args: tuple[Arg, ...], timeout: float | None, links: list[Link]
