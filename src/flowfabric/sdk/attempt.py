@@ -60,8 +60,6 @@ class HeldAttempt:
             self.finished_by = "forgotten"
             self._owner.forgotten(self.held)
 
-    # --- what was claimed -------------------------------------------------------------
-
     @property
     def handle(self) -> Handle:
         """The proof of ownership that operations carry."""
@@ -122,8 +120,6 @@ class HeldAttempt:
         """The tags at claim time."""
         return self.claim.tags
 
-    # --- the lease ----------------------------------------------------------------------
-
     @property
     def consecutive_renewal_failures(self) -> int:
         """Renewals that failed since the last success."""
@@ -174,8 +170,6 @@ class HeldAttempt:
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_S)
-
-    # --- the end --------------------------------------------------------------------------
 
     async def _land(
         self,

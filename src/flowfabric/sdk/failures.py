@@ -7,7 +7,6 @@ import msgspec
 from flowfabric.core import errors
 from flowfabric.core.text import truncate_utf8
 
-_NO_DESCRIPTION = "The handler failed with an exception that cannot be described."
 _CHAIN_BYTES = 4096
 _REPORT_BYTES = 8192
 _FRAMES = 20
@@ -54,7 +53,7 @@ def describe(error: BaseException) -> FailureDescription:
     try:
         return _describe(error)
     except BaseException:  # noqa: BLE001 - whatever it raises, the failure is recorded
-        text = _NO_DESCRIPTION
+        text = "The handler failed with an exception that cannot be described."
         return FailureDescription(text, "handler_error", text, text, None)
 
 

@@ -30,8 +30,6 @@ class ClaimedTask(HeldAttempt):
 
     __slots__ = ()
 
-    # --- lease-releasing operations -------------------------------------------------------
-
     async def complete(self, result_payload: bytes | None = None, encoding: str = "") -> None:
         """End successfully. None means no result; empty bytes are a stored, empty result."""
         await self.flush_output()
@@ -106,8 +104,6 @@ class ClaimedTask(HeldAttempt):
             return outcome
         raise StateError("already_satisfied", op="suspend")
 
-    # --- other operations -----------------------------------------------------------------
-
     async def renew_lease(self) -> leases.Renewed:
         """Renew now, besides the keeper's own renewals."""
         self._require_lease()
@@ -151,8 +147,6 @@ class ClaimedTask(HeldAttempt):
     async def wait_signals(self, wait: suspension.PastWait) -> list[suspension.ResumeSignal]:
         """The signals that a past wait received, oldest first."""
         return await self.backend.waitpoints.read_wait_signals(self.execution_id, wait)
-
-    # --- output -------------------------------------------------------------------------
 
     @property
     def output(self) -> FrameWriter:
@@ -224,8 +218,6 @@ class ClaimedTask(HeldAttempt):
             count_limit=count,
             visibility=visibility,
         )
-
-    # --- as a context manager ---------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         return self

@@ -171,11 +171,7 @@ class Worker(ClosedOnce):
         warn_dropped(held.handle.execution_id)
         self.release(held)
         if held.alive and not self.closed:
-            self.claims.in_background(self._give_back_dropped(held))
-
-    async def _give_back_dropped(self, held: HeldLease) -> None:
-        await asyncio.sleep(DROP_PAUSE_S)
-        await give_back(self.backend, [held.handle])
+            self.claims.in_background(give_back(self.backend, [held.handle], DROP_PAUSE_S))
 
     async def claim_many(self, max_n: int | None = None) -> list[ClaimedTask]:
         """Claim up to `max_n` tasks of the configured lanes; empty without work or permits."""

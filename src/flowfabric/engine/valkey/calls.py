@@ -25,6 +25,7 @@ _SHOWN = 12
 _MAX_WARNED = 1000
 _U16_DIGITS = 5
 S = TypeVar("S", int, str)
+Item = TypeVar("Item")
 T = TypeVar("T")
 
 
@@ -106,15 +107,17 @@ def proof(holder: Handle | Fence) -> str:
     return wire
 
 
-async def at_once(limit: int, calls: Iterable[Awaitable[T]]) -> list[T]:
-    """What the calls return, in order; at most `limit` of them are under way."""
+async def at_once(
+    limit: int, call: Callable[[Item], Awaitable[T]], items: Iterable[Item]
+) -> list[T]:
+    """What the call returns for each item, in order; at most `limit` are under way."""
     gate = asyncio.Semaphore(limit)
 
-    async def passing(call: Awaitable[T]) -> T:
+    async def passing(item: Item) -> T:
         async with gate:
-            return await call
+            return await call(item)
 
-    return await asyncio.gather(*map(passing, calls))
+    return await asyncio.gather(*map(passing, items))
 
 
 class FunctionCalls:

@@ -96,7 +96,7 @@ class ValkeyExecutions(api.Executions):
         if len(parts) == 1:
             await create(positions)
         else:
-            await at_once(_PARTS_AT_ONCE, map(create, parts))
+            await at_once(_PARTS_AT_ONCE, create, parts)
 
     async def complete_execution(
         self,

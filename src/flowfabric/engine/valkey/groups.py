@@ -35,7 +35,7 @@ async def call_each(
         except EngineError as error:
             return group, error
 
-    return await at_once(_IN_FLIGHT, map(outcome, groups))
+    return await at_once(_IN_FLIGHT, outcome, groups)
 
 
 def raised(outcomes: Iterable[tuple[object, R | EngineError]]) -> Iterator[R]:

@@ -237,7 +237,7 @@ class ValkeyLanes(Lanes):
             tag = f"{{fp:{partition}}}"
             await self._calls.fcall("ff_set_lane", tag, (lane_id, *fields), op="set_lane")
 
-        await at_once(_FAN_OUT, map(copy, range(self._calls.counts.flow)))
+        await at_once(_FAN_OUT, copy, range(self._calls.counts.flow))
         return before or "active"
 
 

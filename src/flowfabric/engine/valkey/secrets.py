@@ -47,7 +47,7 @@ class ValkeySecrets(api.Secrets):
             args = (kid, secret, "1" if repair else "0", *group)
             return await self._calls.ask("ff_seed_secret", group[0], args, _found, op="seed_secret")
 
-        answers = await at_once(_FAN_OUT, map(seed, chunks(tags, size)))
+        answers = await at_once(_FAN_OUT, seed, chunks(tags, size))
         return [found for group in answers for found in group]
 
     async def _seed_everywhere(self, kid: str, secret: str) -> list[Found]:
@@ -119,7 +119,7 @@ class ValkeySecrets(api.Secrets):
                 status = "conflict" if error.code == "rotation_conflict" else "failed"
                 return contracts.Rotation(partition=partition, status=status, error=str(error))
 
-        entries = await at_once(_FAN_OUT, map(rotate, range(self._calls.counts.flow)))
+        entries = await at_once(_FAN_OUT, rotate, range(self._calls.counts.flow))
         for entry in entries:
             if entry.error is not None:
                 about = {"partition": entry.partition, "err": entry.error}
