@@ -51,9 +51,6 @@ def stopped_by(error: errors.FlowFabricError, *, owned: bool) -> Finding:
             return broken("deployment", str(error).removeprefix("config: "))
 
 
-# --- the server alone, prepared or not ------------------------------------------------------------
-
-
 async def check_server(transport: Transport, *, owned: bool) -> list[Finding]:
     """Run the checks that need no preparation; `owned` as in `boot.prepare`."""
     findings = [await _connection(transport), await _version(transport)]
@@ -124,9 +121,6 @@ async def _skew(transport: Transport) -> Finding:
 
 def _refused(name: str, error: errors.EngineError) -> Finding:
     return broken(name, str(error).partition(" — ")[0], error.hint)
-
-
-# --- a prepared deployment ------------------------------------------------------------------------
 
 
 async def check_deployment(
