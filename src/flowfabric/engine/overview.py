@@ -96,6 +96,13 @@ async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> l
     return sorted(found, key=lambda one: (one.state != "active", one.created_at, one.waitpoint_key))
 
 
+def named(waitpoints: list[OpenWaitpoint], name: str) -> list[OpenWaitpoint]:
+    """Those with this id or key. A handler's second wait under one key has a number."""
+    found = [one for one in waitpoints if name in (one.waitpoint_id, one.waitpoint_key)]
+    numbered = (name, "#")
+    return found or [w for w in waitpoints if w.waitpoint_key.rpartition("#")[:2] == numbered]
+
+
 async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, LastWait | None]:
     """What one execution waits for, in any state, and its newest suspension."""
     info, waitpoints, last = await asyncio.gather(

@@ -307,11 +307,10 @@ class ClaimLoop(Generic[T]):
                 pause = min(pause * 2, _LAST_LOOP_PAUSE_S)
 
     async def _claim(self, lane: LaneHints, tag: str) -> None:
-        tasks, more = await self._claims.claim_at(lane.lane_id, tag, self._batch)
-        lane.visited(tag, more=more)
+        tasks = await lane.visit([tag], self._batch, self._claims.claim_at)
         for task in tasks:
             self._start(task)
-        if not tasks and not more:
+        if not tasks and tag not in lane.hinted:
             await self._pass_on((lane.lane_id, tag))
 
     async def _pause(self, error: EngineError, seconds: float) -> None:

@@ -67,7 +67,10 @@ class LaneHints:
         return await backend.wakeups.find_work(self.lane_id, unknown) if unknown else []
 
     async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
-        """Go to the partitions in this order until `wanted` executions were taken."""
+        """Go to the partitions in this order until `wanted` executions were taken.
+
+        Claims and grants alike pass here, so what may run is decided in one place.
+        """
         taken: list[T] = []
         for tag in tags:
             if len(taken) >= wanted:

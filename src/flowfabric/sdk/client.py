@@ -16,6 +16,7 @@ from flowfabric.core.errors import FlowFabricError, NotFoundError, TransportErro
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_lane, validate_namespace
 from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
+from flowfabric.engine import overview
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import F, FeedRequest, Start, Subscriptions
 from flowfabric.engine.api.executions import Executions
@@ -342,16 +343,8 @@ class Client(Subscriptions, ClosedOnce):
 
         A key that several have is `invalid_input`, one that none has `waitpoint_not_found`.
         """
-        entries: list[suspension.OpenWaitpoint] = []
-        after: str | None = ""
-        while after is not None:
-            page = await self.list_pending_waitpoints(execution_id, after, limit=1000)
-            entries += page.entries
-            after = page.next_cursor
-        found = [one for one in entries if waitpoint in (one.waitpoint_id, one.waitpoint_key)]
-        # The second wait of a handler for one name has a number.
-        numbered = (waitpoint, "#")
-        found = found or [e for e in entries if e.waitpoint_key.rpartition("#")[:2] == numbered]
+        entries = await overview.read_open_waitpoints(self.backend, execution_id)
+        found = overview.named(entries, waitpoint)
         if len(found) == 1:
             return found[0]
         if found:

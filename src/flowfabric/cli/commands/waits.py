@@ -15,8 +15,9 @@ from flowfabric.core.contracts.suspension import Accepted, OpenWaitpoint, Signal
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import plural
+from flowfabric.engine import overview
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.overview import Wait, list_waits, read_open_waitpoints, read_wait
+from flowfabric.engine.overview import Wait, list_waits, read_wait
 
 _MIN_PREFIX = 4
 _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_not_suspended"})
@@ -211,22 +212,20 @@ async def _find_waitpoint(
     backend: Backend, execution_id: ExecutionId, text: str | None
 ) -> OpenWaitpoint:
     """The open waitpoint with this key, id or start of an id; for None, the only one."""
-    found = await read_open_waitpoints(backend, execution_id)
+    found = await overview.read_open_waitpoints(backend, execution_id)
     if not found:
         raise await _nothing_waiting(backend, execution_id)
     if text is not None:
-        named = [one for one in found if text in (one.waitpoint_key, one.waitpoint_id)]
-        # The second wait of a handler under one name has a number.
-        named = named or [one for one in found if one.waitpoint_key.rpartition("#")[0] == text]
-        if not named and len(text) >= _MIN_PREFIX:
-            named = [one for one in found if one.waitpoint_id.startswith(text.lower())]
-        if not named:
+        chosen = overview.named(found, text)
+        if not chosen and len(text) >= _MIN_PREFIX:
+            chosen = [one for one in found if one.waitpoint_id.startswith(text.lower())]
+        if not chosen:
             past = await backend.waitpoints.read_waits(execution_id)
             over = any(w.ended and text in (w.waitpoint_key, w.waitpoint_id) for w in past)
             problem = "is already closed" if over else "is not an open waitpoint"
             code = "already_answered" if over else "waitpoint_not_found"
             raise _choose(code, f"{text!r} {problem}; open on {execution_id}", found)
-        found = named
+        found = chosen
     if len(found) > 1:
         count = plural(len(found), "open waitpoint")
         raise _choose("ambiguous_waitpoint", f"{execution_id} has {count}", found)
