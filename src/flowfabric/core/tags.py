@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.ids import validate_text
 
 _MAX_TAGS = 128
 MAX_KEY_BYTES = 256
@@ -28,7 +29,7 @@ def validate_tag_key(key: str) -> str:
     if not isinstance(key, str) or not is_tag_key(key):
         raise ValidationError("invalid_tag_key", str(key))
     if len(key) > MAX_KEY_BYTES:
-        raise invalid_input("tags", f"key must be at most {MAX_KEY_BYTES} bytes, got {len(key)}")
+        raise invalid_input("tags: key", f"must be at most {MAX_KEY_BYTES} bytes, got {len(key)}")
     return key
 
 
@@ -39,7 +40,7 @@ def validate_tags(tags: Mapping[str, str]) -> Mapping[str, str]:
         raise invalid_input("tags", "must not be empty")
     for key, value in tags.items():
         validate_tag_key(key)
-        _check_bytes(value, "value", _MAX_VALUE_BYTES)
+        validate_text(value, "tags: value", limit=_MAX_VALUE_BYTES)
     return tags
 
 
@@ -55,9 +56,8 @@ def validate_tag_filter(tags: Mapping[str, str]) -> Mapping[str, str]:
     """Check the tags of a filter: any that an execution may have."""
     _check_pairs(tags)
     for key, value in tags.items():
-        if _check_bytes(key, "key", MAX_KEY_BYTES) == 0:
-            raise invalid_input("tags", "key must not be empty")
-        _check_bytes(value, "value", _MAX_VALUE_BYTES)
+        validate_text(key, "tags: key", limit=MAX_KEY_BYTES, required=True)
+        validate_text(value, "tags: value", limit=_MAX_VALUE_BYTES)
     return tags
 
 
@@ -67,16 +67,3 @@ def _check_pairs(tags: Mapping[str, str]) -> None:
         raise invalid_input("tags", problem, undecodable=True)
     if len(tags) > _MAX_TAGS:
         raise invalid_input("tags", f"must hold at most {_MAX_TAGS} pairs, got {len(tags)}")
-
-
-def _check_bytes(text: object, part: str, limit: int) -> int:
-    if not isinstance(text, str):
-        problem = f"{part} must be text, got {type(text).__name__}"
-        raise invalid_input("tags", problem, undecodable=True)
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise invalid_input("tags", f"{part} is not valid Unicode", undecodable=True) from None
-    if size > limit:
-        raise invalid_input("tags", f"{part} must be at most {limit} bytes, got {size}")
-    return size

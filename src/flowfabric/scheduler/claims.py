@@ -16,7 +16,7 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
-from flowfabric.engine.api.wakeups import WorkPlace
+from flowfabric.engine.api.places import WorkPlace
 from flowfabric.scheduler.hints import LaneHints, LaneRotation
 
 log = logging.getLogger(__name__)

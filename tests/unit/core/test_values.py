@@ -128,13 +128,13 @@ def test_tag_limits_on_update() -> None:
     )
     assert validate_tags({"app." + "x" * 252: "é" * 2048})
     assert refused(validate_tags, {"app." + "x" * 253: ""}) == (
-        "tags: key must be at most 256 bytes, got 257"
+        "tags: key: must be at most 256 bytes, got 257"
     )
     assert refused(validate_tags, {"app.x": "v" * 4097}) == (
-        "tags: value must be at most 4096 bytes, got 4097"
+        "tags: value: must be at most 4096 bytes, got 4097"
     )
-    assert refused(validate_tags, {"app.x": 5}) == "tags: value must be text, got int"
-    assert refused(validate_tags, {"app.x": "\ud800"}) == "tags: value is not valid Unicode"
+    assert refused(validate_tags, {"app.x": 5}) == "tags: value: must be text, got int"
+    assert refused(validate_tags, {"app.x": "\ud800"}) == "tags: value: is not valid Unicode"
     assert refused(validate_tags, {5: "x"}, code="invalid_tag_key") == "5"
 
 
@@ -149,11 +149,11 @@ def test_the_prefix_of_our_own_tags_is_reserved() -> None:
     assert refused(validate_creation_tags, tags, code="invalid_tag_key") == "ff.traceparent"
     # Looking for them is fine.
     assert validate_tag_filter(tags) is tags
-    assert refused(validate_creation_tags, {"": "v"}) == "tags: key must not be empty"
+    assert refused(validate_creation_tags, {"": "v"}) == "tags: key: must not be empty"
     assert refused(validate_creation_tags, {"é" * 129: "v"}) == (
-        "tags: key must be at most 256 bytes, got 258"
+        "tags: key: must be at most 256 bytes, got 258"
     )
-    assert refused(validate_creation_tags, {5: "v"}) == "tags: key must be text, got int"
+    assert refused(validate_creation_tags, {5: "v"}) == "tags: key: must be text, got int"
     assert refused(validate_creation_tags, {str(n): "" for n in range(129)}) == (
         "tags: must hold at most 128 pairs, got 129"
     )

@@ -9,14 +9,13 @@ from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.meta import Meta
-from flowfabric.engine.api.places import Lanes, Places
+from flowfabric.engine.api.places import Lanes, Places, Wakeups
 from flowfabric.engine.api.reads import Listings, Reads
 from flowfabric.engine.api.secrets import Secrets
 from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.upkeep import Leadership, Upkeep
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
-from flowfabric.engine.api.wakeups import Wakeups
 from flowfabric.engine.api.workers import Workers
 
 _MAY_LACK = {

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 from flowfabric.core import errors
@@ -24,9 +25,13 @@ MISFITS = (LookupError, TypeError, ValueError, AttributeError)
 _SHOWN = 12
 _MAX_WARNED = 1000
 _U16_DIGITS = 5
+# Calls in flight at a time, so that other work gets in between.
+_IN_FLIGHT = 16
 S = TypeVar("S", int, str)
 Item = TypeVar("Item")
 T = TypeVar("T")
+Tagged = TypeVar("Tagged", bound=tuple[Any, ...])
+Answer = TypeVar("Answer")
 
 
 def text(value: object) -> str:
@@ -270,3 +275,43 @@ def _subject(args: Sequence[Arg]) -> str:
     """The one execution that a call is about; empty when there are several or none."""
     named = {arg for arg in args if isinstance(arg, ExecutionId)}
     return named.pop() if len(named) == 1 else ""
+
+
+def split(items: Iterable[Tagged], size: int, *, apart: bool) -> list[list[Tagged]]:
+    """Groups of at most `size` items; with `apart`, as in clusters, of one partition's tag each."""
+    groups: list[list[Tagged]] = []
+    for item in sorted(items, key=itemgetter(0)) if apart else items:
+        if not groups or len(groups[-1]) >= size or (apart and groups[-1][0][0] != item[0]):
+            groups.append([])
+        groups[-1].append(item)
+    return groups
+
+
+async def call_each(
+    groups: list[list[Tagged]], call: Callable[[list[Tagged]], Awaitable[Answer]]
+) -> list[tuple[list[Tagged], Answer | EngineError]]:
+    """Each group with the answer to its call, or with the error that the call raised."""
+
+    async def outcome(group: list[Tagged]) -> tuple[list[Tagged], Answer | EngineError]:
+        try:
+            return group, await call(group)
+        except EngineError as error:
+            return group, error
+
+    return await at_once(_IN_FLIGHT, outcome, groups)
+
+
+def raised(outcomes: Iterable[tuple[object, Answer | EngineError]]) -> Iterator[Answer]:
+    """The answers of calls; raises the first error."""
+    for _, answer in outcomes:
+        if isinstance(answer, EngineError):
+            raise answer
+        yield answer
+
+
+def places_of(pairs: Iterable[tuple[str, str]]) -> list[str | int]:
+    """Arguments that name things of partitions: per tag the number of names, then the names."""
+    names: dict[str, list[str]] = {}
+    for tag, name in pairs:
+        names.setdefault(tag, []).append(name)
+    return [arg for tag, own in names.items() for arg in (tag, len(own), *own)]

@@ -164,7 +164,7 @@ async def _partitions(backend: Backend, transport: Transport) -> Finding:
             detail = f"{stored} are stored, but the environment sets {wanted}"
             advice = f"unset {', '.join(_COUNT_VARIABLES)}: the stored counts cannot change"
             return broken("partitions", detail, advice)
-    odd = await _malformed(transport, keys.PARTITIONS, backend.places.partitions_in_use)
+    odd = await _malformed(transport, keys.PARTITIONS, backend.places.used_partitions)
     return odd or ok("partitions", stored)
 
 

@@ -12,9 +12,8 @@ from flowfabric.core.state import ExpireReason
 from flowfabric.core.text import lossless, raw, shown
 from flowfabric.engine.api import check
 from flowfabric.engine.api import upkeep as api
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, text
-from flowfabric.engine.valkey.groups import call_each, places_of, raised, split
+from flowfabric.engine.valkey import calls, keys
+from flowfabric.engine.valkey.calls import FunctionCalls, as_stored, places_of, text
 from flowfabric.engine.valkey.places import ANYWHERE, KEPT, ValkeyPlaces
 
 _WORKERS_AT_ONCE = 200
@@ -45,7 +44,9 @@ class ValkeyUpkeep(api.Upkeep):
     ) -> api.DueScan:
         merged = api.DueScan(0, {}, {}, {})
         groups = self._groups(indexes, _INDEXES_SCANNED)
-        for group, scan in await call_each(groups, lambda each: self._scan(each, limit, offset)):
+        for group, scan in await calls.call_each(
+            groups, lambda each: self._scan(each, limit, offset)
+        ):
             if isinstance(scan, EngineError):
                 merged.unreadable.update(dict.fromkeys(group, scan))
                 continue
@@ -77,7 +78,7 @@ class ValkeyUpkeep(api.Upkeep):
 
     async def any_exists(self, indexes: Sequence[api.Index]) -> bool:
         groups = self._groups(indexes, _INDEXES_SOUGHT)
-        return any(raised(await call_each(groups, self._exists)))
+        return any(calls.raised(await calls.call_each(groups, self._exists)))
 
     async def _exists(self, group: list[api.Index]) -> bool:
         names = [_key(index) for index in group]
@@ -94,7 +95,7 @@ class ValkeyUpkeep(api.Upkeep):
         return int(min(max(found[0][1], 0), _LAST_TIME)) if found else None
 
     def _groups(self, places: Iterable[P], size: int) -> list[list[P]]:
-        return split(places, size, apart=self._calls.transport.is_cluster)
+        return calls.split(places, size, apart=self._calls.transport.is_cluster)
 
     async def waitpoint_owner(self, tag: str, waitpoint_id: str) -> str:
         if not is_uuid(waitpoint_id):
@@ -155,7 +156,7 @@ class ValkeyUpkeep(api.Upkeep):
             for lane, stamp in stamps.items()
             if _is_before(stamp, edge)
         ]
-        for group in split(unused, _LANES_CHECKED, apart=True):
+        for group in calls.split(unused, _LANES_CHECKED, apart=True):
             tag, names = group[0][0], [lane for _, lane in group]
             idle = await self._calls.ask("ff_idle_lanes", tag, names, _texts, op="idle_lanes")
             await self._forget(tag, {lane: places[tag].pop(lane) for lane in idle})

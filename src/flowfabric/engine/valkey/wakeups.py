@@ -7,10 +7,9 @@ from typing import Any
 from flowfabric.core.errors import TransportError
 from flowfabric.core.ids import validate_lane
 from flowfabric.engine.api import check
-from flowfabric.engine.api.wakeups import Doorbell, WorkPlace
+from flowfabric.engine.api.places import Doorbell, WorkPlace
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls
-from flowfabric.engine.valkey.groups import call_each, places_of, raised, split
+from flowfabric.engine.valkey.calls import FunctionCalls, call_each, places_of, raised, split
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.valkey.transport import Connection, Transport
 
