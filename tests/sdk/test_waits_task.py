@@ -163,6 +163,7 @@ async def test_a_suspension_that_may_have_happened_can_be_verified(
     with pytest.raises(PossiblySucceeded) as caught:
         await suspending
     proxy.up()
+    await worker.backend.meta.wait_ready(10)
     assert await caught.value.verify() == "succeeded"
 
 

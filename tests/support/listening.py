@@ -10,13 +10,18 @@ from pathlib import Path
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-_TURNS_TO_ACCEPT = 5
+_TURNS = 5
 
 
 async def stop_listening(server: asyncio.Server) -> None:
     """Close it; what the last turn of the loop accepted is served some turns later."""
     server.close()
-    for _ in range(_TURNS_TO_ACCEPT):
+    await some_turns()
+
+
+async def some_turns() -> None:
+    """Let the loop accept what it is about to accept, and close what it is about to close."""
+    for _ in range(_TURNS):
         await asyncio.sleep(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from tests.support.listening import stop_listening
+from tests.support.listening import some_turns, stop_listening
 
 T = TypeVar("T")
 
@@ -147,6 +148,7 @@ class FaultProxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await some_turns()
 
     async def _serve(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -173,9 +175,10 @@ class FaultProxy:
             pair.cut()
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
             self._pairs.discard(pair)
             self._tasks.discard(task)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _requests(self, reader: asyncio.StreamReader, pair: _Pair) -> None:
         while data := await reader.read(1 << 16):
