@@ -139,7 +139,9 @@ def test_resume():
     assert per_s < 1e6
 
 
-async def test_stream():
+async def test_stream(monkeypatch: pytest.MonkeyPatch):
+    # The scenario sets this for its own process; restore it for the tests that follow.
+    monkeypatch.setenv("FF_MAX_CONCURRENT_STREAM_OPS", "64")
     with Progress() as progress:
         report = await measure("stream", Options(n=2000, workers=12), 1, progress)
     slowdown = report.pop("call_slowdown_pct")
