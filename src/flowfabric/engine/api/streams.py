@@ -301,19 +301,22 @@ class FrameWriter:
         self._sender: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
         self._failure: Exception | None = None
+        # Most frames have the options of the one before: those are not checked again.
+        self._given = AppendOptions()
+        self._options = Append()
 
     async def append(
         self, frame: contracts.Frame, **options: Unpack[AppendOptions]
     ) -> contracts.AppendOutcome:
         """Append one frame and return when it is stored."""
         outcome = asyncio.get_running_loop().create_future()
-        self._queue(frame, Append(**options), outcome)
+        self._queue(frame, options, outcome)
         return await outcome
 
     async def write(self, frame: contracts.Frame, **options: Unpack[AppendOptions]) -> None:
         """Queue one frame; the next call raises what went wrong. Waits while the queue is full."""
         self._raise_failure()
-        self._queue(frame, Append(**options), None)
+        self._queue(frame, options, None)
         while len(self._waiting) > _BACKLOG_FRAMES:
             self._room.clear()
             await self._room.wait()
@@ -330,10 +333,12 @@ class FrameWriter:
                 self._failure = None
             raise failure
 
-    def _queue(self, frame: contracts.Frame, options: Append, outcome: Awaited) -> None:
+    def _queue(self, frame: contracts.Frame, given: AppendOptions, outcome: Awaited) -> None:
+        if given != self._given:
+            self._options, self._given = Append(**given), given
         # Checked before queueing: a bad frame must not fail its batch.
-        options.check((frame,))
-        self._waiting.append(_Item(frame, options, size_of(frame), outcome))
+        self._options.check((frame,))
+        self._waiting.append(_Item(frame, self._options, size_of(frame), outcome))
         if self._sender is None:
             self._sender = asyncio.get_running_loop().create_task(self._send_all())
 
