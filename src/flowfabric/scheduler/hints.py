@@ -69,7 +69,8 @@ class LaneHints:
     async def visit(self, tags: Iterable[str], wanted: int, take: Take[T]) -> list[T]:
         """Go to the partitions in this order until `wanted` executions were taken.
 
-        Claims and grants alike pass here, so what may run is decided in one place.
+        Claims and grants alike pass here, so budgets and quotas are to be checked here. A call that
+        completes also claims, beside this: it must leave out what needs the check.
         """
         taken: list[T] = []
         for tag in tags:
