@@ -14,9 +14,15 @@ _TURNS = 5
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Close it; what the last turn of the loop accepted is served some turns later."""
-    server.close()
+    """Accept no more, serve what was accepted, then close it.
+
+    A server that closes between accepting a connection and serving it leaves the socket open.
+    """
+    loop = asyncio.get_running_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
     await some_turns()
+    server.close()
 
 
 async def some_turns() -> None:
