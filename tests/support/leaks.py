@@ -12,7 +12,7 @@ _EXECUTION = re.compile(
     rf"^ff:(?:exec|attempt|stream|dedup:suspend):(?P<tag>\{{fp:\d+\}}):(?P<id>{_ID})(?P<part>:.+)?$"
 )
 _EXECUTION_PARTS = re.compile(
-    r"^:(core|payload|result|policy|tags|history|claim_grant|steps|deps:unresolved"
+    r"^:(core|payload|result|policy|tags|history|claim_grant|steps"
     r"|suspension:current(:satisfied_set(:signals)?)?|suspension:met|waitpoints(:pending)?|signals"
     r"|\d+(:summary|:meta|:closed)?)$"
 )
@@ -20,12 +20,13 @@ _WAITPOINT = re.compile(r"^(?P<record>ff:wp:\{fp:\d+\}:[0-9a-f-]{36})(:signals)?
 _SIGNAL = re.compile(rf"^(?P<record>ff:signal:(?P<id>{_ID}):[0-9a-f-]{{36}})(:payload)?$")
 _INDEX = re.compile(
     r"^ff:idx:\{fp:\d+\}:(all_executions|lease_expiry|attempt_timeout|execution_deadline"
-    r"|purge_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
+    r"|purge_backlog|flow_index|cascade_(backlog|failed|poison)|pending_cancel_groups"
+    r"|release_backlog|cancel_backlog|suspension_timeout|pending_waitpoint_expiry|worker:\S+:leases"
     r"|lane:[^:]+:(eligible(:.+)?|sigs|delayed|active|reclaimable(:.+)?|terminal|config|suspended"
     r"|blocked:\w+|claimed:.+))$"
 )
 _OTHER = re.compile(
-    r"^(ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
+    r"^(ff:flow:\{fp:\d+\}:[0-9a-f-]{36}:(core|members|tags|edges|held|(in|out):.+)|ff:config:partitions|ff:idx:(lanes|namespaces|partitions|\{ff:idx:lanes\}:places)|ff:lane:.+:config"
     r"|ff:sec:\{fp:\d+\}:waitpoint_hmac|ff:sigdedup:.+"
     r"|ff:part:\{fp:\d+\}:(events|(sub|members|start):.+)|ff:wake:.+|ff:idem:.+"
     r"|ff:worker:\{.+\}:(events|.+:(alive|caps))|ff:idx:\{.+\}:workers|ff:leader:.+)$"

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.contracts.flows import NO_INPUTS, FlowInputs
 from flowfabric.core.errors import CorruptionError, ValidationError
 from flowfabric.core.ids import ExecutionId, validate_lane, validate_uuid
 
@@ -178,6 +179,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The time left for the attempt; a resumed one has less than its policy says."""
     execution_deadline_at: int | None = None
     resume_cause: ResumeCause | None = None
+    flow_id: str | None = None
+    inputs: FlowInputs = NO_INPUTS
+    """What upstreams of a flow pass on, by input name."""
 
     @property
     def execution_id(self) -> ExecutionId:

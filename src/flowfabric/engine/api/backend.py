@@ -7,6 +7,7 @@ from flowfabric.engine.api.claims import Claims
 from flowfabric.engine.api.concern import Absent, Refusal
 from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import Executions
+from flowfabric.engine.api.flows import Flows
 from flowfabric.engine.api.leases import Leases
 from flowfabric.engine.api.meta import Meta
 from flowfabric.engine.api.places import Lanes, Places, Wakeups
@@ -94,7 +95,7 @@ class Backend(Protocol):
     upkeep: Upkeep
     leadership: Leadership
     meta: Meta
-    flows: Absent
+    flows: Flows
     steps: Absent
     budgets: Absent
     quotas: Absent

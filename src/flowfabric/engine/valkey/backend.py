@@ -16,6 +16,7 @@ from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.claims import ValkeyClaims
 from flowfabric.engine.valkey.executions import ValkeyExecutions
 from flowfabric.engine.valkey.feeds import ValkeyFeeds
+from flowfabric.engine.valkey.flows import ValkeyFlows
 from flowfabric.engine.valkey.leases import ValkeyLeases
 from flowfabric.engine.valkey.listings import ValkeyListings
 from flowfabric.engine.valkey.meta import ValkeyMeta
@@ -77,7 +78,8 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.upkeep = ValkeyUpkeep(calls, places)
         self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
-        self.flows, self.steps, self.budgets, self.quotas = (Absent() for _ in range(4))
+        self.flows = ValkeyFlows(calls, places)
+        self.steps, self.budgets, self.quotas = (Absent() for _ in range(3))
         refuse_missing(self)
         audit(self)
 

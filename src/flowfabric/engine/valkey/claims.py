@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts import leases
+from flowfabric.core.contracts.flows import NO_INPUTS
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Handle
 from flowfabric.core.errors import ConfigError, EngineError, ReplyError, ValidationError
 from flowfabric.core.ids import ExecutionId, PartitionKey, new_uuid, validate_lane
@@ -16,11 +17,12 @@ from flowfabric.engine.api.executions import BATCH, Completion
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, decoding, text, unreadable
 from flowfabric.engine.valkey.executions import ValkeyExecutions
+from flowfabric.engine.valkey.flow_records import inputs_of
 from flowfabric.engine.valkey.pages import Damage
 
 _NO_TAGS: dict[str, str] = {}
 _MODES: dict[bytes, leases.HandleKind] = {b"f": "fresh", b"r": "resumed", b"c": "reclaimed"}
-_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 6
+_NO_OPTIONAL_PARTS: tuple[Any, ...] = (None,) * 8
 log = logging.getLogger(__name__)
 _LOST_GRANT = frozenset({"invalid_claim_grant", "claim_grant_expired"})
 
@@ -262,7 +264,7 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
     if len(optional_parts) != len(_NO_OPTIONAL_PARTS):
         # Another library version may send more or fewer.
         optional_parts = (*optional_parts, *_NO_OPTIONAL_PARTS)[: len(_NO_OPTIONAL_PARTS)]
-    attempt_type, tags, namespace, timeout, deadline, cause = optional_parts
+    attempt_type, tags, namespace, timeout, deadline, cause, flow_id, inputs = optional_parts
     return Claim(
         handle=Handle(
             execution_id=ExecutionId.trusted(row[0].decode()),
@@ -283,6 +285,8 @@ def claim_of(row: Sequence[Any], lane: str, ttl: int, instance: str) -> Claim:
         attempt_timeout_ms=timeout,
         execution_deadline_at=deadline,
         resume_cause=None if cause is None else _cause(cause),
+        flow_id=None if flow_id is None else flow_id.decode(),
+        inputs=NO_INPUTS if inputs is None else inputs_of(inputs),
     )
 
 

@@ -317,6 +317,11 @@ class ValkeyExecutions(api.Executions):
 
 
 def _options(item: NewExecution) -> bytes:
+    options = creation_options(item)
+    return _pack(options) if options else b""
+
+
+def creation_options(item: NewExecution) -> dict[str, Any]:
     """What differs from the defaults; nothing else is sent."""
     options: dict[str, Any] = {}
     if item.namespace != "default":
@@ -339,7 +344,7 @@ def _options(item: NewExecution) -> bytes:
         options["deadline"] = check.clamped(item.execution_deadline_at)
     if item.creator_identity:
         options["creator"] = item.creator_identity
-    return _pack(options) if options else b""
+    return options
 
 
 def _creation_outcome(

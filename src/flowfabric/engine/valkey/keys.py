@@ -41,13 +41,37 @@ history = _of_execution("history")
 """The newest unusual lease events."""
 grant = _of_execution("claim_grant")
 """The one pending claim, resume or reclaim grant."""
-unresolved = _of_execution("deps:unresolved")
-"""Edges this execution still waits for."""
 suspension = _of_execution("suspension:current")
 """The current or the last suspension."""
 met = _of_execution("suspension:met")
 """The last suspension whose condition was met before it began."""
 waitpoints = _of_execution("waitpoints")
+
+
+def _of_flow(part: str) -> Callable[[str, str], str]:
+    def name(tag: str, flow_id: str) -> str:
+        return f"ff:flow:{tag}:{flow_id}:{part}"
+
+    return name
+
+
+flow = _of_flow("core")
+members = _of_flow("members")
+flow_tags = _of_flow("tags")
+edges = _of_flow("edges")
+"""The child of each edge."""
+held = _of_flow("held")
+"""Members that wait for the release of their flow."""
+
+
+def out(tag: str, flow_id: str, execution_id: str) -> str:
+    """The edges that leave a member."""
+    return f"ff:flow:{tag}:{flow_id}:out:{execution_id}"
+
+
+def into(tag: str, flow_id: str, execution_id: str) -> str:
+    """The edges that lead to a member."""
+    return f"ff:flow:{tag}:{flow_id}:in:{execution_id}"
 
 
 def attempt(tag: str, execution_id: str, number: int | str) -> str:

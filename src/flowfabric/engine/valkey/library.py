@@ -21,6 +21,7 @@ LIBRARY_VERSION = 17
 MIN_CLIENT = 15
 """The oldest library version whose callers this library still serves."""
 _EVENTS_MAXLEN = 10_000
+_CASCADE_UNITS = 128
 _LOAD_PAUSE = 0.5
 # A load, a check, and a second try if another process interfered.
 _LOAD_ROUNDS = 4
@@ -74,7 +75,7 @@ def _assemble(*, cluster: bool, events_maxlen: int) -> str:
         "#!lua name=flowfabric\n"
         f"local SETTINGS = {{ cluster = {str(cluster).lower()}, events_maxlen = '{events_maxlen}', "
         f"version = {LIBRARY_VERSION}, content_hash = '{content_hash}', min_client = {MIN_CLIENT}, "
-        f"extended = {str(extended).lower()} }}\n"
+        f"extended = {str(extended).lower()}, cascade_units = {_CASCADE_UNITS} }}\n"
     ) + body
 
 

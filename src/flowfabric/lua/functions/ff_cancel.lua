@@ -19,12 +19,6 @@ record.register_function('ff_cancel', record.checked_lease, function(c, id, rec,
     local own = not unfenced and fence.own_attempt(c, id, rec, text)
     return own and own.state == 'ended_cancelled' and reply.ok('cancelled') or problem
   end
-  local fields = {}
-  record.add_or_clear(c, id, rec, fields, 'cancelled_by', source)
-  record.add_or_clear(c, id, rec, fields, 'cancellation_reason', reason)
-  ending.finish(c, id, rec, {
-    outcome = 'c', reason = 'cancelled', source = source ~= '' and source or nil,
-    close_reason = 'cancelled', stream_reason = 'attempt_cancelled', fields = fields,
-  })
-  return reply.ok('cancelled')
+  ending.cancel(c, id, rec, source, reason)
+  return reply.ok('cancelled', cascade.told(c))
 end, { 'allow-oom' })

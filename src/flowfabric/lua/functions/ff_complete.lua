@@ -9,7 +9,6 @@
 local function success(label, source)
   return {
     outcome = 's', reason = 'completed', stream_reason = 'attempt_success', source = source,
-    has_result = label ~= '0',
     fields = #label > 1 and { 'result_encoding', string.sub(label, 2) } or nil,
   }
 end
@@ -27,8 +26,9 @@ local function complete(c, id, text, source, label, result)
     return own and own.state == 'ended_success' and 'completed' or problem
   end
   local how = request and success(label, 'operator_override') or holder_success(label)
+  how.result = label ~= '0' and result or nil
   ending.finish(c, id, rec, how)
-  if how.has_result then server.call('SET', K.result(c.tag, id), result) end
+  how.result = nil
   operator.remember(c, id, rec, request, 'completed')
   return 'completed'
 end
@@ -46,9 +46,9 @@ register('ff_complete', function(keys, args)
       args[i + 4])
   end
   c:flush()
-  if not args[first] then return reply.ok(replies) end
+  if not args[first] then return reply.ok(replies, cascade.told(c)) end
   local want = claiming.wanted(args, first)
   want.awake = true
   local rows, left = claiming.many(c, want)
-  return reply.ok(replies, rows, left)
+  return reply.ok(replies, rows, left, cascade.told(c))
 end, { 'allow-oom' })

@@ -28,7 +28,7 @@ batch.register_function('ff_expire', 2, function(c, id, args)
   end
   local policy = reason == 'attempt_timeout' and retry.policy(c, id)
   local counts_as_failure = retry.on_timeout(policy)
-  if counts_as_failure and retry.allowed(rec, policy, 'timeout') then
+  if counts_as_failure and retry.allowed(c, rec, policy, 'timeout') then
     retry.schedule(c, id, rec, policy, { reason = reason, category = 'timeout',
       ended_by = 'expire', stream_reason = 'expired' })
     return 'retry_scheduled'

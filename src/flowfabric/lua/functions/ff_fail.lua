@@ -22,7 +22,7 @@ record.register_function('ff_fail', record.checked_lease, function(c, id, rec, a
   end
   local policy = retry.policy(c, id)
   if request and args[6] ~= '' then policy = cjson.decode(args[6]) end
-  if retry.allowed(rec, policy, category) then
+  if retry.allowed(c, rec, policy, category) then
     local due, next_index = retry.schedule(c, id, rec, policy,
       { reason = reason, category = category, ended_by = 'fail' })
     local at, next_text = values.text(due), values.text(next_index)
@@ -38,5 +38,5 @@ record.register_function('ff_fail', record.checked_lease, function(c, id, rec, a
     source = request and 'operator_override' or nil,
   })
   operator.remember(c, id, rec, request, 'terminal_failed')
-  return reply.ok('terminal_failed')
+  return reply.ok('terminal_failed', '', '', cascade.told(c))
 end, { 'allow-oom' })

@@ -11,6 +11,11 @@ batch.register_function('ff_promote_delayed', 2, function(c, id, args)
     return not S.is_runnable(rec.state) and 'not_runnable_cleaned' or 'not_delayed_cleaned'
   end
   if tonumber(rec.delay_until or 0) > c.now then return 'not_yet_due' end
+  local f = flow.that_ends(c, rec, S.has_paused_attempt(rec.state))
+  if f then
+    ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
+    return 'cancelled'
+  end
   waiting.leave(c, id, rec)
   record.transition(c, id, rec, S.eligible(S.attempt(rec.state)), 'last_transition_at', c.now)
   record.clear(c, id, rec, 'delay_until', 'blocking_detail')

@@ -5,7 +5,7 @@
 --   lease_id, attempt_id, caller's cap or empty.
 -- Replies: claim row, lane. Errors: execution_not_found, execution_not_reclaimable,
 --   max_retries_exhausted (failed, now or before), invalid_claim_grant, claim_grant_expired,
---   invalid_input (lane_mismatch). Events: reclaimed | completion.
+--   flow_already_terminal, invalid_input (lane_mismatch). Events: reclaimed | completion.
 granting.register_function('ff_reclaim', record.checked_lease, function(c, id, rec, args)
   local worker, ttl, lease_id, attempt_id = args[3], tonumber(args[5]), args[6], args[7]
   local own_cap = args[8] ~= '' and args[8] or nil

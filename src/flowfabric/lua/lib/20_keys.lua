@@ -75,7 +75,6 @@ function K.tags(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':tags' end
 function K.history(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':history' end
 function K.grant(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':claim_grant' end
 function K.steps(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':steps' end
-function K.unresolved(tag, id) return 'ff:exec:' .. tag .. ':' .. id .. ':deps:unresolved' end
 function K.attempt(tag, id, index) return 'ff:attempt:' .. tag .. ':' .. id .. ':' .. index end
 function K.summary(tag, id, index) return K.attempt(tag, id, index) .. ':summary' end
 function K.stream(tag, id, index) return 'ff:stream:' .. tag .. ':' .. id .. ':' .. index end
@@ -104,6 +103,15 @@ function K.approval_dedup(tag, waitpoint_id, key)
   return K.signal_dedup(tag, 'approval', waitpoint_id .. ':' .. key)
 end
 function K.secrets(tag) return 'ff:sec:' .. tag .. ':waitpoint_hmac' end
+
+-- A flow shares the hash tag of its members.
+function K.flow(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':core' end
+function K.members(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':members' end
+function K.flow_tags(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':tags' end
+function K.edges(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':edges' end
+function K.held(tag, flow_id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':held' end
+function K.out(tag, flow_id, id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':out:' .. id end
+function K.into(tag, flow_id, id) return 'ff:flow:' .. tag .. ':' .. flow_id .. ':in:' .. id end
 
 K.events = values.memo(function(tag) return 'ff:part:' .. tag .. ':events' end)
 

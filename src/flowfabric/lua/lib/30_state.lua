@@ -45,9 +45,12 @@ S.is_lease_revoked = matching('^.v')
 S.is_lease_lost = matching('^a[xv]')
 S.is_eligible = matching('^..e')
 S.is_delayed = matching('^..d')
+S.is_blocked_by_dependencies = matching('^ruc')
+S.is_held = matching('^ruo')
 S.has_outcome = matching('^....[^n]')
 S.is_success = matching('^....s')
 S.is_cancelled = matching('^....c')
+S.is_skipped = matching('^....k')
 S.awaits_first_attempt = matching('f$')
 S.has_running_attempt = matching('r$')
 S.has_paused_attempt = matching('i$')
@@ -57,16 +60,17 @@ S.between_attempts = matching('[tp]$')
 
 function S.attempt_end(code)
   if S.is_success(code) then return 'ended_success' end
-  return S.is_cancelled(code) and 'ended_cancelled' or 'ended_failure'
+  return (S.is_cancelled(code) or S.is_skipped(code)) and 'ended_cancelled' or 'ended_failure'
 end
 
 function S.eligible(attempt) return 'ruewn' .. attempt end
 function S.delayed(blocking, attempt) return 'rud' .. blocking .. 'n' .. attempt end
+function S.held(attempt) return 'ruoon' .. attempt end
 function S.waiting_children(attempt) return 'ruccn' .. attempt end
 
 -- The attempt letter of a terminal state tells whether an attempt ever existed.
 function S.terminal(outcome, attempt, attempted)
-  return 'tunn' .. outcome .. (attempted and 'z' or attempt)
+  return 'tunn' .. outcome .. (attempted and 'z' or outcome == 'k' and 'n' or attempt)
 end
 
 S.public = values.memo(function(code)

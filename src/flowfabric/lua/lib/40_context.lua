@@ -54,6 +54,7 @@ function Context:release_signature(lane, signature)
 end
 
 function Context:flush()
+  flow.settle(self)
   if not self.joined then return end
   for _, args in ipairs(self.queued) do
     for first, last in values.pieces(args, 3) do

@@ -112,11 +112,13 @@ end
 -- in `rec`. Leave the indexes of the old state first.
 function record.transition(c, id, rec, state, ...)
   server.call('HSET', K.core(c.tag, id), 'state', state, ...)
+  if rec.flow_id then flow.count(c, rec.flow_id, rec.state, state) end
   rec.state = state
   for i = 1, select('#', ...), 2 do
     local name, value = select(i, ...)
     rec[name] = value
   end
+  if c.tally and not c.joined and not c.work then flow.settle(c) end
 end
 
 function record.set(c, id, rec, name, value)

@@ -47,6 +47,16 @@ function events.emit(c, kind, id, rec, ...)
   end
 end
 
+-- Appends an entry about a flow.
+function events.emit_flow(c, kind, flow_id, f, ...)
+  local args = {
+    'XADD', K.events(c.tag), 'MAXLEN', '~', SETTINGS.events_maxlen, '*', 't', kind, 'f', flow_id, ...
+  }
+  if f.namespace ~= 'default' then values.add(args, 'ns', f.namespace) end
+  if clock.shifted then values.add(args, 'at', c.now) end
+  server.call(unpack(args))
+end
+
 function events.emit_lease(c, kind, id, rec, ...)
   return events.emit(c, kind, id, rec, 'L', rec.lease, 'A', rec.attempt, 'w', rec.worker, ...)
 end

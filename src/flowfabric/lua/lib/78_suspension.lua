@@ -84,6 +84,8 @@ end
 -- Makes a suspended execution runnable, at once or after a delay, and closes the suspension.
 -- how: as for `close`; also delay_ms, and a text `after` it for operators.
 function suspension.resume(c, id, rec, open, how)
+  local f = flow.that_ends(c, rec, true)
+  if f then return ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason) end
   waiting.leave(c, id, rec)
   local delay = how.delay_ms or 0
   if delay > 0 then

@@ -13,11 +13,11 @@ local function tags_of(c, id, rec)
 end
 
 local function extras(c, id, rec, how)
-  if not (how.source or how.category or rec.tagged) then return how.has_result and RESULT or NONE end
+  if not (how.source or how.category or rec.tagged) then return how.result and RESULT or NONE end
   local fields = {}
   values.add(fields, 's', how.source)
   values.add(fields, 'c', how.category)
-  values.add(fields, 'rr', how.has_result and '1')
+  values.add(fields, 'rr', how.result and '1')
   values.add(fields, 'tg', rec.tagged and tags_of(c, id, rec))
   return fields
 end
@@ -29,8 +29,8 @@ function ending.purge_due(id, rec, moment)
 end
 
 -- Ends an execution from any phase. how: outcome (letter), reason of the event; optional: fields
--- (flat list for the record), source, category and has_result for the event, stream_reason for the
--- attempt's stream, close_reason for open waitpoints.
+-- (flat list for the record), source, category for the event, result (bytes), stream_reason for the
+-- attempt's stream, close_reason for open waitpoints. What depends on it moves in the same call.
 function ending.finish(c, id, rec, how)
   local state = S.terminal(how.outcome, S.attempt(rec.state), rec.attempt)
   local held = S.is_active(rec.state)
@@ -55,6 +55,7 @@ function ending.finish(c, id, rec, how)
   if rec.execution_deadline_at then c:zrem(K.index(c.tag, 'execution_deadline'), id) end
   record.transition(c, id, rec, state, 'completed_at', values.text(c.now), unpack(how.fields or NONE))
   c:zadd(K.lane(c.tag, rec.lane_id, 'terminal'), purge_due, id)
+  if how.result then server.call('SET', K.result(c.tag, id), how.result) end
   local outcome, more = S.outcome_name(state), extras(c, id, rec, how)
   if held then
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, 'A', rec.attempt,
@@ -65,4 +66,24 @@ function ending.finish(c, id, rec, how)
   else
     events.emit(c, 'completion', id, rec, 'o', outcome, 'r', how.reason, unpack(more))
   end
+  if rec.out then cascade.ended(c, id, rec) end
+end
+
+function ending.cancel(c, id, rec, source, reason)
+  local fields = {}
+  record.add_or_clear(c, id, rec, fields, 'cancelled_by', source)
+  record.add_or_clear(c, id, rec, fields, 'cancellation_reason', reason)
+  ending.finish(c, id, rec, {
+    outcome = 'c', reason = 'cancelled', source = source ~= '' and source or nil,
+    close_reason = 'cancelled', stream_reason = 'attempt_cancelled', fields = fields,
+  })
+end
+
+-- Ends a member whose dependencies can no longer be met.
+function ending.skip(c, id, rec)
+  local reason = 'dependency_impossible'
+  ending.finish(c, id, rec, {
+    outcome = 'k', reason = 'skipped', stream_reason = reason, close_reason = reason,
+    fields = S.has_paused_attempt(rec.state) and { 'failure_reason', reason } or nil,
+  })
 end

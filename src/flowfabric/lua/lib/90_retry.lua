@@ -31,8 +31,9 @@ function retry.on_timeout(policy)
     or values.contains(policy.retryable_categories or {}, 'timeout'))
 end
 
-function retry.allowed(rec, policy, category)
+function retry.allowed(c, rec, policy, category)
   if type(policy) ~= 'table' or NEVER[category] then return false end
+  if flow.that_ends(c, rec) then return false end
   local categories = policy.retryable_categories or {}
   if #categories > 0 and not values.contains(categories, category) then return false end
   return tonumber(rec.retry_count or 0) < tonumber(policy.max_retries or 3)

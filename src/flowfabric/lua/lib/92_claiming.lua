@@ -145,6 +145,14 @@ function claiming.cap_problem(c, id, rec, fallback)
   return cap and reply.err('max_retries_exhausted', values.text(cap))
 end
 
+-- Ends a member of a cancelled flow instead of handing it out; nil if it may run.
+function claiming.ends_with_flow(c, id, rec, mode)
+  local f = rec.flow_id and flow.that_ends(c, rec, mode == 'resumed')
+  if not f then return nil end
+  ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
+  return true
+end
+
 function claiming.take(c, id, rec, mode, grant)
   if mode == 'reclaimed' then
     record.archive(c, id, rec, 'interrupted_reclaimed', {
@@ -165,10 +173,10 @@ end
 local MODE_LETTERS = { fresh = 'f', resumed = 'r', reclaimed = 'c' }
 
 -- What most claims lack: attempt type, tags, namespace, ms left of the attempt's time, deadline of
--- the execution, why it was resumed. Callers ignore further parts, here and in the row.
+-- the execution, why it was resumed, flow, inputs. Callers ignore further parts, here and in the row.
 local function optional_parts(c, id, rec, mode)
-  if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at)
-      and rec.namespace == 'default' and mode ~= 'resumed' then
+  if not (rec.attempt_type or rec.tagged or rec.attempt_timeout_ms or rec.execution_deadline_at
+      or rec.flow_id) and rec.namespace == 'default' and mode ~= 'resumed' then
     return nil
   end
   local left = rec.time_left
@@ -184,6 +192,8 @@ local function optional_parts(c, id, rec, mode)
     left or false,
     tonumber(rec.execution_deadline_at) or false,
     mode == 'resumed' and suspension.cause(c, id, rec) or false,
+    rec.flow_id or false,
+    rec.named and edges.inputs(c, id, rec) or false,
   }
 end
 
@@ -237,6 +247,7 @@ local function consider(c, want, offered, id, key, rows)
       or claiming.missing(rec.required_capabilities, offered) then
     return true
   end
+  if claiming.ends_with_flow(c, id, rec, mode) then return false end
   if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
   want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)

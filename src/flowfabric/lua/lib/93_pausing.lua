@@ -30,8 +30,9 @@ function pausing.register_function(name, reason, park, flags)
       local before = own and own.paused and string.match(own.paused, '^' .. reason .. ':(.+)$')
       return before and reply.ok(before) or problem
     end
-    answer = park(c, id, rec, args)
+    local more
+    answer, more = park(c, id, rec, args)
     if rec.paused then operator.remember(c, id, rec, request, answer) end
-    return reply.ok(answer)
+    return reply.ok(answer, more)
   end, flags)
 end

@@ -89,6 +89,7 @@ function granting.replayed(c, id, rec, lease_id, attempt_id, mode)
 end
 
 function granting.claim(c, id, rec, mode, grant)
+  if claiming.ends_with_flow(c, id, rec, mode) then return reply.err('flow_already_terminal') end
   grant.suffix = ''
   claiming.take(c, id, rec, mode, grant)
   return reply.ok(claiming.row(c, id, rec, mode), rec.lane_id)

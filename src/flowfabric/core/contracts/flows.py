@@ -1,0 +1,298 @@
+"""Inputs and results of operations on flows: graphs of executions."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from flowfabric.core.contracts import NamedOutcome
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.policy import ExecutionPolicy
+
+DependencyKind = Literal["success_only", "terminal", "failure_only"]
+"""Which ends of the upstream satisfy an edge: success, any, or failure and expiry."""
+OnSatisfied = Literal["cancel_remaining", "let_run"]
+CancellationPolicy = Literal["cancel_all", "cancel_pending", "flow_only"]
+FlowState = Literal["open", "running", "blocked", "completed", "failed"]
+"""What all members together are in."""
+
+
+class AllOf(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
+    """Every edge must be satisfied: the default."""
+
+
+class AnyOf(msgspec.Struct, frozen=True, tag_field="kind", tag="any_of"):
+    """The first satisfied edge decides."""
+
+    on_satisfied: OnSatisfied
+    spare_shared: bool = False
+    """Whether `cancel_remaining` spares upstreams that another undecided child waits for."""
+
+
+class Quorum(msgspec.Struct, frozen=True, tag_field="kind", tag="quorum"):
+    """`k` satisfied edges decide."""
+
+    k: int
+    on_satisfied: OnSatisfied
+    spare_shared: bool = False
+
+
+JoinPolicy = AllOf | AnyOf | Quorum
+
+
+class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
+    """One execution of a graph; its key names it there."""
+
+    key: str
+    execution_kind: str
+    input_payload: bytes = b""
+    payload_encoding: str = ""
+    lane_id: str = "default"
+    priority: int | None = None
+    creator_identity: str = ""
+    tags: Mapping[str, str] = {}
+    policy: ExecutionPolicy | None = None
+    delay_until: int | None = None
+    delay_ms: int | None = None
+    execution_deadline_at: int | None = None
+    join: JoinPolicy = AllOf()
+    """How its inbound edges decide."""
+
+
+class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
+    """`to` waits for `frm`; both are keys of nodes."""
+
+    frm: str = msgspec.field(name="from")
+    to: str
+    kind: DependencyKind = "success_only"
+    input_name: str = ""
+    """Under which name the claim of `to` carries the result of `frm`."""
+    data_passing_ref: str = ""
+    """If not empty, the result of `frm` replaces the payload of `to`."""
+    edge_id: str = ""
+    """Derived from the flow and the keys unless given."""
+
+
+class FlowGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole flow to submit at once."""
+
+    flow_id: str
+    flow_kind: str
+    nodes: tuple[GraphNode, ...]
+    edges: tuple[GraphEdge, ...] = ()
+    namespace: str = "default"
+    tags: Mapping[str, str] = {}
+    hold: bool = False
+    """Whether its members wait for `release_flow`."""
+
+
+class FlowCreated(NamedOutcome[Literal["created"]], frozen=True):
+    """The flow exists now."""
+
+    flow_id: str
+
+
+class FlowExists(NamedOutcome[Literal["already_satisfied"]], frozen=True):
+    """The flow existed, with the same kind and namespace."""
+
+    flow_id: str
+
+
+class MemberAdded(NamedOutcome[Literal["added"]], frozen=True):
+    """The execution is a member now."""
+
+    execution_id: ExecutionId
+    new_node_count: int
+
+
+class AlreadyMember(NamedOutcome[Literal["already_member"]], frozen=True):
+    """The execution was a member."""
+
+    execution_id: ExecutionId
+    node_count: int
+
+
+class Staged(NamedOutcome[Literal["staged"]], frozen=True):
+    """The edge exists; it counts once it is applied."""
+
+    edge_id: str
+    new_graph_revision: int
+
+
+class AlreadyStaged(NamedOutcome[Literal["already_staged"]], frozen=True):
+    """The same edge existed."""
+
+    edge_id: str
+    graph_revision: int
+
+
+class Applied(NamedOutcome[Literal["applied"]], frozen=True):
+    """The child waits for the upstream, unless that has ended already."""
+
+    unsatisfied_count: int
+    resolution: str = ""
+    """What an upstream that had ended already decided at once."""
+    graph_revision: int = 0
+
+
+class AlreadyApplied(NamedOutcome[Literal["already_applied"]], frozen=True):
+    """The edge counted already."""
+
+
+class Submitted(NamedOutcome[Literal["submitted"]], frozen=True):
+    """The whole graph is stored; its roots can run."""
+
+    flow_id: str
+    graph_revision: int
+    nodes: dict[str, ExecutionId]
+
+
+class AlreadySubmitted(NamedOutcome[Literal["already_submitted"]], frozen=True):
+    """The same graph was submitted before."""
+
+    flow_id: str
+    graph_revision: int
+    nodes: dict[str, ExecutionId]
+
+
+class Released(NamedOutcome[Literal["released"]], frozen=True):
+    """The members of a held flow may run."""
+
+    eligible: int
+
+
+class FlowCancelled(NamedOutcome[Literal["cancelled"]], frozen=True):
+    """The flow is cancelled, and every member that its policy reaches has ended."""
+
+    cancellation_policy: str
+    member_execution_ids: tuple[ExecutionId, ...]
+    total_members: int
+    truncated: bool = False
+    pending_members: int = 0
+
+
+class CancellationScheduled(NamedOutcome[Literal["cancellation_scheduled"]], frozen=True):
+    """The flow is cancelled; its last members follow in the background."""
+
+    cancellation_policy: str
+    member_count: int
+    member_execution_ids: tuple[ExecutionId, ...]
+
+
+class PartiallyCancelled(NamedOutcome[Literal["partially_cancelled"]], frozen=True):
+    """The flow is cancelled, but some members could not be; the engine keeps trying."""
+
+    cancellation_policy: str
+    member_execution_ids: tuple[ExecutionId, ...]
+    failed_member_execution_ids: tuple[ExecutionId, ...]
+
+
+CancelFlowOutcome = FlowCancelled | CancellationScheduled | PartiallyCancelled
+
+
+class CascadeCounts(msgspec.Struct, frozen=True):
+    """What a call did for members that depend on others."""
+
+    resolved: int = 0
+    promoted: int = 0
+    skipped: int = 0
+    cancelled: int = 0
+    pending: bool = False
+
+
+class FlowInput(msgspec.Struct, frozen=True):
+    """What a satisfied edge with a name passes on."""
+
+    execution_id: ExecutionId
+    outcome: str
+    result: bytes | None
+    encoding: str = ""
+
+
+class FlowInputs(msgspec.Struct, frozen=True):
+    """The inputs of an execution by name, and which upstream decided a join of any or some."""
+
+    inputs: Mapping[str, FlowInput] = {}
+    fired_by: ExecutionId | None = None
+
+
+NO_INPUTS = FlowInputs()
+
+
+class JoinSnapshot(msgspec.Struct, frozen=True):
+    """How far the join of one child is decided."""
+
+    downstream_execution_id: ExecutionId
+    policy: JoinPolicy
+    total_deps: int
+    satisfied_count: int
+    failed_count: int
+    skipped_count: int
+    running_count: int
+    group_state: Literal["pending", "satisfied", "impossible"]
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One member of a flow, as much as a listing shows."""
+
+    execution_id: ExecutionId
+    node: str
+    """Its key in the graph; empty if it was added by hand."""
+    state: str
+    """The stored state code."""
+    execution_kind: str
+    deps: str = ""
+    join: str = ""
+
+
+class FlowSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow as it is stored."""
+
+    flow_id: str
+    flow_kind: str
+    namespace: str
+    public_flow_state: Literal["open", "cancelled"]
+    derived_state: FlowState
+    graph_revision: int
+    node_count: int
+    edge_count: int
+    created_at: int
+    last_mutation_at: int
+    members: Mapping[str, int]
+    """The number of members in each public state."""
+    held: bool = False
+    finished_at: int | None = None
+    cancelled_at: int | None = None
+    cancel_reason: str | None = None
+    cancellation_policy: str | None = None
+    parent_execution_id: ExecutionId | None = None
+    tags: Mapping[str, str] = {}
+    edge_groups: tuple[JoinSnapshot, ...] = ()
+
+
+class EdgeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An edge as it is stored."""
+
+    edge_id: str
+    flow_id: str
+    upstream_execution_id: ExecutionId
+    downstream_execution_id: ExecutionId
+    dependency_kind: DependencyKind
+    edge_state: Literal["pending", "satisfied", "impossible"]
+    created_at: int
+    input_name: str | None = None
+    data_passing_ref: str | None = None
+    satisfaction_condition: str = "all_required"
+    created_by: str = "engine"
+
+
+class FlowListing(msgspec.Struct, frozen=True):
+    """One flow of a listing."""
+
+    flow_id: str
+    flow_kind: str
+    namespace: str
+    created_at: int
+    public_flow_state: str
+    derived_state: str
+    status: Literal["active", "completed", "failed", "cancelled", "unknown"]

@@ -1,0 +1,155 @@
+"""Flows: executions that wait for each other."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flowfabric.core.contracts import flows
+from flowfabric.core.contracts.flows import AllOf, AnyOf, FlowGraph, JoinPolicy, Quorum
+from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
+from flowfabric.core.partition import PartitionCounts, flow_partition
+from flowfabric.engine.api import check
+from flowfabric.engine.api.concern import Concern
+
+POLICIES = ("cancel_all", "cancel_pending", "flow_only")
+_MAX_QUORUM = 2**31 - 1
+_ON_SATISFIED = ("cancel_remaining", "let_run")
+
+
+def tag_of(flow_id: Any, counts: PartitionCounts) -> str:
+    """The hash tag of the flow's partition; refuses anything but a UUID."""
+    return f"{{fp:{flow_partition(validate_uuid(flow_id, 'flow_id'), counts)}}}"
+
+
+def check_member(flow_tag: str, execution_id: ExecutionId) -> None:
+    """Refuse an execution of another partition: it can never be a member."""
+    if execution_id.tag != flow_tag:
+        raise ValidationError(
+            "partition_mismatch", f"the flow is in {flow_tag}, the execution is {execution_id}"
+        )
+
+
+def check_header(graph: FlowGraph) -> None:
+    """Refuse a graph whose flow cannot be created as described."""
+    validate_text(graph.flow_kind, "flow_kind", limit=256, required=True)
+    validate_namespace(graph.namespace)
+    if not graph.nodes:
+        raise invalid_input("nodes", "must not be empty")
+
+
+def check_join(policy: Any) -> JoinPolicy:
+    """A policy of a join in a valid form."""
+    if isinstance(policy, AllOf):
+        return policy
+    if not isinstance(policy, AnyOf | Quorum):
+        raise invalid_input("policy", "must be AllOf, AnyOf or Quorum")
+    if isinstance(policy, Quorum):
+        check.whole(policy.k, "policy.k", 1, _MAX_QUORUM)
+    check.one_of(policy.on_satisfied, "policy.on_satisfied", _ON_SATISFIED)
+    check.flag(policy.spare_shared, "policy.spare_shared")
+    return policy
+
+
+class Flows(Concern, Protocol):
+    """Graphs of executions: making them, following them, cancelling them."""
+
+    async def create_flow(
+        self, flow_id: str, flow_kind: str, namespace: str = "default"
+    ) -> flows.FlowCreated | flows.FlowExists:
+        """Make an empty flow; a repeat with another kind or namespace is refused."""
+        ...
+
+    async def submit_flow(self, graph: FlowGraph) -> flows.Submitted | flows.AlreadySubmitted:
+        """Store a whole graph; nothing of it runs, or is seen, before all of it is stored."""
+        ...
+
+    async def release_flow(self, flow_id: str) -> flows.Released:
+        """Let the members of a held flow run."""
+        ...
+
+    async def add_execution_to_flow(
+        self, flow_id: str, execution_id: ExecutionId
+    ) -> flows.MemberAdded | flows.AlreadyMember:
+        """Make an existing execution a member."""
+        ...
+
+    async def stage_dependency_edge(
+        self,
+        flow_id: str,
+        upstream_execution_id: ExecutionId,
+        downstream_execution_id: ExecutionId,
+        *,
+        edge_id: str | None = None,
+        dependency_kind: str = "success_only",
+        data_passing_ref: str = "",
+        input_name: str = "",
+        expected_graph_revision: int | None = None,
+    ) -> flows.Staged | flows.AlreadyStaged:
+        """Add an edge that does not count yet."""
+        ...
+
+    async def apply_dependency_to_child(
+        self,
+        flow_id: str,
+        edge_id: str,
+        *,
+        upstream_execution_id: ExecutionId | None = None,
+        downstream_execution_id: ExecutionId | None = None,
+        dependency_kind: str = "",
+        data_passing_ref: str = "",
+    ) -> flows.Applied | flows.AlreadyApplied:
+        """Make a staged edge count; what is given beside its id must match it."""
+        ...
+
+    async def add_dependency(
+        self,
+        flow_id: str,
+        upstream_execution_id: ExecutionId,
+        downstream_execution_id: ExecutionId,
+        *,
+        edge_id: str | None = None,
+        dependency_kind: str = "success_only",
+        data_passing_ref: str = "",
+        input_name: str = "",
+        expected_graph_revision: int | None = None,
+    ) -> flows.Applied | flows.AlreadyApplied:
+        """Stage and apply an edge in one call."""
+        ...
+
+    async def set_edge_group_policy(
+        self, flow_id: str, downstream_execution_id: ExecutionId, policy: JoinPolicy
+    ) -> bool:
+        """Set how the edges of a child decide; whether that changed anything."""
+        ...
+
+    async def set_flow_tags(self, flow_id: str, tags: Mapping[str, str]) -> int:
+        """Set tags, keeping the others; returns how many were set."""
+        ...
+
+    async def cancel_flow(
+        self,
+        flow_id: str,
+        reason: str = "",
+        *,
+        cancellation_policy: str = "cancel_all",
+        grace_ms: int = 30_000,
+        wait_timeout_ms: int = 0,
+    ) -> flows.CancelFlowOutcome:
+        """Cancel the flow and, by its policy, its members; wait for them if asked."""
+        ...
+
+    async def describe_flow(self, flow_id: str) -> flows.FlowSnapshot | None:
+        """The flow as it is stored, or None."""
+        ...
+
+    async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
+        """What the satisfied edges with names pass to an execution."""
+        ...
+
+    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
+        """Go on with what earlier calls left to do, as much as one call may."""
+        ...
+
+    async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
+        """Cancel more members of a cancelled flow: cancelled, settled, left."""
+        ...

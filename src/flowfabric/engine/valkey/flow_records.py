@@ -1,0 +1,134 @@
+"""Flow records, edges and joins as stored, and the typed views of them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from flowfabric.core.contracts import flows
+from flowfabric.core.contracts.flows import AllOf, AnyOf, JoinPolicy, Quorum
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.state import PublicState
+from flowfabric.core.stored import Stored, corrupt
+from flowfabric.engine.valkey.calls import text
+
+_EDGE = re.compile(
+    r"([gusi])([stf]) ([0-9]+) ([0-9a-f-]{36}) ([0-9]+)/([0-9]*)/([0-9]*) ([A-Za-z0-9_]*) ?(.*)",
+    re.DOTALL,
+)
+_JOIN = re.compile(r"([aq]) ([0-9]+) ([cl]) ([01])")
+_KINDS: dict[str, flows.DependencyKind] = {
+    "s": "success_only",
+    "t": "terminal",
+    "f": "failure_only",
+}
+_STATES = {"g": "pending", "u": "pending", "s": "satisfied", "i": "impossible"}
+_DECIDED = {"p": "pending", "s": "satisfied", "i": "impossible"}
+_ENDED = ("completed", "failed", "cancelled", "expired", "skipped")
+_FAILED = ("failed", "cancelled", "expired")
+_BLOCKED = ("suspended", "delayed", "rate_limited", "waiting_children")
+
+
+def join_of(stored: Stored) -> JoinPolicy:
+    """How the edges of this child decide."""
+    if not stored.is_set("join"):
+        return AllOf()
+    parts = _JOIN.fullmatch(stored.text("join"))
+    if parts is None:
+        raise stored.corrupt("join", "is not a policy")
+    ends = "cancel_remaining" if parts[3] == "c" else "let_run"
+    if parts[1] == "a":
+        return AnyOf(ends, parts[4] == "1")
+    return Quorum(int(parts[2]), ends, parts[4] == "1")
+
+
+def join_snapshot(execution_id: ExecutionId, stored: Stored) -> flows.JoinSnapshot | None:
+    """How far the join of a child is decided; None without applied edges."""
+    if not stored.is_set("deps"):
+        return None
+    try:
+        n, succeeded, failed, skipped = map(int, stored.text("deps").split()[:4])
+        state = _DECIDED[stored.text("deps")[-1]]
+    except (ValueError, KeyError):
+        raise stored.corrupt("deps", "are not counters") from None
+    return flows.JoinSnapshot(
+        *(execution_id, join_of(stored), n, succeeded, failed, skipped),
+        running_count=n - succeeded - failed - skipped,
+        group_state=cast("Any", state),
+    )
+
+
+def edge_snapshot(
+    flow_id: str, tag: str, edge_id: str, child: str, line: str, created_at: int
+) -> flows.EdgeSnapshot:
+    """One edge from the line that is stored with its child."""
+    parts = _EDGE.fullmatch(line)
+    if parts is None:
+        raise corrupt(f"flow {flow_id}", f"edge {edge_id}", "cannot be decoded")
+    return flows.EdgeSnapshot(
+        edge_id=edge_id,
+        flow_id=flow_id,
+        upstream_execution_id=ExecutionId.trusted(f"{tag}:{parts[4]}"),
+        downstream_execution_id=ExecutionId.trusted(f"{tag}:{child}"),
+        dependency_kind=_KINDS[parts[2]],
+        edge_state=cast("Any", _STATES[parts[1]]),
+        created_at=created_at + int(parts[5]),
+        input_name=parts[8] or None,
+        data_passing_ref=parts[9] or None,
+    )
+
+
+def derived_state(members: Mapping[str, int]) -> flows.FlowState:
+    """What all members together are in."""
+    total = sum(members.values())
+    if total and sum(members.get(state, 0) for state in _ENDED) == total:
+        return "failed" if any(members.get(state) for state in _FAILED) else "completed"
+    if members.get("active"):
+        return "running"
+    return "blocked" if any(members.get(state) for state in _BLOCKED) else "open"
+
+
+def flow_snapshot(
+    flow_id: str,
+    stored: Stored,
+    tags: Mapping[str, str],
+    joins: tuple[flows.JoinSnapshot, ...],
+) -> flows.FlowSnapshot:
+    """The whole flow from its record."""
+    members = {
+        state.value: count
+        for state in PublicState
+        if (count := stored.number(f"members_{state.value}", 0))
+    }
+    return flows.FlowSnapshot(
+        flow_id=flow_id,
+        flow_kind=stored.text("flow_kind"),
+        namespace=stored.text("namespace"),
+        public_flow_state="cancelled" if stored.is_set("cancelled_at") else "open",
+        derived_state=derived_state(members),
+        graph_revision=stored.number("graph_revision"),
+        node_count=stored.number("node_count"),
+        edge_count=stored.number("edge_count"),
+        created_at=stored.number("created_at"),
+        last_mutation_at=stored.number("last_mutation_at"),
+        members=members,
+        held=stored.is_set("held_from"),
+        finished_at=stored.maybe_number("finished_at"),
+        cancelled_at=stored.maybe_number("cancelled_at"),
+        cancel_reason=stored.maybe_text("cancel_reason"),
+        cancellation_policy=stored.maybe_text("cancellation_policy"),
+        tags=dict(sorted(tags.items())),
+        edge_groups=joins,
+    )
+
+
+def inputs_of(parts: Sequence[Any]) -> flows.FlowInputs:
+    """What a claim or a read says about inputs."""
+    passed, fired_by = parts
+    inputs = {
+        text(name): flows.FlowInput(
+            *(ExecutionId.trusted(text(upstream)), text(outcome), result),
+            encoding="" if encoding is None else text(encoding),
+        )
+        for name, upstream, outcome, result, encoding in passed
+    }
+    return flows.FlowInputs(inputs, ExecutionId.trusted(text(fired_by)) if fired_by else None)

@@ -1,0 +1,418 @@
+"""Flows on Valkey: all keys of a flow and its members share one slot."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from flowfabric.core import graph as graphs
+from flowfabric.core.contracts import flows
+from flowfabric.core.contracts.executions import NewExecution
+from flowfabric.core.contracts.flows import AllOf, FlowGraph, GraphEdge, GraphNode, JoinPolicy
+from flowfabric.core.errors import TimeoutError_, ValidationError, invalid_input
+from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
+from flowfabric.core.stored import Stored
+from flowfabric.core.tags import validate_tags
+from flowfabric.engine.api import check
+from flowfabric.engine.api import flows as api
+from flowfabric.engine.api.executions import check_new
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.executions import creation_options
+from flowfabric.engine.valkey.flow_records import flow_snapshot, inputs_of, join_snapshot
+from flowfabric.engine.valkey.places import ValkeyPlaces
+
+# What one call writes, so that the server does nothing else for a few milliseconds only.
+_NODES_AT_ONCE = 100
+_EDGES_AT_ONCE = 300
+_BYTES_AT_ONCE = 2_097_152
+_KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
+_MAX_WAIT_MS = 300_000
+_REPEATED_IDS = 1000
+_IDS_AT_ONCE = 1000
+_MEMBERS_AT_ONCE = 500
+_digest = msgspec.msgpack.Encoder().encode
+_pack = msgspec.msgpack.Encoder().encode
+
+Item = tuple[GraphNode, ExecutionId, list[list[str]]]
+
+
+def join_text(policy: JoinPolicy) -> str:
+    """A policy as stored: letter, k, whether the others are cancelled, whether shared ones stay."""
+    if isinstance(policy, AllOf):
+        return ""
+    k = policy.k if isinstance(policy, flows.Quorum) else 1
+    letter = "q" if isinstance(policy, flows.Quorum) else "a"
+    ends = "c" if policy.on_satisfied == "cancel_remaining" else "l"
+    return f"{letter} {k} {ends} {int(policy.spare_shared)}"
+
+
+class ValkeyFlows(api.Flows):
+    """`Flows` on Valkey."""
+
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
+        self._calls = calls
+        self._places = places
+
+    def _tag(self, flow_id: str) -> str:
+        return api.tag_of(flow_id, self._calls.counts)
+
+    async def create_flow(
+        self, flow_id: str, flow_kind: str, namespace: str = "default"
+    ) -> flows.FlowCreated | flows.FlowExists:
+        tag = self._tag(flow_id)
+        validate_text(flow_kind, "flow_kind", limit=256, required=True)
+        reply = await self._calls.fcall(
+            "ff_create_flow", tag, (flow_id, flow_kind, namespace), op="create_flow"
+        )
+        if reply[1] == b"ALREADY_SATISFIED":
+            return flows.FlowExists(flow_id)
+        return flows.FlowCreated(flow_id)
+
+    async def submit_flow(self, graph: FlowGraph) -> flows.Submitted | flows.AlreadySubmitted:
+        check.instance(graph, FlowGraph, "graph")
+        tag = self._tag(graph.flow_id)
+        api.check_header(graph)
+        inbound = graphs.check_graph(graph.nodes, graph.edges)
+        nodes = graphs.ordered(graph.nodes, inbound)
+        items = self._items(graph.flow_id, tag, nodes, inbound)
+        await self._places.register(tag, {node.lane_id for node in nodes})
+        header: dict[str, Any] = {
+            "kind": graph.flow_kind,
+            "ns": graph.namespace,
+            "digest": sha256(_digest(graph)).hexdigest()[:32],
+            "hold": graph.hold,
+        }
+        if graph.tags:
+            validate_tags(graph.tags)
+            header["tags"] = [part for pair in graph.tags.items() for part in pair]
+        parts = list(_parts(items))
+        for number, part in enumerate(parts, 1):
+            header |= {"part": number, "last": number == len(parts)}
+            args: list[Any] = [graph.flow_id, _pack(header)]
+            for node, execution_id, deps in part:
+                options = creation_options(_new(node, execution_id, graph.namespace))
+                options |= _member_options(node, deps)
+                args += (execution_id, node.execution_kind, node.input_payload)
+                args += (node.payload_encoding, _pack(options))
+            reply = await self._calls.fcall("ff_submit_flow", tag, args, op="submit_flow")
+            if reply[2] != b"accepted":
+                break
+        outcome = flows.Submitted if reply[2] == b"submitted" else flows.AlreadySubmitted
+        ids = {node.key: execution_id for node, execution_id, _ in items}
+        return outcome(graph.flow_id, int(reply[3]), ids)
+
+    def _items(
+        self,
+        flow_id: str,
+        tag: str,
+        nodes: Sequence[GraphNode],
+        inbound: Mapping[str, list[GraphEdge]],
+    ) -> list[Item]:
+        items: list[Item] = []
+        ids: dict[str, ExecutionId] = {}
+        for node in nodes:
+            execution_id = ids[node.key] = graphs.node_id(flow_id, tag, node.key)
+            check_new(_new(node, execution_id, "default"), self._calls.max_payload_bytes)
+            api.check_join(node.join)
+            deps = [
+                [
+                    graphs.edge_id(flow_id, edge),
+                    (ids.get(edge.frm) or graphs.node_id(flow_id, tag, edge.frm)).uuid,
+                    _KINDS[edge.kind],
+                    edge.input_name,
+                    edge.data_passing_ref,
+                ]
+                for edge in inbound.get(node.key, ())
+            ]
+            items.append((node, execution_id, deps))
+        return items
+
+    async def release_flow(self, flow_id: str) -> flows.Released:
+        return await self._calls.ask(
+            *("ff_release_flow", self._tag(flow_id), (flow_id,)),
+            lambda reply: flows.Released(int(reply[2])),
+        )
+
+    async def add_execution_to_flow(
+        self, flow_id: str, execution_id: ExecutionId
+    ) -> flows.MemberAdded | flows.AlreadyMember:
+        tag = self._tag(flow_id)
+        known = self._calls.checked(execution_id)
+        api.check_member(tag, known)
+        reply = await self._calls.fcall(
+            "ff_add_to_flow", tag, (flow_id, known), op="add_execution_to_flow"
+        )
+        outcome = flows.MemberAdded if reply[2] == b"added" else flows.AlreadyMember
+        return outcome(known, int(reply[3]))
+
+    def _edge_args(
+        self,
+        flow_id: str,
+        upstream: ExecutionId,
+        downstream: ExecutionId,
+        edge_id: str | None,
+        kind: str,
+        ref: str,
+        name: str,
+        revision: int | None,
+    ) -> tuple[str, list[Any]]:
+        tag = self._tag(flow_id)
+        for member in (upstream, downstream):
+            api.check_member(tag, self._calls.checked(member))
+        edge = check.uuid(edge_id, "edge_id")
+        validate_text(ref, "data_passing_ref")
+        check.one_of(kind, "dependency_kind", tuple(_KINDS))
+        expected = "" if revision is None else check.whole(revision, "expected_graph_revision", 0)
+        return tag, [flow_id, edge, upstream, downstream, kind, ref, name, expected]
+
+    async def stage_dependency_edge(
+        self,
+        flow_id: str,
+        upstream_execution_id: ExecutionId,
+        downstream_execution_id: ExecutionId,
+        *,
+        edge_id: str | None = None,
+        dependency_kind: str = "success_only",
+        data_passing_ref: str = "",
+        input_name: str = "",
+        expected_graph_revision: int | None = None,
+    ) -> flows.Staged | flows.AlreadyStaged:
+        tag, args = self._edge_args(
+            *(flow_id, upstream_execution_id, downstream_execution_id, edge_id, dependency_kind),
+            *(data_passing_ref, input_name, expected_graph_revision),
+        )
+        reply = await self._calls.fcall(
+            "ff_stage_edge", tag, (*args, 0), op="stage_dependency_edge"
+        )
+        outcome = flows.Staged if reply[2] == b"staged" else flows.AlreadyStaged
+        return outcome(args[1], int(reply[3]))
+
+    async def apply_dependency_to_child(
+        self,
+        flow_id: str,
+        edge_id: str,
+        *,
+        upstream_execution_id: ExecutionId | None = None,
+        downstream_execution_id: ExecutionId | None = None,
+        dependency_kind: str = "",
+        data_passing_ref: str = "",
+    ) -> flows.Applied | flows.AlreadyApplied:
+        args = (
+            *(flow_id, validate_uuid(edge_id, "edge_id")),
+            *(upstream_execution_id or "", downstream_execution_id or ""),
+            *(dependency_kind, data_passing_ref),
+        )
+        reply = await self._calls.fcall(
+            "ff_apply_edge", self._tag(flow_id), args, op="apply_dependency_to_child"
+        )
+        if reply[2] == b"already_applied":
+            return flows.AlreadyApplied()
+        return flows.Applied(int(reply[3]), text(reply[4]))
+
+    async def add_dependency(
+        self,
+        flow_id: str,
+        upstream_execution_id: ExecutionId,
+        downstream_execution_id: ExecutionId,
+        *,
+        edge_id: str | None = None,
+        dependency_kind: str = "success_only",
+        data_passing_ref: str = "",
+        input_name: str = "",
+        expected_graph_revision: int | None = None,
+    ) -> flows.Applied | flows.AlreadyApplied:
+        tag, args = self._edge_args(
+            *(flow_id, upstream_execution_id, downstream_execution_id, edge_id, dependency_kind),
+            *(data_passing_ref, input_name, expected_graph_revision),
+        )
+        reply = await self._calls.fcall("ff_stage_edge", tag, (*args, 1), op="add_dependency")
+        if reply[2] == b"already_applied":
+            return flows.AlreadyApplied()
+        return flows.Applied(int(reply[4]), text(reply[5]), int(reply[3]))
+
+    async def set_edge_group_policy(
+        self, flow_id: str, downstream_execution_id: ExecutionId, policy: JoinPolicy
+    ) -> bool:
+        tag = self._tag(flow_id)
+        stored = join_text(api.check_join(policy))
+        args = (flow_id, self._calls.checked(downstream_execution_id), stored)
+        return await self._calls.ask(
+            *("ff_set_join", tag, args),
+            lambda reply: reply[2] == b"set",
+            op="set_edge_group_policy",
+        )
+
+    async def set_flow_tags(self, flow_id: str, tags: Mapping[str, str]) -> int:
+        if not tags:
+            raise invalid_input("tags", "must not be empty")
+        validate_tags(tags)
+        args = [flow_id, *(part for pair in tags.items() for part in pair)]
+        return await self._calls.ask(
+            "ff_set_flow_tags", self._tag(flow_id), args, lambda reply: int(reply[2])
+        )
+
+    async def cancel_flow(
+        self,
+        flow_id: str,
+        reason: str = "",
+        *,
+        cancellation_policy: str = "cancel_all",
+        grace_ms: int = 30_000,
+        wait_timeout_ms: int = 0,
+    ) -> flows.CancelFlowOutcome:
+        tag = self._tag(flow_id)
+        policy = check.text(cancellation_policy, "cancellation_policy")
+        if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
+            raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
+        wait = check.whole(wait_timeout_ms, "wait_timeout_ms", 0, _MAX_WAIT_MS)
+        args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
+        reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
+        first = reply[2] == b"cancelled"
+        stored, total, left = text(reply[3]), int(reply[5]), int(reply[6])
+        ids = await self._member_ids(tag, flow_id, None if first else _REPEATED_IDS)
+        if wait and left:
+            left = await self._drained(flow_id, wait / 1000)
+        failed = await self._failed_members(tag, flow_id) if wait else ()
+        if failed:
+            return flows.PartiallyCancelled(stored, ids, failed)
+        if left and first:
+            return flows.CancellationScheduled(stored, total, ids)
+        return flows.FlowCancelled(stored, ids, total, len(ids) < total, left)
+
+    async def _drained(self, flow_id: str, seconds: float) -> int:
+        try:
+            async with asyncio.timeout(seconds):
+                while (await self.drain_flow_cancel(flow_id))[2]:
+                    pass
+        except TimeoutError:
+            raise TimeoutError_("timeout", "members are still being cancelled") from None
+        return 0
+
+    async def _member_ids(
+        self, tag: str, flow_id: str, limit: int | None
+    ) -> tuple[ExecutionId, ...]:
+        found: list[ExecutionId] = []
+        while True:
+            most = _IDS_AT_ONCE if limit is None else min(_IDS_AT_ONCE, limit - len(found))
+            key = keys.members(tag, flow_id)
+            last = len(found) + most - 1
+            page = await self._calls.read(f"flow {flow_id}", "ZRANGE", key, len(found), last)
+            found += (ExecutionId.trusted(text(member)) for member in page)
+            if len(page) < most or len(found) == limit:
+                return tuple(found)
+
+    async def _failed_members(self, tag: str, flow_id: str) -> tuple[ExecutionId, ...]:
+        failed: set[str] = set()
+        for name in ("cascade_failed", "cascade_poison"):
+            raw = await self._calls.read("failed units", "HKEYS", keys.index(tag, name))
+            for entry in map(text, raw):
+                kind, flow, *rest = entry.split("|")
+                if (kind, flow) == ("c", flow_id):
+                    failed.add(rest[0])
+        members = await self._member_ids(tag, flow_id, None) if failed else ()
+        return tuple(member for member in members if member.uuid in failed)
+
+    async def describe_flow(self, flow_id: str) -> flows.FlowSnapshot | None:
+        tag = self._tag(flow_id)
+        place = f"flow {flow_id}"
+        raw = await self._calls.read(place, "HGETALL", keys.flow(tag, flow_id))
+        if not raw:
+            return None
+        tags = await self._calls.read(f"{place}: tags", "HGETALL", keys.flow_tags(tag, flow_id))
+        joins: list[flows.JoinSnapshot] = []
+        async for row in self.members(flow_id):
+            stored = Stored(row.execution_id, {"deps": row.deps or None, "join": row.join or None})
+            if join := join_snapshot(row.execution_id, stored):
+                joins.append(join)
+        texts = {text(name): text(value) for name, value in tags.items()}
+        return flow_snapshot(flow_id, Stored.from_hash(place, raw), texts, tuple(joins))
+
+    async def members(self, flow_id: str) -> AsyncIterator[flows.Member]:
+        tag, after = self._tag(flow_id), "0"
+        while True:
+            args = (flow_id, after, _MEMBERS_AT_ONCE)
+            reply = await self._calls.fcall("ff_flow_members", tag, args, op="list_members")
+            for row in reply[2]:
+                after = text(row[0])
+                yield _member(row)
+            if len(reply[2]) < _MEMBERS_AT_ONCE:
+                return
+
+    async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
+        return await self._calls.ask_about(
+            execution_id, "ff_get_inputs", (), lambda reply: inputs_of(reply[2:4])
+        )
+
+    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
+        tag = f"{{fp:{check.whole(partition, 'partition', 0, self._calls.counts.flow - 1)}}}"
+        return await self._calls.ask(
+            *("ff_drain_cascade", tag, ("1" if retry else "0",)),
+            lambda reply: flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
+        )
+
+    async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
+        return await self._calls.ask(
+            *("ff_drain_flow_cancel", self._tag(flow_id), (flow_id,)),
+            lambda reply: (int(reply[2]), int(reply[3]), int(reply[4])),
+        )
+
+
+def _member(row: Sequence[Any]) -> flows.Member:
+    node, state, kind, deps, join = (
+        None if part is None else text(part) for part in (*row[2:7], *[None] * 5)[:5]
+    )
+    return flows.Member(
+        execution_id=ExecutionId.trusted(text(row[1])),
+        node=node or "",
+        state=state or "",
+        execution_kind=kind or "",
+        deps=deps or "",
+        join=join or "",
+    )
+
+
+def _new(node: GraphNode, execution_id: ExecutionId, namespace: str) -> NewExecution:
+    return NewExecution(
+        execution_id=execution_id,
+        execution_kind=node.execution_kind,
+        input_payload=node.input_payload,
+        payload_encoding=node.payload_encoding,
+        namespace=namespace,
+        lane_id=node.lane_id,
+        priority=node.priority,
+        creator_identity=node.creator_identity,
+        tags=node.tags,
+        policy=node.policy,
+        delay_until=node.delay_until,
+        delay_ms=node.delay_ms,
+        execution_deadline_at=node.execution_deadline_at,
+    )
+
+
+def _member_options(node: GraphNode, deps: list[list[str]]) -> dict[str, Any]:
+    options: dict[str, Any] = {"node": node.key}
+    if deps:
+        options["deps"] = deps
+        if any(name for *_, name, _ref in deps):
+            options["named"] = True
+    if join := join_text(node.join):
+        options["join"] = join
+    return options
+
+
+def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:
+    part: list[Item] = []
+    edges = size = 0
+    for item in items:
+        node, _, deps = item
+        full = len(part) == _NODES_AT_ONCE or edges + len(deps) > _EDGES_AT_ONCE
+        if part and (full or size + len(node.input_payload) > _BYTES_AT_ONCE):
+            yield part
+            part, edges, size = [], 0, 0
+        part.append(item)
+        edges += len(deps)
+        size += len(node.input_payload)
+    yield part

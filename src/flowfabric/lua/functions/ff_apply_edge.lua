@@ -1,0 +1,36 @@
+-- ff_apply_edge: make a staged edge count for its child.
+-- Keys: flow core, edges, in, core of both members, indexes of the child.
+-- Arguments: flow_id, edge_id, then as far as known (else empty): upstream id, downstream id,
+--   dependency kind, data_passing_ref.
+-- Replies: `applied` | `already_applied`, open edges, resolution or empty.
+-- Errors: flow_not_found, invalid_dependency, execution_not_found, execution_already_in_flow,
+--   flow_already_terminal, terminal. Events: completion (members that the edge ends).
+local function differs(c, e, child, args)
+  return (args[3] ~= '' and edges.uuid_of(args[3]) ~= e.upstream)
+    or (args[4] ~= '' and args[4] ~= child)
+    or (args[5] ~= '' and edges.KINDS[args[5]] ~= e.kind)
+    or (args[6] ~= '' and args[6] ~= e.ref)
+end
+
+register('ff_apply_edge', function(keys, args)
+  local c, flow_id, edge_id = Context.open(keys[1]), args[1], args[2]
+  return reply.guarded(function()
+    local f = flow.read(c, flow_id)
+    if not f then return reply.err('flow_not_found') end
+    local uuid = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
+    if not uuid then return reply.err('invalid_dependency', edge_id) end
+    local id = edges.id_of(c, uuid)
+    local e = edges.parse(id, server.call('HGET', K.into(c.tag, flow_id, id), edge_id))
+    if differs(c, e, id, args) then return reply.err('invalid_dependency', edge_id) end
+    local rec = record.checked(c, id)
+    if not rec then return reply.err('execution_not_found') end
+    if rec.flow_id ~= flow_id then return reply.err('execution_already_in_flow', rec.flow_id) end
+    if e.state ~= 'g' then
+      return reply.ok('already_applied', edges.open_count(edges.group(id, rec)), '')
+    end
+    if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
+    local open, resolution = graph.apply(c, flow_id, f, id, rec, edge_id, e)
+    flow.settle(c)
+    return reply.ok('applied', open, resolution or '')
+  end, c, args[1])
+end, {})

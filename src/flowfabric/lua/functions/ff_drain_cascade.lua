@@ -1,0 +1,64 @@
+-- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
+-- flows and failed units, as much as one call may.
+-- Keys: cascade_backlog, pending_cancel_groups, release_backlog, cascade_failed, flow core, in, out,
+--   and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
+-- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none.
+-- Events: completion, flow_finished.
+local AT_ONCE = 50
+
+local function parts(name)
+  return string.match(name, '^([^|]+)|(.+)$')
+end
+
+local function drain_ended(c)
+  local backlog, work = K.index(c.tag, 'cascade_backlog'), {}
+  for _, name in ipairs(server.call('ZRANGE', backlog, 0, AT_ONCE - 1)) do
+    local flow_id, uuid = parts(name)
+    local id = uuid and edges.id_of(c, uuid)
+    local ok, rec = try(function() return id and record.read(c, id) end)
+    if ok and rec and rec.flow_id == flow_id and S.is_terminal(rec.state) then
+      work[#work + 1] = { id = id, rec = rec, marked = true }
+    else
+      server.call('ZREM', backlog, name)
+    end
+  end
+  if #work > 0 then cascade.run(c, work) end
+end
+
+local function drain_siblings(c)
+  local key = K.index(c.tag, 'pending_cancel_groups')
+  for _, name in ipairs(server.call('SRANDMEMBER', key, AT_ONCE)) do
+    if cascade.room(c) <= 0 then return end
+    local flow_id, uuid = parts(name)
+    local id = uuid and edges.id_of(c, uuid)
+    local ok, done = try(function()
+      local rec = id and record.read(c, id)
+      if not rec or rec.flow_id ~= flow_id or not rec.siblings then return true end
+      return cascade.cancel_siblings(c, id, rec)
+    end)
+    if not ok or done then server.call('SREM', key, name) end
+  end
+end
+
+local function retry_failed(c)
+  local key = K.index(c.tag, 'cascade_failed')
+  for _, entry in ipairs(server.call('HRANDFIELD', key, AT_ONCE)) do
+    if cascade.room(c) <= 0 then return end
+    cascade.retry(c, entry)
+  end
+end
+
+register('ff_drain_cascade', function(keys, args)
+  local c = Context.open(keys[1], true)
+  drain_ended(c)
+  drain_siblings(c)
+  for _, flow_id in ipairs(server.call('ZRANGE', K.index(c.tag, 'release_backlog'), 0, AT_ONCE)) do
+    if cascade.room(c) > 0 and flow.read(c, flow_id) then flow.release(c, flow_id) end
+  end
+  if args[1] == '1' then retry_failed(c) end
+  c:flush()
+  local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
+    K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'))
+  local done = cascade.counts(c)
+  return reply.ok(done.resolved, done.promoted, done.skipped, done.cancelled, left > 0 and 1 or 0)
+end, { 'allow-oom' })

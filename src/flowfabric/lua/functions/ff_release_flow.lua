@@ -1,0 +1,14 @@
+-- ff_release_flow: let the members of a held flow run.
+-- Keys: flow core, held, release_backlog, and the indexes of its members. Arguments: flow_id.
+-- Replies: members released now. Errors: flow_not_found, flow_already_terminal.
+-- Events: none; rings the doorbell.
+register('ff_release_flow', function(keys, args)
+  local c, flow_id = Context.open(keys[1], true), args[1]
+  return reply.guarded(function()
+    local f = flow.live(c, flow_id)
+    if not f.held_from then return reply.ok(0) end
+    local _, released = flow.release(c, flow_id)
+    c:flush()
+    return reply.ok(released, cascade.told(c))
+  end, c, flow_id)
+end, { 'allow-oom' })

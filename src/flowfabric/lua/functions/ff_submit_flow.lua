@@ -1,0 +1,58 @@
+-- ff_submit_flow: make a flow with its members and edges, in one call or several; no member can run
+-- before the last one. A repeat goes on where an earlier one stopped.
+-- Keys: flow core, flow_index, members, edges, in, out, held, and those of ff_create.
+-- Arguments: flow_id, header (msgpack map), then items as in ff_create, upstreams before children.
+--   Header: kind, ns, digest (of the whole graph), tags (flat list), part (1 for the first of several
+--   calls), last (true with the last), hold (release comes later), parent (of a subflow), depth.
+-- Replies: `submitted` | `already_submitted` | `accepted` (more calls must follow); graph revision.
+-- Errors: flow_submission_conflict, and those of ff_create; nothing of the call is written then.
+-- Events: none; rings the doorbell.
+local function opened(c, flow_id, header)
+  local f = flow.read(c, flow_id)
+  if not f then
+    f = flow.create(c, flow_id, header.kind, header.ns, header)
+    local whole = header.last and header.part == 1
+    if not whole or header.hold then flow.set(c, flow_id, 'held_from', 1) end
+    if not whole then flow.set(c, flow_id, 'submitting', c.now) end
+    return f
+  end
+  if f.digest ~= header.digest then reply.refuse('flow_submission_conflict', flow_id) end
+  return f
+end
+
+local function submit(c, args)
+  local flow_id, header = args[1], cmsgpack.unpack(args[2])
+  local known = flow.read(c, flow_id)
+  if known and known.digest == header.digest and not known.submitting then
+    return reply.ok('already_submitted', known.graph_revision)
+  end
+  local common, items = { flow = flow_id, ns = header.ns }, {}
+  for i = 3, #args, 5 do
+    local item = { i, creating.options(common, args[i + 4]) }
+    local problem = creating.problem(c, item[2])
+    if problem then
+      problem[#problem + 1] = item[2].node
+      return problem
+    end
+    items[#items + 1] = item
+  end
+  opened(c, flow_id, header)
+  for _, item in ipairs(items) do
+    local i = item[1]
+    local answer = creating.create(c, args[i], args[i + 1], args[i + 2], args[i + 3], item[2])
+    if type(answer) == 'table' and answer[1] == 0 then reply.stop_with(answer) end
+  end
+  c:flush()
+  if not header.last then return reply.ok('accepted', flow.read(c, flow_id).graph_revision) end
+  if flow.read(c, flow_id).submitting then flow.clear(c, flow_id, 'submitting') end
+  if not header.hold and flow.read(c, flow_id).held_from then flow.release(c, flow_id) end
+  c:flush()
+  return reply.ok('submitted', flow.read(c, flow_id).graph_revision, cascade.told(c))
+end
+
+register('ff_submit_flow', function(keys, args)
+  local problem = batch.excess(args, (#args - 2) / 5)
+  if problem then return problem end
+  local c = Context.open(keys[1], true)
+  return reply.guarded(function() return submit(c, args) end, c, args[1])
+end, {})

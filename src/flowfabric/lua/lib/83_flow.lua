@@ -1,0 +1,193 @@
+-- A flow's record: a hash with what its creator gave, and counters of its members by public state.
+-- `live` counts those that have not ended, `kept` those that are not trimmed. `held_from`: members
+-- with this number or a higher one wait for the release of the flow.
+
+local ENDS_MEMBERS = { cancel_all = true, cancel_pending = true }
+
+-- The record, or nil. It is read once per call.
+function flow.read(c, flow_id)
+  c.flows = c.flows or {}
+  local known = c.flows[flow_id]
+  if known == nil then
+    local flat = server.call('HGETALL', K.flow(c.tag, flow_id))
+    known = #flat > 0 and values.fields(flat)
+    c.flows[flow_id] = known
+  end
+  return known or nil
+end
+
+-- Writes name, value pairs.
+function flow.set(c, flow_id, ...)
+  server.call('HSET', K.flow(c.tag, flow_id), ...)
+  local f = flow.read(c, flow_id)
+  for i = 1, select('#', ...), 2 do
+    local name, value = select(i, ...)
+    f[name] = type(value) == 'number' and values.text(value) or value
+  end
+end
+
+function flow.clear(c, flow_id, ...)
+  server.call('HDEL', K.flow(c.tag, flow_id), ...)
+  local f = flow.read(c, flow_id)
+  for _, name in ipairs({ ... }) do f[name] = nil end
+end
+
+-- Makes a flow without members. `more`: digest, tags, parent and depth of a submitted one.
+function flow.create(c, flow_id, kind, namespace, more)
+  more = more or {}
+  server.call('ZADD', K.index(c.tag, 'flow_index'), 0, flow_id)
+  c.flows[flow_id] = {}
+  local fields = { 'flow_kind', kind, 'namespace', namespace, 'created_at', c.now,
+    'last_mutation_at', c.now, 'graph_revision', '0', 'node_count', '0', 'edge_count', '0' }
+  values.add(fields, 'digest', more.digest)
+  values.add(fields, 'parent_execution_id', more.parent)
+  values.add(fields, 'depth', more.depth)
+  flow.set(c, flow_id, unpack(fields))
+  if more.tags then server.call('HSET', K.flow_tags(c.tag, flow_id), unpack(more.tags)) end
+  return flow.read(c, flow_id)
+end
+
+function flow.number(f, name) return tonumber(f[name] or 0) end
+
+function flow.is_cancelled(f) return f.cancelled_at ~= nil end
+
+-- The flow's record for a call that changes it; ends the call if there is none, or it is cancelled.
+function flow.live(c, flow_id)
+  local f = flow.read(c, flow_id)
+  if not f then reply.refuse('flow_not_found') end
+  if flow.is_cancelled(f) then reply.refuse('flow_already_terminal') end
+  return f
+end
+
+-- The state that all members together give, exact because every transition counts.
+function flow.derived(f)
+  local function any(...)
+    for _, state in ipairs({ ... }) do
+      if flow.number(f, 'members_' .. state) > 0 then return true end
+    end
+  end
+  if flow.number(f, 'live') > 0 then
+    if any('active') then return 'running' end
+    if any('suspended', 'delayed', 'rate_limited', 'waiting_children') then return 'blocked' end
+    return 'open'
+  end
+  if flow.number(f, 'node_count') == 0 then return 'open' end
+  return any('failed', 'cancelled', 'expired') and 'failed' or 'completed'
+end
+
+-- The cancelled flow of a member that may not run any more, or nil. `resumes`: it goes on with an
+-- attempt that was running when the flow was cancelled, which `cancel_pending` allows.
+function flow.that_ends(c, rec, resumes)
+  local f = rec.flow_id and flow.read(c, rec.flow_id)
+  if not f or not ENDS_MEMBERS[f.cancellation_policy] then return nil end
+  if resumes and f.cancellation_policy == 'cancel_pending' then return nil end
+  return f
+end
+
+local function is_held(c, id, rec)
+  local f = rec.flow_id and flow.read(c, rec.flow_id)
+  local from = f and tonumber(f.held_from)
+  if not from then return false end
+  local number = server.call('ZSCORE', K.members(c.tag, rec.flow_id), id)
+  return number and tonumber(number) >= from
+end
+
+-- The state of a runnable execution whose dependencies are met, and what holds it back, if anything.
+function flow.unblocked(c, id, rec)
+  local attempt = S.attempt(rec.state)
+  if attempt == 'n' then attempt = 'f' end
+  if is_held(c, id, rec) then
+    server.call('RPUSH', K.held(c.tag, rec.flow_id), id)
+    return S.held(attempt), 'flow held'
+  end
+  if tonumber(rec.delay_until or 0) > c.now then return S.delayed('d', attempt) end
+  return S.eligible(attempt)
+end
+
+-- Moves a member that nothing blocks any more to where it belongs now.
+function flow.move_on(c, id, rec)
+  local state, detail = flow.unblocked(c, id, rec)
+  waiting.leave(c, id, rec)
+  record.clear(c, id, rec, 'blocking_detail')
+  if detail then
+    record.transition(c, id, rec, state, 'last_transition_at', c.now, 'blocking_detail', detail)
+  else
+    record.transition(c, id, rec, state, 'last_transition_at', c.now)
+  end
+  waiting.enter(c, id, rec)
+  if S.is_eligible(state) then c:ring(rec.lane_id) end
+end
+
+-- Lets held members go, while the call has room; true if none is left.
+function flow.release(c, flow_id)
+  local backlog = K.index(c.tag, 'release_backlog')
+  if flow.read(c, flow_id).held_from then
+    flow.clear(c, flow_id, 'held_from')
+    server.call('ZADD', backlog, c.now, flow_id)
+  end
+  local key, released = K.held(c.tag, flow_id), 0
+  while cascade.room(c) > 0 do
+    local ids = server.call('LPOP', key, cascade.room(c))
+    if not ids then
+      server.call('ZREM', backlog, flow_id)
+      return true, released
+    end
+    for _, id in ipairs(ids) do
+      if cascade.release_member(c, flow_id, id) then released = released + 1 end
+    end
+  end
+  cascade.counts(c).pending = 1
+  return false, released
+end
+
+-- Notes a member's change of state (nil: it joined); `settle` writes it.
+function flow.count(c, flow_id, before, after)
+  local old, new = before and S.public(before), S.public(after)
+  if old == new then return end
+  c.tally = c.tally or {}
+  local tally = c.tally[flow_id] or { live = 0, kept = 0, states = {} }
+  c.tally[flow_id] = tally
+  local states = tally.states
+  if old then
+    states[old] = (states[old] or 0) - 1
+    if not S.is_terminal(before) then tally.live = tally.live - 1 end
+  else
+    tally.kept = tally.kept + 1
+  end
+  states[new] = (states[new] or 0) + 1
+  if not S.is_terminal(after) then tally.live = tally.live + 1 end
+end
+
+local function finish(c, flow_id, f)
+  local state = flow.derived(f)
+  flow.set(c, flow_id, 'finished_at', c.now)
+  events.emit_flow(c, 'flow_finished', flow_id, f, 'st', state)
+  if f.parent_execution_id then cascade.subflow_finished(c, flow_id, f, state) end
+end
+
+local function write(c, flow_id, tally)
+  local key, f = K.flow(c.tag, flow_id), flow.read(c, flow_id)
+  if not f then return end
+  local function add(name, by)
+    if by ~= 0 then f[name] = values.text(server.call('HINCRBY', key, name, by)) end
+  end
+  for state, by in pairs(tally.states) do add('members_' .. state, by) end
+  add('kept', tally.kept)
+  add('live', tally.live)
+  local live = flow.number(f, 'live')
+  if live == 0 and not f.finished_at and flow.number(f, 'node_count') > 0 then
+    finish(c, flow_id, f)
+  elseif live > 0 and f.finished_at then
+    flow.clear(c, flow_id, 'finished_at')
+  end
+end
+
+-- Writes the noted changes. The end of a flow may end others.
+function flow.settle(c)
+  graph.settle(c)
+  while c.tally do
+    local noted = c.tally
+    c.tally = nil
+    for flow_id, tally in pairs(noted) do write(c, flow_id, tally) end
+  end
+end

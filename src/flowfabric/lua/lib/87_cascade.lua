@@ -1,0 +1,308 @@
+-- What the end of a member means for those that depend on it, in the same call. A call does a
+-- limited number of units: an edge resolved, a member skipped or cancelled. Members whose edges are
+-- left stay in `cascade_backlog`, joins whose siblings are left in `pending_cancel_groups`, and what
+-- cannot be done because a record is damaged in `cascade_failed`: it never stops the rest.
+
+local PAGE = 64
+local MAX_FAILURES = 5
+
+function cascade.room(c)
+  c.units = c.units or SETTINGS.cascade_units
+  return c.units
+end
+
+local function spend(c) c.units = cascade.room(c) - 1 end
+
+function cascade.counts(c)
+  c.counts = c.counts or { resolved = 0, promoted = 0, skipped = 0, cancelled = 0, pending = 0 }
+  return c.counts
+end
+
+local function add(c, what) cascade.counts(c)[what] = cascade.counts(c)[what] + 1 end
+
+-- The part of an answer that tells what the call did for other members; nil if nothing.
+function cascade.told(c)
+  local done = c.counts
+  return done and { done.resolved, done.promoted, done.skipped, done.cancelled, done.pending }
+end
+
+local function name_of(flow_id, id) return flow_id .. '|' .. edges.uuid_of(id) end
+
+-- Notes that a unit failed, to be tried again; after some failures it is set aside.
+local function note_failure(c, what, why)
+  local key = K.index(c.tag, 'cascade_failed')
+  local before = server.call('HGET', key, what)
+  local count = tonumber(before and string.match(before, '^%d+') or 0) + 1
+  if count > MAX_FAILURES then
+    server.call('HDEL', key, what)
+    server.call('HSET', K.index(c.tag, 'cascade_poison'), what, why)
+  else
+    server.call('HSET', key, what, values.text(count) .. ' ' .. why)
+    cascade.counts(c).pending = 1
+  end
+end
+
+-- Does one unit; its failure concerns nobody else. The members named after it may have changed
+-- before it failed: what depends on them is looked at again.
+local function unit(c, what, handle, ...)
+  spend(c)
+  local ok, answer = try(handle, c, ...)
+  if ok then return answer end
+  note_failure(c, what, answer)
+end
+
+local function postpone(c, flow_id, id)
+  server.call('ZADD', K.index(c.tag, 'cascade_backlog'), 'NX', c.now, name_of(flow_id, id))
+  cascade.counts(c).pending = 1
+end
+
+-- Replaces the child's payload by the upstream's result, if the edge says so. Of several such
+-- edges, the one staged last counts.
+local function pass_result(c, id, rec, e, up_id, up)
+  if e.ref == '' or tonumber(rec.passed or 0) >= e.number then return false end
+  local result = server.call('GET', K.result(c.tag, up_id))
+  if not result then return false end
+  server.call('SET', K.payload(c.tag, id), result)
+  record.set(c, id, rec, 'passed', values.text(e.number))
+  if up.result_encoding then
+    record.set(c, id, rec, 'payload_encoding', up.result_encoding)
+  else
+    record.clear(c, id, rec, 'payload_encoding')
+  end
+  return true
+end
+
+local function feeds_another(c, flow_id, up_id, child)
+  for _, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, up_id), 0, -1)) do
+    local other = edges.id_of(c, string.sub(member, 38))
+    if other ~= child then
+      local rec = record.read(c, other)
+      if rec and not S.is_terminal(rec.state) and edges.group(other, rec).state == 'p' then
+        return true
+      end
+    end
+  end
+end
+
+local function cancel_sibling(c, flow_id, child, up_id, reason, spares)
+  local up = record.checked_lease(c, up_id)
+  if not up or S.is_terminal(up.state) then return end
+  if spares and feeds_another(c, flow_id, up_id, child) then return end
+  ending.cancel(c, up_id, up, 'flow_cascade', reason)
+  add(c, 'cancelled')
+end
+
+-- Cancels upstreams that a decided join no longer needs; true if all are handled. The scan goes on
+-- where an earlier call stopped.
+function cascade.cancel_siblings(c, id, rec)
+  local join, flow_id = edges.join(rec), rec.flow_id
+  local key, cursor = K.into(c.tag, flow_id, id), rec.sibling_scan or '0'
+  -- Edges that came after the decision do not belong to it.
+  local reason, last = string.match(rec.siblings, '^(%S+) (%d+)$')
+  repeat
+    local page = server.call('HSCAN', key, cursor, 'COUNT', PAGE)
+    for i = 1, #page[2], 2 do
+      local e = edges.parse(id, page[2][i + 1])
+      if e.state == 'u' and e.number <= tonumber(last) then
+        if cascade.room(c) <= 0 then
+          if cursor ~= '0' then record.set(c, id, rec, 'sibling_scan', cursor) end
+          return false
+        end
+        local up_id = edges.id_of(c, e.upstream)
+        unit(c, table.concat({ 's', flow_id, edges.uuid_of(id), e.upstream }, '|'),
+          function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
+      end
+    end
+    cursor = page[1]
+  until cursor == '0'
+  record.clear(c, id, rec, 'sibling_scan', 'siblings')
+  return true
+end
+
+local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
+
+-- Moves the child of a join that has just been decided, and cancels what it no longer needs.
+local function decided(c, id, rec, verdict)
+  local join = edges.join(rec)
+  if join and join.cancels then
+    record.set(c, id, rec, 'siblings',
+      REASONS[verdict] .. ' ' .. flow.read(c, rec.flow_id).edge_count)
+    server.call('SADD', K.index(c.tag, 'pending_cancel_groups'), name_of(rec.flow_id, id))
+  end
+  if S.is_blocked_by_dependencies(rec.state) then
+    local f = flow.that_ends(c, rec, S.has_paused_attempt(rec.state))
+    if f then
+      ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
+      add(c, 'cancelled')
+    elseif verdict == 's' then
+      flow.move_on(c, id, rec)
+      add(c, 'promoted')
+    else
+      spend(c)
+      ending.skip(c, id, rec)
+      add(c, 'skipped')
+    end
+  end
+  if join and join.cancels then
+    if cascade.cancel_siblings(c, id, rec) then
+      server.call('SREM', K.index(c.tag, 'pending_cancel_groups'), name_of(rec.flow_id, id))
+    else
+      cascade.counts(c).pending = 1
+    end
+  end
+end
+
+-- Tells one child that one upstream ended. Returns satisfied, impossible, pending, already_fired,
+-- already_resolved or invalid_dependency; and whether the child got the result, or was skipped.
+function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
+  local key = K.into(c.tag, flow_id, id)
+  local text = server.call('HGET', key, edge_id)
+  local e = text and edges.parse(id, text)
+  if not e or e.state == 'g' then return 'invalid_dependency' end
+  if e.state ~= 'u' then return 'already_resolved' end
+  local run = tonumber(up.replay_count or 0)
+  -- After a replay of the child, only a later run of the upstream counts.
+  if e.run ~= '' and run <= tonumber(e.run) then return 'already_resolved' end
+  local rec = record.checked(c, id)
+  if not rec then return 'invalid_dependency' end
+  local g, f = edges.group(id, rec), flow.read(c, flow_id)
+  if edges.open_count(g) < 1 then error(id .. ': deps: invariant_violation: ' .. rec.deps, 0) end
+  local outcome = S.outcome(up.state)
+  local good = edges.satisfied_by(e, outcome)
+  local count = good and 'succeeded' or outcome == 'k' and 'skipped' or 'failed'
+  g[count] = g[count] + 1
+  e.state, e.run = good and 's' or 'i', values.text(run)
+  e.resolved = values.text(c.now - tonumber(f.created_at))
+  server.call('HSET', key, edge_id, edges.format(e))
+  local was_open = g.state == 'p'
+  local verdict = was_open and edges.verdict(c, id, rec, g) or nil
+  g.state = verdict or g.state
+  record.set(c, id, rec, 'deps', edges.group_text(g))
+  local injected = good and not S.is_terminal(rec.state) and (not rec.join or verdict == 's')
+    and pass_result(c, id, rec, e, up_id, up)
+  if verdict then
+    server.call('HSET', K.core(c.tag, id), 'decided_at', c.now, 'decided_by', e.number)
+    rec.decided_at, rec.decided_by = values.text(c.now), values.text(e.number)
+    decided(c, id, rec, verdict)
+  end
+  if rec.join and not verdict then
+    return was_open and 'pending' or 'already_fired', injected
+  end
+  if good then return 'satisfied', injected end
+  return 'impossible', verdict == 'i' and S.is_terminal(rec.state)
+end
+
+-- Resolves the edges that leave an ended member; false if some are left.
+local function resolve_edges(c, flow_id, id, rec)
+  local key, from = K.out(c.tag, flow_id, id), rec.cascaded or '0'
+  local up = edges.uuid_of(id)
+  while cascade.room(c) > 0 do
+    local limit = math.min(PAGE, cascade.room(c))
+    local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
+      'WITHSCORES')
+    local taken = 0
+    for i = 1, #page, 2 do
+      if cascade.room(c) <= 0 then break end
+      local edge_id, child = string.sub(page[i], 1, 36), string.sub(page[i], 38)
+      local child_id = edges.id_of(c, child)
+      local answer = unit(c, table.concat({ 'e', flow_id, edge_id, up, child }, '|'),
+        cascade.resolve, flow_id, edge_id, child_id, id, rec)
+      if answer ~= 'already_resolved' and answer ~= 'invalid_dependency' then add(c, 'resolved') end
+      from, taken = page[i + 1], taken + 2
+    end
+    if taken == #page and #page < 2 * limit then
+      if rec.cascaded then record.clear(c, id, rec, 'cascaded') end
+      return true
+    end
+  end
+  record.set(c, id, rec, 'cascaded', from)
+  return false
+end
+
+local function process(c, work)
+  local i = 1
+  while work[i] do
+    local each = work[i]
+    if not resolve_edges(c, each.rec.flow_id, each.id, each.rec) then
+      postpone(c, each.rec.flow_id, each.id)
+    elseif each.marked then
+      server.call('ZREM', K.index(c.tag, 'cascade_backlog'), name_of(each.rec.flow_id, each.id))
+    end
+    work.done = i
+    i = i + 1
+  end
+end
+
+-- Resolves what depends on these ended members ({ id, rec, marked }), and on those that end by it.
+-- Whatever goes wrong, their own end stands, and nothing is lost: the rest is in the backlog.
+function cascade.run(c, work)
+  c.work = work
+  local ok, why = pcall(process, c, work)
+  c.work = nil
+  if not ok then
+    c.refused = why
+    for i = (work.done or 0) + 1, #work do
+      pcall(postpone, c, work[i].rec.flow_id, work[i].id)
+    end
+  end
+  if not c.joined then flow.settle(c) end
+end
+
+-- A member with edges ended.
+function cascade.ended(c, id, rec)
+  local each = { id = id, rec = rec }
+  if not c.work then return cascade.run(c, { each }) end
+  c.work[#c.work + 1] = each
+end
+
+-- Tries again what failed; `entry` as noted by `unit`.
+function cascade.retry(c, entry)
+  local kind, flow_id, a, b, d = string.match(entry, '^(%l)|([^|]+)|([^|]+)|?([^|]*)|?([^|]*)$')
+  local key = K.index(c.tag, 'cascade_failed')
+  spend(c)
+  local ok, why = try(function()
+    if kind == 'e' then
+      local up_id = edges.id_of(c, b)
+      local up = record.read(c, up_id)
+      if up and S.is_terminal(up.state) then
+        cascade.resolve(c, flow_id, a, edges.id_of(c, d), up_id, up)
+      end
+    elseif kind == 's' then
+      local id = edges.id_of(c, a)
+      local rec = record.read(c, id)
+      local join = rec and edges.join(rec)
+      local reason = rec and REASONS[edges.group(id, rec).state]
+      if join and reason then
+        cancel_sibling(c, flow_id, id, edges.id_of(c, b), reason, join.spares)
+      end
+    elseif kind == 'c' then
+      flow_cancel.member(c, flow_id, edges.id_of(c, a))
+    elseif kind == 'h' then
+      local id = edges.id_of(c, a)
+      local rec = record.checked(c, id)
+      if rec and S.is_held(rec.state) then flow.move_on(c, id, rec) end
+    end
+  end)
+  if ok then
+    server.call('HDEL', key, entry)
+  else
+    note_failure(c, entry, why)
+  end
+end
+
+-- Cancels one member for its cancelled flow, as a unit.
+function cascade.cancel_member(c, flow_id, id)
+  return unit(c, table.concat({ 'c', flow_id, edges.uuid_of(id) }, '|'), function()
+    return flow_cancel.member(c, flow_id, id)
+  end)
+end
+
+-- Lets a held member go, as a unit; true if it had been held.
+function cascade.release_member(c, flow_id, id)
+  return unit(c, table.concat({ 'h', flow_id, edges.uuid_of(id) }, '|'), function()
+    local rec = record.checked(c, id)
+    if not rec or not S.is_held(rec.state) then return false end
+    flow.move_on(c, id, rec)
+    return true
+  end)
+end

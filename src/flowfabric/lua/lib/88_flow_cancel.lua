@@ -1,0 +1,69 @@
+-- Cancelling a flow: the flip, then its members in their order, as far as each call reaches.
+
+local PAGE = 64
+local STRENGTH = { flow_only = 1, cancel_pending = 2, cancel_all = 3 }
+local PENDING = { 'waiting', 'delayed', 'rate_limited', 'waiting_children' }
+
+function flow_cancel.strength(policy) return STRENGTH[policy] or 1 end
+
+-- Cancels a member as far as the flow's policy reaches: cancelled, or settled if nothing is owed.
+function flow_cancel.member(c, flow_id, id)
+  local f, rec = flow.read(c, flow_id), record.checked_lease(c, id)
+  if not f or not rec or S.is_terminal(rec.state) then return 'settled' end
+  if f.cancellation_policy == 'cancel_pending' then
+    -- A running attempt, also one that has just been resumed, goes on to its end.
+    local goes_on = S.is_eligible(rec.state) and S.has_paused_attempt(rec.state)
+    if not S.is_runnable(rec.state) or goes_on then return 'settled' end
+  end
+  ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
+  return 'cancelled'
+end
+
+-- How many members are still owed a cancel while the drain has not reached the last one.
+function flow_cancel.owed(f)
+  if f.cancellation_policy == 'cancel_all' then return flow.number(f, 'live') end
+  local count = 0
+  for _, state in ipairs(PENDING) do count = count + flow.number(f, 'members_' .. state) end
+  return count
+end
+
+-- Cancels members while the call has room; returns how many were cancelled, how many needed
+-- nothing, and how many are left.
+function flow_cancel.drain(c, flow_id)
+  local f, key = flow.read(c, flow_id), K.members(c.tag, flow_id)
+  local from, cancelled, settled, last = f.cancelled_upto or '0', 0, 0, false
+  while not last and cascade.room(c) > 0 do
+    local limit = math.min(PAGE, cascade.room(c))
+    local page = server.call('ZRANGE', key, '(' .. from, '+inf', 'BYSCORE', 'LIMIT', 0, limit,
+      'WITHSCORES')
+    for i = 1, #page, 2 do
+      local answer = cascade.cancel_member(c, flow_id, page[i])
+      if answer == 'cancelled' then cancelled = cancelled + 1 end
+      if answer == 'settled' then settled = settled + 1 end
+      from = page[i + 1]
+    end
+    last = #page < 2 * limit
+  end
+  flow.settle(c)
+  if last then
+    server.call('ZREM', K.index(c.tag, 'cancel_backlog'), flow_id)
+    flow.clear(c, flow_id, 'cancelled_upto')
+    return cancelled, settled, 0
+  end
+  flow.set(c, flow_id, 'cancelled_upto', from)
+  cascade.counts(c).pending = 1
+  return cancelled, settled, flow_cancel.owed(f)
+end
+
+-- Cancels the flow; members follow if the policy says so.
+function flow_cancel.flip(c, flow_id, policy, reason, grace)
+  local f = flow.read(c, flow_id)
+  flow.set(c, flow_id, 'cancelled_at', f.cancelled_at or c.now, 'cancel_reason', reason,
+    'cancellation_policy', policy, 'last_mutation_at', c.now)
+  if f.cancelled_upto then flow.clear(c, flow_id, 'cancelled_upto') end
+  events.emit_flow(c, 'flow_cancel_requested', flow_id, f, 'cp', policy, 'r', reason)
+  if flow_cancel.strength(policy) == 1 then return 0 end
+  server.call('ZADD', K.index(c.tag, 'cancel_backlog'), c:after(grace), flow_id)
+  local _, _, left = flow_cancel.drain(c, flow_id)
+  return left
+end

@@ -1,0 +1,162 @@
+-- Growing a flow: members and the edges between them.
+
+local MAX_WALK = 10000
+
+-- What edges need of an upstream; read once per call.
+local function upstream(c, id)
+  c.upstreams = c.upstreams or {}
+  local known = c.upstreams[id]
+  if known == nil then
+    local found = server.call('HMGET', K.core(c.tag, id), 'flow_id', 'state', 'rank', 'out')
+    known = found[2] and { flow_id = found[1], state = found[2], rank = tonumber(found[3] or 0),
+      out = found[4] }
+    c.upstreams[id] = known
+  end
+  return known or nil
+end
+
+-- The counters of the flow are written once per call, by `settle`.
+local function grow(c, flow_id, f, name)
+  f[name] = values.text(flow.number(f, name) + 1)
+  f.graph_revision = values.text(flow.number(f, 'graph_revision') + 1)
+  c.grown = c.grown or {}
+  c.grown[flow_id] = true
+end
+
+function graph.settle(c)
+  for flow_id in pairs(c.grown or {}) do
+    local f = flow.read(c, flow_id)
+    flow.set(c, flow_id, 'node_count', f.node_count, 'edge_count', f.edge_count or '0',
+      'graph_revision', f.graph_revision, 'last_mutation_at', c.now)
+  end
+  c.grown = nil
+end
+
+-- Makes an execution a member; its record has the flow's id already.
+function graph.add_member(c, flow_id, f, id, rec)
+  grow(c, flow_id, f, 'node_count')
+  c:zadd(K.members(c.tag, flow_id), f.node_count, id)
+  flow.count(c, flow_id, nil, rec.state)
+  if c.upstreams then c.upstreams[id] = nil end
+end
+
+-- The first error among edges into a new child, by the check order of staging; nil if none. An edge
+-- is { edge_id, upstream uuid, kind letter, input name, reference }.
+function graph.edges_problem(c, flow_id, list)
+  local seen, inputs = {}, {}
+  for _, each in ipairs(list) do
+    local edge_id, up_id, input = each[1], edges.id_of(c, each[2]), each[4]
+    if seen[edge_id] or server.call('HEXISTS', K.edges(c.tag, flow_id), edge_id) == 1 then
+      return reply.err('dependency_already_exists', edge_id)
+    end
+    seen[edge_id] = true
+    if input ~= '' and inputs[input] then
+      return reply.err('invalid_input', 'input_name: ' .. input .. ' is used twice')
+    end
+    inputs[input] = true
+    local up = upstream(c, up_id)
+    if not up or up.flow_id ~= flow_id then return reply.err('execution_not_in_flow', up_id) end
+  end
+end
+
+-- The rank of a child with these edges: every upstream has a lower one.
+function graph.rank(c, list)
+  local rank = 0
+  for _, each in ipairs(list) do
+    rank = math.max(rank, upstream(c, edges.id_of(c, each[2])).rank + 1)
+  end
+  return rank
+end
+
+function graph.add_edge(c, flow_id, f, id, each, state)
+  local edge_id, up_uuid, kind, input, ref = each[1], each[2], each[3], each[4], each[5]
+  local up_id = edges.id_of(c, up_uuid)
+  local up = upstream(c, up_id)
+  grow(c, flow_id, f, 'edge_count')
+  local e = { state = state, kind = kind, number = tonumber(f.edge_count), upstream = up_uuid,
+    made = values.text(math.max(0, c.now - tonumber(f.created_at))), run = '', resolved = '',
+    input = input, ref = ref }
+  server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
+  server.call('HSET', K.edges(c.tag, flow_id), edge_id, edges.uuid_of(id))
+  server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, edge_id .. ' ' .. edges.uuid_of(id))
+  if not up.out then
+    up.out = '1'
+    server.call('HSET', K.core(c.tag, up_id), 'out', '1')
+  end
+  return e, up
+end
+
+-- Resolves an applied edge whose upstream has ended already; returns the answer, or nil.
+function graph.resolve_ended(c, flow_id, edge_id, id, up_uuid)
+  local up_id = edges.id_of(c, up_uuid)
+  local up = record.read(c, up_id)
+  if not up or not S.is_terminal(up.state) then return nil end
+  return (cascade.resolve(c, flow_id, edge_id, id, up_id, up))
+end
+
+-- Makes a staged edge count. Returns how many edges of the child are open, and the answer of an
+-- upstream that has ended already.
+function graph.apply(c, flow_id, f, id, rec, edge_id, e)
+  if S.is_terminal(rec.state) then reply.refuse('terminal') end
+  e.state = 'u'
+  server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
+  local g = edges.group(id, rec)
+  g.n = g.n + 1
+  -- A decided join of any or some stays decided; one of all waits for the new edge, too.
+  local reopened = g.state == 'p' or not rec.join
+  if g.state == 's' and reopened then g.state = 'p' end
+  record.set(c, id, rec, 'deps', edges.group_text(g))
+  if e.input ~= '' then record.set(c, id, rec, 'named', '1') end
+  if S.is_runnable(rec.state) and reopened then
+    local detail = values.text(edges.open_count(g)) .. ' open, last added ' .. edge_id
+    if S.is_blocked_by_dependencies(rec.state) then
+      record.set(c, id, rec, 'blocking_detail', detail)
+    else
+      waiting.leave(c, id, rec)
+      record.transition(c, id, rec, S.waiting_children(S.attempt(rec.state)),
+        'last_transition_at', c.now, 'blocking_detail', detail)
+      waiting.enter(c, id, rec)
+    end
+  end
+  local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)
+  local after = resolution and record.read(c, id) or rec
+  return edges.open_count(edges.group(id, after)), resolution
+end
+
+-- Members that a walk from `id` along edges visits, with the ranks that a new edge from a member of
+-- `rank` to it demands. The error if it meets `up_id`, or visits too many.
+local function walk(c, flow_id, id, up_id, rank)
+  local ranks, list, at, visited = { [id] = rank + 1 }, { id }, 1, 0
+  while list[at] do
+    local each = list[at]
+    at, visited = at + 1, visited + 1
+    if each == up_id then return nil, reply.err('cycle_detected') end
+    if visited > MAX_WALK then return nil, reply.err('cycle_detected', 'graph_too_large') end
+    local lowest = ranks[each] + 1
+    for _, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, each), 0, -1)) do
+      local child = edges.id_of(c, string.sub(member, 38))
+      local known = upstream(c, child)
+      if known and math.max(known.rank, ranks[child] or 0) < lowest then
+        ranks[child] = lowest
+        list[#list + 1] = child
+      elseif child == up_id then
+        return nil, reply.err('cycle_detected')
+      end
+    end
+  end
+  return ranks
+end
+
+-- The error if an edge would close a cycle, or nil; then the ranks of all that follow are raised.
+function graph.cycle_problem(c, flow_id, up_id, id)
+  local up, child = upstream(c, up_id), upstream(c, id)
+  if up.rank < child.rank then return nil end
+  local ranks, problem = walk(c, flow_id, id, up_id, up.rank)
+  if problem then return problem end
+  for each, rank in pairs(ranks) do
+    upstream(c, each).rank = rank
+    server.call('HSET', K.core(c.tag, each), 'rank', values.text(rank))
+  end
+end
+
+function graph.upstream(c, id) return upstream(c, id) end

@@ -1,0 +1,113 @@
+"""Flows for engine tests: graphs from short texts, and members that run and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowfabric.core.contracts.flows import (
+    AllOf,
+    FlowGraph,
+    FlowSnapshot,
+    GraphEdge,
+    GraphNode,
+    JoinPolicy,
+    Submitted,
+)
+from flowfabric.core.contracts.leases import Claim
+from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.state import PublicState
+from tests.support.engine import Engine
+
+
+class TestFlow:
+    """One submitted graph. Nodes are named by their keys."""
+
+    __test__ = False
+
+    def __init__(self, engine: Engine, submitted: Submitted) -> None:
+        self.engine = engine
+        self.flow_id = submitted.flow_id
+        self.nodes = submitted.nodes
+        self.tag = next(iter(submitted.nodes.values())).tag
+        self.claims: dict[str, Claim] = {}
+
+    @property
+    def backend(self) -> Any:
+        return self.engine.backend
+
+    async def claim(self) -> list[str]:
+        """Claim everything that can run; returns the keys."""
+        got = await self.backend.claims.claim_many(self.engine.want(), self.tag, 100)
+        keys = {execution_id: key for key, execution_id in self.nodes.items()}
+        for claim in got.claims:
+            self.claims[keys[claim.execution_id]] = claim
+        return sorted(keys[claim.execution_id] for claim in got.claims)
+
+    async def end(self, key: str, how: str = "success", result: bytes = b"") -> None:
+        """End a member in one of the ways it can end by itself."""
+        execution_id = self.nodes[key]
+        executions = self.backend.executions
+        if how == "cancelled":
+            await executions.cancel_execution(execution_id, "test")
+            return
+        if key not in self.claims:
+            await self.claim()
+        handle = self.claims[key].handle
+        if how == "success":
+            await executions.complete_execution(execution_id, handle, result_payload=result)
+        elif how == "failed":
+            await executions.fail_execution(
+                execution_id, handle, failure_reason="test", failure_category="permanent"
+            )
+        else:
+            raise AssertionError(how)
+
+    async def state(self, key: str) -> PublicState:
+        state = await self.backend.reads.read_execution_state(self.nodes[key])
+        assert state is not None
+        return state
+
+    async def states(self) -> dict[str, str]:
+        return {key: (await self.state(key)).value for key in self.nodes}
+
+    async def snapshot(self) -> FlowSnapshot:
+        found = await self.backend.flows.describe_flow(self.flow_id)
+        assert found is not None
+        return found
+
+    async def recount(self) -> dict[str, int]:
+        """How many members are in each state, counted one by one."""
+        counts: dict[str, int] = {}
+        for state in (await self.states()).values():
+            counts[state] = counts.get(state, 0) + 1
+        return counts
+
+
+def graph(
+    text: str, joins: dict[str, JoinPolicy] | None = None, flow_id: str = "", **edge: Any
+) -> FlowGraph:
+    """A graph from `a>b b>c d`: edges, and nodes of their own."""
+    keys: list[str] = []
+    edges: list[GraphEdge] = []
+    for part in text.split():
+        ends = part.split(">")
+        keys += (key for key in ends if key not in keys)
+        edges += (GraphEdge(frm=a, to=b, **edge) for a, b in zip(ends, ends[1:], strict=False))
+    nodes = tuple(
+        GraphNode(key=key, execution_kind="job", join=(joins or {}).get(key, AllOf()))
+        for key in keys
+    )
+    return FlowGraph(
+        flow_id=flow_id or new_uuid(), flow_kind="test", nodes=nodes, edges=tuple(edges)
+    )
+
+
+async def submitted(engine: Engine, text: str, joins: Any = None, **edge: Any) -> TestFlow:
+    """A submitted graph."""
+    outcome = await engine.backend.flows.submit_flow(graph(text, joins, **edge))
+    assert isinstance(outcome, Submitted)
+    return TestFlow(engine, outcome)
+
+
+def ids(flow: TestFlow, *keys: str) -> tuple[ExecutionId, ...]:
+    return tuple(flow.nodes[key] for key in keys)
