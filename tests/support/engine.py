@@ -123,8 +123,8 @@ class Engine:
 
     async def block(self, execution_id: ExecutionId) -> None:
         """Give the execution an open dependency, as a flow would."""
-        key = keys.unresolved(execution_id.tag, execution_id)
-        await self.backend.transport.call("SADD", key, "edge")
+        key = keys.core(execution_id.tag, execution_id)
+        await self.backend.transport.call("HSET", key, "deps", "1 0 0 0 p")
 
     async def now(self) -> int:
         return await self.backend.meta.server_time_ms()

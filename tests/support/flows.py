@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from flowfabric.core.contracts.flows import (
@@ -92,7 +93,7 @@ def graph(
     for part in text.split():
         ends = part.split(">")
         keys += (key for key in ends if key not in keys)
-        edges += (GraphEdge(frm=a, to=b, **edge) for a, b in zip(ends, ends[1:], strict=False))
+        edges += (GraphEdge(frm=a, to=b, **edge) for a, b in itertools.pairwise(ends))
     nodes = tuple(
         GraphNode(key=key, execution_kind="job", join=(joins or {}).get(key, AllOf()))
         for key in keys

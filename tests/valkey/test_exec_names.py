@@ -27,7 +27,7 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         name: [(ID,)]
         for name in (
             *("core", "payload", "result", "policy", "tags", "history", "grant", "steps"),
-            *("unresolved", "suspension", "marks", "satisfiers", "met", "waitpoints"),
+            *("suspension", "marks", "satisfiers", "met", "waitpoints"),
             *("pending_waitpoints", "signals"),
         )
     },

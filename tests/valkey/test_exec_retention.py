@@ -56,7 +56,7 @@ async def test_every_key_of_a_rich_execution(engine: Engine) -> None:
     kinds = {name.rsplit(b":", 1)[-1] for name in await owned(engine, execution_id)}
     assert kinds == {
         *(b"core", b"payload", b"result", b"policy", b"tags", b"history", b"steps"),
-        *(b"0", b"unresolved", b"terminal", b"all_executions"),
+        *(b"0", b"terminal", b"all_executions"),
     }
     await engine.advance(DAY)
     assert await trim(engine, execution_id) == "purged"

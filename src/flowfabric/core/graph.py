@@ -15,6 +15,11 @@ _is_input_name = re.compile(r"[A-Za-z0-9_]{1,64}").fullmatch
 _KINDS = ("success_only", "terminal", "failure_only")
 
 
+def is_input_name(text: str) -> bool:
+    """Whether an input may have this name."""
+    return _is_input_name(text) is not None
+
+
 def node_id(flow_id: str, tag: str, key: str) -> ExecutionId:
     """The id of a node: the same key of the same flow gives the same id."""
     return ExecutionId.trusted(f"{tag}:{uuid5(UUID(flow_id), key)}")
@@ -24,7 +29,7 @@ def edge_id(flow_id: str, edge: GraphEdge) -> str:
     """The edge's own id, or one derived from what makes the edge unique in its flow."""
     if edge.edge_id:
         return edge.edge_id
-    return str(uuid5(UUID(flow_id), "\x1f".join((edge.frm, edge.to, edge.input_name))))
+    return str(uuid5(UUID(flow_id), f"{edge.frm}\x1f{edge.to}\x1f{edge.input_name}"))
 
 
 def _check_edge(edge: GraphEdge) -> None:

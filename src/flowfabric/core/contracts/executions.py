@@ -115,6 +115,8 @@ class Replayed(NamedOutcome[Literal["replayed"]], frozen=True):
     """The execution runs again, from this state."""
 
     public_state: PublicState
+    reopened: int = 0
+    """How many members that depend on it were reopened at once."""
 
 
 class _Read(msgspec.Struct, frozen=True, kw_only=True):

@@ -155,6 +155,28 @@ class AlreadySubmitted(NamedOutcome[Literal["already_submitted"]], frozen=True):
     nodes: dict[str, ExecutionId]
 
 
+class Extended(NamedOutcome[Literal["extended"]], frozen=True):
+    """The flow has the new members and edges."""
+
+    graph_revision: int
+    nodes: dict[str, ExecutionId]
+
+
+class AlreadyExtended(NamedOutcome[Literal["already_extended"]], frozen=True):
+    """The flow had all of them before."""
+
+    graph_revision: int
+    nodes: dict[str, ExecutionId]
+
+
+class Spawned(NamedOutcome[Literal["spawned"]], frozen=True):
+    """The children exist; `parked` if the lease was released until they are decided."""
+
+    graph_revision: int
+    nodes: dict[str, ExecutionId]
+    parked: bool = False
+
+
 class Released(NamedOutcome[Literal["released"]], frozen=True):
     """The members of a held flow may run."""
 

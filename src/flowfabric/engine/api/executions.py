@@ -249,8 +249,16 @@ class Executions(Concern, Protocol):
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
+        strict: bool = False,
+        reopen_downstream: bool = False,
+        include_completed: bool = False,
     ) -> executions.Replayed:
-        """Rerun a finished execution under the same id."""
+        """Rerun a finished execution under the same id.
+
+        A skipped member of a flow waits for new runs of its upstreams; `strict` refuses it while
+        one of them ended otherwise than its edges demand. `reopen_downstream` also reopens the
+        skipped members that depend on it, `include_completed` all that ended.
+        """
         ...
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:

@@ -1,10 +1,19 @@
 """Flows: executions that wait for each other."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flowfabric.core.contracts import flows
-from flowfabric.core.contracts.flows import AllOf, AnyOf, FlowGraph, JoinPolicy, Quorum
+from flowfabric.core.contracts.flows import (
+    AllOf,
+    AnyOf,
+    FlowGraph,
+    GraphEdge,
+    GraphNode,
+    JoinPolicy,
+    Quorum,
+)
+from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.partition import PartitionCounts, flow_partition
@@ -61,6 +70,31 @@ class Flows(Concern, Protocol):
 
     async def submit_flow(self, graph: FlowGraph) -> flows.Submitted | flows.AlreadySubmitted:
         """Store a whole graph; nothing of it runs, or is seen, before all of it is stored."""
+        ...
+
+    async def extend_flow(
+        self,
+        flow_id: str,
+        nodes: Sequence[GraphNode] = (),
+        edges: Sequence[GraphEdge] = (),
+    ) -> flows.Extended | flows.AlreadyExtended:
+        """Add nodes and edges; edges may name nodes of earlier calls."""
+        ...
+
+    async def spawn_children(
+        self,
+        handle: Handle,
+        nodes: Sequence[GraphNode],
+        edges: Sequence[GraphEdge] = (),
+        *,
+        kind: flows.DependencyKind = "terminal",
+        wait: bool = False,
+    ) -> flows.Spawned:
+        """Add members that the lease holder depends on; with `wait`, park until they ended."""
+        ...
+
+    async def resolve_execution_flow_id(self, execution_id: ExecutionId) -> str | None:
+        """The flow of an execution, or None."""
         ...
 
     async def release_flow(self, flow_id: str) -> flows.Released:

@@ -293,17 +293,26 @@ class ValkeyExecutions(api.Executions):
         requested_by: str = "",
         expected_replay_count: int | None = None,
         keep_steps: bool = False,
+        strict: bool = False,
+        reopen_downstream: bool = False,
+        include_completed: bool = False,
     ) -> executions.Replayed:
+        reopen = 0
+        if check.flag(reopen_downstream, "reopen_downstream"):
+            reopen = 2 if check.flag(include_completed, "include_completed") else 1
         args = (
             check.reason(reason, "reason"),
             check.reason(requested_by, "requested_by"),
             check.count(expected_replay_count, "expected_replay_count"),
             "1" if check.flag(keep_steps, "keep_steps") else "0",
             new_uuid(),
+            "1" if check.flag(strict, "strict") else "0",
+            reopen,
         )
-        op = "replay_execution"
-        return executions.Replayed(
-            await self._calls.ask_about(execution_id, "ff_replay", args, _public_state, op=op)
+        return await self._calls.ask_about(
+            *(execution_id, "ff_replay", args),
+            lambda reply: executions.Replayed(_public_state(reply), int(reply[3])),
+            op="replay_execution",
         )
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:

@@ -11,7 +11,14 @@ from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.executions import NewExecution
 from flowfabric.core.contracts.flows import AllOf, FlowGraph, GraphEdge, GraphNode, JoinPolicy
-from flowfabric.core.errors import TimeoutError_, ValidationError, invalid_input
+from flowfabric.core.contracts.leases import Handle
+from flowfabric.core.errors import (
+    NotFoundError,
+    StateError,
+    TimeoutError_,
+    ValidationError,
+    invalid_input,
+)
 from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
 from flowfabric.core.stored import Stored
 from flowfabric.core.tags import validate_tags
@@ -19,7 +26,7 @@ from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
 from flowfabric.engine.api.executions import check_new
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, text
+from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.executions import creation_options
 from flowfabric.engine.valkey.flow_records import flow_snapshot, inputs_of, join_snapshot
 from flowfabric.engine.valkey.places import ValkeyPlaces
@@ -89,20 +96,116 @@ class ValkeyFlows(api.Flows):
             validate_tags(graph.tags)
             header["tags"] = [part for pair in graph.tags.items() for part in pair]
         parts = list(_parts(items))
+        reply: list[Any] = []
         for number, part in enumerate(parts, 1):
             header |= {"part": number, "last": number == len(parts)}
             args: list[Any] = [graph.flow_id, _pack(header)]
-            for node, execution_id, deps in part:
-                options = creation_options(_new(node, execution_id, graph.namespace))
-                options |= _member_options(node, deps)
-                args += (execution_id, node.execution_kind, node.input_payload)
-                args += (node.payload_encoding, _pack(options))
+            args += self._item_args(part, graph.namespace)
             reply = await self._calls.fcall("ff_submit_flow", tag, args, op="submit_flow")
             if reply[2] != b"accepted":
                 break
         outcome = flows.Submitted if reply[2] == b"submitted" else flows.AlreadySubmitted
         ids = {node.key: execution_id for node, execution_id, _ in items}
         return outcome(graph.flow_id, int(reply[3]), ids)
+
+    async def extend_flow(
+        self,
+        flow_id: str,
+        nodes: Sequence[GraphNode] = (),
+        edges: Sequence[GraphEdge] = (),
+    ) -> flows.Extended | flows.AlreadyExtended:
+        tag = self._tag(flow_id)
+        namespace = await self._namespace(tag, flow_id)
+        items, late = self._extension(flow_id, tag, nodes, edges)
+        await self._places.register(tag, {node.lane_id for node, _, _ in items})
+        parts = list(_parts(items))
+        added = 0
+        reply: list[Any] = []
+        for number, part in enumerate(parts, 1):
+            last = number == len(parts)
+            args: list[Any] = [flow_id, namespace, number, int(last), len(part)]
+            args += self._item_args(part, namespace)
+            args.append(_pack(late if last else []))
+            reply = await self._calls.fcall("ff_extend_flow", tag, args, op="extend_flow")
+            added += int(reply[4])
+        outcome = flows.Extended if added else flows.AlreadyExtended
+        return outcome(int(reply[3]), {node.key: execution_id for node, execution_id, _ in items})
+
+    def _extension(
+        self, flow_id: str, tag: str, nodes: Sequence[GraphNode], edges: Sequence[GraphEdge]
+    ) -> tuple[list[Item], list[list[str]]]:
+        """The new nodes with their edges, and the edges into nodes of earlier calls."""
+        if not nodes and not edges:
+            raise invalid_input("nodes", "and edges must not both be empty")
+        new = {node.key for node in nodes}
+        known = {key for edge in edges for key in (edge.frm, edge.to)} - new
+        inbound = graphs.check_graph(nodes, edges, known)
+        items = self._items(flow_id, tag, graphs.ordered(nodes, inbound), inbound)
+        late = [
+            [*self._edge(flow_id, tag, edge), graphs.node_id(flow_id, tag, edge.to).uuid]
+            for edge in edges
+            if edge.to not in new
+        ]
+        return items, late
+
+    async def spawn_children(
+        self,
+        handle: Handle,
+        nodes: Sequence[GraphNode],
+        edges: Sequence[GraphEdge] = (),
+        *,
+        kind: flows.DependencyKind = "terminal",
+        wait: bool = False,
+    ) -> flows.Spawned:
+        execution_id = check.handle(handle).execution_id
+        tag = execution_id.tag
+        flow_id = await self.resolve_execution_flow_id(execution_id)
+        if flow_id is None:
+            raise StateError("execution_not_in_flow", execution_id)
+        items, late = self._extension(flow_id, tag, nodes, edges)
+        for node, child, _ in items:
+            own = GraphEdge(frm=node.key, to=f"\x1e{execution_id.uuid}", kind=kind)
+            name = node.key if graphs.is_input_name(node.key) else ""
+            edge = [graphs.edge_id(flow_id, own), child.uuid, _KINDS[kind], name, ""]
+            late.append([*edge, execution_id.uuid])
+        await self._places.register(tag, {node.lane_id for node, _, _ in items})
+        args: list[Any] = [execution_id, proof(handle), int(wait), len(items)]
+        args += self._item_args(items, "")
+        args.append(_pack(late))
+        reply = await self._calls.fcall("ff_spawn", tag, args, op="spawn_children")
+        ids = {node.key: child for node, child, _ in items}
+        return flows.Spawned(int(reply[3]), ids, reply[2] == b"moved")
+
+    async def _namespace(self, tag: str, flow_id: str) -> str:
+        stored = await self._calls.read(
+            f"flow {flow_id}", "HGET", keys.flow(tag, flow_id), "namespace"
+        )
+        if stored is None:
+            raise NotFoundError("flow_not_found", flow_id)
+        return text(stored)
+
+    async def resolve_execution_flow_id(self, execution_id: ExecutionId) -> str | None:
+        known = self._calls.checked(execution_id)
+        place = f"{known}: record"
+        stored = await self._calls.read(place, "HGET", keys.core(known.tag, known), "flow_id")
+        return None if stored is None else text(stored)
+
+    def _item_args(self, items: Sequence[Item], namespace: str) -> list[Any]:
+        args: list[Any] = []
+        for node, execution_id, deps in items:
+            options = creation_options(_new(node, execution_id, namespace or "default"))
+            if not namespace:
+                options.pop("ns", None)
+            options |= _member_options(node, deps)
+            args += (execution_id, node.execution_kind, node.input_payload)
+            args += (node.payload_encoding, _pack(options))
+        return args
+
+    @staticmethod
+    def _edge(flow_id: str, tag: str, edge: GraphEdge) -> list[str]:
+        upstream = graphs.node_id(flow_id, tag, edge.frm).uuid
+        named = (edge.input_name, edge.data_passing_ref)
+        return [graphs.edge_id(flow_id, edge), upstream, _KINDS[edge.kind], *named]
 
     def _items(
         self,
@@ -112,21 +215,11 @@ class ValkeyFlows(api.Flows):
         inbound: Mapping[str, list[GraphEdge]],
     ) -> list[Item]:
         items: list[Item] = []
-        ids: dict[str, ExecutionId] = {}
         for node in nodes:
-            execution_id = ids[node.key] = graphs.node_id(flow_id, tag, node.key)
+            execution_id = graphs.node_id(flow_id, tag, node.key)
             check_new(_new(node, execution_id, "default"), self._calls.max_payload_bytes)
             api.check_join(node.join)
-            deps = [
-                [
-                    graphs.edge_id(flow_id, edge),
-                    (ids.get(edge.frm) or graphs.node_id(flow_id, tag, edge.frm)).uuid,
-                    _KINDS[edge.kind],
-                    edge.input_name,
-                    edge.data_passing_ref,
-                ]
-                for edge in inbound.get(node.key, ())
-            ]
+            deps = [self._edge(flow_id, tag, edge) for edge in inbound.get(node.key, ())]
             items.append((node, execution_id, deps))
         return items
 

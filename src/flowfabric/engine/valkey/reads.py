@@ -17,6 +17,7 @@ from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feeds import decode_history
+from flowfabric.engine.valkey.flow_records import join_snapshot
 from flowfabric.engine.valkey.record import Record
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.transport import Arg
@@ -142,10 +143,8 @@ class ValkeyReads(Reads):
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         context = f"lane {record.lane_id} of {tag}"
-        lane_state, edges = await asyncio.gather(
-            self._calls.read(f"{context}: config", "HGET", lane_key, "state"),
-            self._part(record.execution_id, keys.unresolved, "SCARD"),
-        )
+        lane_state = await self._calls.read(f"{context}: config", "HGET", lane_key, "state")
+        join = join_snapshot(record.execution_id, record)
         required, near = frozenset(record.required_capabilities), None
         fleet: list[WorkerEntry] = []
         if record.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
@@ -166,7 +165,7 @@ class ValkeyReads(Reads):
             missing_capabilities=() if near is None else near.missing,
             live_workers=None if near is None else near.workers,
             able_workers=tuple(worker.worker_instance_id for worker in able),
-            unresolved_edges=edges,
+            unresolved_edges=0 if join is None else join.running_count,
             waitpoints=await self._waited_for(record),
         )
 

@@ -1,6 +1,6 @@
 -- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
 -- flows and failed units, as much as one call may.
--- Keys: cascade_backlog, pending_cancel_groups, release_backlog, cascade_failed, flow core, in, out,
+-- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, cascade_failed, flow core, in, out,
 --   and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
 -- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none.
 -- Events: completion, flow_finished.
@@ -40,6 +40,22 @@ local function drain_siblings(c)
   end
 end
 
+local function drain_reopened(c)
+  local backlog = K.index(c.tag, 'reopen_backlog')
+  for _, name in ipairs(server.call('HRANDFIELD', backlog, AT_ONCE)) do
+    if cascade.room(c) <= 0 then return end
+    local all, flow_id, uuid = string.match(name, '^(%l)|([^|]+)|(.+)$')
+    local id = uuid and edges.id_of(c, uuid)
+    local ok, rec = try(function() return id and record.read(c, id) end)
+    if ok and rec and rec.flow_id == flow_id then
+      replaying.reopen(c, { { id = id, rec = rec, from = server.call('HGET', backlog, name) } },
+        all == 'a')
+    else
+      server.call('HDEL', backlog, name)
+    end
+  end
+end
+
 local function retry_failed(c)
   local key = K.index(c.tag, 'cascade_failed')
   for _, entry in ipairs(server.call('HRANDFIELD', key, AT_ONCE)) do
@@ -52,13 +68,15 @@ register('ff_drain_cascade', function(keys, args)
   local c = Context.open(keys[1], true)
   drain_ended(c)
   drain_siblings(c)
+  drain_reopened(c)
   for _, flow_id in ipairs(server.call('ZRANGE', K.index(c.tag, 'release_backlog'), 0, AT_ONCE)) do
     if cascade.room(c) > 0 and flow.read(c, flow_id) then flow.release(c, flow_id) end
   end
   if args[1] == '1' then retry_failed(c) end
   c:flush()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
-    K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'))
+    K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'),
+    K.index(c.tag, 'reopen_backlog'))
   local done = cascade.counts(c)
   return reply.ok(done.resolved, done.promoted, done.skipped, done.cancelled, left > 0 and 1 or 0)
 end, { 'allow-oom' })

@@ -5,4 +5,4 @@ local clock, values, K, S, Context, record, reply = {}, {}, {}, {}, {}, {}, {}
 local events, streams, tokens, conditions, lease, waiting, suspension = {}, {}, {}, {}, {}, {}, {}
 local fence, operator, ending, signals, retry, claiming, pausing = {}, {}, {}, {}, {}, {}, {}
 local granting, workers, purging, batch, indexes = {}, {}, {}, {}, {}
-local flow, edges, cascade, creating, graph, flow_cancel = {}, {}, {}, {}, {}, {}
+local flow, edges, cascade, creating, graph, flow_cancel, replaying = {}, {}, {}, {}, {}, {}, {}

@@ -44,7 +44,7 @@ end
 
 -- Does one unit; its failure concerns nobody else. The members named after it may have changed
 -- before it failed: what depends on them is looked at again.
-local function unit(c, what, handle, ...)
+function cascade.unit(c, what, handle, ...)
   spend(c)
   local ok, answer = try(handle, c, ...)
   if ok then return answer end
@@ -109,7 +109,7 @@ function cascade.cancel_siblings(c, id, rec)
           return false
         end
         local up_id = edges.id_of(c, e.upstream)
-        unit(c, table.concat({ 's', flow_id, edges.uuid_of(id), e.upstream }, '|'),
+        cascade.unit(c, table.concat({ 's', flow_id, edges.uuid_of(id), e.upstream }, '|'),
           function() cancel_sibling(c, flow_id, id, up_id, reason, join.spares) end)
       end
     end
@@ -205,7 +205,7 @@ local function resolve_edges(c, flow_id, id, rec)
       if cascade.room(c) <= 0 then break end
       local edge_id, child = string.sub(page[i], 1, 36), string.sub(page[i], 38)
       local child_id = edges.id_of(c, child)
-      local answer = unit(c, table.concat({ 'e', flow_id, edge_id, up, child }, '|'),
+      local answer = cascade.unit(c, table.concat({ 'e', flow_id, edge_id, up, child }, '|'),
         cascade.resolve, flow_id, edge_id, child_id, id, rec)
       if answer ~= 'already_resolved' and answer ~= 'invalid_dependency' then add(c, 'resolved') end
       from, taken = page[i + 1], taken + 2
@@ -257,7 +257,7 @@ end
 
 -- Tries again what failed; `entry` as noted by `unit`.
 function cascade.retry(c, entry)
-  local kind, flow_id, a, b, d = string.match(entry, '^(%l)|([^|]+)|([^|]+)|?([^|]*)|?([^|]*)$')
+  local kind, flow_id, a, b, d = string.match(entry, '^(%a)|([^|]+)|([^|]+)|?([^|]*)|?([^|]*)$')
   local key = K.index(c.tag, 'cascade_failed')
   spend(c)
   local ok, why = try(function()
@@ -277,6 +277,9 @@ function cascade.retry(c, entry)
       end
     elseif kind == 'c' then
       flow_cancel.member(c, flow_id, edges.id_of(c, a))
+    elseif kind == 'r' or kind == 'R' then
+      local id = edges.id_of(c, a)
+      replaying.reopen(c, { { id = id, rec = record.read(c, id) } }, kind == 'R')
     elseif kind == 'h' then
       local id = edges.id_of(c, a)
       local rec = record.checked(c, id)
@@ -292,14 +295,14 @@ end
 
 -- Cancels one member for its cancelled flow, as a unit.
 function cascade.cancel_member(c, flow_id, id)
-  return unit(c, table.concat({ 'c', flow_id, edges.uuid_of(id) }, '|'), function()
+  return cascade.unit(c, table.concat({ 'c', flow_id, edges.uuid_of(id) }, '|'), function()
     return flow_cancel.member(c, flow_id, id)
   end)
 end
 
 -- Lets a held member go, as a unit; true if it had been held.
 function cascade.release_member(c, flow_id, id)
-  return unit(c, table.concat({ 'h', flow_id, edges.uuid_of(id) }, '|'), function()
+  return cascade.unit(c, table.concat({ 'h', flow_id, edges.uuid_of(id) }, '|'), function()
     local rec = record.checked(c, id)
     if not rec or not S.is_held(rec.state) then return false end
     flow.move_on(c, id, rec)

@@ -123,6 +123,14 @@ function graph.apply(c, flow_id, f, id, rec, edge_id, e)
   return edges.open_count(edges.group(id, after)), resolution
 end
 
+local function children(c, flow_id, id)
+  local ids = {}
+  for i, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, id), 0, -1)) do
+    ids[i] = edges.id_of(c, string.sub(member, 38))
+  end
+  return ids
+end
+
 -- Members that a walk from `id` along edges visits, with the ranks that a new edge from a member of
 -- `rank` to it demands. The error if it meets `up_id`, or visits too many.
 local function walk(c, flow_id, id, up_id, rank)
@@ -133,8 +141,7 @@ local function walk(c, flow_id, id, up_id, rank)
     if each == up_id then return nil, reply.err('cycle_detected') end
     if visited > MAX_WALK then return nil, reply.err('cycle_detected', 'graph_too_large') end
     local lowest = ranks[each] + 1
-    for _, member in ipairs(server.call('ZRANGE', K.out(c.tag, flow_id, each), 0, -1)) do
-      local child = edges.id_of(c, string.sub(member, 38))
+    for _, child in ipairs(children(c, flow_id, each)) do
       local known = upstream(c, child)
       if known and math.max(known.rank, ranks[child] or 0) < lowest then
         ranks[child] = lowest
@@ -157,6 +164,97 @@ function graph.cycle_problem(c, flow_id, up_id, id)
     upstream(c, each).rank = rank
     server.call('HSET', K.core(c.tag, each), 'rank', values.text(rank))
   end
+end
+
+-- The existing members that a member, new or not, comes after through new ones.
+local function existing_before(c, created, id, found, seen)
+  if not created[id] then
+    found[id] = true
+  elseif not seen[id] then
+    seen[id] = true
+    for _, each in ipairs(created[id].deps) do
+      existing_before(c, created, edges.id_of(c, each[2]), found, seen)
+    end
+  end
+  return found
+end
+
+-- The first error among late edges, those into existing members, or nil; edges that exist are
+-- dropped from the list. An edge is { edge_id, upstream uuid, kind letter, input name, reference,
+-- child uuid }.
+local function late_problem(c, flow_id, late, created)
+  for i = #late, 1, -1 do
+    local each = late[i]
+    local id, up_id = edges.id_of(c, each[6]), edges.id_of(c, each[2])
+    if server.call('HEXISTS', K.edges(c.tag, flow_id), each[1]) == 1 then
+      table.remove(late, i)
+    else
+      for _, member in ipairs({ up_id, id }) do
+        local known = upstream(c, member)
+        if not created[member] and (not known or known.flow_id ~= flow_id) then
+          return reply.err('execution_not_in_flow', member)
+        end
+      end
+      local rec = record.checked(c, id)
+      if rec and S.is_terminal(rec.state) then return reply.err('terminal', id) end
+      for before in pairs(existing_before(c, created, up_id, {}, {})) do
+        if before == id then return reply.err('cycle_detected') end
+        if upstream(c, before).rank >= upstream(c, id).rank then
+          local _, problem = walk(c, flow_id, id, before, upstream(c, before).rank)
+          if problem then return problem end
+        end
+      end
+    end
+  end
+end
+
+-- Adds new members ({ id, kind, payload, encoding, options }, upstreams first) and late edges to a
+-- flow; nothing is written if any of it is refused. Returns how many members and edges are new.
+function graph.extend(c, flow_id, items, late)
+  local created, fresh = {}, {}
+  for _, item in ipairs(items) do
+    local known = upstream(c, item[1])
+    if not known then
+      fresh[#fresh + 1] = item
+      created[item[1]] = { deps = item[5].deps or {} }
+      local problem = creating.problem(c, item[5])
+      if problem then return nil, problem end
+      for _, each in ipairs(created[item[1]].deps) do
+        local up_id = edges.id_of(c, each[2])
+        local up = upstream(c, up_id)
+        if not created[up_id] and (not up or up.flow_id ~= flow_id) then
+          return nil, reply.err('execution_not_in_flow', up_id)
+        end
+      end
+    elseif known.flow_id ~= flow_id then
+      return nil, reply.err('invalid_input', 'nodes.key: ' .. (item[5].node or item[1])
+        .. ' names an execution outside the flow')
+    end
+  end
+  local problem = late_problem(c, flow_id, late, created)
+  if problem then return nil, problem end
+  for _, item in ipairs(fresh) do creating.create(c, unpack(item)) end
+  c:flush()
+  local f = flow.read(c, flow_id)
+  for _, each in ipairs(late) do
+    local id = edges.id_of(c, each[6])
+    reply.stop_with(graph.cycle_problem(c, flow_id, edges.id_of(c, each[2]), id))
+    local e = graph.add_edge(c, flow_id, f, id, each, 'g')
+    graph.apply(c, flow_id, f, id, record.checked(c, id), each[1], e)
+  end
+  c:flush()
+  return #fresh + #late
+end
+
+-- The items and late edges from the arguments: number of items, items, msgpack list of late edges.
+function graph.parts(args, first, common)
+  local items, at = {}, first + 1
+  for i = 1, tonumber(args[first]) do
+    items[i] = { args[at], args[at + 1], args[at + 2], args[at + 3],
+      creating.options(common, args[at + 4]) }
+    at = at + 5
+  end
+  return items, cmsgpack.unpack(args[at])
 end
 
 function graph.upstream(c, id) return upstream(c, id) end

@@ -1,0 +1,174 @@
+-- Running terminal executions again, and reopening the members that depend on them.
+
+local DEFAULT_MAX_REPLAYS = 10
+local PAGE = 64
+
+-- The record has the last failure of any attempt; the archive only what ended this one.
+local function ended_with(rec)
+  if S.is_success(rec.state) then return nil end
+  if S.is_cancelled(rec.state) then
+    return { failure_reason = 'cancelled: ' .. (rec.cancellation_reason or '') }
+  end
+  return { failure_reason = rec.failure_reason, failure_category = rec.failure_category,
+    ended_by = rec.ended_by }
+end
+
+-- Upstreams that ended otherwise than the edges of a skipped member demand.
+local function unmet(c, id, rec)
+  local found = {}
+  for _, text in pairs(values.fields(server.call('HGETALL', K.into(c.tag, rec.flow_id, id)))) do
+    local e = edges.parse(id, text)
+    if e.state == 'i' then found[#found + 1] = edges.id_of(c, e.upstream) end
+  end
+  table.sort(found)
+  return found
+end
+
+-- The error if an execution may not run again, or nil.
+function replaying.problem(c, id, rec, strict)
+  if not S.is_terminal(rec.state) then return reply.err('execution_not_terminal') end
+  local policy, readable = record.policy(c, id)
+  if not readable then return reply.err('corruption', id .. ': policy: is not a JSON object') end
+  local count = tonumber(rec.replay_count or 0)
+  if count >= tonumber(policy.max_replay_count or DEFAULT_MAX_REPLAYS) then
+    return reply.err('max_replays_exhausted')
+  end
+  if flow.that_ends(c, rec) then return reply.err('flow_already_terminal') end
+  if strict and S.is_skipped(rec.state) and rec.flow_id then
+    local ended = unmet(c, id, rec)
+    if #ended > 0 then return reply.err('deps_not_satisfied', unpack(ended)) end
+  end
+end
+
+local function archive(c, id, rec)
+  if not S.has_ended_attempt(rec.state)
+      or server.call('EXISTS', K.attempt(c.tag, id, record.attempt_index(rec))) == 1 then
+    return
+  end
+  local ended = rec.ended_by == 'reclaim_cap' and 'interrupted_reclaimed' or S.attempt_end(rec.state)
+  record.archive(c, id, rec, ended, ended_with(rec))
+end
+
+-- Opens edges of a member again: the impossible ones, or with `upstream` all that come from it.
+-- They accept a later run of their upstream only. Returns the counters, and the edges that were
+-- opened.
+local function open_edges(c, id, rec, upstream)
+  local key, g, opened = K.into(c.tag, rec.flow_id, id), edges.group(id, rec), {}
+  local flat = server.call('HGETALL', key)
+  g.succeeded, g.failed, g.skipped, g.state = 0, 0, 0, 'p'
+  for i = 1, #flat, 2 do
+    local e = edges.parse(id, flat[i + 1])
+    local ended = e.state == 's' or e.state == 'i'
+    if ended and (upstream and e.upstream == upstream or not upstream and e.state == 'i') then
+      e.state, e.resolved = 'u', ''
+      server.call('HSET', key, flat[i], edges.format(e))
+      opened[#opened + 1] = { flat[i], e.upstream }
+    elseif e.state == 's' then
+      g.succeeded = g.succeeded + 1
+    elseif e.state == 'i' then
+      g.failed = g.failed + 1
+    end
+  end
+  return g, opened
+end
+
+-- Runs a terminal execution again; a skipped member waits for its dependencies first. `how`: reason,
+-- requested_by, keeps_steps; `upstream`: only edges from this one are opened again.
+function replaying.run_again(c, id, rec, how, upstream)
+  local policy = record.policy(c, id)
+  local count, keeps_steps = tonumber(rec.replay_count or 0), how.keeps_steps
+  local waits = rec.flow_id and rec.deps and (upstream or S.is_skipped(rec.state))
+  local g, opened
+  if waits then
+    g, opened = open_edges(c, id, rec, upstream)
+    g.state = edges.verdict(c, id, rec, g) or 'p'
+    record.set(c, id, rec, 'deps', edges.group_text(g))
+    record.clear(c, id, rec, 'decided_at', 'decided_by', 'siblings', 'sibling_scan')
+  end
+  archive(c, id, rec)
+  server.call('DEL', K.result(c.tag, id))
+  if not keeps_steps then server.call('DEL', K.steps(c.tag, id)) end
+  record.clear(c, id, rec, 'completed_at', 'failure_reason', 'failure_category',
+    'cancellation_reason', 'cancelled_by', 'result_encoding', 'ended_by', 'retry_count',
+    'lease_reclaim_count', 'progress_pct', 'progress_message', 'progress_updated_at',
+    'execution_deadline_at', 'paused', 'delay_until', 'pending_replay_reason',
+    'pending_replay_requested_by', 'attempt_timeout_remaining_ms', 'suspended_at',
+    'between_attempts', 'cascaded')
+  local fields = { 'replay_count', values.text(count + 1), 'last_transition_at', c.now }
+  -- Earlier answers belong to the earlier run, like its steps.
+  if not keeps_steps and server.call('EXISTS', K.waitpoints(c.tag, id)) == 1 then
+    values.add(fields, 'run_from', record.attempt_count(rec))
+  end
+  values.add(fields, 'pending_replay_reason', how.reason)
+  values.add(fields, 'pending_replay_requested_by', how.requested_by)
+  local lifetime = tonumber((policy.timeout_policy or {}).execution_deadline_ms or 0)
+  if lifetime > 0 then
+    values.add(fields, 'execution_deadline_at', c:after(lifetime))
+    c:zadd(K.index(c.tag, 'execution_deadline'), c:after(lifetime), id)
+  end
+  c:zrem(K.lane(c.tag, rec.lane_id, 'terminal'), id)
+  local blocked = waits and g.state ~= 's'
+  local state = blocked and S.waiting_children('p') or S.eligible('p')
+  record.transition(c, id, rec, state, unpack(fields))
+  waiting.enter(c, id, rec)
+  local details = { 'b', waits and 'skipped_flow_member' or 'normal', 'rc', count + 1 }
+  values.add(details, 'by', how.requested_by)
+  values.add(details, 'r', how.reason)
+  events.emit(c, 'replayed', id, rec, unpack(details))
+  if not blocked then
+    c:ring(rec.lane_id)
+    return
+  end
+  for _, each in ipairs(opened) do graph.resolve_ended(c, rec.flow_id, each[1], id, each[2]) end
+  rec.state = record.read(c, id).state
+end
+
+local HOW = { reason = 'upstream replayed', requested_by = '' }
+
+-- Reopens one child of a member that runs again, if it has ended; true if so.
+local function reopen_child(c, id, upstream, all)
+  local rec = record.checked(c, id)
+  if not rec or not S.is_terminal(rec.state) or not (all or S.is_skipped(rec.state)) then
+    return nil
+  end
+  if replaying.problem(c, id, rec) then return nil end
+  replaying.run_again(c, id, rec, HOW, upstream)
+  return rec
+end
+
+-- Reopens what depends on these members ({ id, rec }), as far as the call reaches; the rest stays in
+-- `reopen_backlog`. Returns how many were reopened.
+function replaying.reopen(c, work, all)
+  local i, count = 1, 0
+  local backlog = K.index(c.tag, 'reopen_backlog')
+  while work[i] do
+    local each = work[i]
+    local flow_id, from, done = each.rec.flow_id, each.from or '0', false
+    local upstream = edges.uuid_of(each.id)
+    local name = table.concat({ all and 'a' or 's', flow_id, upstream }, '|')
+    while not done and cascade.room(c) > 0 do
+      local limit = math.min(PAGE, cascade.room(c))
+      local page = server.call('ZRANGE', K.out(c.tag, flow_id, each.id), '(' .. from, '+inf',
+        'BYSCORE', 'LIMIT', 0, limit, 'WITHSCORES')
+      for n = 1, #page, 2 do
+        local child = edges.id_of(c, string.sub(page[n], 38))
+        local rec = cascade.unit(c, table.concat({ all and 'R' or 'r', flow_id, upstream,
+          edges.uuid_of(child) }, '|'), reopen_child, child, upstream, all)
+        if rec then
+          count = count + 1
+          if rec.out then work[#work + 1] = { id = child, rec = rec } end
+        end
+        from = page[n + 1]
+      end
+      done = #page < 2 * limit
+    end
+    if done then
+      server.call('HDEL', backlog, name)
+    else
+      server.call('HSET', backlog, name, from)
+      cascade.counts(c).pending = 1
+    end
+    i = i + 1
+  end
+  return count
+end
