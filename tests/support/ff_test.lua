@@ -40,3 +40,9 @@ register('ff_test_joined', function(keys, args)
   c:flush()
   return reply.ok()
 end)
+
+-- How much one call may do for members that depend on others.
+register('ff_test_units', function(_, args)
+  SETTINGS.cascade_units = tonumber(args[1])
+  return reply.ok()
+end, { 'allow-oom' })

@@ -1,0 +1,137 @@
+"""Random graphs end as a small model says, however little each call may do."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from flowfabric.core.contracts.flows import (
+    AllOf,
+    AnyOf,
+    FlowGraph,
+    GraphEdge,
+    GraphNode,
+    JoinPolicy,
+    Quorum,
+    Submitted,
+)
+from flowfabric.core.ids import new_uuid
+from tests.support.engine import Engine
+from tests.support.flows import TestFlow
+
+SATISFIED = {
+    "success_only": {"completed"},
+    "failure_only": {"failed"},
+    "terminal": {"completed", "failed", "cancelled", "skipped"},
+}
+ENDED = {"completed", "failed", "cancelled", "skipped"}
+
+
+class Model:
+    """The states of a graph by its rules, without storage."""
+
+    def __init__(self, graph: FlowGraph) -> None:
+        self.join = {node.key: node.join for node in graph.nodes}
+        self.inbound: dict[str, list[GraphEdge]] = {node.key: [] for node in graph.nodes}
+        self.outbound: dict[str, list[GraphEdge]] = {node.key: [] for node in graph.nodes}
+        for edge in graph.edges:
+            self.inbound[edge.to].append(edge)
+            self.outbound[edge.frm].append(edge)
+        self.state = {
+            key: "waiting_children" if edges else "waiting" for key, edges in self.inbound.items()
+        }
+        self.good = dict.fromkeys(self.state, 0)
+        self.bad = dict.fromkeys(self.state, 0)
+        self.decided: dict[str, bool] = {}
+
+    def end(self, key: str, state: str) -> None:
+        self.state[key] = state
+        work = deque([key])
+        while work:
+            up = work.popleft()
+            for edge in self.outbound[up]:
+                self._resolve(edge, self.state[up], work)
+
+    def _resolve(self, edge: GraphEdge, ended: str, work: deque[str]) -> None:
+        child = edge.to
+        if ended in SATISFIED[edge.kind]:
+            self.good[child] += 1
+        else:
+            self.bad[child] += 1
+        if child in self.decided:
+            return
+        n = len(self.inbound[child])
+        join = self.join[child]
+        k = n if isinstance(join, AllOf) else 1 if isinstance(join, AnyOf) else join.k
+        if self.good[child] >= k:
+            self.decided[child] = True
+        elif self.bad[child] > n - k:
+            self.decided[child] = False
+        else:
+            return
+        if self.state[child] == "waiting_children":
+            self.state[child] = "waiting" if self.decided[child] else "skipped"
+            if not self.decided[child]:
+                work.append(child)
+
+
+def random_graph(rng: random.Random) -> FlowGraph:
+    size = rng.randint(2, 14)
+    keys = [f"n{i}" for i in range(size)]
+    edges = [
+        GraphEdge(frm=a, to=b, kind=rng.choice(("success_only",) * 4 + ("terminal", "failure_only")))
+        for j, b in enumerate(keys)
+        for a in keys[:j]
+        if rng.random() < 0.3
+    ]
+    inbound = {key: sum(1 for edge in edges if edge.to == key) for key in keys}
+
+    def join(key: str) -> JoinPolicy:
+        if not inbound[key]:
+            return AllOf()
+        k = rng.randint(1, inbound[key])
+        return rng.choice((AllOf(), AllOf(), AnyOf("let_run"), Quorum(k, "let_run")))
+
+    nodes = tuple(GraphNode(key=key, execution_kind="job", join=join(key)) for key in keys)
+    return FlowGraph(flow_id=new_uuid(), flow_kind="random", nodes=nodes, edges=tuple(edges))
+
+
+@pytest.mark.parametrize("units", [1, 2, 3, 7, 128])
+async def test_random_graphs(engine: Engine, units: int) -> None:
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")
+    for _ in range(25):
+        graph = random_graph(rng)
+        model = Model(graph)
+        outcome = await engine.backend.flows.submit_flow(graph)
+        assert isinstance(outcome, Submitted)
+        flow = TestFlow(engine, outcome)
+        partition = flow.nodes["n0"].partition
+
+        async def drain(flow: TestFlow = flow, partition: int = partition) -> None:
+            for _ in range(10_000):
+                if not (await engine.backend.flows.drain_cascade(partition)).pending:
+                    return
+            raise AssertionError("the backlog never empties")
+
+        await drain()
+        while left := [key for key, state in model.state.items() if state not in ENDED]:
+            key = rng.choice(left)
+            how = rng.choice(("success", "success", "failed", "cancelled"))
+            if model.state[key] == "waiting_children":
+                how = "cancelled"
+                if rng.random() < 0.8:
+                    continue
+            await flow.end(key, how)
+            model.end(key, {"success": "completed"}.get(how, how))
+            await drain()
+            states = {k: s.replace("active", "waiting") for k, s in (await flow.states()).items()}
+            assert states == model.state
+        snapshot = await flow.snapshot()
+        assert snapshot.finished_at is not None
+        assert snapshot.members == await flow.recount()
+    await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (128,), op="test")
