@@ -1,7 +1,7 @@
 """Flows on Valkey: all keys of a flow and its members share one slot."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -85,6 +85,7 @@ class ValkeyFlows(api.Flows):
         inbound = graphs.check_graph(graph.nodes, graph.edges)
         nodes = graphs.ordered(graph.nodes, inbound)
         items = self._items(graph.flow_id, tag, nodes, inbound)
+        feeding = {edge.frm for edge in graph.edges}
         await self._places.register(tag, {node.lane_id for node in nodes})
         header: dict[str, Any] = {
             "kind": graph.flow_kind,
@@ -100,7 +101,7 @@ class ValkeyFlows(api.Flows):
         for number, part in enumerate(parts, 1):
             header |= {"part": number, "last": number == len(parts)}
             args: list[Any] = [graph.flow_id, _pack(header)]
-            args += self._item_args(part, graph.namespace)
+            args += self._item_args(part, graph.namespace, feeding)
             reply = await self._calls.fcall("ff_submit_flow", tag, args, op="submit_flow")
             if reply[2] != b"accepted":
                 break
@@ -190,13 +191,17 @@ class ValkeyFlows(api.Flows):
         stored = await self._calls.read(place, "HGET", keys.core(known.tag, known), "flow_id")
         return None if stored is None else text(stored)
 
-    def _item_args(self, items: Sequence[Item], namespace: str) -> list[Any]:
+    def _item_args(
+        self, items: Sequence[Item], namespace: str, feeding: Collection[str] = ()
+    ) -> list[Any]:
         args: list[Any] = []
         for node, execution_id, deps in items:
             options = creation_options(_new(node, execution_id, namespace or "default"))
             if not namespace:
                 options.pop("ns", None)
             options |= _member_options(node, deps)
+            if node.key in feeding:
+                options["out"] = True
             args += (execution_id, node.execution_kind, node.input_payload)
             args += (node.payload_encoding, _pack(options))
         return args

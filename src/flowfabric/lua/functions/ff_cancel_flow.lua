@@ -16,6 +16,6 @@ register('ff_cancel_flow', function(keys, args)
       owing and flow_cancel.owed(f) or 0)
   end
   local left = flow_cancel.flip(c, flow_id, policy, reason, tonumber(args[4]))
-  c:flush()
+  c:close()
   return reply.ok('cancelled', policy, reason, f.node_count, left, cascade.told(c))
 end, { 'allow-oom' })

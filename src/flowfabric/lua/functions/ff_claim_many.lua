@@ -8,5 +8,6 @@
 register('ff_claim_many', function(keys, args)
   local c = Context.open(keys[1], args[5] ~= '1')
   local rows, left = claiming.many(c, claiming.wanted(args, 1))
+  c:close()
   return reply.ok(rows, left)
 end, { 'allow-oom' })

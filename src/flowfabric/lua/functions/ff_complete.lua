@@ -39,16 +39,27 @@ register('ff_complete', function(keys, args)
   if problem then return problem end
   local first = 5 * count + 2
   local c = Context.open(keys[1], count > 1 or (args[first + 4] or '1') ~= '1')
+  -- What the ends release is claimed here first: only what is left wakes other workers.
+  local released = args[first] and {}
+  c.rings_later = released
   local replies = {}
   for n = 1, count do
     local i = 5 * n - 3
     replies[n] = reply.guarded(complete, c, args[i], args[i + 1], args[i + 2], args[i + 3],
       args[i + 4])
   end
+  if not args[first] then
+    c:close()
+    return reply.ok(replies, cascade.told(c))
+  end
   c:flush()
-  if not args[first] then return reply.ok(replies, cascade.told(c)) end
   local want = claiming.wanted(args, first)
   want.awake = true
   local rows, left = claiming.many(c, want)
+  c:close()
+  c.rings_later = nil
+  for lane in pairs(released) do
+    if left > 0 or lane ~= want.lane then c:ring(lane) end
+  end
   return reply.ok(replies, rows, left, cascade.told(c))
 end, { 'allow-oom' })

@@ -22,6 +22,6 @@ register('ff_create', function(keys, args)
       reply.guarded(creating.create, c, args[i], args[i + 1], args[i + 2], args[i + 3],
         creating.options(common, args[i + 4]))
   end
-  c:flush()
+  c:close()
   return reply.ok(replies)
 end, {})

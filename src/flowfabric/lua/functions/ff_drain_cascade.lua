@@ -73,7 +73,7 @@ register('ff_drain_cascade', function(keys, args)
     if cascade.room(c) > 0 and flow.read(c, flow_id) then flow.release(c, flow_id) end
   end
   if args[1] == '1' then retry_failed(c) end
-  c:flush()
+  c:close()
   local left = server.call('EXISTS', K.index(c.tag, 'cascade_backlog'),
     K.index(c.tag, 'pending_cancel_groups'), K.index(c.tag, 'release_backlog'),
     K.index(c.tag, 'reopen_backlog'))

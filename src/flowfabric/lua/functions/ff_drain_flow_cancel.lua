@@ -11,6 +11,6 @@ register('ff_drain_flow_cancel', function(keys, args)
     return reply.ok(0, 0, 0)
   end
   local cancelled, settled, left = flow_cancel.drain(c, flow_id)
-  c:flush()
+  c:close()
   return reply.ok(cancelled, settled, left)
 end, { 'allow-oom' })

@@ -20,7 +20,7 @@ local function extend(c, args)
   if f.extending then
     flow.clear(c, flow_id, 'extending')
     flow.release(c, flow_id)
-    c:flush()
+    c:close()
   end
   return reply.ok(added > 0 and 'extended' or 'already_extended', f.graph_revision, added,
     cascade.told(c))

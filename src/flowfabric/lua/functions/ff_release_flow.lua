@@ -8,7 +8,7 @@ register('ff_release_flow', function(keys, args)
     local f = flow.live(c, flow_id)
     if not f.held_from then return reply.ok(0) end
     local _, released = flow.release(c, flow_id)
-    c:flush()
+    c:close()
     return reply.ok(released, cascade.told(c))
   end, c, flow_id)
 end, { 'allow-oom' })

@@ -22,6 +22,6 @@ register('ff_renew', function(keys, args)
   for i = 1, #args, 3 do
     replies[#replies + 1] = reply.guarded(renew, c, args[i], args[i + 1], tonumber(args[i + 2]))
   end
-  c:flush()
+  c:close()
   return reply.ok(replies)
 end, { 'allow-oom' })

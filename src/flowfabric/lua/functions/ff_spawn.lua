@@ -28,7 +28,7 @@ register('ff_spawn', function(keys, args)
       return reply.ok('spawned', f.graph_revision)
     end
     pausing.release(c, id, rec, S.waiting_children('i'), 'waiting_children:moved', {})
-    c:flush()
+    c:close()
     return reply.ok('moved', f.graph_revision)
   end, c, id)
 end, {})

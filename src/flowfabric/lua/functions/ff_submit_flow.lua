@@ -26,7 +26,8 @@ local function submit(c, args)
   if known and known.digest == header.digest and not known.submitting then
     return reply.ok('already_submitted', known.graph_revision)
   end
-  local common, items = { flow = flow_id, ns = header.ns }, {}
+  -- The engine has checked the graph as a whole.
+  local common, items = { flow = flow_id, ns = header.ns, checked = true }, {}
   for i = 3, #args, 5 do
     local item = { i, creating.options(common, args[i + 4]) }
     local problem = creating.problem(c, item[2])
@@ -42,11 +43,11 @@ local function submit(c, args)
     local answer = creating.create(c, args[i], args[i + 1], args[i + 2], args[i + 3], item[2])
     if type(answer) == 'table' and answer[1] == 0 then reply.stop_with(answer) end
   end
-  c:flush()
+  c:close()
   if not header.last then return reply.ok('accepted', flow.read(c, flow_id).graph_revision) end
   if flow.read(c, flow_id).submitting then flow.clear(c, flow_id, 'submitting') end
   if not header.hold and flow.read(c, flow_id).held_from then flow.release(c, flow_id) end
-  c:flush()
+  c:close()
   return reply.ok('submitted', flow.read(c, flow_id).graph_revision, cascade.told(c))
 end
 

@@ -53,8 +53,13 @@ function Context:release_signature(lane, signature)
   self.released[lane][signature] = true
 end
 
-function Context:flush()
+-- Ends a call that opened the context itself.
+function Context:close()
   flow.settle(self)
+  self:flush()
+end
+
+function Context:flush()
   if not self.joined then return end
   for _, args in ipairs(self.queued) do
     for first, last in values.pieces(args, 3) do
@@ -108,6 +113,10 @@ end
 -- Wakes one idle worker for a lane of this partition; a claim that leaves work wakes the next. A
 -- refused ring, for example without permission, undoes nothing: the workers' sweep finds the work.
 function Context:ring(lane)
+  if self.rings_later then
+    self.rings_later[lane] = true
+    return
+  end
   self.rung = self.rung or {}
   if self.rung[lane] then return end
   self.rung[lane] = true

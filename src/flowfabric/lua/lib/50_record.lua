@@ -118,7 +118,6 @@ function record.transition(c, id, rec, state, ...)
     local name, value = select(i, ...)
     rec[name] = value
   end
-  if c.tally and not c.joined and not c.work then flow.settle(c) end
 end
 
 function record.set(c, id, rec, name, value)

@@ -41,7 +41,10 @@ end
 -- Registers `handle(c, id, args)` for one execution, which the first argument names.
 function reply.register_function(name, handle, flags)
   register(name, function(keys, args)
-    return reply.guarded(handle, Context.open(keys[1]), args[1], args)
+    local c = Context.open(keys[1])
+    local answer = reply.guarded(handle, c, args[1], args)
+    flow.settle(c)
+    return answer
   end, flags)
 end
 

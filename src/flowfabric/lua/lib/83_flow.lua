@@ -104,16 +104,13 @@ function flow.unblocked(c, id, rec)
   return S.eligible(attempt)
 end
 
--- Moves a member that nothing blocks any more to where it belongs now.
-function flow.move_on(c, id, rec)
+-- Moves a member that nothing blocks any more to where it belongs now; `...` are further fields.
+function flow.move_on(c, id, rec, ...)
   local state, detail = flow.unblocked(c, id, rec)
   waiting.leave(c, id, rec)
-  record.clear(c, id, rec, 'blocking_detail')
-  if detail then
-    record.transition(c, id, rec, state, 'last_transition_at', c.now, 'blocking_detail', detail)
-  else
-    record.transition(c, id, rec, state, 'last_transition_at', c.now)
-  end
+  if rec.blocking_detail and not detail then record.clear(c, id, rec, 'blocking_detail') end
+  record.transition(c, id, rec, state, 'last_transition_at', values.text(c.now), ...)
+  if detail then record.set(c, id, rec, 'blocking_detail', detail) end
   waiting.enter(c, id, rec)
   if S.is_eligible(state) then c:ring(rec.lane_id) end
 end
@@ -140,7 +137,7 @@ function flow.release(c, flow_id)
   return false, released
 end
 
--- Notes a member's change of state (nil: it joined); `settle` writes it.
+-- Notes a member's change of state (nil: it joined); `settle` writes it at the end of the call.
 function flow.count(c, flow_id, before, after)
   local old, new = before and S.public(before), S.public(after)
   if old == new then return end
@@ -165,15 +162,36 @@ local function finish(c, flow_id, f)
   if f.parent_execution_id then cascade.subflow_finished(c, flow_id, f, state) end
 end
 
-local function write(c, flow_id, tally)
-  local key, f = K.flow(c.tag, flow_id), flow.read(c, flow_id)
-  if not f then return end
-  local function add(name, by)
-    if by ~= 0 then f[name] = values.text(server.call('HINCRBY', key, name, by)) end
+-- The changes of one flow, as name, value pairs; the record is read, so they are absolute.
+local function changes(c, f, tally, grown)
+  local fields = {}
+  local function set(name, value)
+    f[name] = values.text(value)
+    fields[#fields + 1] = name
+    fields[#fields + 1] = f[name]
   end
-  for state, by in pairs(tally.states) do add('members_' .. state, by) end
-  add('kept', tally.kept)
-  add('live', tally.live)
+  local function add(name, by)
+    if by ~= 0 then set(name, flow.number(f, name) + by) end
+  end
+  if tally then
+    for state, by in pairs(tally.states) do add('members_' .. state, by) end
+    add('kept', tally.kept)
+    add('live', tally.live)
+  end
+  if grown then
+    for _, name in ipairs({ 'node_count', 'edge_count', 'graph_revision' }) do
+      set(name, flow.number(f, name))
+    end
+    set('last_mutation_at', c.now)
+  end
+  return fields
+end
+
+local function write(c, flow_id, tally, grown)
+  local f = flow.read(c, flow_id)
+  if not f then return end
+  local fields = changes(c, f, tally, grown)
+  if #fields > 0 then server.call('HSET', K.flow(c.tag, flow_id), unpack(fields)) end
   local live = flow.number(f, 'live')
   if live == 0 and not f.finished_at and flow.number(f, 'node_count') > 0 then
     finish(c, flow_id, f)
@@ -182,12 +200,18 @@ local function write(c, flow_id, tally)
   end
 end
 
--- Writes the noted changes. The end of a flow may end others.
+-- Writes what the call changed in flows, once, at its end. The end of a flow may change others.
 function flow.settle(c)
-  graph.settle(c)
-  while c.tally do
-    local noted = c.tally
-    c.tally = nil
-    for flow_id, tally in pairs(noted) do write(c, flow_id, tally) end
+  for flow_id, added in pairs(c.new_edges or {}) do
+    values.call('HSET', K.edges(c.tag, flow_id), added)
+  end
+  c.new_edges = nil
+  while c.tally or c.grown do
+    local tallies, grown = c.tally or {}, c.grown or {}
+    c.tally, c.grown = nil, nil
+    for flow_id, tally in pairs(tallies) do write(c, flow_id, tally, grown[flow_id]) end
+    for flow_id in pairs(grown) do
+      if not tallies[flow_id] then write(c, flow_id, nil, true) end
+    end
   end
 end

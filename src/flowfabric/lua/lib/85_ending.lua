@@ -69,8 +69,9 @@ function ending.finish(c, id, rec, how)
   if rec.out then cascade.ended(c, id, rec) end
 end
 
-function ending.cancel(c, id, rec, source, reason)
-  local fields = {}
+-- `fields`: further ones for the record.
+function ending.cancel(c, id, rec, source, reason, fields)
+  fields = fields or {}
   record.add_or_clear(c, id, rec, fields, 'cancelled_by', source)
   record.add_or_clear(c, id, rec, fields, 'cancellation_reason', reason)
   ending.finish(c, id, rec, {
@@ -80,10 +81,11 @@ function ending.cancel(c, id, rec, source, reason)
 end
 
 -- Ends a member whose dependencies can no longer be met.
-function ending.skip(c, id, rec)
+function ending.skip(c, id, rec, fields)
   local reason = 'dependency_impossible'
+  if S.has_paused_attempt(rec.state) then values.append(fields, { 'failure_reason', reason }) end
   ending.finish(c, id, rec, {
     outcome = 'k', reason = 'skipped', stream_reason = reason, close_reason = reason,
-    fields = S.has_paused_attempt(rec.state) and { 'failure_reason', reason } or nil,
+    fields = fields,
   })
 end

@@ -121,51 +121,62 @@ end
 
 local REASONS = { s = 'sibling_quorum_satisfied', i = 'sibling_quorum_impossible' }
 
--- Moves the child of a join that has just been decided, and cancels what it no longer needs.
-local function decided(c, id, rec, verdict)
-  local join = edges.join(rec)
-  if join and join.cancels then
-    record.set(c, id, rec, 'siblings',
-      REASONS[verdict] .. ' ' .. flow.read(c, rec.flow_id).edge_count)
-    server.call('SADD', K.index(c.tag, 'pending_cancel_groups'), name_of(rec.flow_id, id))
+-- Moves the child of a join that has just been decided, with the given fields for its record.
+local function move(c, id, rec, verdict, fields)
+  if not S.is_blocked_by_dependencies(rec.state) then
+    -- A running or suspended child looks at it when it waits next.
+    for i = 1, #fields, 2 do record.set(c, id, rec, fields[i], fields[i + 1]) end
+    return
   end
-  if S.is_blocked_by_dependencies(rec.state) then
-    local f = flow.that_ends(c, rec, S.has_paused_attempt(rec.state))
-    if f then
-      ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason)
-      add(c, 'cancelled')
-    elseif verdict == 's' then
-      flow.move_on(c, id, rec)
-      add(c, 'promoted')
-    else
-      spend(c)
-      ending.skip(c, id, rec)
-      add(c, 'skipped')
-    end
+  local f = flow.that_ends(c, rec, S.has_paused_attempt(rec.state))
+  if f then
+    ending.cancel(c, id, rec, 'flow_cascade', f.cancel_reason, fields)
+    add(c, 'cancelled')
+  elseif verdict == 's' then
+    flow.move_on(c, id, rec, unpack(fields))
+    add(c, 'promoted')
+  else
+    spend(c)
+    ending.skip(c, id, rec, fields)
+    add(c, 'skipped')
   end
+end
+
+-- Stores how a join was decided, moves its child, and cancels the upstreams that it no longer needs.
+local function decide(c, id, rec, verdict, e, fields)
+  local join, groups = edges.join(rec), K.index(c.tag, 'pending_cancel_groups')
+  if join then
+    values.append(fields, { 'decided_at', values.text(c.now), 'decided_by', values.text(e.number) })
+  end
+  local name = name_of(rec.flow_id, id)
   if join and join.cancels then
-    if cascade.cancel_siblings(c, id, rec) then
-      server.call('SREM', K.index(c.tag, 'pending_cancel_groups'), name_of(rec.flow_id, id))
-    else
-      cascade.counts(c).pending = 1
-    end
+    local last = flow.read(c, rec.flow_id).edge_count
+    values.append(fields, { 'siblings', REASONS[verdict] .. ' ' .. last })
+    server.call('SADD', groups, name)
+  end
+  move(c, id, rec, verdict, fields)
+  if not (join and join.cancels) then return end
+  if cascade.cancel_siblings(c, id, rec) then
+    server.call('SREM', groups, name)
+  else
+    cascade.counts(c).pending = 1
   end
 end
 
 -- Tells one child that one upstream ended. Returns satisfied, impossible, pending, already_fired,
 -- already_resolved or invalid_dependency; and whether the child got the result, or was skipped.
 function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
-  local key = K.into(c.tag, flow_id, id)
+  local key, f = K.into(c.tag, flow_id, id), flow.read(c, flow_id)
   local text = server.call('HGET', key, edge_id)
   local e = text and edges.parse(id, text)
-  if not e or e.state == 'g' then return 'invalid_dependency' end
+  if not f or not e or e.state == 'g' then return 'invalid_dependency' end
   if e.state ~= 'u' then return 'already_resolved' end
   local run = tonumber(up.replay_count or 0)
   -- After a replay of the child, only a later run of the upstream counts.
   if e.run ~= '' and run <= tonumber(e.run) then return 'already_resolved' end
   local rec = record.checked(c, id)
   if not rec then return 'invalid_dependency' end
-  local g, f = edges.group(id, rec), flow.read(c, flow_id)
+  local g = edges.group(id, rec)
   if edges.open_count(g) < 1 then error(id .. ': deps: invariant_violation: ' .. rec.deps, 0) end
   local outcome = S.outcome(up.state)
   local good = edges.satisfied_by(e, outcome)
@@ -177,13 +188,12 @@ function cascade.resolve(c, flow_id, edge_id, id, up_id, up)
   local was_open = g.state == 'p'
   local verdict = was_open and edges.verdict(c, id, rec, g) or nil
   g.state = verdict or g.state
-  record.set(c, id, rec, 'deps', edges.group_text(g))
   local injected = good and not S.is_terminal(rec.state) and (not rec.join or verdict == 's')
     and pass_result(c, id, rec, e, up_id, up)
   if verdict then
-    server.call('HSET', K.core(c.tag, id), 'decided_at', c.now, 'decided_by', e.number)
-    rec.decided_at, rec.decided_by = values.text(c.now), values.text(e.number)
-    decided(c, id, rec, verdict)
+    decide(c, id, rec, verdict, e, { 'deps', edges.group_text(g) })
+  else
+    record.set(c, id, rec, 'deps', edges.group_text(g))
   end
   if rec.join and not verdict then
     return was_open and 'pending' or 'already_fired', injected
@@ -245,7 +255,6 @@ function cascade.run(c, work)
       pcall(postpone, c, work[i].rec.flow_id, work[i].id)
     end
   end
-  if not c.joined then flow.settle(c) end
 end
 
 -- A member with edges ended.

@@ -23,21 +23,14 @@ local function grow(c, flow_id, f, name)
   c.grown[flow_id] = true
 end
 
-function graph.settle(c)
-  for flow_id in pairs(c.grown or {}) do
-    local f = flow.read(c, flow_id)
-    flow.set(c, flow_id, 'node_count', f.node_count, 'edge_count', f.edge_count or '0',
-      'graph_revision', f.graph_revision, 'last_mutation_at', c.now)
-  end
-  c.grown = nil
-end
-
 -- Makes an execution a member; its record has the flow's id already.
 function graph.add_member(c, flow_id, f, id, rec)
   grow(c, flow_id, f, 'node_count')
   c:zadd(K.members(c.tag, flow_id), f.node_count, id)
   flow.count(c, flow_id, nil, rec.state)
-  if c.upstreams then c.upstreams[id] = nil end
+  c.upstreams = c.upstreams or {}
+  c.upstreams[id] = { flow_id = flow_id, state = rec.state, rank = tonumber(rec.rank or 0),
+    out = rec.out }
 end
 
 -- The first error among edges into a new child, by the check order of staging; nil if none. An edge
@@ -77,7 +70,9 @@ function graph.add_edge(c, flow_id, f, id, each, state)
     made = values.text(math.max(0, c.now - tonumber(f.created_at))), run = '', resolved = '',
     input = input, ref = ref }
   server.call('HSET', K.into(c.tag, flow_id, id), edge_id, edges.format(e))
-  server.call('HSET', K.edges(c.tag, flow_id), edge_id, edges.uuid_of(id))
+  c.new_edges = c.new_edges or {}
+  c.new_edges[flow_id] = c.new_edges[flow_id] or {}
+  values.append(c.new_edges[flow_id], { edge_id, edges.uuid_of(id) })
   server.call('ZADD', K.out(c.tag, flow_id, up_id), f.edge_count, edge_id .. ' ' .. edges.uuid_of(id))
   if not up.out then
     up.out = '1'
@@ -107,16 +102,11 @@ function graph.apply(c, flow_id, f, id, rec, edge_id, e)
   if g.state == 's' and reopened then g.state = 'p' end
   record.set(c, id, rec, 'deps', edges.group_text(g))
   if e.input ~= '' then record.set(c, id, rec, 'named', '1') end
-  if S.is_runnable(rec.state) and reopened then
-    local detail = values.text(edges.open_count(g)) .. ' open, last added ' .. edge_id
-    if S.is_blocked_by_dependencies(rec.state) then
-      record.set(c, id, rec, 'blocking_detail', detail)
-    else
-      waiting.leave(c, id, rec)
-      record.transition(c, id, rec, S.waiting_children(S.attempt(rec.state)),
-        'last_transition_at', c.now, 'blocking_detail', detail)
-      waiting.enter(c, id, rec)
-    end
+  if S.is_runnable(rec.state) and reopened and not S.is_blocked_by_dependencies(rec.state) then
+    waiting.leave(c, id, rec)
+    record.transition(c, id, rec, S.waiting_children(S.attempt(rec.state)),
+      'last_transition_at', c.now)
+    waiting.enter(c, id, rec)
   end
   local resolution = graph.resolve_ended(c, flow_id, edge_id, id, e.upstream)
   local after = resolution and record.read(c, id) or rec
@@ -234,7 +224,7 @@ function graph.extend(c, flow_id, items, late)
   local problem = late_problem(c, flow_id, late, created)
   if problem then return nil, problem end
   for _, item in ipairs(fresh) do creating.create(c, unpack(item)) end
-  c:flush()
+  c:close()
   local f = flow.read(c, flow_id)
   for _, each in ipairs(late) do
     local id = edges.id_of(c, each[6])
@@ -242,7 +232,7 @@ function graph.extend(c, flow_id, items, late)
     local e = graph.add_edge(c, flow_id, f, id, each, 'g')
     graph.apply(c, flow_id, f, id, record.checked(c, id), each[1], e)
   end
-  c:flush()
+  c:close()
   return #fresh + #late
 end
 

@@ -125,12 +125,12 @@ local function specify_member(c, rec, opts, set)
   set('flow_id', opts.flow)
   set('node', opts.node)
   set('join', opts.join)
+  set('out', opts.out and '1')
   if #deps > 0 then
     rec.state = S.waiting_children('f')
     set('deps', values.text(#deps) .. ' 0 0 0 p')
     set('rank', values.text(graph.rank(c, deps)))
     set('named', opts.named and '1')
-    set('blocking_detail', values.text(#deps) .. ' open')
   elseif f.held_from then
     rec.state = S.held('f')
     set('blocking_detail', 'flow held')
@@ -168,7 +168,9 @@ local function flow_of(c, namespace, opts)
   if f.namespace ~= namespace then
     reply.refuse('invalid_input', 'namespace: the flow is in ' .. f.namespace)
   end
-  reply.stop_with(graph.edges_problem(c, opts.flow, opts.deps or NONE))
+  if not opts.checked then
+    reply.stop_with(graph.edges_problem(c, opts.flow, opts.deps or NONE))
+  end
   return f
 end
 
@@ -182,7 +184,6 @@ local function join_flow(c, f, id, rec, opts)
   end
   for _, each in ipairs(ended) do graph.resolve_ended(c, flow_id, each[1], id, each[2]) end
   if #ended > 0 then rec.state = record.read(c, id).state end
-  if not c.joined then flow.settle(c) end
 end
 
 -- The digest of the policy; ends the call if the lane or the policy is refused.

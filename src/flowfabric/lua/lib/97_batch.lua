@@ -25,7 +25,9 @@ end
 function batch.register_function(name, first, handle, flags)
   register(name, function(keys, args)
     local c = Context.open(keys[1])
-    return reply.ok(batch.each(args, first, function(id) return handle(c, id, args) end))
+    local answers = batch.each(args, first, function(id) return handle(c, id, args) end)
+    flow.settle(c)
+    return reply.ok(answers)
   end, flags)
 end
 
