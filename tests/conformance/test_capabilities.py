@@ -74,16 +74,14 @@ async def test_a_flag_says_what_the_backend_does(engine: Engine, flag: str) -> N
 
 async def test_no_operation_of_a_missing_noun_is_a_crash(engine: Engine) -> None:
     for call in (
-        engine.backend.flows.submit_flow,
         engine.backend.steps.record_step,
         engine.backend.budgets.report_usage,
         engine.backend.quotas.check_admission,
-        engine.backend.flows.describe_edge,
     ):
         with pytest.raises(UnavailableError, match=f"unavailable: {call.op}"):
             await call()
     with pytest.raises(AttributeError):
-        await engine.backend.flows.submit_flo()
+        await engine.backend.steps.record_ste()
 
 
 async def test_it_says_which_backend_it_is(engine: Engine) -> None:

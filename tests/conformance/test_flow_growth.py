@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowfabric.core.contracts.flows import AnyOf, Applied, GraphEdge, GraphNode
+from flowfabric.core.contracts.flows import AnyOf, EdgeApplied, GraphEdge, GraphNode
 from tests.support.engine import Engine, refused
 from tests.support.flows import submitted
 
@@ -55,7 +55,7 @@ async def test_a_late_edge_blocks_a_waiting_child(engine: Engine) -> None:
     applied = await engine.backend.flows.add_dependency(
         flow.flow_id, flow.nodes["a"], flow.nodes["b"]
     )
-    assert isinstance(applied, Applied)
+    assert isinstance(applied, EdgeApplied)
     assert (applied.unsatisfied_count, applied.resolution) == (1, "")
     assert await flow.claim() == ["a"]
     await flow.end("a")
@@ -68,10 +68,11 @@ async def test_an_edge_from_an_ended_upstream_decides_at_once(engine: Engine) ->
     applied = await engine.backend.flows.add_dependency(
         flow.flow_id, flow.nodes["a"], flow.nodes["b"]
     )
-    assert (applied.unsatisfied_count, applied.resolution) == (0, "satisfied")
+    assert applied == EdgeApplied(0, "satisfied", 4)
     applied = await engine.backend.flows.add_dependency(
         flow.flow_id, flow.nodes["a"], flow.nodes["c"], dependency_kind="failure_only"
     )
+    assert isinstance(applied, EdgeApplied)
     assert applied.resolution == "impossible"
 
 

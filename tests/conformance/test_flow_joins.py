@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from flowfabric.core.contracts.flows import AllOf, AnyOf, JoinPolicy, Quorum
+from flowfabric.core.contracts.flows import AnyOf, JoinAll, JoinPolicy, Quorum
 from tests.support.engine import Engine
 from tests.support.flows import submitted
 
@@ -17,7 +17,7 @@ def expected(policy: JoinPolicy, ends: tuple[str, ...]) -> str:
     """The child's state after these ends, in this order."""
     good = bad = 0
     n = len(ends)
-    k = {AllOf: n, AnyOf: 1}.get(type(policy)) or policy.k  # type: ignore[union-attr]
+    k = {JoinAll: n, AnyOf: 1}.get(type(policy)) or policy.k  # type: ignore[union-attr]
     for end in ends:
         good += end == "success"
         bad += end != "success"
@@ -29,7 +29,7 @@ def expected(policy: JoinPolicy, ends: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("ends", list(itertools.product(ENDS, repeat=3)))
-@pytest.mark.parametrize("policy", [AllOf(), AnyOf("let_run"), Quorum(2, "let_run")])
+@pytest.mark.parametrize("policy", [JoinAll(), AnyOf("let_run"), Quorum(2, "let_run")])
 async def test_a_join_of_three(engine: Engine, policy: JoinPolicy, ends: tuple[str, ...]) -> None:
     flow = await submitted(engine, "a>z b>z c>z z>after", {"z": policy})
     assert await flow.claim() == ["a", "b", "c"]

@@ -20,7 +20,9 @@ _DEFINITION = re.compile(
     r"^(?:local )?function ([\w.:]+)(\([^\n]*\bend$|\(.*?^end)", re.MULTILINE | re.DOTALL
 )
 _ERROR = re.compile(r"\breply\.(?:err|refuse)\('(\w+)'")
-_EVENT = re.compile(r"\b(?:events\.emit(?:_lease)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'")
+_EVENT = re.compile(
+    r"\b(?:events\.emit(?:_lease|_flow)?|workers\.event)\(\w+, (?:[\w.()]+, )?'(\w+)'"
+)
 _REPEATED = ("then ", "per ", "any number of ")
 
 

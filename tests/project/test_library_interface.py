@@ -31,7 +31,7 @@ def changed(tmp_path: Path, name: str, part: str, instead: str) -> bool:
     [
         ("ff_cancel", "reason, source, fence", "source, reason, fence"),
         ("ff_cancel", "source, fence.", "source."),
-        ("ff_cancel", "reply.ok('cancelled')", "reply.ok('cancelled', id)"),
+        ("ff_cancel", "reply.ok('cancelled', ", "reply.ok('cancelled', id, "),
         ("ff_cancel", "reply.ok('cancelled')", "reply.ok('ended')"),
         ("ff_trim", "return 'purging'", "return 'later'"),
         ("ff_read_waits", "waitpoint_id, flat, signal_ids,", "waitpoint_id, flat,"),
@@ -49,7 +49,7 @@ def test_a_change_that_callers_notice_is_noticed(
     ("name", "part", "instead"),
     [
         ("ff_cancel", "end an execution deliberately", "cancel an execution"),
-        ("ff_cancel", "local fields = {}", "local fields = { 'a', id }"),
+        ("ff_cancel", "local problem\n", "local problem = { 'a', id }\n"),
         ("ff_trim", "> c.now then", ">= c.now then"),
     ],
 )

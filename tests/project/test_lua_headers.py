@@ -35,6 +35,8 @@ UNREACHED = {
     ),
     "ff_reclaim": "acquired",
 }
+# Any change of a member's state may finish its flow; only functions about flows say so.
+FOLLOWS = {"flow_finished"}
 each_function = pytest.mark.parametrize("path", FUNCTIONS, ids=lambda path: path.stem)
 
 
@@ -70,6 +72,9 @@ def error_problem(text: str) -> str | None:
     named, noted = set(code.findall(without_notes(said))), set(code.findall(said))
     if "those of the fence" in said:
         named |= errors_in(helpers()["fence.check"])
+    for other in (path for path in FUNCTIONS if f"those of {path.stem}" in said):
+        noted |= errors_in(function(other))
+        named.discard(other.stem)
     used = errors_in(Block(Path(), without_comments(text)))
     return difference(named - {"corruption"}, used, noted)
 
@@ -79,7 +84,7 @@ def event_problem(name: str, text: str) -> str | None:
     words = re.split(r",| and |\|", first_sentence(said))
     named = {word.strip() for word in words} - {"none", ""}
     used = events_in(Block(Path(), without_comments(text)))
-    return difference(named, used - {UNREACHED.get(name)}, set())
+    return difference(named, used - {UNREACHED.get(name)}, FOLLOWS)
 
 
 def difference(named: set[str], used: set[str], noted: set[str]) -> str | None:

@@ -6,11 +6,11 @@ import itertools
 from typing import Any
 
 from flowfabric.core.contracts.flows import (
-    AllOf,
     FlowGraph,
     FlowSnapshot,
     GraphEdge,
     GraphNode,
+    JoinAll,
     JoinPolicy,
     Submitted,
 )
@@ -95,7 +95,7 @@ def graph(
         keys += (key for key in ends if key not in keys)
         edges += (GraphEdge(frm=a, to=b, **edge) for a, b in itertools.pairwise(ends))
     nodes = tuple(
-        GraphNode(key=key, execution_kind="job", join=(joins or {}).get(key, AllOf()))
+        GraphNode(key=key, execution_kind="job", join=(joins or {}).get(key, JoinAll()))
         for key in keys
     )
     return FlowGraph(

@@ -19,6 +19,7 @@ from tests.support.state_rules import index_suffix, violations
 
 TAG = "{fp:42}"
 ID = "{fp:42}:11111111-2222-4333-8444-555555555555"
+FLOW = "33333333-2222-4333-8444-555555555555"
 WAITPOINT = "22222222-2222-4333-8444-555555555555"
 LANES = ["default", "a:b", "100%", "%3A", "a,b c", "x" * 64]
 
@@ -35,6 +36,8 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         name: [(ID, "0"), (ID, "4294967295")]
         for name in ("attempt", "summary", "stream", "stream_meta", "stream_closed")
     },
+    **{name: [(FLOW,)] for name in ("flow", "members", "flow_tags", "edges", "held")},
+    **{name: [(FLOW, ID)] for name in ("out", "into")},
     "suspend_dedup": [(ID,)],
     "waitpoint": [(WAITPOINT,)],
     "waitpoint_signals": [(WAITPOINT,)],

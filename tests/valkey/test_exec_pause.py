@@ -117,7 +117,7 @@ async def test_a_move_that_would_be_ready_is_not_repeated(engine: Engine) -> Non
     await engine.block(handle.execution_id)
     await engine.backend.executions.wait_children(handle)
     await engine.backend.transport.call(
-        "DEL", keys.unresolved(handle.execution_id.tag, handle.execution_id)
+        "HDEL", keys.core(handle.execution_id.tag, handle.execution_id), "deps"
     )
     assert await engine.backend.executions.wait_children(handle) == Moved(handle.execution_id)
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from flowfabric.core.contracts.leases import Handle
-from flowfabric.engine.valkey import keys
 from tests.conformance.test_fencing import (
     POLICY,
     VERBS,
@@ -109,9 +108,7 @@ async def given_back_cancelled_and_replayed(engine: Engine) -> Handle:
 
 async def waiting_for_children(engine: Engine) -> Handle:
     handle = await running(engine, policy=POLICY)
-    execution_id = handle.execution_id
-    edges = keys.unresolved(execution_id.tag, execution_id)
-    await engine.backend.transport.call("SADD", edges, "an-edge")
+    await engine.block(handle.execution_id)
     assert (await engine.backend.executions.wait_children(handle)).kind == "moved"
     return handle
 

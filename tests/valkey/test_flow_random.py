@@ -8,11 +8,11 @@ from collections import deque
 import pytest
 
 from flowfabric.core.contracts.flows import (
-    AllOf,
     AnyOf,
     FlowGraph,
     GraphEdge,
     GraphNode,
+    JoinAll,
     JoinPolicy,
     Quorum,
     Submitted,
@@ -64,7 +64,7 @@ class Model:
             return
         n = len(self.inbound[child])
         join = self.join[child]
-        k = n if isinstance(join, AllOf) else 1 if isinstance(join, AnyOf) else join.k
+        k = n if isinstance(join, JoinAll) else 1 if isinstance(join, AnyOf) else join.k
         if self.good[child] >= k:
             self.decided[child] = True
         elif self.bad[child] > n - k:
@@ -81,7 +81,9 @@ def random_graph(rng: random.Random) -> FlowGraph:
     size = rng.randint(2, 14)
     keys = [f"n{i}" for i in range(size)]
     edges = [
-        GraphEdge(frm=a, to=b, kind=rng.choice(("success_only",) * 4 + ("terminal", "failure_only")))
+        GraphEdge(
+            frm=a, to=b, kind=rng.choice(("success_only",) * 4 + ("terminal", "failure_only"))
+        )
         for j, b in enumerate(keys)
         for a in keys[:j]
         if rng.random() < 0.3
@@ -90,9 +92,9 @@ def random_graph(rng: random.Random) -> FlowGraph:
 
     def join(key: str) -> JoinPolicy:
         if not inbound[key]:
-            return AllOf()
+            return JoinAll()
         k = rng.randint(1, inbound[key])
-        return rng.choice((AllOf(), AllOf(), AnyOf("let_run"), Quorum(k, "let_run")))
+        return rng.choice((JoinAll(), JoinAll(), AnyOf("let_run"), Quorum(k, "let_run")))
 
     nodes = tuple(GraphNode(key=key, execution_kind="job", join=join(key)) for key in keys)
     return FlowGraph(flow_id=new_uuid(), flow_kind="random", nodes=nodes, edges=tuple(edges))
@@ -101,7 +103,7 @@ def random_graph(rng: random.Random) -> FlowGraph:
 @pytest.mark.parametrize("units", [1, 2, 3, 7, 128])
 async def test_random_graphs(engine: Engine, units: int) -> None:
     seed = random.randrange(2**32)
-    print("seed", seed)
+    print("seed", seed)  # noqa: T201
     rng = random.Random(seed)
     await engine.backend.calls.fcall("ff_test_units", "{fp:0}", (units,), op="test")
     for _ in range(25):

@@ -144,10 +144,10 @@ async def test_what_is_no_record_at_all(engine: Engine) -> None:
 async def test_other_stored_data(engine: Engine) -> None:
     handle = await engine.running()
     eid = handle.execution_id
-    await engine.backend.transport.call("SET", keys.unresolved(eid.tag, eid), "text")
+    await write(engine, eid, deps="many")
     error = await unchanged(engine, lambda: engine.backend.executions.wait_children(handle))
     assert isinstance(error, CorruptionError)
-    assert error.detail.startswith(f"{eid}: stored keys: WRONGTYPE")
+    assert error.detail == f"{eid}: deps: 'many' are not counters"
 
 
 async def test_a_claim_passes_by_what_it_cannot_read(engine: Engine) -> None:

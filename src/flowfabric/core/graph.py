@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from uuid import UUID, uuid5
 
-from flowfabric.core.contracts.flows import AllOf, GraphEdge, GraphNode, Quorum
+from flowfabric.core.contracts.flows import GraphEdge, GraphNode, JoinAll, Quorum
 from flowfabric.core.errors import ConflictError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
 
@@ -45,7 +45,7 @@ def _check_edge(edge: GraphEdge) -> None:
 def _check_joins(nodes: Iterable[GraphNode], inbound: Mapping[str, list[GraphEdge]]) -> None:
     for node in nodes:
         join, edges = node.join, inbound.get(node.key, [])
-        if isinstance(join, AllOf):
+        if isinstance(join, JoinAll):
             continue
         k = join.k if isinstance(join, Quorum) else 1
         if type(k) is not int or not 1 <= k <= max(1, len(edges)) or not edges:

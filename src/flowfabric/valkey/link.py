@@ -27,7 +27,15 @@ _LAST_PAUSE: Final = 0.5
 
 READ_FUNCTIONS: Final = frozenset(
     {
-        *("ff_idle_lanes", "ff_list_kids", "ff_list_suspended", "ff_read_waits", "ff_scan_due"),
+        *(
+            "ff_flow_members",
+            "ff_get_inputs",
+            "ff_idle_lanes",
+            "ff_list_kids",
+            "ff_list_suspended",
+            "ff_read_waits",
+            "ff_scan_due",
+        ),
         *("ff_stream_read", "ff_survey", "ff_version", "ff_waitpoint_token"),
     }
 )

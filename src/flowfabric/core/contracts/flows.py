@@ -17,7 +17,7 @@ FlowState = Literal["open", "running", "blocked", "completed", "failed"]
 """What all members together are in."""
 
 
-class AllOf(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
+class JoinAll(msgspec.Struct, frozen=True, tag_field="kind", tag="all_of"):
     """Every edge must be satisfied: the default."""
 
 
@@ -37,7 +37,7 @@ class Quorum(msgspec.Struct, frozen=True, tag_field="kind", tag="quorum"):
     spare_shared: bool = False
 
 
-JoinPolicy = AllOf | AnyOf | Quorum
+JoinPolicy = JoinAll | AnyOf | Quorum
 
 
 class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
     delay_until: int | None = None
     delay_ms: int | None = None
     execution_deadline_at: int | None = None
-    join: JoinPolicy = AllOf()
+    join: JoinPolicy = JoinAll()
     """How its inbound edges decide."""
 
 
@@ -126,7 +126,7 @@ class AlreadyStaged(NamedOutcome[Literal["already_staged"]], frozen=True):
     graph_revision: int
 
 
-class Applied(NamedOutcome[Literal["applied"]], frozen=True):
+class EdgeApplied(NamedOutcome[Literal["applied"]], frozen=True):
     """The child waits for the upstream, unless that has ended already."""
 
     unsatisfied_count: int

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.flows import (
-    AllOf,
     AnyOf,
     FlowGraph,
     GraphEdge,
     GraphNode,
+    JoinAll,
     JoinPolicy,
     Quorum,
 )
@@ -48,10 +48,10 @@ def check_header(graph: FlowGraph) -> None:
 
 def check_join(policy: Any) -> JoinPolicy:
     """A policy of a join in a valid form."""
-    if isinstance(policy, AllOf):
+    if isinstance(policy, JoinAll):
         return policy
     if not isinstance(policy, AnyOf | Quorum):
-        raise invalid_input("policy", "must be AllOf, AnyOf or Quorum")
+        raise invalid_input("policy", "must be JoinAll, AnyOf or Quorum")
     if isinstance(policy, Quorum):
         check.whole(policy.k, "policy.k", 1, _MAX_QUORUM)
     check.one_of(policy.on_satisfied, "policy.on_satisfied", _ON_SATISFIED)
@@ -131,7 +131,7 @@ class Flows(Concern, Protocol):
         downstream_execution_id: ExecutionId | None = None,
         dependency_kind: str = "",
         data_passing_ref: str = "",
-    ) -> flows.Applied | flows.AlreadyApplied:
+    ) -> flows.EdgeApplied | flows.AlreadyApplied:
         """Make a staged edge count; what is given beside its id must match it."""
         ...
 
@@ -146,7 +146,7 @@ class Flows(Concern, Protocol):
         data_passing_ref: str = "",
         input_name: str = "",
         expected_graph_revision: int | None = None,
-    ) -> flows.Applied | flows.AlreadyApplied:
+    ) -> flows.EdgeApplied | flows.AlreadyApplied:
         """Stage and apply an edge in one call."""
         ...
 

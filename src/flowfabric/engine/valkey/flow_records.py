@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from flowfabric.core.contracts import flows
-from flowfabric.core.contracts.flows import AllOf, AnyOf, JoinPolicy, Quorum
+from flowfabric.core.contracts.flows import AnyOf, JoinAll, JoinPolicy, Quorum
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.core.stored import Stored, corrupt
@@ -31,7 +31,7 @@ _BLOCKED = ("suspended", "delayed", "rate_limited", "waiting_children")
 def join_of(stored: Stored) -> JoinPolicy:
     """How the edges of this child decide."""
     if not stored.is_set("join"):
-        return AllOf()
+        return JoinAll()
     parts = _JOIN.fullmatch(stored.text("join"))
     if parts is None:
         raise stored.corrupt("join", "is not a policy")

@@ -1,7 +1,6 @@
 """Flows on Valkey: all keys of a flow and its members share one slot."""
 
-import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -10,17 +9,14 @@ import msgspec
 from flowfabric.core import graph as graphs
 from flowfabric.core.contracts import flows
 from flowfabric.core.contracts.executions import NewExecution
-from flowfabric.core.contracts.flows import AllOf, FlowGraph, GraphEdge, GraphNode, JoinPolicy
+from flowfabric.core.contracts.flows import FlowGraph, GraphEdge, GraphNode, JoinAll, JoinPolicy
 from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import (
     NotFoundError,
     StateError,
-    TimeoutError_,
-    ValidationError,
     invalid_input,
 )
 from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
-from flowfabric.core.stored import Stored
 from flowfabric.core.tags import validate_tags
 from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
@@ -28,7 +24,7 @@ from flowfabric.engine.api.executions import check_new
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.executions import creation_options
-from flowfabric.engine.valkey.flow_records import flow_snapshot, inputs_of, join_snapshot
+from flowfabric.engine.valkey.flow_ends import FlowEnds
 from flowfabric.engine.valkey.places import ValkeyPlaces
 
 # What one call writes, so that the server does nothing else for a few milliseconds only.
@@ -36,10 +32,6 @@ _NODES_AT_ONCE = 100
 _EDGES_AT_ONCE = 300
 _BYTES_AT_ONCE = 2_097_152
 _KINDS = {"success_only": "s", "terminal": "t", "failure_only": "f"}
-_MAX_WAIT_MS = 300_000
-_REPEATED_IDS = 1000
-_IDS_AT_ONCE = 1000
-_MEMBERS_AT_ONCE = 500
 _digest = msgspec.msgpack.Encoder().encode
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -48,7 +40,7 @@ Item = tuple[GraphNode, ExecutionId, list[list[str]]]
 
 def join_text(policy: JoinPolicy) -> str:
     """A policy as stored: letter, k, whether the others are cancelled, whether shared ones stay."""
-    if isinstance(policy, AllOf):
+    if isinstance(policy, JoinAll):
         return ""
     k = policy.k if isinstance(policy, flows.Quorum) else 1
     letter = "q" if isinstance(policy, flows.Quorum) else "a"
@@ -56,15 +48,12 @@ def join_text(policy: JoinPolicy) -> str:
     return f"{letter} {k} {ends} {int(policy.spare_shared)}"
 
 
-class ValkeyFlows(api.Flows):
+class ValkeyFlows(FlowEnds, api.Flows):
     """`Flows` on Valkey."""
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
-        self._calls = calls
+        super().__init__(calls)
         self._places = places
-
-    def _tag(self, flow_id: str) -> str:
-        return api.tag_of(flow_id, self._calls.counts)
 
     async def create_flow(
         self, flow_id: str, flow_kind: str, namespace: str = "default"
@@ -185,12 +174,6 @@ class ValkeyFlows(api.Flows):
             raise NotFoundError("flow_not_found", flow_id)
         return text(stored)
 
-    async def resolve_execution_flow_id(self, execution_id: ExecutionId) -> str | None:
-        known = self._calls.checked(execution_id)
-        place = f"{known}: record"
-        stored = await self._calls.read(place, "HGET", keys.core(known.tag, known), "flow_id")
-        return None if stored is None else text(stored)
-
     def _item_args(
         self, items: Sequence[Item], namespace: str, feeding: Collection[str] = ()
     ) -> list[Any]:
@@ -297,7 +280,7 @@ class ValkeyFlows(api.Flows):
         downstream_execution_id: ExecutionId | None = None,
         dependency_kind: str = "",
         data_passing_ref: str = "",
-    ) -> flows.Applied | flows.AlreadyApplied:
+    ) -> flows.EdgeApplied | flows.AlreadyApplied:
         args = (
             *(flow_id, validate_uuid(edge_id, "edge_id")),
             *(upstream_execution_id or "", downstream_execution_id or ""),
@@ -308,7 +291,7 @@ class ValkeyFlows(api.Flows):
         )
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        return flows.Applied(int(reply[3]), text(reply[4]))
+        return flows.EdgeApplied(int(reply[3]), text(reply[4]))
 
     async def add_dependency(
         self,
@@ -321,7 +304,7 @@ class ValkeyFlows(api.Flows):
         data_passing_ref: str = "",
         input_name: str = "",
         expected_graph_revision: int | None = None,
-    ) -> flows.Applied | flows.AlreadyApplied:
+    ) -> flows.EdgeApplied | flows.AlreadyApplied:
         tag, args = self._edge_args(
             *(flow_id, upstream_execution_id, downstream_execution_id, edge_id, dependency_kind),
             *(data_passing_ref, input_name, expected_graph_revision),
@@ -329,7 +312,7 @@ class ValkeyFlows(api.Flows):
         reply = await self._calls.fcall("ff_stage_edge", tag, (*args, 1), op="add_dependency")
         if reply[2] == b"already_applied":
             return flows.AlreadyApplied()
-        return flows.Applied(int(reply[4]), text(reply[5]), int(reply[3]))
+        return flows.EdgeApplied(int(reply[4]), text(reply[5]), int(reply[3]))
 
     async def set_edge_group_policy(
         self, flow_id: str, downstream_execution_id: ExecutionId, policy: JoinPolicy
@@ -351,125 +334,6 @@ class ValkeyFlows(api.Flows):
         return await self._calls.ask(
             "ff_set_flow_tags", self._tag(flow_id), args, lambda reply: int(reply[2])
         )
-
-    async def cancel_flow(
-        self,
-        flow_id: str,
-        reason: str = "",
-        *,
-        cancellation_policy: str = "cancel_all",
-        grace_ms: int = 30_000,
-        wait_timeout_ms: int = 0,
-    ) -> flows.CancelFlowOutcome:
-        tag = self._tag(flow_id)
-        policy = check.text(cancellation_policy, "cancellation_policy")
-        if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
-            raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
-        wait = check.whole(wait_timeout_ms, "wait_timeout_ms", 0, _MAX_WAIT_MS)
-        args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
-        reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
-        first = reply[2] == b"cancelled"
-        stored, total, left = text(reply[3]), int(reply[5]), int(reply[6])
-        ids = await self._member_ids(tag, flow_id, None if first else _REPEATED_IDS)
-        if wait and left:
-            left = await self._drained(flow_id, wait / 1000)
-        failed = await self._failed_members(tag, flow_id) if wait else ()
-        if failed:
-            return flows.PartiallyCancelled(stored, ids, failed)
-        if left and first:
-            return flows.CancellationScheduled(stored, total, ids)
-        return flows.FlowCancelled(stored, ids, total, len(ids) < total, left)
-
-    async def _drained(self, flow_id: str, seconds: float) -> int:
-        try:
-            async with asyncio.timeout(seconds):
-                while (await self.drain_flow_cancel(flow_id))[2]:
-                    pass
-        except TimeoutError:
-            raise TimeoutError_("timeout", "members are still being cancelled") from None
-        return 0
-
-    async def _member_ids(
-        self, tag: str, flow_id: str, limit: int | None
-    ) -> tuple[ExecutionId, ...]:
-        found: list[ExecutionId] = []
-        while True:
-            most = _IDS_AT_ONCE if limit is None else min(_IDS_AT_ONCE, limit - len(found))
-            key = keys.members(tag, flow_id)
-            last = len(found) + most - 1
-            page = await self._calls.read(f"flow {flow_id}", "ZRANGE", key, len(found), last)
-            found += (ExecutionId.trusted(text(member)) for member in page)
-            if len(page) < most or len(found) == limit:
-                return tuple(found)
-
-    async def _failed_members(self, tag: str, flow_id: str) -> tuple[ExecutionId, ...]:
-        failed: set[str] = set()
-        for name in ("cascade_failed", "cascade_poison"):
-            raw = await self._calls.read("failed units", "HKEYS", keys.index(tag, name))
-            for entry in map(text, raw):
-                kind, flow, *rest = entry.split("|")
-                if (kind, flow) == ("c", flow_id):
-                    failed.add(rest[0])
-        members = await self._member_ids(tag, flow_id, None) if failed else ()
-        return tuple(member for member in members if member.uuid in failed)
-
-    async def describe_flow(self, flow_id: str) -> flows.FlowSnapshot | None:
-        tag = self._tag(flow_id)
-        place = f"flow {flow_id}"
-        raw = await self._calls.read(place, "HGETALL", keys.flow(tag, flow_id))
-        if not raw:
-            return None
-        tags = await self._calls.read(f"{place}: tags", "HGETALL", keys.flow_tags(tag, flow_id))
-        joins: list[flows.JoinSnapshot] = []
-        async for row in self.members(flow_id):
-            stored = Stored(row.execution_id, {"deps": row.deps or None, "join": row.join or None})
-            if join := join_snapshot(row.execution_id, stored):
-                joins.append(join)
-        texts = {text(name): text(value) for name, value in tags.items()}
-        return flow_snapshot(flow_id, Stored.from_hash(place, raw), texts, tuple(joins))
-
-    async def members(self, flow_id: str) -> AsyncIterator[flows.Member]:
-        tag, after = self._tag(flow_id), "0"
-        while True:
-            args = (flow_id, after, _MEMBERS_AT_ONCE)
-            reply = await self._calls.fcall("ff_flow_members", tag, args, op="list_members")
-            for row in reply[2]:
-                after = text(row[0])
-                yield _member(row)
-            if len(reply[2]) < _MEMBERS_AT_ONCE:
-                return
-
-    async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
-        return await self._calls.ask_about(
-            execution_id, "ff_get_inputs", (), lambda reply: inputs_of(reply[2:4])
-        )
-
-    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
-        tag = f"{{fp:{check.whole(partition, 'partition', 0, self._calls.counts.flow - 1)}}}"
-        return await self._calls.ask(
-            *("ff_drain_cascade", tag, ("1" if retry else "0",)),
-            lambda reply: flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
-        )
-
-    async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
-        return await self._calls.ask(
-            *("ff_drain_flow_cancel", self._tag(flow_id), (flow_id,)),
-            lambda reply: (int(reply[2]), int(reply[3]), int(reply[4])),
-        )
-
-
-def _member(row: Sequence[Any]) -> flows.Member:
-    node, state, kind, deps, join = (
-        None if part is None else text(part) for part in (*row[2:7], *[None] * 5)[:5]
-    )
-    return flows.Member(
-        execution_id=ExecutionId.trusted(text(row[1])),
-        node=node or "",
-        state=state or "",
-        execution_kind=kind or "",
-        deps=deps or "",
-        join=join or "",
-    )
 
 
 def _new(node: GraphNode, execution_id: ExecutionId, namespace: str) -> NewExecution:

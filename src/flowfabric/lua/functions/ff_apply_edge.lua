@@ -1,7 +1,7 @@
 -- ff_apply_edge: make a staged edge count for its child.
 -- Keys: flow core, edges, in, core of both members, indexes of the child.
--- Arguments: flow_id, edge_id, then as far as known (else empty): upstream id, downstream id,
---   dependency kind, data_passing_ref.
+-- Arguments: flow_id, edge_id, upstream id, downstream id, dependency kind, data_passing_ref (the
+--   last four as far as the caller knows them, or empty).
 -- Replies: `applied` | `already_applied`, open edges, resolution or empty.
 -- Errors: flow_not_found, invalid_dependency, execution_not_found, execution_already_in_flow,
 --   flow_already_terminal, terminal. Events: completion (members that the edge ends).

@@ -5,7 +5,8 @@
 --   lease_id, attempt_id.
 -- Replies: claim row, lane. Errors: execution_not_found, execution_not_leaseable, lease_conflict,
 --   active_attempt_exists, use_claim_resumed_execution, invalid_claim_grant,
---   claim_grant_expired, flow_already_terminal, invalid_input (lane_mismatch). Events: acquired.
+--   claim_grant_expired, flow_already_terminal, invalid_input (lane_mismatch).
+-- Events: acquired, completion (a member of a cancelled flow).
 local function refusal(c, rec)
   if not S.is_runnable(rec.state) then return reply.err('execution_not_leaseable') end
   if not S.is_unowned(rec.state) then return reply.err('lease_conflict') end

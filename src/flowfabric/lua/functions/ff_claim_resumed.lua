@@ -4,7 +4,8 @@
 -- Arguments: execution_id, lane or empty, worker (`id instance`), grant token, lease ttl ms, lease_id.
 -- Replies: claim row, lane. Errors: execution_not_found, execution_not_leaseable,
 --   not_a_resumed_execution, invalid_claim_grant, claim_grant_expired,
---   flow_already_terminal, invalid_input (lane_mismatch). Events: acquired (reason claim_resumed).
+--   flow_already_terminal, invalid_input (lane_mismatch). Events: acquired (reason claim_resumed),
+--   completion (a member of a cancelled flow).
 local function refusal(c, rec)
   if not S.is_runnable(rec.state) then return reply.err('execution_not_leaseable') end
   if not S.has_paused_attempt(rec.state) then return reply.err('not_a_resumed_execution') end

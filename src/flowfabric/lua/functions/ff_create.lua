@@ -10,7 +10,7 @@
 -- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
 --   execution_being_deleted, unavailable; of a member: flow_not_found, flow_already_terminal,
 --   invalid_input, execution_not_in_flow, dependency_already_exists; of the whole call:
---   batch_too_large. Events: none.
+--   batch_too_large. Events: completion (a member whose upstream has ended).
 register('ff_create', function(keys, args)
   local problem = batch.excess(args, (#args - 1) / 5)
   if problem then return problem end

@@ -1,9 +1,11 @@
 -- ff_drain_cascade: go on with what earlier calls left of ended members, decided joins, released
 -- flows and failed units, as much as one call may.
--- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, cascade_failed, flow core, in, out,
---   and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
--- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none.
--- Events: completion, flow_finished.
+-- Keys: cascade_backlog, pending_cancel_groups, release_backlog, reopen_backlog, cascade_failed,
+--   flow core, in, out, and those of the transitions that it makes. Arguments: retry what failed (1 | 0).
+-- Replies: resolved, promoted, skipped, cancelled, whether more is left (1 | 0). Errors: none
+--   (max_replays_exhausted, flow_already_terminal, deps_not_satisfied, execution_not_terminal: the
+--   member stays as it is).
+-- Events: completion, replayed, flow_finished.
 local AT_ONCE = 50
 
 local function parts(name)

@@ -1,8 +1,8 @@
 -- ff_extend_flow: add members and edges to a flow, in one call or several; with several, no new
 -- member runs before the last one. A repeat adds nothing twice.
 -- Keys: flow core, members, edges, in, out, held, and those of ff_create.
--- Arguments: flow_id, namespace, part (1 for the first of several calls), last (1 | 0), number of
---   items, items as in ff_create, late edges (msgpack list; edges into existing members).
+-- Arguments: flow_id, namespace, part (1 for the first of several calls), last (1 | 0), then number
+--   of items, items as in ff_create, late edges (msgpack list; edges into existing members).
 -- Replies: `extended` | `already_extended` | `accepted`; graph revision.
 -- Errors: flow_not_found, flow_already_terminal, execution_not_in_flow, invalid_input, terminal,
 --   cycle_detected, and those of ff_create. Events: completion (members that an edge ends).

@@ -4,7 +4,8 @@
 -- Arguments: execution_id, lane or empty, worker (`id instance`), lease ttl ms, lease_id, attempt_id.
 -- Replies: claim row, lane. Errors: execution_not_found, execution_not_eligible, lease_conflict,
 --   active_attempt_exists, grant_already_exists, execution_not_in_eligible_set,
---   flow_already_terminal, invalid_input (lane_mismatch). Events: acquired (reason issue_grant_and_claim[_resumed]).
+--   flow_already_terminal, invalid_input (lane_mismatch). Events: acquired (reason
+--   issue_grant_and_claim[_resumed]), completion (a member of a cancelled flow).
 local function refusal(c, id, rec)
   if not S.is_runnable(rec.state) then return reply.err('execution_not_eligible') end
   if not S.is_unowned(rec.state) then return reply.err('lease_conflict') end

@@ -1,7 +1,8 @@
 -- ff_promote_delayed: make due delayed executions eligible; the attempt state is kept.
 -- Keys: core, lane delayed, lane eligible. Arguments: lane, then execution ids.
 -- Replies per id: promoted | not_yet_due | not_found_cleaned | not_runnable_cleaned |
---   not_delayed_cleaned | error:<why>. Errors: none. Events: none; rings the doorbell.
+--   not_delayed_cleaned | cancelled (a member of a cancelled flow) | error:<why>. Errors: none.
+-- Events: completion (a member of a cancelled flow); rings the doorbell.
 batch.register_function('ff_promote_delayed', 2, function(c, id, args)
   local lane, rec = args[1], record.checked(c, id)
   if not rec or rec.lane_id ~= lane or not S.is_runnable(rec.state)

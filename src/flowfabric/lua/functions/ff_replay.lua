@@ -6,7 +6,7 @@
 --   reopen downstream (0: no | 1: skipped members | 2: all terminal members).
 -- Replies: public_state, members reopened. Errors: execution_not_found, execution_not_terminal,
 --   max_replays_exhausted, flow_already_terminal, deps_not_satisfied, replay_not_allowed, corruption.
--- Events: replayed.
+-- Events: replayed, completion (members that an edge ends).
 record.register_function('ff_replay', record.checked, function(c, id, rec, args)
   -- First, because the new run may have ended before the repeat arrives.
   local answer = operator.answered(rec, args[6])

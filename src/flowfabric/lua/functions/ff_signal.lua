@@ -7,7 +7,8 @@
 --   execution_not_found, invalid_token, token_expired, hmac_secret_not_initialized, invalid_secret,
 --   waitpoint_not_found, invalid_waitpoint_for_execution, invalid_input (lane_mismatch),
 --   target_not_signalable, waitpoint_closed, pending_waitpoint_expired, signal_limit_exceeded,
---   signal_bytes_exceeded, corruption. Events: signal.
+--   signal_bytes_exceeded, corruption. Events: signal,
+--   completion (a member of a cancelled flow).
 -- A refused call writes nothing, with one exception (05 §6.1): a wrong token sets
 --   last_hmac_validation_failed_at on the core, at most once per second and execution.
 local DEFAULT_LIMIT = 10000

@@ -6,7 +6,7 @@
 --   calls), last (true with the last), hold (release comes later), parent (of a subflow), depth.
 -- Replies: `submitted` | `already_submitted` | `accepted` (more calls must follow); graph revision.
 -- Errors: flow_submission_conflict, and those of ff_create; nothing of the call is written then.
--- Events: none; rings the doorbell.
+-- Events: completion (a member whose upstream has ended); rings the doorbell.
 local function opened(c, flow_id, header)
   local f = flow.read(c, flow_id)
   if not f then

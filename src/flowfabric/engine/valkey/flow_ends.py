@@ -1,0 +1,79 @@
+"""Cancelling flows, and going on with what earlier calls left to do."""
+
+import asyncio
+
+from flowfabric.core.contracts import flows
+from flowfabric.core.errors import TimeoutError_, ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.engine.api import check
+from flowfabric.engine.valkey import keys
+from flowfabric.engine.valkey.calls import text
+from flowfabric.engine.valkey.flow_reads import FlowReads
+
+_MAX_WAIT_MS = 300_000
+_REPEATED_IDS = 1000
+
+
+class FlowEnds(FlowReads):
+    """The part of `Flows` that cancels and drains."""
+
+    async def cancel_flow(
+        self,
+        flow_id: str,
+        reason: str = "",
+        *,
+        cancellation_policy: str = "cancel_all",
+        grace_ms: int = 30_000,
+        wait_timeout_ms: int = 0,
+    ) -> flows.CancelFlowOutcome:
+        tag = self._tag(flow_id)
+        policy = check.text(cancellation_policy, "cancellation_policy")
+        if type(grace_ms) is not int or not 0 <= grace_ms <= check.MAX_EXACT:
+            raise ValidationError("invalid_grace_ms", f"must be 0 to {check.MAX_EXACT}")
+        wait = check.whole(wait_timeout_ms, "wait_timeout_ms", 0, _MAX_WAIT_MS)
+        args = (flow_id, policy, check.reason(reason, "reason"), grace_ms)
+        reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
+        first = reply[2] == b"cancelled"
+        stored, total, left = text(reply[3]), int(reply[5]), int(reply[6])
+        ids = await self._member_ids(tag, flow_id, None if first else _REPEATED_IDS)
+        if wait and left:
+            left = await self._drained(flow_id, wait / 1000)
+        failed = await self._failed_members(tag, flow_id) if wait else ()
+        if failed:
+            return flows.PartiallyCancelled(stored, ids, failed)
+        if left and first:
+            return flows.CancellationScheduled(stored, total, ids)
+        return flows.FlowCancelled(stored, ids, total, len(ids) < total, left)
+
+    async def _drained(self, flow_id: str, seconds: float) -> int:
+        try:
+            async with asyncio.timeout(seconds):
+                while (await self.drain_flow_cancel(flow_id))[2]:
+                    pass
+        except TimeoutError:
+            raise TimeoutError_("timeout", "members are still being cancelled") from None
+        return 0
+
+    async def _failed_members(self, tag: str, flow_id: str) -> tuple[ExecutionId, ...]:
+        failed: set[str] = set()
+        for name in ("cascade_failed", "cascade_poison"):
+            raw = await self._calls.read("failed units", "HKEYS", keys.index(tag, name))
+            for entry in map(text, raw):
+                kind, flow, *rest = entry.split("|")
+                if (kind, flow) == ("c", flow_id):
+                    failed.add(rest[0])
+        members = await self._member_ids(tag, flow_id, None) if failed else ()
+        return tuple(member for member in members if member.uuid in failed)
+
+    async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:
+        tag = f"{{fp:{check.whole(partition, 'partition', 0, self._calls.counts.flow - 1)}}}"
+        return await self._calls.ask(
+            *("ff_drain_cascade", tag, ("1" if retry else "0",)),
+            lambda reply: flows.CascadeCounts(*map(int, reply[2:6]), pending=reply[6] == 1),
+        )
+
+    async def drain_flow_cancel(self, flow_id: str) -> tuple[int, int, int]:
+        return await self._calls.ask(
+            *("ff_drain_flow_cancel", self._tag(flow_id), (flow_id,)),
+            lambda reply: (int(reply[2]), int(reply[3]), int(reply[4])),
+        )
