@@ -19,6 +19,7 @@ from flowfabric.engine.api.events import EventFilter
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.reads import Filter
 from flowfabric.engine.api.upkeep import Leadership, Upkeep
+from tests.conformance.flow_calls import FLOW_CALLS
 from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
 from tests.support.suspension import SECRET
@@ -46,6 +47,7 @@ SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "wait_ready",
     "ring_waiting",
     "occupied_partitions",
+    "drain_cascade",
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
 
@@ -400,4 +402,5 @@ CALLS: Mapping[str, Call] = {
         ),
         READ,
     ),
+    **FLOW_CALLS,
 }

@@ -16,6 +16,7 @@ from flowfabric.core.contracts.flows import (
 )
 from flowfabric.core.contracts.leases import Claim
 from flowfabric.core.ids import ExecutionId, new_uuid
+from flowfabric.core.partition import flow_partition
 from flowfabric.core.state import PublicState
 from tests.support.engine import Engine
 
@@ -31,6 +32,11 @@ class TestFlow:
         self.nodes = submitted.nodes
         self.tag = next(iter(submitted.nodes.values())).tag
         self.claims: dict[str, Claim] = {}
+
+    @staticmethod
+    def tag_of(engine: Engine, flow_id: str) -> str:
+        """The hash tag of a flow and of everything in it."""
+        return f"{{fp:{flow_partition(flow_id, engine.backend.counts)}}}"
 
     @property
     def backend(self) -> Any:

@@ -6,7 +6,8 @@
 --   members left to cancel. Errors: flow_not_found.
 -- Events: flow_cancel_requested, completion (each member), flow_finished.
 register('ff_cancel_flow', function(keys, args)
-  local c, flow_id, policy, reason = Context.open(keys[1], true), args[1], args[2], args[3]
+  local c, flow_id, policy = Context.open(keys[1], true), args[1], args[2]
+  local reason = args[3] ~= '' and args[3] or 'flow_cancelled'
   local f = flow.read(c, flow_id)
   if not f then return reply.err('flow_not_found') end
   local before = f.cancellation_policy

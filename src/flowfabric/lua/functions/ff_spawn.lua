@@ -1,11 +1,12 @@
 -- ff_spawn: the lease holder adds members to its flow and edges from them to itself; it may park
 -- until they are decided, in the same call.
 -- Keys: those of ff_extend_flow and ff_wait_children.
--- Arguments: execution_id, fence, wait (1 | 0), then number of items, items as in ff_create, late edges.
+-- Arguments: execution_id, fence, wait (1 | 0), then number of items, items as in ff_create, late
+--   edges.
 -- Replies: `spawned` | `moved` (parked), graph revision.
 -- Errors: execution_not_found, those of the fence, execution_not_in_flow, flow_already_terminal,
---   invalid_input, terminal, cycle_detected, and those of ff_create. Events: released, expired (a lapsed lease),
---   completion (members that an edge ends).
+--   invalid_input, terminal, cycle_detected, and those of ff_create.
+-- Events: released, expired (a lapsed lease), completion (members that an edge ends).
 register('ff_spawn', function(keys, args)
   local c, id = Context.open(keys[1], true), args[1]
   return reply.guarded(function()
