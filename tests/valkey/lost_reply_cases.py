@@ -287,6 +287,9 @@ CASES: dict[str, Case] = {
         ended,
         lambda backend, eid: backend.executions.replay_execution(eid, expected_replay_count=0),
     ),
+    "purge_execution": Case(
+        "ff_purge_execution", ended, lambda backend, eid: backend.executions.purge_execution(eid)
+    ),
     "tags": Case(
         "ff_set_tags",
         waiting,

@@ -253,6 +253,10 @@ class Executions(Concern, Protocol):
         """Rerun a finished execution under the same id."""
         ...
 
+    async def purge_execution(self, execution_id: ExecutionId) -> None:
+        """Delete a finished execution before its retention is over; an absent one is no error."""
+        ...
+
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
         """Add or replace tags in any phase; returns how many pairs were written."""
         ...

@@ -306,6 +306,11 @@ class ValkeyExecutions(api.Executions):
             await self._calls.ask_about(execution_id, "ff_replay", args, _public_state, op=op)
         )
 
+    async def purge_execution(self, execution_id: ExecutionId) -> None:
+        await self._calls.ask_about(
+            execution_id, "ff_purge_execution", (), lambda _: None, op="purge_execution"
+        )
+
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
         validate_tags(tags)
         flat = [part for pair in tags.items() for part in pair]
