@@ -10,16 +10,8 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfabric.cli.logs import JsonFormatter, TextFormatter
-from flowfabric.cli.views.text import (
-    age,
-    clean,
-    clock,
-    duration,
-    json_line,
-    preview,
-    short_length,
-)
-from flowfabric.core.text import plural
+from flowfabric.cli.views.text import clean, json_line, preview, short_length
+from flowfabric.core.text import age, clock, duration, plural
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from textwrap import indent
 from typing import Any, Literal, TextIO, get_args
 
-from flowfabric.cli.views.text import clean, clock, json_line
+from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
+from flowfabric.core.text import clock
 
 Level = Literal["debug", "info", "warning", "error"]
 

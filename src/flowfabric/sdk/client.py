@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
@@ -27,12 +28,17 @@ from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
+from flowfabric.sdk import diagnosis
 from flowfabric.sdk.following import EventFeed, Tail
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RETRY_S = 0.2
+_LOOK_AFTER_S = 1.0
+_DIAGNOSIS_S = 2.0
 _SHOWN_CHARS = 200
 
 
@@ -168,6 +174,8 @@ class Client(Subscriptions, ClosedOnce):
         self.backend = backend
         self.namespace = namespace
         self._feeds: weakref.WeakSet[EventFeed[Any]] = weakref.WeakSet()
+        self._looking: asyncio.Task[None] | None = None
+        self._warned = False
 
     @classmethod
     async def connect(cls, place: Place, namespace: str = "default") -> Self:
@@ -222,17 +230,41 @@ class Client(Subscriptions, ClosedOnce):
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended, without polling."""
-        if timeout is None:
-            return await self._ended(execution_id)
-        limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
+        limit = asyncio.timeout(None if timeout is None else to_ms(timeout, "timeout") / 1000)
+        look = asyncio.get_running_loop().call_later(_LOOK_AFTER_S, self._look, execution_id)
         try:
             async with limit:
                 return await self._ended(execution_id)
         except TimeoutError:
             if not limit.expired():
                 raise
+        finally:
+            look.cancel()
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
-        raise TimeoutError(f"Execution {execution_id} did not finish within {given}.")
+        detail = await self._detail(execution_id)
+        why = "" if detail is None else f" {diagnosis.unfinished(detail)}"
+        raise TimeoutError(f"Execution {execution_id} did not finish within {given}.{why}")
+
+    def _look(self, execution_id: ExecutionId) -> None:
+        """Look for a worker, once for all who wait now, until its absence was logged."""
+        if not self._warned and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look_for_worker(execution_id))
+
+    async def _look_for_worker(self, execution_id: ExecutionId) -> None:
+        detail = await self._detail(execution_id)
+        if detail is not None and diagnosis.lacks_worker(detail):
+            self._warned = True
+            kind, why = detail.execution.execution_kind, diagnosis.why_not_running(detail)
+            extra = {"action": "no_worker", "execution_id": execution_id}
+            log.warning("%s %s waits: %s", kind, execution_id, why, extra=extra)
+
+    async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
+        """What explains a wait; None if it cannot be read soon."""
+        try:
+            async with asyncio.timeout(_DIAGNOSIS_S):
+                return await overview.read_detail(self.backend, execution_id)
+        except (FlowFabricError, TimeoutError):
+            return None
 
     async def _ended(self, execution_id: ExecutionId) -> Outcome:
         known = False
@@ -392,6 +424,8 @@ class Client(Subscriptions, ClosedOnce):
 
     async def _close(self) -> None:
         """Close every connection; calls still waiting fail."""
+        if self._looking is not None:
+            self._looking.cancel()
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):

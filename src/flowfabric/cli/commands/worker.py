@@ -23,11 +23,10 @@ from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, argument, flag, value
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import duration
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import plural
+from flowfabric.core.text import duration, plural
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.runtime import RunSummary
 

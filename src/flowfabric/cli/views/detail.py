@@ -6,12 +6,14 @@ import msgspec
 
 from flowfabric.cli.views import waits
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, state_cell
-from flowfabric.cli.views.text import age, clock, duration, preview
+from flowfabric.cli.views.text import preview
 from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.policy import NO_POLICY
+from flowfabric.core.text import age, clock, duration
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.overview import ExecutionDetail
+from flowfabric.sdk.diagnosis import why_not_running
 
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
@@ -50,7 +52,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
     """Print one execution."""
-    why, info = waits.why_not_running(detail), detail.execution
+    why, info = why_not_running(detail), detail.execution
     payload = Blob.of(detail.payload, info.payload_encoding, full=full)
     result = Blob.of(detail.result, info.result_encoding, full=full)
     if as_json:

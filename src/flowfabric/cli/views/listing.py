@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.text import Text
 
 from flowfabric.cli.views.screen import Row, Screen, drop_columns, id_cell, print_json, state_cell
-from flowfabric.cli.views.text import age, clean, short_length
+from flowfabric.cli.views.text import clean, short_length
 from flowfabric.core.contracts.executions import ExecutionSummary
-from flowfabric.core.text import plural
+from flowfabric.core.text import age, plural
 from flowfabric.engine.overview import ExecutionListing
 
 _OPTIONAL_COLUMNS = ("ATTEMPTS", "AGE", "LANE", "WORKER")

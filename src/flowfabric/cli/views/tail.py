@@ -13,9 +13,9 @@ from rich.text import Text
 
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_cell
 from flowfabric.cli.views.text import clean
-from flowfabric.cli.views.waits import describe_waitpoints, future_time
 from flowfabric.core.contracts.streams import StreamedFrame
 from flowfabric.engine.overview import Wait
+from flowfabric.sdk.diagnosis import describe_waitpoints, future_time
 
 _PLAIN_TYPES = frozenset({"delta", "stdout"})
 _STYLES = {"stderr": "red", "event": "cyan", "blob": "magenta", "progress": "yellow"}
