@@ -23,7 +23,7 @@ from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
 from tests.support.suspension import SECRET
 
-__all__ = ["CALLS", "SCANNERS", "methods", "operation", "parameters"]
+__all__ = ["CALLS", "SCANNERS", "methods", "methods_with", "operation", "parameters"]
 
 Given = dict[str, Any]
 Call = Callable[[Engine], Awaitable[Given]]
@@ -57,6 +57,16 @@ def methods() -> list[str]:
         for concern in _CONCERNS.values()
         for name, method in inspect.getmembers(concern, inspect.iscoroutinefunction)
         if not name.startswith("_") and set(inspect.signature(method).parameters) - {"self"}
+    ]
+
+
+def methods_with(parameter: str) -> list[str]:
+    """Those of them that take this parameter."""
+    return [
+        name
+        for concern in _CONCERNS.values()
+        for name in methods()
+        if hasattr(concern, name) and parameter in parameters(getattr(concern, name))
     ]
 
 

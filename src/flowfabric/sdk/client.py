@@ -52,6 +52,8 @@ class ExecutionOptions(TypedDict, total=False):
     creator_identity: str
     idempotency_key: str
     """Submissions with the same key create one execution."""
+    idempotency_digest: bytes
+    """What the key is used for: a submission with the same key and another digest is refused."""
     tags: Mapping[str, str] | None
     policy: ExecutionPolicy | None
     delay_until: int | None

@@ -23,6 +23,8 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     creator_identity: str = ""
     idempotency_key: str = ""
+    idempotency_digest: bytes = b""
+    """What the key was used for, at most 32 bytes: a repeat with another one is a conflict."""
     tags: Mapping[str, str] = {}
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None

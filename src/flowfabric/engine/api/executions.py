@@ -22,6 +22,7 @@ BATCH = 256
 """The most items one engine call takes; longer batches are sent in pieces."""
 BATCH_BYTES = 4_194_304
 """The most bytes of payloads and options it takes, unless a single item is larger."""
+DIGEST_BYTES = 32
 _POLICY_CACHE = 256
 _policies: dict[int, tuple[ExecutionPolicy, str]] = {}
 
@@ -43,6 +44,14 @@ def check_size(payload: Any, field: str, limit: int) -> None:
         )
 
 
+def check_digest(digest: Any) -> None:
+    """Refuse a digest of the wrong type or size."""
+    size = len(check.binary(digest, "idempotency_digest"))
+    if size > DIGEST_BYTES:
+        problem = f"must be at most {DIGEST_BYTES} bytes, got {size}"
+        raise invalid_input("idempotency_digest", problem)
+
+
 def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     """Refuse an execution that cannot be created as described."""
     ids.validate_text(item.execution_kind, "execution_kind", required=True)
@@ -57,6 +66,8 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
     if item.idempotency_key != "":
         ids.validate_text(item.idempotency_key, "idempotency_key")
+    if item.idempotency_digest != b"":
+        check_digest(item.idempotency_digest)
     if item.creator_identity != "":
         ids.validate_text(item.creator_identity, "creator_identity")
     if item.tags or type(item.tags) is not dict:

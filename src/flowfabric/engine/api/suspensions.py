@@ -117,7 +117,7 @@ class Suspensions(Concern, Protocol):
         """`suspend` for services that hold a fence but no handle."""
         lease_id, epoch, attempt_id, index = check.fence(fence).split("/")
         handle = Handle(
-            execution_id=execution_id,
+            execution_id=ExecutionId(execution_id),
             lease=f"{lease_id}/{epoch}",
             attempt=f"{attempt_id}/{index}",
             lease_ttl_ms=0,

@@ -101,7 +101,7 @@ class ValkeyClaims(Claims):
         try:
             grant = await self._grant("issue_reclaim_grant", execution_id, **options)
         except EngineError as error:
-            return _not_reclaimable(execution_id, error)
+            return _not_reclaimable(ExecutionId(execution_id), error)
         return leases.Granted(grant)
 
     async def _grant(

@@ -80,10 +80,10 @@ class ValkeyListings(Listings):
         with reading_cursor():
             index, after = (partition, cursor) if partition is not None else opened(cursor, 2)
             position, unstarted = int(index), not after and partition is None
-            known = unstarted or ExecutionId.parse(after).partition == position
-        if not known:
+            member = None if unstarted else ExecutionId.parse(after)
+        if member is not None and member.partition != position:
             raise ValidationError("invalid_cursor", "belongs to another partition")
-        return position, after
+        return position, member or ""
 
     async def _ids(
         self, partition: int, after: str, count: int, damage: Damage
@@ -208,8 +208,8 @@ def _indexes(tag: str, lane: str, state: str, signatures: Sequence[str]) -> list
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
     with reading_cursor():
         score, member = opened(cursor, 2)
-        known = ExecutionId.parse(member).tag == tag
-        position = (float(score), member)
-    if not known or not math.isfinite(position[0]):
+        known = ExecutionId.parse(member)
+        position = (float(score), known)
+    if known.tag != tag or not math.isfinite(position[0]):
         raise ValidationError("invalid_cursor", "belongs to another partition")
     return position

@@ -2,11 +2,11 @@
 -- Keys: core, payload, policy, tags, idem, all_executions, lane eligible / delayed, execution_deadline.
 -- Arguments: common options (msgpack map or empty), then per item: execution_id, kind, payload,
 --   payload encoding, options (msgpack map or empty; they win over the common ones).
---   Options: ns, lane, prio, creator, idem, tags (flat list), policy (JSON), delay,
+--   Options: ns, lane, prio, creator, idem, digest, tags (flat list), policy (JSON), delay,
 --   delay_in (ms from now), deadline.
 -- Replies per item: public_state | [1, DUPLICATE, id] | [0, code, detail...].
 -- Errors: lane_not_accepting, invalid_policy_json, invalid_capabilities, signature_limit_exceeded,
---   execution_being_deleted, unavailable; of the whole call: batch_too_large. Events: none.
+--   execution_being_deleted, unavailable, idempotency_conflict (key, id); of the whole call: batch_too_large. Events: none.
 local MAX_PRIORITY = 9000
 local DEFAULT_DEDUP_MS = 86400000
 local NONE = {}
@@ -103,12 +103,25 @@ local function options(common, packed)
   return setmetatable(cmsgpack.unpack(packed), { __index = common })
 end
 
--- The id that this submission already has, or nil.
-local function existing(c, id, lane, namespace, idem)
-  if idem then
-    local stored = server.call('GET', K.idem(c.tag, namespace, idem))
-    if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
+local UUID_BYTES = 36
+
+-- The id that an idempotency key stands for, or nil. Its entry is the id, then the digest as hex.
+local function keyed(c, namespace, idem, given)
+  local entry = server.call('GET', K.idem(c.tag, namespace, idem))
+  if not entry then return nil end
+  local size = #c.tag + 1 + UUID_BYTES
+  local stored, known = string.sub(entry, 1, size), string.sub(entry, size + 1)
+  if server.call('EXISTS', K.core(c.tag, stored)) == 0 then return nil end
+  if given and known ~= '' and given ~= known then
+    reply.refuse('idempotency_conflict', idem, stored)
   end
+  return stored
+end
+
+-- The id that this submission already has, or nil.
+local function existing(c, id, lane, namespace, opts)
+  local stored = opts.idem and keyed(c, namespace, opts.idem, opts.digest)
+  if stored then return stored end
   -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
   if c.lanes[lane] then
@@ -151,8 +164,7 @@ end
 
 local function create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
-  local idem = opts.idem
-  local found = existing(c, id, lane, namespace, idem)
+  local found = existing(c, id, lane, namespace, opts)
   if found then return reply.duplicate(found) end
   local accepting = c:lane(lane).state
   if accepting == 'draining' or accepting == 'disabled' then
@@ -176,9 +188,10 @@ local function create(c, id, kind, payload, encoding, opts)
   if rec.execution_deadline_at then
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
   end
-  if idem then
+  if opts.idem then
     local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), clock.END - c.now)
-    if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
+    local key, entry = K.idem(c.tag, namespace, opts.idem), id .. (opts.digest or '')
+    if window > 0 then server.call('SET', key, entry, 'PX', window) end
   end
   if S.is_eligible(rec.state) then c:ring(lane) end
   return S.public(rec.state)
