@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowfabric.app.calls import SubmitManyError
+    from flowfabric.app.calls import IdempotencyConflict, SubmitManyError
     from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric, SyncFabric
     from flowfabric.app.run import Run, SyncRun, UnexpectedResult
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 from flowfabric.core.version import __version__
 
 _HOMES = (
-    ("app.calls", "SubmitManyError"),
+    ("app.calls", "IdempotencyConflict SubmitManyError"),
     ("app.context", "Context SyncContext"),
     ("app.fabric", "Fabric SyncFabric"),
     ("app.run", "Run SyncRun UnexpectedResult"),
@@ -75,7 +75,8 @@ _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in nam
 
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
 __all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
-__all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError", "LeaseEvent"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError"]
+__all__ += ["IdempotencyConflict", "LeaseEvent"]
 __all__ += ["LeaseLost", "NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError"]
 __all__ += ["Run", "RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
 __all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]

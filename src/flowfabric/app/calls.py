@@ -8,19 +8,25 @@ from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 import msgspec
 
 from flowfabric.app.context import Context, SyncContext
-from flowfabric.core.contracts.executions import CreateOutcome
+from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import (
     ConfigError,
+    ConflictError,
     EngineError,
     FlowFabricError,
     ValidationError,
     invalid_input,
 )
+from flowfabric.core.ids import ExecutionId, is_list
+from flowfabric.core.text import plural
 
 T = TypeVar("T")
 
 Calls = Sequence[Sequence[Any] | Mapping[str, Any]]
 """A batch: for each call a list of positional arguments, or a mapping of named ones."""
+
+Keys = Sequence[str] | None
+"""Idempotency keys of a batch, one per call; None for none."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -150,6 +156,49 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         raise ConfigError("task", problem) from error
 
 
+def scoped_key(kind: str, key: str) -> str:
+    """An idempotency key as the engine knows it: it belongs to the task."""
+    return f"{kind}\x1f{key}"
+
+
+class IdempotencyConflict(ConflictError):
+    """The idempotency key belongs to an execution with other arguments; nothing was stored.
+
+    >>> try:
+    ...     run = await resize.options(idempotency_key="order-1").submit("cat.png", 300)
+    ... except IdempotencyConflict as error:
+    ...     run = app.get_run(error.existing_id, resize)
+    """
+
+    def __init__(self, kind: str, key: str, existing_id: str, refused_id: str) -> None:
+        super().__init__("idempotency_conflict", key, existing_id, op="create_execution")
+        self.args = (kind, key, existing_id, refused_id)
+        self.kind = kind
+        """The task."""
+        self.key = key
+        self.existing_id = ExecutionId(existing_id)
+        """The execution that has the key."""
+        self.refused_id = ExecutionId(refused_id)
+        """The id that this submission would have had."""
+
+    @property
+    def explanation(self) -> str:
+        return (
+            f"the key {self.key!r} of task {self.kind} belongs to execution "
+            f"{self.existing_id.compact}, which was submitted with other arguments or to another "
+            f"lane; {self.refused_id.compact} was not stored"
+        )
+
+
+def refusal(error: EngineError, new: NewExecution) -> EngineError:
+    """Why an execution was not stored, with the caller's own key."""
+    if error.code != "idempotency_conflict":
+        return error
+    kind, existing_id = new.execution_kind, error.details[1]
+    key = new.idempotency_key.removeprefix(scoped_key(kind, ""))
+    return IdempotencyConflict(kind, key, existing_id, new.execution_id)
+
+
 class SubmitManyError(FlowFabricError):
     """A batch was stored in part. Keys are positions in `calls`.
 
@@ -196,15 +245,20 @@ class SubmitManyError(FlowFabricError):
         return "; ".join(parts)
 
 
-def payloads_of(
-    encode: Callable[[tuple[Any, ...], dict[str, Any]], bytes], calls: object
-) -> list[bytes]:
-    """The encoded arguments of each call of a batch; errors name the position of the call."""
+def arguments_of(calls: object) -> list[_Call]:
+    """The arguments of each call of a batch."""
     if not isinstance(calls, Iterable):
         raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
+    given = cast("Iterable[object]", calls)
+    return [_arguments_of(call, position) for position, call in enumerate(given)]
+
+
+def payloads_of(
+    encode: Callable[[tuple[Any, ...], dict[str, Any]], bytes], calls: Iterable[_Call]
+) -> list[bytes]:
+    """The encoded arguments of each call of a batch; errors name the position of the call."""
     payloads: list[bytes] = []
-    for position, call in enumerate(cast("Iterable[object]", calls)):
-        args, kwargs = _arguments_of(call, position)
+    for position, (args, kwargs) in enumerate(calls):
         try:
             payloads.append(encode(args, kwargs))
         except ValidationError as error:
@@ -214,6 +268,18 @@ def payloads_of(
                 error.code, about, *more, op=error.op, undecodable=error.undecodable
             ) from error
     return payloads
+
+
+def keys_of(keys: object, count: int) -> list[str]:
+    """An idempotency key for each call of a batch."""
+    if not is_list(keys):
+        problem = f"must be a list of keys, one per call, got {type(keys).__name__}"
+        raise invalid_input("idempotency_keys", problem)
+    found = [cast("str", key) for key in keys]
+    if len(found) != count:
+        problem = f"has {plural(len(found), 'key')} for {plural(count, 'call')}; pass one per call"
+        raise invalid_input("idempotency_keys", problem)
+    return found
 
 
 def _arguments_of(call: object, position: int) -> _Call:
@@ -236,14 +302,16 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
 
 
 def created(
-    outcomes: Sequence[CreateOutcome | EngineError], handle: Callable[[CreateOutcome], T]
+    items: Sequence[NewExecution],
+    outcomes: Sequence[CreateOutcome | EngineError],
+    handle: Callable[[CreateOutcome], T],
 ) -> list[T]:
     """A handle for each outcome. Raises `SubmitManyError` if only some calls were stored."""
     runs: dict[int, T] = {}
     errors: dict[int, EngineError] = {}
     for position, outcome in enumerate(outcomes):
         if isinstance(outcome, EngineError):
-            errors[position] = outcome
+            errors[position] = refusal(outcome, items[position])
         else:
             runs[position] = handle(outcome)
     if errors and not runs:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +15,7 @@ JSON = "json"
 # In MessagePack a float keeps its bits, and all exponent bits of a non-finite one are set.
 _may_be_non_finite = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _encode = msgspec.json.Encoder(enc_hook=enc_hook).encode
+_encode_sorted = msgspec.json.Encoder(enc_hook=enc_hook, order="deterministic").encode
 _decode_any = msgspec.json.Decoder().decode
 
 
@@ -52,6 +54,16 @@ def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if kwargs and args:
         raise invalid_input("arguments", "pass them all by position or all by name")
     return encode(kwargs or args, "arguments")[0] if kwargs or args else b""
+
+
+def digest(*values: Any) -> bytes:
+    """16 bytes that are the same for the same values, in whatever order sets and mappings are."""
+    try:
+        data = _encode_sorted(values)
+    except TypeError:
+        # Some set has members without an order. Its text still consists of the same bytes.
+        data = bytes(sorted(_encode(values)))
+    return blake2b(data, digest_size=16).digest()
 
 
 def decode_call(payload: bytes) -> tuple[list[Any], dict[str, Any]]:

@@ -5,14 +5,24 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
-from flowfabric.app.calls import Calls, SubmitManyError, check_sizes, created, payloads_of
+from flowfabric.app.calls import (
+    Calls,
+    Keys,
+    SubmitManyError,
+    arguments_of,
+    check_sizes,
+    created,
+    keys_of,
+    payloads_of,
+    refusal,
+)
 from flowfabric.app.run import Run, SyncRun
 from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction, shared_fields
 from flowfabric.app.worker import AppWorker, SyncAppWorker
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import EngineError, TransportError, invalid_input
+from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace
 from flowfabric.core.text import plural
 from flowfabric.engine.api.executions import BATCH
@@ -107,33 +117,49 @@ class Fabric(AsyncClosing):
         client = await self.client()
         [execution_id] = client.mint(task.lane, 1)
         new = task.new_execution(execution_id, payload)
-        return self._run(task, await client.backend.executions.create_execution(new))
+        if task.key:
+            new = task.keyed(new, task.key, args, kwargs)
+        try:
+            return self._run(task, await client.backend.executions.create_execution(new))
+        except ConflictError as error:
+            raise refusal(error, new) from None
 
     @overload
-    async def submit_many(self, task: Task[..., R], calls: Calls) -> list[Run[R]]: ...
+    async def submit_many(
+        self, task: Task[..., R], calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[R]]: ...
 
     @overload
-    async def submit_many(self, task: str, calls: Calls) -> list[Run[Any]]: ...
+    async def submit_many(
+        self, task: str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[Any]]: ...
 
-    async def submit_many(self, task: Task[..., Any] | str, calls: Calls) -> list[Run[Any]]:
+    async def submit_many(
+        self, task: Task[..., Any] | str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[Any]]:
         """Submit many executions of one task in few round trips.
 
         Each call is a list of positional arguments or a mapping of named ones. If one of them
         does not fit, nothing is sent. If only some calls could be stored, raises
-        `SubmitManyError`.
+        `SubmitManyError`. `idempotency_keys` has one key per call.
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
         task = self._task(task)
-        if task.shared.idempotency_key:
-            problem = "A batch cannot share one key. Submit the calls one by one."
+        if task.key:
+            problem = "A batch cannot share one key. Pass idempotency_keys=, one per call."
             raise invalid_input("idempotency_key", problem)
-        payloads = payloads_of(task.encode, calls)
+        given = arguments_of(calls)
+        payloads = payloads_of(task.encode, given)
+        keys = None if idempotency_keys is None else keys_of(idempotency_keys, len(given))
         if not payloads:
             return []
         client = await self.client()
         ids = client.mint(task.lane, len(payloads))
         new = list(map(task.new_execution, ids, payloads))
+        if keys is not None:
+            calls_with_keys = zip(new, keys, given, strict=True)
+            new = [task.keyed(each, key, *call) for each, key, call in calls_with_keys]
         check_sizes(payloads, client.backend.max_payload_bytes)
         try:
             outcomes = await client.submit_many(new)
@@ -143,7 +169,7 @@ class Fabric(AsyncClosing):
                 raise
             unsure = {n: self.get_run(e.execution_id, task) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
-        return created(outcomes, lambda outcome: self._run(task, outcome))
+        return created(new, outcomes, lambda outcome: self._run(task, outcome))
 
     def _task(self, task: object) -> Task[..., Any]:
         if isinstance(task, Task):
@@ -260,15 +286,23 @@ class SyncFabric(SyncTwin[Fabric], Closing):
         return self._handle(self._call(lambda app: app.submit(task, *args, **kwargs)))
 
     @overload
-    def submit_many(self, task: Task[..., R], calls: Calls) -> list[SyncRun[R]]: ...
+    def submit_many(
+        self, task: Task[..., R], calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[R]]: ...
 
     @overload
-    def submit_many(self, task: str, calls: Calls) -> list[SyncRun[Any]]: ...
+    def submit_many(
+        self, task: str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[Any]]: ...
 
-    def submit_many(self, task: Any, calls: Calls) -> list[SyncRun[Any]]:
+    def submit_many(
+        self, task: Any, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[Any]]:
         """Submit many executions of one task in few round trips, as `Fabric.submit_many` does."""
         try:
-            runs: list[Run[Any]] = self._call(lambda app: app.submit_many(task, calls))
+            runs: list[Run[Any]] = self._call(
+                lambda app: app.submit_many(task, calls, idempotency_keys)
+            )
         except SubmitManyError as error:
             raise error.with_runs(self._handle) from error.__cause__
         return [self._handle(run) for run in runs]

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unp
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.calls import Arguments, Calls
+from flowfabric.app.calls import Arguments, Calls, Keys, scoped_key
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.run import Run
 from flowfabric.core.capabilities import normalise
@@ -28,6 +28,8 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 D_co = TypeVar("D_co", covariant=True)
+
+_MAX_KEY_BYTES = 1024
 
 
 class TaskOptions(TypedDict, total=False):
@@ -55,7 +57,7 @@ class SubmitOptions(TypedDict, total=False):
     priority: int | None
     """Higher numbers start first."""
     idempotency_key: str | None
-    """Submissions with the same key are one execution."""
+    """Submissions of the task with the same key and arguments are one execution."""
     delay: Duration | None
     """How long to wait before the first attempt."""
     tags: Mapping[str, str] | None
@@ -84,6 +86,8 @@ class Task(Generic[P, R_co]):
         self._options: SubmitOptions = options or {}
         self.shared = _adjusted(shared, options) if options else shared
         """What all its submissions have in common."""
+        self.key = _checked_key(shared.execution_kind, self._options.get("idempotency_key"))
+        """The idempotency key of a submission; empty for none."""
         self.name = self.shared.execution_kind
         self.lane = self.shared.lane_id
         self.returns: Any = Any if arguments is None else arguments.returns
@@ -100,9 +104,9 @@ class Task(Generic[P, R_co]):
         """Submit one execution and return a handle on it. Arguments become JSON."""
         return await self._app.submit(self, *args, **kwargs)
 
-    async def submit_many(self, calls: Calls) -> list[Run[R_co]]:
+    async def submit_many(self, calls: Calls, idempotency_keys: Keys = None) -> list[Run[R_co]]:
         """Submit many executions in few round trips, as `app.submit_many` does."""
-        return await self._app.submit_many(self, calls)
+        return await self._app.submit_many(self, calls, idempotency_keys)
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """The payload of a call; refuses one that the task's function does not accept."""
@@ -117,6 +121,20 @@ class Task(Generic[P, R_co]):
             execution_id=execution_id,
             input_payload=payload,
             namespace=self._app.namespace,
+        )
+
+    def keyed(
+        self, new: NewExecution, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NewExecution:
+        """The execution of this call under an idempotency key, which belongs to the task."""
+        if not _checked_key(self.name, key):
+            return new
+        if self._arguments is not None:
+            args, kwargs = self._arguments.bind(args, kwargs)
+        return msgspec.structs.replace(
+            new,
+            idempotency_key=scoped_key(self.name, key),
+            idempotency_digest=codec.digest(self.name, self.lane, args, kwargs),
         )
 
     def __repr__(self) -> str:
@@ -211,7 +229,7 @@ def shared_fields(name: str, **fields: Any) -> NewExecution:
 def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
     """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
-    lane, key, delay = options.get("lane"), options.get("idempotency_key"), options.get("delay")
+    lane, delay = options.get("lane"), options.get("delay")
     priority, tags = options.get("priority"), options.get("tags")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
@@ -219,10 +237,17 @@ def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
         shared,
         lane_id=shared.lane_id if lane is None else validate_lane(lane, "lane"),
         priority=priority,
-        idempotency_key="" if key is None else validate_text(key, "idempotency_key"),
         delay_ms=None if delay is None else to_ms(delay, "delay"),
         tags={} if tags is None else validate_creation_tags(tags),
     )
+
+
+def _checked_key(kind: str, key: str | None) -> str:
+    """An idempotency key that fits together with its task's name; empty for none."""
+    if key is None or key == "":
+        return ""
+    scope = scoped_key(kind, "").encode(errors="surrogatepass")
+    return validate_text(key, "idempotency_key", limit=max(0, _MAX_KEY_BYTES - len(scope)))
 
 
 def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
