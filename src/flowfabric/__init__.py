@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         SignalEvent,
         WorkerEvent,
     )
+    from flowfabric.engine.overview import Wait
     from flowfabric.sdk.client import (
         Client,
         ExecutionCancelled,
@@ -65,6 +66,7 @@ _HOMES = (
     ("core.errors", "RetryableError TransportError"),
     ("core.policy", "Retry"),
     ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
+    ("engine.overview", "Wait"),
     ("sdk.client", "Client ExecutionCancelled ExecutionExpired ExecutionFailed NotFinished"),
     ("sdk.client", "RunError"),
     ("sdk.config", "WorkerConfig"),
@@ -80,7 +82,7 @@ __all__ += ["IdempotencyConflict", "LeaseEvent"]
 __all__ += ["LeaseLost", "NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError"]
 __all__ += ["Run", "RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
 __all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
-__all__ += ["UnexpectedResult", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
+__all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
 __all__ += ["__version__"]
 
 

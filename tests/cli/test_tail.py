@@ -81,9 +81,25 @@ async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
         await waits.send(parked)
         again = (await engine.claim()).handle
         await write(engine, again, "after\n")
-        await tail.line("── resumed: the handler starts again")
+        await tail.line("── resumed: the wait was answered: go")
         await tail.line("after")
         await engine.backend.executions.complete(again)
+        assert (await tail.end()).code == 0
+
+
+async def test_a_question_and_its_answer_are_told(cli: Cli, engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(prompt="Deploy v2?", details={"version": 2})
+    execution_id = parked.handle.execution_id
+    async with cli.start("tail", execution_id) as tail:
+        await tail.line("── suspended: waits for k (go)")
+        await tail.line("── asks: Deploy v2?")
+        await tail.line('── {"version":2}')
+        await waits.backend.signals.deliver_approval_signal(
+            execution_id, parked.details.waitpoint_id, "go", decided_by="ada"
+        )
+        await tail.line("── resumed: the wait was answered: go by ada")
+        await engine.backend.executions.complete((await engine.claim()).handle)
         assert (await tail.end()).code == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,43 @@ async def test_show_tells_of_pauses_without_signals(cli: Cli, waits: Waits) -> N
     timed = await waits.park(TimeoutOnly(), timeout_at=await waits.engine.now() + HOUR)
     done = await cli("show", timed.handle.execution_id)
     assert "Why it is not running: it sleeps, until " in done.out
+
+
+QUESTION: dict[str, Any] = {"prompt": "Deploy v2?\nTo production.", "details": {"version": 2}}
+
+
+async def test_waiting_shows_what_is_asked(cli: Cli, waits: Waits) -> None:
+    asked = await waits.park(**QUESTION)
+    await waits.park()
+    header, *rows = (await cli("waiting")).lines
+    assert header.split()[:3] == ["ID", "KIND", "PROMPT"]
+    assert sorted("Deploy v2?\\nTo production." in row for row in rows) == [False, True]
+    one = await cli("waiting", asked.handle.execution_id)
+    assert one.out.endswith(
+        'Question\n  Deploy v2?\n  To production.\n  {\n    "version": 2\n  }\n'
+    )
+    (row,) = (await cli("waiting", "--json", asked.handle.execution_id)).objects
+    assert {name: row[name] for name in QUESTION} == QUESTION
+    assert {name: row["waitpoints"][0][name] for name in QUESTION} == QUESTION
+
+
+async def test_show_tells_what_is_asked_and_afterwards_who_answered(cli: Cli, waits: Waits) -> None:
+    legal = await waits.park(Single("legal", "approved"), **QUESTION)
+    execution_id = legal.handle.execution_id
+    done = await cli("show", execution_id)
+    assert 'Question\n  Deploy v2?\n  To production.\n  {\n    "version": 2\n  }\n' in done.out
+    await waits.backend.signals.deliver_approval_signal(
+        execution_id, legal.details.waitpoint_id, "approved", decided_by="ada"
+    )
+    handle = (await waits.engine.claim()).handle
+    payment = await waits.park(Single("payment", "paid"), handle=handle)
+    await waits.send(payment, "paid", source_identity="bank")
+    await waits.backend.executions.complete((await waits.engine.claim()).handle)
+    done = await cli("show", execution_id)
+    assert "Question" not in done.out
+    assert re.search(r"last wait +was answered \d+s ago: paid by bank\n", done.out)
+    signals = done.out.partition("Signals\n")[2]
+    assert re.search(r"^AT +WAITPOINT +SIGNAL +BY\n", signals)
+    assert re.search(r" legal +approved +ada\n.* payment +paid +bank \(external\)\n", signals)
+    (detail,) = (await cli("show", execution_id, "--json")).objects
+    assert [one["source_identity"] for one in detail["signals"]] == ["ada", "bank"]

@@ -391,6 +391,7 @@ CALLS: Mapping[str, Call] = {
     ),
     "subscribe_worker_events": fixed(namespace="default"),
     "wait_ended": _ended,
+    "wait_suspended": _ended,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),

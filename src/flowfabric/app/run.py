@@ -14,9 +14,11 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.overview import Wait
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
-from flowfabric.sdk.client import Client, Outcome, SignalOptions
+from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.following import Tail
+from flowfabric.sdk.options import SignalOptions
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -107,31 +109,67 @@ class Run(Generic[R_co]):
             raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
         await (await self._connect()).cancel(self.id, reason)
 
+    async def wait_until_suspended(self, timeout: Duration | None = None) -> Wait:
+        """Wait until the handler waits for an answer; returns what it asks.
+
+        An execution that ends instead raises its `RunError`, or `execution_not_suspended` after a
+        success. After `timeout` raises `TimeoutError`.
+
+        >>> wait = await run.wait_until_suspended(timeout="10s")
+        >>> print(wait.prompt, wait.details)
+        """
+        return await (await self._connect()).wait_until_suspended(self.id, timeout)
+
     async def signal(
-        self, waitpoint: str, name: str, payload: Any = None, **options: Unpack[SignalOptions]
+        self,
+        waitpoint: str,
+        name: str,
+        payload: Any = None,
+        *,
+        by: str = "",
+        **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """Answer a wait of the handler, named as in `ctx.wait_for`; the payload becomes JSON.
 
-        >>> await run.signal("approval", "approved", {"note": "fine"})
+        `by` says who answers; the handler cannot trust it.
+
+        >>> await run.signal("approval", "approved", {"note": "fine"}, by="ada")
         """
         data, label = (None, None) if payload is None else codec.encode(payload, "payload")
         client = await self._connect()
         return await client.signal(
-            self.id, waitpoint, name, payload=data, payload_encoding=label, **options
+            self.id, waitpoint, name, by=by, payload=data, payload_encoding=label, **options
         )
 
     async def approve(
-        self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""
+        self,
+        waitpoint: str | None = None,
+        payload: Any = None,
+        *,
+        by: str = "",
+        name: str = "approved",
     ) -> SignalOutcome:
-        """Answer a wait as an operator; the handler can trust `decided_by`.
+        """Answer a wait as an operator; the handler can trust `by`.
 
-        Pass the person you authenticated. Each person decides once per signal name.
+        Pass the person you authenticated. Each person decides once per signal name. You may leave
+        out the waitpoint if only one is open.
 
-        >>> await run.approve("approval", decided_by="ada")
+        >>> await run.approve(by="ada")
         """
         data, label = (None, None) if payload is None else codec.encode(payload, "payload")
         client = await self._connect()
-        return await client.approve(self.id, waitpoint, name, decided_by, data, label)
+        return await client.approve(
+            self.id, waitpoint, name, by=by, payload=data, payload_encoding=label
+        )
+
+    async def reject(
+        self, waitpoint: str | None = None, payload: Any = None, *, by: str = ""
+    ) -> SignalOutcome:
+        """Answer a wait as `approve` does, with the signal `rejected`.
+
+        >>> await run.reject("approval", {"why": "too expensive"}, by="ada")
+        """
+        return await self.approve(waitpoint, payload, by=by, name="rejected")
 
     def stream(
         self,
@@ -180,10 +218,12 @@ class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     state = blocking(Run[R_co].state)
     info = blocking(Run[R_co].info)
     wait = blocking(Run[R_co].wait)
+    wait_until_suspended = blocking(Run[R_co].wait_until_suspended)
     result = blocking(Run[R_co].result)
     cancel = blocking(Run[R_co].cancel)
     signal = blocking(Run[R_co].signal)
     approve = blocking(Run[R_co].approve)
+    reject = blocking(Run[R_co].reject)
     stream = blocking(Run[R_co].stream)
 
     def __repr__(self) -> str:

@@ -3,13 +3,13 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from flowfabric.core.contracts import executions
 from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionSummary
-from flowfabric.core.contracts.suspension import OpenWaitpoint
+from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
@@ -23,6 +23,7 @@ _PAGE = 1000
 _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
+_SIGNALS = 50
 
 Entry_co = TypeVar("Entry_co", covariant=True)
 T = TypeVar("T")
@@ -86,6 +87,10 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     until: int | None
     """When the wait times out; None if it does not."""
     waitpoints: list[OpenWaitpoint]
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
@@ -121,6 +126,8 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, 
         since=None if current is None else current.since,
         until=None if current is None else current.until,
         waitpoints=waitpoints,
+        prompt=None if current is None else current.prompt,
+        details=None if current is None else current.details,
     )
     return wait, last
 
@@ -174,6 +181,8 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Open waitpoints, without their tokens."""
     wait: LastWait | None
     """The newest suspension, open or closed."""
+    signals: list[ResumeSignal]
+    """What earlier waits received, oldest first; at most the newest 50."""
     now_ms: int
 
     @property
@@ -192,12 +201,13 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         reads.read_execution_context(execution_id),
         backend.meta.server_time_ms(),
     )
-    attempts, history, why, waitpoints, wait = await asyncio.gather(
+    attempts, history, why, waitpoints, wait, signals = await asyncio.gather(
         reads.read_attempts(execution_id),
         reads.read_execution_history(execution_id),
         reads.explain_execution(execution_id),
         read_open_waitpoints(backend, execution_id),
         backend.waitpoints.read_last_wait(execution_id),
+        _read_signals(backend, execution_id),
     )
     if snapshot is None:
         raise NotFoundError("execution_not_found", str(execution_id))
@@ -214,5 +224,15 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         why_not_running=None if finished else why,
         waitpoints=waitpoints,
         wait=wait,
+        signals=signals,
         now_ms=now,
     )
+
+
+async def _read_signals(backend: Backend, execution_id: ExecutionId) -> list[ResumeSignal]:
+    past = await backend.waitpoints.read_waits(execution_id)
+    past.sort(key=lambda wait: wait.closed_at)
+    named = [(each, wait.waitpoint_key) for wait in past for each in wait.signal_ids]
+    read = (backend.waitpoints.read_signal(execution_id, *one) for one in named[-_SIGNALS:])
+    found = [signal for signal in await asyncio.gather(*read) if signal is not None]
+    return sorted(found, key=lambda signal: signal.accepted_at)

@@ -116,12 +116,17 @@ class ClaimedTask(HeldAttempt):
         await self._repeat(lambda: progress(self.handle, pct, message))
 
     async def create_pending_waitpoint(
-        self, waitpoint_key: str, expires_in_ms: int
+        self,
+        waitpoint_key: str,
+        expires_in_ms: int,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
     ) -> suspension.PendingWaitpoint:
         """A waitpoint to hand out now and wait on later; it buffers signals meanwhile."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
-            self.handle, waitpoint_key, expires_in_ms
+            self.handle, waitpoint_key, expires_in_ms, prompt=prompt, details=details
         )
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = "proactive_close") -> bool:

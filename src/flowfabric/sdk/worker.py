@@ -17,10 +17,10 @@ from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.claims import WorkerClaims, give_back
 from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
-from flowfabric.sdk.client import SentSignal
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.loop_thread import Connect, opened
+from flowfabric.sdk.options import SentSignal
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
 
@@ -220,11 +220,17 @@ class Worker(ClosedOnce):
         waitpoint_id: str,
         waitpoint_token: WaitpointToken | str,
         signal_name: str,
+        source_identity: str = "",
         **options: Unpack[SentSignal],
     ) -> suspension.SignalOutcome | suspension.TriggeredResume:
         """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
         outcome = await self.backend.signals.deliver_signal(
-            execution_id, waitpoint_id, waitpoint_token, signal_name, **options
+            execution_id,
+            waitpoint_id,
+            waitpoint_token,
+            signal_name,
+            source_identity=source_identity,
+            **options,
         )
         if isinstance(outcome, suspension.Accepted) and outcome.resumed:
             return suspension.TriggeredResume(outcome.signal_id)

@@ -68,7 +68,10 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
         return
     screen = Screen()
     _print_head(screen, detail, why)
+    if detail.wait is not None and detail.wait.closed_at is None:
+        waits.print_question(screen, detail.wait)
     _print_table(screen, "Waitpoints", [_waitpoint(one, detail) for one in detail.waitpoints])
+    _print_table(screen, "Signals", [waits.signal_row(one) for one in detail.signals])
     _print_table(screen, "Attempts", [_attempt(one, detail.now_ms) for one in detail.attempts])
     _print_table(screen, "History", [_event(event) for event in detail.history])
     if info.failure_reason and "\n" in info.failure_reason:
@@ -113,6 +116,7 @@ def _print_head(screen: Screen, detail: ExecutionDetail, why: str) -> None:
 def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
     """Everything that `show` may print; None or empty where there is nothing to print."""
     info, now, lease = detail.execution, detail.now_ms, detail.lease
+    wait = detail.wait
     started, finished = info.started_at, info.completed_at
     percent = "" if info.progress_pct is None else f"{info.progress_pct}%"
     return {
@@ -132,6 +136,7 @@ def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
         "replays": str(info.replay_count or ""),
         "reclaims": str(info.lease_reclaim_count or ""),
         "progress": f"{percent} {info.progress_message or ''}".strip(),
+        "last wait": waits.describe_end(wait, now) if wait and wait.closed_at else "",
         "failure": info.failure_reason and (_first_line(info.failure_reason), "red"),
         "failure category": info.failure_category,
         "cancellation reason": info.cancellation_reason,

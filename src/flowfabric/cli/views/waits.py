@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from flowfabric.cli.views.screen import Cell, Row, Screen, id_cell
 from flowfabric.cli.views.text import short_length
+from flowfabric.core.conditions import OPERATOR
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
-from flowfabric.core.text import age, plural
+from flowfabric.core.text import age, clock, plural
 from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.overview import Wait
 from flowfabric.sdk.diagnosis import accepted_signals
@@ -16,9 +19,11 @@ _ENDINGS = {
 }
 
 
-def describe_end(last: LastWait, now_ms: int) -> str:
-    """How a wait ended: what follows "the wait"."""
-    ago = "" if last.closed_at is None else f" {age(now_ms - last.closed_at)} ago"
+def describe_end(last: LastWait, now_ms: int | None = None) -> str:
+    """How a wait ended, and how long ago: what follows "the wait"."""
+    ago = ""
+    if last.closed_at is not None and now_ms is not None:
+        ago = f" {age(now_ms - last.closed_at)} ago"
     if last.answers:
         return f"was answered{ago}: " + ", ".join(_answer(signal) for signal in last.answers)
     reason = last.close_reason
@@ -28,6 +33,29 @@ def describe_end(last: LastWait, now_ms: int) -> str:
 def _answer(signal: ResumeSignal) -> str:
     by = f" by {signal.source_identity}" if signal.source_identity else ""
     return f"{signal.signal_name}{by}"
+
+
+def print_question(screen: Screen, wait: Wait | LastWait) -> None:
+    """Print what a wait asks, if it says so."""
+    if wait.prompt is None and wait.details is None:
+        return
+    screen.section("Question")
+    if wait.prompt is not None:
+        screen.block(wait.prompt)
+    if wait.details is not None:
+        screen.block(msgspec.json.format(msgspec.json.encode(wait.details)).decode())
+
+
+def signal_row(signal: ResumeSignal) -> Row:
+    """What a wait received; a sender that no operator vouches for is marked by its type."""
+    vouched = signal.source_type == OPERATOR
+    by = [signal.source_identity, "" if vouched else f"({signal.source_type})"]
+    return {
+        "AT": clock(signal.accepted_at),
+        "WAITPOINT": (signal.waitpoint_key, "magenta"),
+        "SIGNAL": (signal.signal_name, "bold"),
+        "BY": " ".join(filter(None, by)),
+    }
 
 
 def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
@@ -51,6 +79,7 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
     screen = Screen()
     if wait.waitpoints:
         _print_table(screen, [wait], now_ms)
+        print_question(screen, wait)
         return
     screen.line(f"{wait.execution_id} is {wait.public_state.value} and waits for no answer.")
     if last is not None and last.closed_at is not None:
@@ -60,6 +89,7 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
 def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
     """Print a row per open waitpoint; a terminal gets short ids."""
     lanes = any(wait.lane_id != "default" for wait in waits)
+    asks = any(one.prompt for wait in waits for one in wait.waitpoints)
     id_length = length = None
     if screen.terminal:
         id_length = short_length(wait.execution_id.uuid for wait in waits)
@@ -69,7 +99,9 @@ def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
         head: Row = {"ID": id_cell(wait.execution_id, id_length), "KIND": wait.execution_kind}
         if lanes:
             head["LANE"] = wait.lane_id
-        rows += [head | _cells(wait, one, now_ms, length) for one in wait.waitpoints or [None]]
+        for one in wait.waitpoints or [None]:
+            prompt: Row = {"PROMPT": (one and one.prompt) or "-"} if asks else {}
+            rows.append(head | prompt | _cells(wait, one, now_ms, length))
     screen.table(rows)
 
 

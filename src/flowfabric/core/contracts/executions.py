@@ -1,7 +1,7 @@
 """Inputs and results of operations on executions."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -188,6 +188,10 @@ class ExecutionSnapshot(_Read, frozen=True, kw_only=True):
     current_attempt: CurrentAttempt | None = None
     current_lease: LeaseSummary | None = None
     current_waitpoint: str | None = None
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,3 +274,7 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """The instance ids of live workers that could run it."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""

@@ -9,7 +9,7 @@ from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
 from flowfabric.core.state import LifecyclePhase, PublicState
-from flowfabric.core.stored import corrupt, stored_text
+from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Outcome, Reads
@@ -17,7 +17,7 @@ from flowfabric.engine.api.workers import WorkerEntry, least_missing, waits_for_
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feeds import decode_history
-from flowfabric.engine.valkey.record import Record
+from flowfabric.engine.valkey.record import Record, question
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.transport import Arg
 
@@ -56,7 +56,9 @@ class ValkeyReads(Reads):
         record, tags = await asyncio.gather(
             self._record(execution_id), self.get_execution_tags(execution_id)
         )
-        return None if record is None else record.snapshot(tags)
+        if record is None:
+            return None
+        return record.snapshot(tags, question(await self._suspension(record)))
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         fields = await self._part(execution_id, keys.tags, "HGETALL")
@@ -156,6 +158,8 @@ class ValkeyReads(Reads):
             near = least_missing(required, own)
         # A worker runs executions of every namespace; its own is only where it is registered.
         able = [worker for worker in serving if required.issubset(worker.capabilities)]
+        suspension = await self._suspension(record)
+        waitpoints = suspension.text("waitpoints", "")
         return contracts.WhyWaiting(
             public_state=record.public_state,
             blocking_reason=record.state_vector.blocking_reason.value,
@@ -167,14 +171,13 @@ class ValkeyReads(Reads):
             live_workers=None if near is None else near.workers,
             able_workers=tuple(worker.worker_instance_id for worker in able),
             unresolved_edges=edges,
-            waitpoints=await self._waited_for(record),
+            waitpoints=tuple(waitpoints.split(",")) if waitpoints else (),
+            **question(suspension),
         )
 
-    async def _waited_for(self, record: Record) -> tuple[str, ...]:
-        """The waitpoints whose signals would end the execution's pause."""
-        if record.public_state is not PublicState.SUSPENDED:
-            return ()
-        eid = record.execution_id
-        key = keys.suspension(eid.tag, eid)
-        stored = await self._calls.read(f"{eid}: suspension", "HGET", key, "waitpoints")
-        return () if stored is None else tuple(stored_text(stored, eid, "waitpoints").split(","))
+    async def _suspension(self, record: Record) -> Stored:
+        """What a suspended execution waits for and asks; nothing if it is not suspended."""
+        names, row = ("waitpoints", "prompt", "details"), [None] * 3
+        if record.public_state is PublicState.SUSPENDED:
+            row = await self._part(record.execution_id, keys.suspension, "HMGET", *names)
+        return Stored.from_row(record.execution_id, names, row)

@@ -15,6 +15,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 
 S = TypeVar("S", bound=msgspec.Struct)
+_decode_json = msgspec.json.Decoder().decode
 _RETRYING = states.AttemptState.PENDING_RETRY_ATTEMPT
 _NO_CURRENT_ATTEMPT = (_RETRYING, states.AttemptState.PENDING_REPLAY_ATTEMPT)
 _ENDED = {
@@ -46,6 +47,12 @@ _DECODERS: dict[Any, Decoder] = {
     str | None: Stored.maybe_text,
 }
 """How a stored field is read, by the type that a view gives it."""
+
+
+def question(stored: Stored) -> dict[str, Any]:
+    """The prompt and the details of a suspension or a waitpoint."""
+    details = stored.parsed("details", _decode_json) if stored.is_set("details") else None
+    return {"prompt": stored.maybe_text("prompt"), "details": details}
 
 
 class Record(Stored):
@@ -164,7 +171,9 @@ class Record(Stored):
         times = {name: self._time(name) for name in ("created_at", "started_at", "completed_at")}
         return self._view(contracts.ExecutionInfo, **times)
 
-    def snapshot(self, tags: Mapping[str, str]) -> contracts.ExecutionSnapshot:
+    def snapshot(
+        self, tags: Mapping[str, str], question: Mapping[str, Any]
+    ) -> contracts.ExecutionSnapshot:
         blocking = self.state_vector.blocking_reason.value
         return self._view(
             contracts.ExecutionSnapshot,
@@ -172,6 +181,7 @@ class Record(Stored):
             tags=tags,
             blocking_reason=None if blocking == "none" else blocking,
             current_waitpoint=self.maybe_text("current_waitpoint_id"),
+            **question,
         )
 
     def summary(self) -> contracts.ExecutionSummary:
