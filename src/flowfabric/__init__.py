@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         EngineError,
         FlowFabricError,
         LeaseLost,
+        PayloadMismatch,
         PermanentError,
         RetryableError,
         TransportError,
@@ -63,7 +64,7 @@ _HOMES = (
     ("app.waits", "Signal WaitTimeout"),
     ("core.conditions", "AllOf Count CountKind OperatorOnly Single TimeoutOnly"),
     ("core.errors", "ConfigError EngineError FlowFabricError LeaseLost PermanentError"),
-    ("core.errors", "RetryableError TransportError"),
+    ("core.errors", "PayloadMismatch RetryableError TransportError"),
     ("core.policy", "Retry"),
     ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
     ("engine.overview", "Wait"),
@@ -78,9 +79,9 @@ _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in nam
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
 __all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
 __all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError"]
-__all__ += ["IdempotencyConflict", "LeaseEvent"]
-__all__ += ["LeaseLost", "NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError"]
-__all__ += ["Run", "RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
+__all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "NotFinished", "OperatorOnly"]
+__all__ += ["PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run", "RunError"]
+__all__ += ["Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
 __all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
 __all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
 __all__ += ["__version__"]

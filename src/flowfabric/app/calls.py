@@ -5,8 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 
-import msgspec
-
+from flowfabric.app.annotations import annotation
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import (
@@ -14,6 +13,7 @@ from flowfabric.core.errors import (
     ConflictError,
     EngineError,
     FlowFabricError,
+    PayloadMismatch,
     ValidationError,
     invalid_input,
 )
@@ -45,10 +45,13 @@ class Arguments:
             if problem:
                 raise ConfigError("task", f"{name}(): {problem}", parameter.name)
         self.returns: Any = hints.get("return", Any)
+        self._refuse("the result", "return", self.returns)
         self.takes_context = bool(parameters) and hints.get(parameters[0].name) in _CONTEXTS
         # What `bind` needs: `Signature.bind` takes 2 µs per call.
         given = parameters[self.takes_context :]
-        self._types: dict[str, Any] = {each.name: hints.get(each.name, Any) for each in given}
+        self._types = {each.name: annotation(hints.get(each.name, Any)) for each in given}
+        for parameter, kind in self._types.items():
+            self._refuse(f"the parameter {parameter!r}", parameter, kind.hint)
         positional = [each for each in given if each.kind is not each.KEYWORD_ONLY]
         needed = [each for each in given if each.default is each.empty]
         only = [each for each in given if each.kind is each.POSITIONAL_ONLY]
@@ -59,6 +62,12 @@ class Arguments:
         self._by_position_only = bool(only)
         self._named = frozenset(each.name for each in given if each not in only)
         self._needed = frozenset(each.name for each in needed)
+
+    def _refuse(self, what: str, field: str, hint: Any) -> None:
+        """Refuse a type that cannot be carried, where the task is defined."""
+        kind = annotation(hint)
+        if kind.problem:
+            raise ConfigError("task", f"{self._name}(): {what} ({kind}) {kind.problem}", field)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The arguments as they are sent: all by position or all by name.
@@ -106,19 +115,19 @@ class Arguments:
         return invalid_input("arguments", f"{self._name}() {problem}.")
 
     def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
+        """Decoded JSON as the declared types: dataclasses, models, datetimes, sets, …"""
         types = self._types
-        positional = [
-            value if hint is Any else msgspec.convert(value, hint)
-            for value, hint in zip(args, types.values(), strict=False)
-        ]
         if len(args) > len(types):
-            raise TypeError(f"{self._name} takes {len(types)} arguments, got {len(args)}")
-        named = {
-            name: value if types.get(name, Any) is Any else msgspec.convert(value, types[name])
-            for name, value in kwargs.items()
-        }
+            raise PayloadMismatch(f"takes {plural(len(types), 'argument')}, got {len(args)}")
+        positional = [self._fitted(*each) for each in zip(types, args, strict=False)]
+        named = {name: self._fitted(name, value) for name, value in kwargs.items()}
         return positional, named
+
+    def _fitted(self, name: str, value: Any) -> Any:
+        kind = self._types.get(name)
+        if kind is None or kind.anything:
+            return value
+        return kind.fit(value, f"the argument {name!r}")
 
 
 _CONTEXTS = (Context, SyncContext)
@@ -150,7 +159,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     try:
-        return get_type_hints(function)
+        return get_type_hints(function, include_extras=True)
     except NameError as error:
         problem = f"an annotation of {function!r} cannot be resolved: {error}"
         raise ConfigError("task", problem) from error

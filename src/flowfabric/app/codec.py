@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import msgspec
 
+from flowfabric.app.annotations import annotation, enc_hook
 from flowfabric.core.errors import invalid_input
-from flowfabric.core.ids import dec_hook, enc_hook
 
 JSON = "json"
 
@@ -44,9 +44,7 @@ def decode(data: bytes | None, encoding: str, into: Any = Any) -> Any:
         return None
     if encoding != JSON:
         return data
-    if into is Any:
-        return _decode_any(data)
-    return msgspec.json.decode(data, type=into, dec_hook=dec_hook)
+    return annotation(into).decode(data)
 
 
 def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -1,11 +1,12 @@
 """Handles on submitted executions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Literal, TypeVar, Unpack, get_args
+from typing import Any, Generic, Literal, TypeVar, Unpack
 
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.annotations import annotation
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome
@@ -43,9 +44,8 @@ class UnexpectedResult(FlowFabricError):
     def __str__(self) -> str:
         shown = self.stored[:_SHOWN_BYTES].decode(errors="replace")
         more = "…" if len(self.stored) > _SHOWN_BYTES else ""
-        plain = isinstance(self.expected, type) and not get_args(self.expected)
-        expected = self.expected.__name__ if plain else self.expected
         named = f"{self.kind} " if self.kind else ""
+        expected = annotation(self.expected)
         return (
             f"{named}{self.execution_id}: the stored result {shown}{more} does not fit "
             f"{expected}: {self.problem}. Correct the task's return annotation, or read `stored`."

@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, Required, Self, TypedDict, TypeVar
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.annotations import annotation
 from flowfabric.core import conditions
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts import suspension
@@ -67,6 +68,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     signal_id: str = ""
     waitpoint: str = ""
     """The name it was waited for under."""
+
+    def payload_as(self, kind: type[V]) -> V:
+        """The payload as this type: a dataclass, a model, a datetime, …
+
+        Raises `PayloadMismatch` if it does not fit; left to itself, that fails the execution.
+
+        >>> order = (await ctx.wait_for("order")).payload_as(Order)
+        """
+        return annotation(kind).fit(self.payload, f"the payload of {self.name!r}")
 
     @classmethod
     def of(cls, signal: ResumeSignal, waitpoint: str) -> Self:

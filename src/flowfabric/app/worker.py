@@ -11,7 +11,7 @@ from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.stopping import HandlerThreads, on_signals
 from flowfabric.app.tasks import TaskFunction
-from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
+from flowfabric.core.errors import ConfigError, LeaseLost, PayloadMismatch, ValidationError
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
@@ -103,8 +103,9 @@ class AppWorker:
                     # Checked here, where it cannot be taken for an error of the handler.
                     signature.bind(*args, **kwargs)
                     call = self._in_thread(claimed, functools.partial(function, *args, **kwargs))
-            except (ValueError, TypeError) as error:
-                raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
+            except (PayloadMismatch, ValueError, TypeError) as error:
+                category = PayloadMismatch.category
+                raise HandlerFailure(f"{task.name}: {error}", category) from error
             result = await call
             try:
                 return None if result is None else codec.encode(result, "result")

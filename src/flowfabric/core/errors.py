@@ -122,6 +122,12 @@ class PermanentError(FlowFabricError):
     category = "permanent"
 
 
+class PayloadMismatch(PermanentError):
+    """A stored value does not fit the type that the code expects. Trying again cannot help."""
+
+    category = "extractor_payload_decode"
+
+
 _UNKNOWN = CatalogueEntry("", ErrorClass.BUG, "bug", 500, "Report this: the code is unknown.")
 
 

@@ -15,6 +15,7 @@ _TRACEBACK_CHARS = 32_768
 # The first that fits.
 _CATEGORIES: dict[type[BaseException], str] = {
     errors.RetryableError: "transient",
+    errors.PayloadMismatch: errors.PayloadMismatch.category,
     errors.PermanentError: "permanent",
     errors.BudgetExceeded: "budget_exceeded",
     TimeoutError: "timeout",
