@@ -363,6 +363,7 @@ CALLS: Mapping[str, Call] = {
     "reclaim_execution": reclaim,
     "register_places": fixed(places={"{fp:0}": [LANE]}),
     "register_worker": a_worker,
+    "release_unknown": held(kind="job"),
     "renew": held(),
     "renew_lease": fenced(lease_ttl_ms=TTL),
     "renew_many": _handles,

@@ -90,9 +90,12 @@ class Engine:
         worker: str = "w",
         instance: str = "w-1",
         capabilities: Iterable[str] = (),
+        tasks: Iterable[str] | None = None,
         ttl: int = TTL,
     ) -> ClaimRequest:
-        csv = caps.to_csv(caps.normalise(list(capabilities), "worker"))
+        """With `tasks`, the worker leaves all others to workers that know them."""
+        known = caps.normalise(list(capabilities), "worker")
+        csv = caps.offered_csv(known, tasks or (), no_others=tasks is not None)
         return ClaimRequest(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
 
     async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:

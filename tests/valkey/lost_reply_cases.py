@@ -257,6 +257,11 @@ CASES: dict[str, Case] = {
     "delay_due": Case(
         "ff_delay", running, lambda backend, handle: backend.executions.delay(handle, 1)
     ),
+    "release_unknown": Case(
+        "ff_release_unknown",
+        running,
+        lambda backend, handle: backend.executions.release_unknown(handle, "job"),
+    ),
     "wait_children": Case(
         "ff_wait_children",
         blocked,

@@ -36,6 +36,7 @@ CONSTANT = {
     "ff_group_lease": ONE_RECORD,
     "ff_lead": ONE_RECORD,
     "ff_progress": ONE_RECORD,
+    "ff_release_unknown": ONE_RECORD,
     "ff_resign": ONE_RECORD,
     "ff_revoke": ONE_RECORD,
     "ff_store_lane": ONE_RECORD,

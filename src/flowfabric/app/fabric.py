@@ -210,14 +210,16 @@ class Fabric(AsyncClosing):
         block_limit: Duration | None = None,
         batch: int = 64,
         scanners: bool = True,
-        on_unknown_kind: Literal["fail", "release"] = "fail",
+        on_unknown_kind: Literal["fail", "release"] = "release",
         worker_id: str | None = None,
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
         Without `lanes` it serves the lanes of all tasks. `batch` limits how many executions one
         call claims or completes. If a task blocks the event loop for longer than `block_limit`
-        (default: three leases), the worker releases its other executions.
+        (default: three leases), the worker releases its other executions. Tasks that the
+        application does not have wait for a worker that knows them; with `on_unknown_kind="fail"`
+        they fail.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
         config = WorkerConfig(

@@ -38,7 +38,7 @@ class AppWorker:
         tasks: Mapping[str, AnyTask],
         config: WorkerConfig,
         *,
-        on_unknown_kind: Literal["fail", "release"] = "fail",
+        on_unknown_kind: Literal["fail", "release"] = "release",
     ) -> None:
         if not tasks:
             raise ConfigError("worker", "The app has no tasks. Decorate a function with @app.task.")
@@ -60,7 +60,11 @@ class AppWorker:
     ) -> RunSummary:
         """Serve until stopped, then wait for running tasks; returns what was done."""
         # Checks settings before it starts the embedded server.
-        worker = await Worker.connect(self.config, self._location.open)
+        worker = await Worker.connect(
+            *(self.config, self._location.open),
+            tasks=sorted(self._tasks),
+            no_others=self._on_unknown == "release",
+        )
         self._threads = HandlerThreads()
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():

@@ -62,7 +62,7 @@ def why_not_running(detail: ExecutionDetail) -> str:
     if why is None:
         return ""
     match detail.execution.public_state:
-        case PublicState.ACTIVE:
+        case PublicState.ACTIVE if why.unknown_task is None:
             return _active(detail)
         case PublicState.SUSPENDED:
             return _suspended(detail)
@@ -80,7 +80,8 @@ def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
         return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
     if why.unresolved_edges:
         return f"it depends on {why.unresolved_edges} executions that have not finished"
-    if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
+    for_worker = why.blocking_reason == "waiting_for_worker" or why.unknown_task
+    if for_worker or why.missing_capabilities:
         return _for_worker(info, why)
     reason = why.blocking_reason.replace("_", " ")
     return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
@@ -113,7 +114,13 @@ def _suspended(detail: ExecutionDetail) -> str:
 def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
     lane, needs = info.lane_id, info.required_capabilities
     if why.able_workers:
-        return f"{_serve(len(why.able_workers))} lane {lane}; it starts as soon as one is free"
+        workers, task = len(why.able_workers), info.execution_kind
+        knows = f" and {'knows' if workers == 1 else 'know'} task {task}" if why.offered_to else ""
+        return f"{_serve(workers)} lane {lane}{knows}; it starts as soon as one is free"
+    if why.unknown_task is not None:
+        offered = f"; last offered to {why.offered_to}" if why.offered_to else ""
+        problem = f"no live worker knows task {why.unknown_task}{offered}"
+        return f"{problem}: start one that does with `flowfabric worker module:app --lanes {lane}`"
     problem, option = f"no live worker serves lane {lane}", f"--lanes {lane}"
     if needs:
         problem += f" and offers {', '.join(needs)}"

@@ -51,7 +51,7 @@ class WorkerRuntime:
         self.worker = worker
         self._handlers: dict[str, Handler] = {}
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
-        self._cancels_handlers = False
+        self._cancels_handlers = self._serves = False
         self._born = generation()
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
@@ -68,6 +68,12 @@ class WorkerRuntime:
     def on(self, kind: str, handler: Handler) -> None:
         """Register the handler of an execution kind; a second one replaces the first."""
         self._handlers[kind] = handler
+        if self._serves:
+            self._offer_tasks()
+
+    def _offer_tasks(self) -> None:
+        leaves_others = self._endings.on_unknown_kind == "release"
+        self.worker.offer_tasks(sorted(self._handlers), no_others=leaves_others)
 
     @property
     def shutting_down(self) -> bool:
@@ -91,6 +97,8 @@ class WorkerRuntime:
         self._runner = current, 0 if current is None else current.cancelling()
         # The worker may have served before.
         self.worker.backend.meta.hurry(leaving=False)
+        self._serves = True
+        self._offer_tasks()
         keeper = self.worker.keeper
         watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
         keeper.find_stuck = watch.stuck

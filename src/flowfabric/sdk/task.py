@@ -54,6 +54,11 @@ class ClaimedTask(HeldAttempt):
         delay = self.backend.executions.delay
         await self._land("delay", lambda: delay(self.handle, delay_until_ms))
 
+    async def release_unknown(self) -> None:
+        """Leave the attempt to a worker that knows the task: it resumes there, and only there."""
+        release, kind = self.backend.executions.release_unknown, self.execution_kind
+        await self._land("release_unknown", lambda: release(self.handle, kind))
+
     async def move_to_waiting_children(self) -> executions.WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
         await self._flush_best_effort()

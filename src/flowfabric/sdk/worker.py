@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self, TypedDict, Unpack
 
@@ -67,15 +67,24 @@ class Worker(ClosedOnce):
         poll_s = config.claim_poll_interval_ms / 1000
         self.claims = WorkerClaims(backend, requests, self._adopt, config.permits, poll_s)
         """Permits, hints and claims of this process."""
+        self._registered = False
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
         self._heartbeat: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, config: WorkerConfig, place: Connect | Place) -> Self:
+    async def connect(
+        cls,
+        config: WorkerConfig,
+        place: Connect | Place,
+        *,
+        tasks: Iterable[str] = (),
+        no_others: bool = False,
+    ) -> Self:
         """Open connections, register the process, start the lease keeper and the heartbeat.
 
-        `place` is a url, an address, or a function that opens a backend.
+        `place` is a url, an address, or a function that opens a backend. `tasks`: see
+        `offer_tasks`.
         """
         connect = place if callable(place) else partial(open_backend, place)
         # Local mistakes first: a typo must not register an instance that never serves.
@@ -87,6 +96,7 @@ class Worker(ClosedOnce):
             return None if settings is None else ScannerThread(connect, settings, backend)
 
         worker = cls(config, backend, keeper, new_scanners)
+        worker.claims.offer(config.capabilities, tasks, no_others=no_others)
         try:
             # The warnings of the process that prepared the server may be long gone.
             await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
@@ -112,6 +122,8 @@ class Worker(ClosedOnce):
                 worker_instance_id=config.worker_instance_id,
                 lanes=config.lanes,
                 capabilities=config.capabilities,
+                tasks=self.claims.tasks,
+                takes_other_tasks=not self.claims.no_others,
                 liveness_ttl_ms=config.liveness_ttl_ms,
                 namespace=config.namespace,
                 only_if_absent=only_if_absent,
@@ -120,6 +132,7 @@ class Worker(ClosedOnce):
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
+        self._registered = True
         await self.backend.places.register_places(self._places())
 
     def _places(self) -> dict[str, list[str]]:
@@ -129,21 +142,37 @@ class Worker(ClosedOnce):
             places.setdefault(lane.home, []).append(lane.lane_id)
         return places
 
+    def offer_tasks(self, tasks: Iterable[str], *, no_others: bool = False) -> None:
+        """Say which tasks this process knows. It then gets executions that wait for one of them.
+
+        With `no_others`, its claims leave tasks that it does not know to workers that do.
+        """
+        known, offered = (self.claims.tasks, self.claims.no_others), (tuple(tasks), no_others)
+        if offered != known:
+            self.claims.offer(self.config.capabilities, offered[0], no_others=no_others)
+            self._registered = False
+            self.claims.in_background(self._announce())
+
     async def _beat(self) -> None:
-        config = self.config
         while True:
-            await asyncio.sleep(config.liveness_ttl_ms / 3000)
-            try:
+            await asyncio.sleep(self.config.liveness_ttl_ms / 3000)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        """Renew the registration, or register again; the next heartbeat repeats what failed."""
+        config, expiry = self.config, None
+        try:
+            if self._registered:
                 expiry = await self.backend.workers.heartbeat_worker(
                     config.worker_instance_id, config.namespace
                 )
-                if expiry is None:
-                    await self._register(only_if_absent=False)
-                for tag, lanes in self._places().items():
-                    self.backend.places.known_places.setdefault(tag, set()).update(lanes)
-                await self.backend.places.register_again()
-            except (EngineError, ConfigError) as error:
-                log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
+            if expiry is None:
+                await self._register(only_if_absent=False)
+            for tag, lanes in self._places().items():
+                self.backend.places.known_places.setdefault(tag, set()).update(lanes)
+            await self.backend.places.register_again()
+        except (EngineError, ConfigError) as error:
+            log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
     @property
     def free(self) -> int:

@@ -72,8 +72,8 @@ _SCANNERS = flag(
 )
 _GRACE = options.duration("How long to wait for running tasks before releasing them.")
 _ON_UNKNOWN = value(
-    "fail|release",
-    "Fail tasks that this app does not have, or release them for workers of another version.",
+    "release|fail",
+    "Leave tasks that this app does not have to workers that know them, or fail them.",
 )
 
 
@@ -89,7 +89,7 @@ def worker(
     block_limit: Annotated[float | None, _BLOCK_LIMIT] = None,
     scanners: Annotated[bool, _SCANNERS] = True,
     grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
-    on_unknown: Annotated[Literal["fail", "release"], _ON_UNKNOWN] = "fail",
+    on_unknown: Annotated[Literal["release", "fail"], _ON_UNKNOWN] = "release",
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,

@@ -272,6 +272,10 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """Live workers of its lane and namespace; None if it does not wait for a worker."""
     able_workers: tuple[str, ...] = ()
     """The instance ids of live workers that could run it."""
+    unknown_task: str | None = None
+    """Its task, if no live worker of its lane knows it."""
+    offered_to: str | None = None
+    """The worker that last left it to others because it did not know the task."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()
     prompt: str | None = None

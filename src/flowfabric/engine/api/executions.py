@@ -213,6 +213,13 @@ class Executions(Concern, Protocol):
         execution_id = check.handle(handle).execution_id
         return await self.delay_execution(execution_id, handle, delay_until=delay_until)
 
+    async def release_unknown(self, handle: Handle, kind: str) -> executions.Delayed:
+        """Release the lease of a task that the holder does not know.
+
+        The same attempt resumes at a worker that offers the task, and at no other.
+        """
+        ...
+
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
     ) -> executions.WaitChildrenOutcome:

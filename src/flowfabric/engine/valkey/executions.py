@@ -242,6 +242,12 @@ class ValkeyExecutions(api.Executions):
         state = await self._calls.ask_about(execution_id, "ff_delay", args, _public_state)
         return executions.Delayed(ExecutionId(execution_id), state)
 
+    async def release_unknown(self, handle: Handle, kind: str) -> executions.Delayed:
+        execution_id = check.handle(handle).execution_id
+        args = (proof(handle), "lease_holder", check.text(kind, "kind"))
+        state = await self._calls.ask_about(execution_id, "ff_release_unknown", args, _public_state)
+        return executions.Delayed(execution_id, state)
+
     async def move_to_waiting_children(
         self,
         execution_id: ExecutionId,

@@ -101,6 +101,11 @@ class Record(Stored):
         return max(self.last_transition_at, *times)
 
     @property
+    def offered_to(self) -> str | None:
+        """The worker that last left it to others; from then on, only those that know its task."""
+        return self.maybe_text("offered_to")
+
+    @property
     def required_capabilities(self) -> tuple[str, ...]:
         return self.parsed("required_capabilities", caps.from_csv)
 

@@ -3,7 +3,7 @@
 -- Arguments: number of items, then per item: execution_id, fence, source (an override:
 --   `operator_override <request id>`), result (`0` none, or `1` followed by the encoding label),
 --   result bytes; then optionally the claim arguments.
--- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
+-- Replies per item: `completed` | [0, code, detail...]; then what ff_claim_many replies, if asked.
 -- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
 -- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
 local function success(label, source)
@@ -49,6 +49,5 @@ register('ff_complete', function(keys, args)
   if not args[first] then return reply.ok(replies) end
   local want = claiming.wanted(args, first)
   want.awake = true
-  local rows, left = claiming.many(c, want)
-  return reply.ok(replies, rows, left)
+  return reply.ok(replies, claiming.many(c, want))
 end, { 'allow-oom' })
