@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks, name_of, programs, python_blocks
-from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
+from tests.docs.scratch import run_python, running_worker, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
@@ -25,6 +25,20 @@ def test_every_program_runs_and_prints_what_its_page_says(page: Path, tmp_path: 
         (tmp_path / name).write_text(text)
         assert run_python(tmp_path, name) == (told or "")
         wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
+def test_every_program_runs_beside_the_worker_that_its_page_started(
+    page: Path, tmp_path: Path
+) -> None:
+    """A reader starts it after the second program, and may leave it running."""
+    (application, code, _), _, *later = programs(page)
+    (tmp_path / application).write_text(code)
+    with running_worker(tmp_path, f"{Path(application).stem}:app"):
+        for name, text, told in later:
+            (tmp_path / name).write_text(text)
+            assert run_python(tmp_path, name) == (told or "")
+    wait_for_server_end(tmp_path / ".flowfabric")
 
 
 @pytest.mark.parametrize("page", OF_PIECES, ids=name_of)
