@@ -13,8 +13,9 @@ LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
 """Its example is a whole program, which `test_readme.py` runs as one."""
 WITH_CODE = [page for page in PAGES if python_blocks(page) and page != README]
-OF_PROGRAMS = [page for page in WITH_CODE if programs(page)]
-OF_PIECES = [page for page in WITH_CODE if page not in OF_PROGRAMS]
+OF_TESTS = [ROOT / "docs" / "how-to" / "test-your-tasks.md"]
+OF_PROGRAMS = [page for page in WITH_CODE if programs(page) and page not in OF_TESTS]
+OF_PIECES = [page for page in WITH_CODE if not programs(page)]
 
 
 @pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
@@ -39,6 +40,23 @@ def test_every_program_runs_beside_the_worker_that_its_page_started(
             (tmp_path / name).write_text(text)
             assert run_python(tmp_path, name) == (told or "")
     wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", OF_TESTS, ids=name_of)
+def test_every_test_on_a_page_passes(page: Path, tmp_path: Path) -> None:
+    """In a folder with nothing else, and with no plugin but ours."""
+    found = programs(page)
+    assert len(found) == len(python_blocks(page)), "every block needs a name in its first line"
+    for name, text, _ in found:
+        (tmp_path / name).write_text(text)
+    told = run_python(
+        *(tmp_path, "-m", "pytest", "-p", "no:cacheprovider"),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        PYTEST_PLUGINS="flowfabric.testing.plugin",
+    )
+    tests = sum(text.count("def test_") for _, text, _ in found)
+    assert f"{tests} passed" in told
+    assert not (tmp_path / ".flowfabric").exists()
 
 
 @pytest.mark.parametrize("page", OF_PIECES, ids=name_of)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.app import codec
@@ -57,6 +57,7 @@ class AppWorker:
         on_shutdown: Literal["release", "fail"] = "release",
         signals: bool = True,
         ready: Callable[[], object] = lambda: None,
+        until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
         """Serve until stopped, then wait for running tasks; returns what was done."""
         # Checks settings before it starts the embedded server.
@@ -74,7 +75,9 @@ class AppWorker:
         try:
             with on_signals(runtime.stop) if signals else contextlib.nullcontext():
                 ready()
-                return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
+                return await runtime.run(
+                    grace_s=grace_s, on_shutdown=on_shutdown, until_idle=until_idle
+                )
         finally:
             self._runtime, self._stop_asked = None, False
             self._threads.close()

@@ -68,6 +68,8 @@ class Worker(ClosedOnce):
         self.claims = WorkerClaims(backend, requests, self._adopt, config.permits, poll_s)
         """Permits, hints and claims of this process."""
         self._registered = False
+        self.vanished = False
+        """Whether it acts as if its process had been killed; for tests."""
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
         self._heartbeat: asyncio.Task[None] | None = None
@@ -285,6 +287,8 @@ class Worker(ClosedOnce):
         )
 
     async def _deregister(self) -> None:
+        if self.vanished:
+            return
         try:
             await self.backend.workers.mark_worker_dead(
                 self.config.worker_instance_id, self.config.namespace, "shutdown"

@@ -3,7 +3,8 @@
 import asyncio
 import os
 import threading
-from contextlib import aclosing
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -105,6 +106,15 @@ class ServerLocation:
     def peer(self) -> str:
         """The deployment's name in messages, without any secret."""
         return "embedded Valkey" if self._address is None else self._address.peer
+
+    @contextmanager
+    def redirected(self, address: Address) -> Generator[None]:
+        """Open backends at another address until the block ends."""
+        before, self._address = self._address, address
+        try:
+            yield
+        finally:
+            self._address = before
 
     async def address(self) -> Address:
         """The deployment's address; starts or joins the embedded server if there is no other."""

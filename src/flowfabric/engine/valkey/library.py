@@ -56,6 +56,11 @@ def include(source: str) -> None:
         _body.cache_clear()
 
 
+def include_test_clock() -> None:
+    """Add the functions that move the engine's clock; see `include`."""
+    include((files("flowfabric") / "lua" / "testing" / "clock.lua").read_text(encoding="utf-8"))
+
+
 @cache
 def _body() -> tuple[str, str]:
     """The assembled code without its settings, and the hash that identifies it."""
