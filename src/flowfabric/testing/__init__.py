@@ -22,7 +22,14 @@ _HOME_OF = {
     "UnansweredWait": "fake",
 }
 
-__all__ = ["Clock", "Ended", "FakeContext", "FakeSyncContext", "SyncTestFabric", "TestFabric"]
+__all__: list[str] = [
+    "Clock",
+    "Ended",
+    "FakeContext",
+    "FakeSyncContext",
+    "SyncTestFabric",
+    "TestFabric",
+]
 __all__ += ["UnansweredWait"]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Generator
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 
@@ -16,7 +16,6 @@ from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.state import PublicState
 from flowfabric.engine.overview import Wait
-from flowfabric.sdk.blocking import blocking
 from flowfabric.sdk.runtime import live
 from flowfabric.testing.crash import Crashes, When
 from flowfabric.testing.engine import Clock, TestEngine
@@ -209,6 +208,7 @@ class SyncTestFabric(SyncFabric):
     def __init__(self, fabric: TestFabric) -> None:
         super().__init__(fabric)
         self._fabric = fabric
+        self._twin = cast("TestFabric", self._target)
         self.clock = fabric.clock
         """The engine's clock: `sync_fabric.clock.advance("1h")`."""
         self._used = contextlib.ExitStack()
@@ -217,8 +217,13 @@ class SyncTestFabric(SyncFabric):
         """Run an application on the test engine until the test ends; returns its sync form."""
         return self._used.enter_context(SyncFabric(self._fabric.use(app)))
 
-    drain = blocking(TestFabric.drain)
-    wait_until_suspended = blocking(TestFabric.wait_until_suspended)
+    def drain(self, timeout: Duration = 30) -> list[Ended]:
+        """Run everything that can run now, until nothing is left; returns what ended."""
+        return self._portal.call(lambda: self._twin.drain(timeout))
+
+    def wait_until_suspended(self, run: Run[Any] | SyncRun[Any], timeout: Duration = 10) -> Wait:
+        """Wait until the handler of a run waits for an answer; returns what it asks."""
+        return self._portal.call(lambda: self._twin.wait_until_suspended(run, timeout))
 
     def crash_at(
         self, owner: object, name: str, *, call: int = 1, when: When = "before"
