@@ -99,9 +99,10 @@ class TestEngine(Closing):
 
 def _exists(pid: int | None) -> bool:
     try:
-        return pid is not None and os.kill(pid, 0) is None
+        os.kill(pid or 0, 0)
     except ProcessLookupError:
         return False
+    return pid is not None
 
 
 class Clock:

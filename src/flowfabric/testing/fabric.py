@@ -116,7 +116,7 @@ class TestFabric(Fabric):
             if policy is not None
             for capability in policy.routing_requirements.required_capabilities
         ]
-        return everything.worker(capabilities=needed, scanners=False, on_unknown_kind="release")
+        return everything.worker(capabilities=needed, scanners=False)
 
     async def _run_timers(self) -> int:
         return await asyncio.to_thread(self._engine.run_timers)

@@ -205,6 +205,6 @@ class _Inline:
         try:
             operation.send(None)
         except StopIteration as done:
-            return done.value
+            return cast("T", done.value)
         operation.close()
         raise RuntimeError("This operation needs an event loop.")
