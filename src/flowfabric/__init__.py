@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         RetryableError,
         TransportError,
     )
-    from flowfabric.core.policy import Retry
+    from flowfabric.core.policy import ExponentialBackoff, FixedBackoff, Retry
     from flowfabric.engine.api.events import (
         CompletionEvent,
         Event,
@@ -65,7 +65,7 @@ _HOMES = (
     ("core.conditions", "AllOf Count CountKind OperatorOnly Single TimeoutOnly"),
     ("core.errors", "ConfigError EngineError FlowFabricError LeaseLost PermanentError"),
     ("core.errors", "PayloadMismatch RetryableError TransportError"),
-    ("core.policy", "Retry"),
+    ("core.policy", "ExponentialBackoff FixedBackoff Retry"),
     ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
     ("engine.overview", "Wait"),
     ("sdk.client", "Client ExecutionCancelled ExecutionExpired ExecutionFailed NotFinished"),
@@ -78,7 +78,8 @@ _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in nam
 
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
 __all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
-__all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric"]
+__all__ += ["FixedBackoff", "FlowFabricError"]
 __all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "NotFinished", "OperatorOnly"]
 __all__ += ["PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run", "RunError"]
 __all__ += ["Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]

@@ -113,6 +113,13 @@ def enc_hook(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else ids.enc_hook(value)
 
 
+def unordered_enc_hook(value: Any) -> Any:
+    """`enc_hook` that leaves the sets of a model what they are, for an encoder that sorts them."""
+    if _is_model(value.__class__):
+        return value.model_dump(round_trip=True)
+    return enc_hook(value)
+
+
 def _dec_hook(wanted: type[Any], value: Any) -> Any:
     if wanted is object:
         return value

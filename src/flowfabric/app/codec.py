@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from flowfabric.app.annotations import annotation, enc_hook
+from flowfabric.app.annotations import annotation, enc_hook, unordered_enc_hook
 from flowfabric.core.errors import invalid_input
 
 JSON = "json"
@@ -15,7 +15,7 @@ JSON = "json"
 # In MessagePack a float keeps its bits, and all exponent bits of a non-finite one are set.
 _may_be_non_finite = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _encode = msgspec.json.Encoder(enc_hook=enc_hook).encode
-_encode_sorted = msgspec.json.Encoder(enc_hook=enc_hook, order="deterministic").encode
+_encode_sorted = msgspec.json.Encoder(enc_hook=unordered_enc_hook, order="deterministic").encode
 _decode_any = msgspec.json.Decoder().decode
 
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
@@ -30,6 +31,7 @@ R_co = TypeVar("R_co", covariant=True)
 D_co = TypeVar("D_co", covariant=True)
 
 _MAX_KEY_BYTES = 1024
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class TaskOptions(TypedDict, total=False):
@@ -60,6 +62,8 @@ class SubmitOptions(TypedDict, total=False):
     """Submissions of the task with the same key and arguments are one execution."""
     delay: Duration | None
     """How long to wait before the first attempt."""
+    at: datetime | None
+    """When the first attempt may start: a time with a time zone, instead of `delay`."""
     tags: Mapping[str, str] | None
     """Labels to find the execution by."""
 
@@ -160,8 +164,11 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
         name: str | None,
         lane: str,
         policy: ExecutionPolicy | None,
+        retry: Retry | None,
     ) -> None:
         self.function = function
+        self.retry = retry
+        """Which exceptions are retried; how often is part of the stored policy."""
         shared = shared_fields(_name_of(function, name), lane_id=lane, policy=policy)
         self.arguments = Arguments(function, shared.execution_kind)
         super().__init__(app, shared, self.arguments)
@@ -180,7 +187,8 @@ class TaskDecorator:
         self._app = app
         self._name = name
         self._lane = validate_lane(options.get("lane", "default"))
-        self._policy = _policy(options)
+        self._retry = _retry(options.get("retry"))
+        self._policy = _policy(options, self._retry)
 
     @overload
     def __call__(
@@ -210,7 +218,7 @@ class TaskDecorator:
             _refuse_unknown(options, TaskOptions)
             return TaskDecorator(self._app, name, **options)
         task: TaskFunction[..., Any, ..., Any]
-        task = TaskFunction(self._app, name, self._name, self._lane, self._policy)
+        task = TaskFunction(self._app, name, self._name, self._lane, self._policy, self._retry)
         if task.name in self._app.tasks:
             problem = f'A task named "{task.name}" is already registered.'
             raise ConfigError("task", f"{problem} Pass name= to register both.", "name")
@@ -229,17 +237,30 @@ def shared_fields(name: str, **fields: Any) -> NewExecution:
 def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
     """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
-    lane, delay = options.get("lane"), options.get("delay")
+    lane, delay, at = options.get("lane"), options.get("delay"), options.get("at")
     priority, tags = options.get("priority"), options.get("tags")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
+    if at is not None and delay is not None:
+        raise invalid_input("at", "cannot be combined with delay. Pass one of them.")
     return msgspec.structs.replace(
         shared,
         lane_id=shared.lane_id if lane is None else validate_lane(lane, "lane"),
         priority=priority,
         delay_ms=None if delay is None else to_ms(delay, "delay"),
+        delay_until=None if at is None else _time_ms(at),
         tags={} if tags is None else validate_creation_tags(tags),
     )
+
+
+def _time_ms(at: object) -> int:
+    """A time in milliseconds, rounded up."""
+    if not isinstance(at, datetime):
+        raise invalid_input("at", f"must be a datetime, got {type(at).__name__}")
+    if at.utcoffset() is None:
+        problem = "has no time zone. Add tzinfo=UTC, or pass at.astimezone() if it is local."
+        raise invalid_input("at", problem)
+    return max(0, -((_EPOCH - at) // timedelta(milliseconds=1)))
 
 
 def _checked_key(kind: str, key: str | None) -> str:
@@ -257,17 +278,20 @@ def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
             raise TypeError(f"There is no option {name!r}. The options are: {', '.join(known)}.")
 
 
-def _policy(options: Mapping[str, Any]) -> ExecutionPolicy | None:
+def _retry(retry: object) -> Retry | None:
+    if isinstance(retry, int) and not isinstance(retry, bool):
+        return Retry(retry)
+    if retry is None or isinstance(retry, Retry):
+        return retry
+    problem = f"must be a Retry or a number of retries, got {type(retry).__name__}"
+    raise ConfigError("task", problem, "retry")
+
+
+def _policy(options: Mapping[str, Any], retry: Retry | None) -> ExecutionPolicy | None:
     """The execution policy of the options of a task; None if all are defaults."""
     policy: dict[str, dict[str, Any]] = {}
-    retry = options.get("retry")
-    if isinstance(retry, int) and not isinstance(retry, bool):
-        retry = Retry(retry)
-    if isinstance(retry, Retry):
+    if retry is not None:
         policy["retry_policy"] = msgspec.to_builtins(retry.policy())
-    elif retry is not None:
-        problem = f"must be a Retry or a number of retries, got {type(retry).__name__}"
-        raise ConfigError("task", problem, "retry")
     for option, part, field in _DURATIONS:
         if options.get(option) is not None:
             policy.setdefault(part, {})[field] = to_ms(options[option], option)

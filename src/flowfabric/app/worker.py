@@ -15,7 +15,7 @@ from flowfabric.core.errors import ConfigError, LeaseLost, PayloadMismatch, Vali
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.failures import HandlerFailure
+from flowfabric.sdk.failures import FinalFailure, HandlerFailure
 from flowfabric.sdk.loop_thread import LoopCaller
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
@@ -113,7 +113,12 @@ class AppWorker:
             except (PayloadMismatch, ValueError, TypeError) as error:
                 category = PayloadMismatch.category
                 raise HandlerFailure(f"{task.name}: {error}", category) from error
-            result = await call
+            try:
+                result = await call
+            except Exception as error:
+                if task.retry is None or task.retry.allows(error):
+                    raise
+                raise FinalFailure from error
             try:
                 return None if result is None else codec.encode(result, "result")
             except ValidationError as error:

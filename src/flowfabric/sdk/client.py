@@ -22,6 +22,7 @@ from flowfabric.core.errors import (
 )
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_lane, validate_namespace
 from flowfabric.core.state import PublicState
+from flowfabric.core.text import plural
 from flowfabric.engine import overview
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import F, FeedRequest, Start, Subscriptions
@@ -34,6 +35,7 @@ from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.sdk import diagnosis
+from flowfabric.sdk.failures import StoredFailure
 from flowfabric.sdk.following import EventFeed, Tail
 from flowfabric.sdk.options import ExecutionOptions, SentSignal
 
@@ -67,21 +69,37 @@ class RunError(FlowFabricError):
         super().__init__(info)
         self.info = info
 
-    def _reason(self) -> str:
-        reason = self.info.failure_reason or self.info.cancellation_reason or "no reason given"
-        # Where it happened follows on further lines, in `info.failure_reason`.
-        return reason.partition("\n")[0]
+    @property
+    def reason(self) -> str:
+        """Why it ended: for an exception its type and message, and those of its causes."""
+        return self._failure.message or self.info.cancellation_reason or ""
+
+    @property
+    def category(self) -> str | None:
+        """The category of the failure, on which retry policies decide."""
+        return self.info.failure_category
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts were made."""
+        return self.info.total_attempt_count
+
+    @property
+    def _failure(self) -> StoredFailure:
+        return StoredFailure.parse(self.info.failure_reason or "")
+
+    def _first_line(self) -> str:
+        return self.reason.partition("\n")[0] or "no reason given"
 
     def __repr__(self) -> str:
-        info, reason = self.info, self._reason()
+        info, reason = self.info, self._first_line()
         brief = reason if len(reason) <= _SHOWN_CHARS else f"{reason[:_SHOWN_CHARS]}…"
         return f"{type(self).__name__}({info.execution_id}, {info.public_state.value}: {brief})"
 
     def __str__(self) -> str:
-        info, reason = self.info, self._reason()
-        count = info.total_attempt_count
-        attempts = f"{count} attempt{'' if count == 1 else 's'}"
-        return f"{info.execution_kind} {info.public_state.value} after {attempts}: {reason}"
+        info, attempts = self.info, plural(self.attempts, "attempt")
+        text = f"{info.execution_kind} {info.public_state.value} after {attempts}"
+        return f"{text}: {self._first_line()}"
 
 
 class NotFinished(RunError):
@@ -92,7 +110,23 @@ class NotFinished(RunError):
 
 
 class ExecutionFailed(RunError):
-    """The execution failed for good."""
+    """The execution failed for good.
+
+    >>> try:
+    ...     await run.result()
+    ... except ExecutionFailed as error:
+    ...     print(error.exception_type, error.attempts, error.traceback)
+    """
+
+    @property
+    def exception_type(self) -> str | None:
+        """The class of the exception that the handler raised; None if it raised none."""
+        return self._failure.exception_type
+
+    @property
+    def traceback(self) -> str | None:
+        """Where the handler raised it, as Python prints it; None if it raised nothing."""
+        return self._failure.traceback
 
 
 class ExecutionExpired(RunError):

@@ -249,7 +249,7 @@ class ClaimedTask(HeldAttempt):
         """Report the block's exception; a problem doing so must not hide it."""
         failure = describe(error)
         try:
-            await self.fail(failure.reason, failure.category)
+            await self.fail(failure.report, failure.category)
         except FlowFabricError as problem:
             extra = {"action": "task_abandoned", "execution_id": self.execution_id}
             log.warning("failure of %s was not stored: %s", self.execution_id, problem, extra=extra)
