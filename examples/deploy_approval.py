@@ -83,7 +83,7 @@ async def watch(run: ff.Run[str]) -> str:
     """Print the log as it is written, until the execution has ended; returns all of it."""
     text = ""
     async for frame in run.stream():
-        line = frame.payload.decode()
+        line = frame.text
         text += line
         say(f"  │ {line.rstrip()}")
     return text

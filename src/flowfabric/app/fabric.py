@@ -268,6 +268,8 @@ class SyncFabric(SyncTwin[Fabric], Closing):
     def __init__(self, app: Fabric) -> None:
         self._portal = Portal("ff-sync-fabric")
         super().__init__(app.twin(), self._portal)
+        self.namespace = app.namespace
+        self.tasks = app.tasks
 
     @property
     def task(self) -> TaskDecorator:

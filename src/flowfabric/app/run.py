@@ -181,7 +181,7 @@ class Run(Generic[R_co]):
         """The handler's live output, until the execution has ended.
 
         >>> async for frame in run.stream():
-        ...     print(frame.payload.decode(), end="")
+        ...     print(frame.text, end="")
         """
         return Tail(
             self._output,

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -219,11 +220,24 @@ class TaskDecorator:
             return TaskDecorator(self._app, name, **options)
         task: TaskFunction[..., Any, ..., Any]
         task = TaskFunction(self._app, name, self._name, self._lane, self._policy, self._retry)
-        if task.name in self._app.tasks:
+        known = self._app.tasks.get(task.name)
+        if known is not None and not _redefines(known.function, task.function):
             problem = f'A task named "{task.name}" is already registered.'
             raise ConfigError("task", f"{problem} Pass name= to register both.", "name")
         self._app.tasks[task.name] = task
         return task
+
+
+def _redefines(old: Any, new: Any) -> bool:
+    """Whether this is the same function again: a notebook cell that reruns, a module reloaded."""
+    places = {(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (old, new)}
+    module, name = places.pop()
+    # Each call of a function that defines tasks makes different ones.
+    if places or not name or "<locals>" in name:
+        return False
+    # In one import of a module, a second definition is a mistake.
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return not getattr(spec, "_initializing", False)
 
 
 def shared_fields(name: str, **fields: Any) -> NewExecution:

@@ -16,7 +16,7 @@ from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.failures import FinalFailure, HandlerFailure
-from flowfabric.sdk.loop_thread import LoopCaller
+from flowfabric.sdk.loop_thread import LoopCaller, Portal
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -29,7 +29,7 @@ class AppWorker:
     """A worker for the tasks of one application.
 
     `await worker.run()` serves until SIGTERM or SIGINT; `async with app.worker():` serves in the
-    background of the block.
+    background of the block. Without an event loop, `with app.worker():` serves on a thread.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class AppWorker:
         self._runtime: WorkerRuntime | None = None
         self._stop_asked = False
         self._background: asyncio.Task[RunSummary] | None = None
+        self._portal: Portal | None = None
 
     async def run(
         self,
@@ -174,6 +175,23 @@ class AppWorker:
             await self._background
             self._background = None
 
+    def __enter__(self) -> Self:
+        self._portal = portal = Portal("ff-worker")
+        try:
+            portal.call(self.__aenter__)
+        except BaseException:
+            portal.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        portal, self._portal = self._portal, None
+        if portal is not None:
+            try:
+                portal.call(self.__aexit__)
+            finally:
+                portal.close()
+
 
 class SyncAppWorker(SyncTwin[AppWorker]):
     """A worker for programs without an event loop.
@@ -194,11 +212,11 @@ class SyncAppWorker(SyncTwin[AppWorker]):
     run = blocking(AppWorker.run)
 
     def __enter__(self) -> Self:
-        self._caller.call(self._target.__aenter__)
+        self._target.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._caller.call(lambda: self._target.__aexit__(None, None, None))
+        self._target.__exit__()
 
 
 def _unwritable(result: object) -> str | None:
