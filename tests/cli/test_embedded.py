@@ -49,6 +49,9 @@ async def test_commands_find_what_a_program_submitted(
         run: Run[str] = await app.submit("greet", "Ada")
         joined = await project("ps", "--json")
         assert [row["execution_id"] for row in joined.objects] == [run.id]
+        below = project.folder / "notebooks"
+        below.mkdir()
+        assert (await Cli(below)("ps", "--json")).objects == joined.objects
     # The program is gone, and with it the server: the command starts it again on its data.
     shown = await project("show", run.id.uuid[:8])
     assert shown.code == 0

@@ -40,8 +40,8 @@ R = TypeVar("R")
 class Fabric(AsyncClosing):
     """An application: its tasks and the deployment they run on.
 
-    Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey under
-    `./.flowfabric` that all processes of the project share.
+    Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey in the
+    `.flowfabric` folder that all processes of the project share.
 
     >>> app = Fabric()
     >>> @app.task(retry=Retry(3), timeout="5m")
