@@ -153,7 +153,7 @@ async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
         {
             "execution_id": execution_id,
             "outcome": "resumed",
-            "public_state": "waiting",
+            "state": "waiting",
             "resumed": True,
         }
     ]

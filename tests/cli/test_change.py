@@ -27,7 +27,7 @@ async def test_one_that_cannot_be_cancelled_does_not_keep_the_others(
     waiting = await engine.create()
     done = await cli("cancel", "deadbeef", ended.execution_id, waiting, "--json")
     assert done.code == 1
-    assert done.objects == [{"execution_id": waiting, "public_state": "cancelled"}]
+    assert done.objects == [{"execution_id": waiting, "state": "cancelled"}]
     assert '"code":"execution_not_found"' in done.err.splitlines()[0]
     assert '"code":"execution_not_active"' in done.err.splitlines()[1]
     assert (await cli("cancel", "deadbeef", "no-id")).code == 2
@@ -50,7 +50,7 @@ async def test_replay_with_a_reason(cli: Cli, engine: Engine) -> None:
     await engine.backend.executions.complete(handle)
     done = await cli("replay", handle.execution_id.uuid, "--reason", "new data", "--json")
     assert done.code == 0
-    assert done.objects == [{"execution_id": handle.execution_id, "public_state": "waiting"}]
+    assert done.objects == [{"execution_id": handle.execution_id, "state": "waiting"}]
     await engine.claim()
     attempts = await engine.backend.reads.read_attempts(handle.execution_id)
     assert [attempt.attempt_type for attempt in attempts] == ["initial", "replay"]

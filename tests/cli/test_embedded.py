@@ -125,7 +125,7 @@ async def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
     )
     assert done.stdout == b"27\n"
     listed = await project("ps", "--json")
-    assert [row["public_state"] for row in listed.objects] == ["completed"]
+    assert [row["state"] for row in listed.objects] == ["completed"]
     examined = await project("doctor", "--json")
     assert (examined.code, examined.err) == (0, "")
     assert "pr\\xff%41 j" in examined.objects[0]["address"]

@@ -36,7 +36,7 @@ async def test_summary(cli: Cli, engine: Engine) -> None:
     plain = await cli("summary", handle.execution_id)
     assert json.loads(plain.out) == {"step": "load", "done": 3}
     (found,) = (await cli("summary", handle.execution_id, "--attempt", "1", "--json")).objects
-    assert (found["attempt_index"], found["version"]) == (0, 1)
+    assert (found["attempt"], found["version"]) == (1, 1)
     assert found["document"] == {"step": "load", "done": 3}
     assert (await cli("summary", handle.execution_id, "--attempt", "7")).code == 1
 

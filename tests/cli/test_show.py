@@ -60,7 +60,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
         assert re.search(pattern, out), pattern
     assert "Why it is not running" not in out
     detail = await as_json(cli, handle.execution_id)
-    assert detail["execution"]["public_state"] == "completed"
+    assert detail["execution"]["state"] == "completed"
     assert detail["tags"] == {"app.team": "images"}
     assert detail["policy"]["retry_policy"]["max_retries"] == 2
     assert detail["policy"]["max_replay_count"] == 10

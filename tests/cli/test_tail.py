@@ -116,7 +116,7 @@ async def test_json_and_going_on_from_a_frame(cli: Cli, engine: Engine) -> None:
     assert base64.b64decode(blob["payload"]) == b"\xff\x00"
     assert (blob["payload_form"], blob["encoding"]) == ("base64", "binary")
     assert (closed["type"], closed["reason"]) == ("closed", "attempt_success")
-    assert end == {"type": "end", "attempt_index": 0, "public_state": "completed"}
+    assert end == {"type": "end", "attempt": 1, "state": "completed"}
     rest = await cli("tail", handle.execution_id, "--json", "--from", first)
     assert rest.objects == [blob, closed, end]
     assert (await cli("tail", handle.execution_id, "--from", "end")).out == ""
@@ -136,7 +136,7 @@ async def test_it_ends_with_an_execution_that_never_ran(cli: Cli, engine: Engine
     waiting = await engine.create()
     async with cli.start("tail", waiting, "--json") as tail:
         await engine.backend.executions.cancel_execution(waiting, "not needed")
-        await tail.line('"public_state":"cancelled"')
+        await tail.line('"state":"cancelled"')
         assert (await tail.end()).code == 0
 
 

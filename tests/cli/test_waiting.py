@@ -45,7 +45,7 @@ async def test_who_waits_for_what_the_soonest_first(cli: Cli, waits: Waits) -> N
     done = await cli("waiting")
     assert (done.code, done.err) == (0, "")
     header, first, *rest = done.lines
-    assert header.split()[:5] == ["ID", "KIND", "LANE", "WAITS", "FOR"]
+    assert header.split()[:5] == ["ID", "TASK", "LANE", "WAITS", "FOR"]
     token = sooner.details.waitpoint_token
     pattern = (
         rf"{re.escape(sooner.handle.execution_id)} +job +default +release +approved +\d+s +in 1h +"
@@ -66,7 +66,7 @@ async def test_json_lane_limit_and_namespace(cli: Cli, waits: Waits) -> None:
     done = await cli("waiting", "--json", "--lane", "office")
     (row,) = done.objects
     assert row["execution_id"] == parked.handle.execution_id
-    assert (row["public_state"], row["namespace"], row["until"]) == ("suspended", "a", None)
+    assert (row["state"], row["namespace"], row["until"]) == ("suspended", "a", None)
     (waitpoint,) = row["waitpoints"]
     assert waitpoint["waitpoint_key"] == "k"
     assert waitpoint["required_signal_names"] == ["go"]
@@ -139,7 +139,7 @@ async def test_waiting_shows_what_is_asked(cli: Cli, waits: Waits) -> None:
     asked = await waits.park(**QUESTION)
     await waits.park()
     header, *rows = (await cli("waiting")).lines
-    assert header.split()[:3] == ["ID", "KIND", "PROMPT"]
+    assert header.split()[:3] == ["ID", "TASK", "PROMPT"]
     assert sorted("Deploy v2?\\nTo production." in row for row in rows) == [False, True]
     one = await cli("waiting", asked.handle.execution_id)
     assert one.out.endswith(

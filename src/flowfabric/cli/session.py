@@ -13,6 +13,7 @@ import typer
 from flowfabric.cli import options
 from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import Deployment, Target
+from flowfabric.cli.selection import Selection, select
 from flowfabric.core.catalogue import CATALOGUE
 from flowfabric.core.errors import EngineError
 from flowfabric.core.ids import ExecutionId
@@ -30,8 +31,11 @@ _is_prefix = re.compile(r"[0-9a-f-]{1,36}").fullmatch
 
 
 def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A command that runs a coroutine and has the options that make its `target`."""
-    target, *own = inspect.signature(run).parameters.values()
+    """A command that runs a coroutine and has the options that make its target and selection."""
+    target, *declared = inspect.signature(run).parameters.values()
+    selecting = [each for each in declared if each.annotation is Selection]
+    choices = list(inspect.signature(select).parameters.values())
+    own = [each for one in declared for each in (choices if one.annotation is Selection else [one])]
 
     def start(
         context: typer.Context,
@@ -42,6 +46,8 @@ def with_shared_options(run: Callable[..., Coroutine[Any, Any, None]]) -> Callab
         **given: Any,
     ) -> None:
         made = target.annotation.of(context, url, namespace, as_json=as_json)
+        for each in selecting:
+            given[each.name] = select(**{choice.name: given.pop(choice.name) for choice in choices})
         asyncio.run(run(made, **given))
 
     context, *shared, _ = inspect.signature(start).parameters.values()

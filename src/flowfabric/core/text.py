@@ -90,3 +90,16 @@ def clock(ms: int) -> str:
     except (ValueError, OverflowError, OSError):
         return f"{ms} ms"
     return moment.strftime("%Y-%m-%d %H:%M:%S.") + f"{ms % 1000:03d}"
+
+
+def iso(ms: int) -> str | None:
+    """A time in ISO 8601, in UTC; None if the calendar has no such time.
+
+    >>> iso(1_700_000_000_123)
+    '2023-11-14T22:13:20.123Z'
+    """
+    try:
+        moment = datetime.fromtimestamp(ms / 1000, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

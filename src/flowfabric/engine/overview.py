@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from flowfabric.core.contracts import executions
-from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionSummary
+from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionPage, ExecutionSummary
 from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
@@ -56,21 +56,30 @@ class ExecutionListing(msgspec.Struct, frozen=True):
     now_ms: int
 
 
+async def matching(backend: Backend, where: Filter) -> AsyncGenerator[ExecutionPage]:
+    """The pages of a listing, to its end."""
+    cursor: str | None = ""
+    while cursor is not None:
+        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+        yield page
+        cursor = page.next_cursor
+
+
 async def list_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:
     """The newest executions that match; without a limit, all of them."""
     found: list[ExecutionSummary] = []
     states: Counter[str] = Counter()
-    cursor: str | None = ""
-    pages = 0
-    while cursor is not None and (limit is None or pages < _PAGES):
-        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+    pages, complete = 0, False
+    async for page in matching(backend, where):
         states.update(row.public_state.value for row in page.executions)
         found += page.executions
         found.sort(key=lambda row: (-int(row.created_at), row.execution_id))
         del found[limit or len(found) :]
-        cursor = page.next_cursor
         pages += 1
-    return ExecutionListing(found, states, cursor is None, await backend.meta.server_time_ms())
+        complete = page.next_cursor is None
+        if limit is not None and pages == _PAGES:
+            break
+    return ExecutionListing(found, states, complete, await backend.meta.server_time_ms())
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):

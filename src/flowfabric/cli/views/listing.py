@@ -48,7 +48,7 @@ def _row(row: ExecutionSummary, now_ms: int, id_length: int | None, *, namespace
     if namespace:
         cells["NAMESPACE"] = row.namespace
     return cells | {
-        "KIND": row.execution_kind,
+        "TASK": row.execution_kind,
         "LANE": row.lane_id,
         "STATE": state_cell(row.public_state.value, progress),
         "AGE": age(now_ms - int(row.created_at)),

@@ -96,7 +96,7 @@ def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
         length = short_length(one.waitpoint_id for wait in waits for one in wait.waitpoints)
     rows: list[Row] = []
     for wait in waits:
-        head: Row = {"ID": id_cell(wait.execution_id, id_length), "KIND": wait.execution_kind}
+        head: Row = {"ID": id_cell(wait.execution_id, id_length), "TASK": wait.execution_kind}
         if lanes:
             head["LANE"] = wait.lane_id
         for one in wait.waitpoints or [None]:
