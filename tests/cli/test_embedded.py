@@ -56,7 +56,7 @@ async def test_commands_find_what_a_program_submitted(
     shown = await project("show", run.id.uuid[:8])
     assert shown.code == 0
     assert '["Ada"]' in shown.out
-    assert (await project("cancel", run.id)).out == f"{run.id}  cancelled\n"
+    assert (await project("cancel", run.id)).out == f"{run.id.compact}  cancelled\n"
     elsewhere = await project("ps", "--json", FF_DATA_DIR=str(project.folder / "other"))
     assert (elsewhere.code, elsewhere.out) == (0, "")
     examined = await project("doctor")

@@ -33,8 +33,8 @@ async def test_nothing_yet(cli: Cli) -> None:
 
 
 async def test_the_table_in_a_pipe_is_plain_and_complete(cli: Cli, engine: Engine) -> None:
-    running = (await engine.running(execution_kind="resize")).execution_id
-    waiting = await engine.create(execution_kind="k" * 90, lane="mails")
+    running = (await engine.running(execution_kind="resize")).execution_id.compact
+    waiting = (await engine.create(execution_kind="k" * 90, lane="mails")).compact
     done = await cli("ps")
     header, *rows = done.lines
     assert header.split() == ["ID", "TASK", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
@@ -81,7 +81,7 @@ async def test_filters(cli: Cli, engine: Engine) -> None:
     assert await ids(cli, "--tag", "app.team=x", "--tag", "app.size=2") == set()
     assert await ids(cli, "--task", "a", "--state", "waiting", "--lane", "default") == {plain}
     before = await cli("--namespace", "other", "ps")
-    assert [line.split()[0] for line in before.lines] == ["ID", tagged]
+    assert [line.split()[0] for line in before.lines] == ["ID", tagged.compact]
     assert "NAMESPACE" in before.lines[0]
 
 
@@ -133,7 +133,7 @@ async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: En
     await engine.create(execution_kind="resize")
     screen = await asyncio.to_thread(on_terminal, cli, "ps")
     assert "\x1b[" in screen
-    assert ended.uuid[:8] in screen
+    assert f"{ended.partition}-{ended.uuid[:8]}" in screen
     assert ended.uuid[:9] not in screen
     assert "{fp:" not in screen
     assert "2 executions: " in screen
@@ -177,18 +177,18 @@ async def test_watch_prints_what_is_new_and_what_changed(
 ) -> None:
     first = await engine.create()
     async with cli.start("ps", "--watch", *form) as running:
-        assert "waiting" in await running.line(first)
+        assert "waiting" in await running.line(first.uuid)
         second = await engine.create()
-        assert "waiting" in await running.line(second)
+        assert "waiting" in await running.line(second.uuid)
         await engine.backend.executions.cancel_execution(first)
-        changed = await running.line(first)
+        changed = await running.line(first.uuid)
         assert "cancelled" in changed
         if form:
             assert json.loads(changed)["state"] == "cancelled"
         running.send(signal.SIGINT)
         done = await running.end()
     assert done.code == 0
-    assert sum(second in line for line in done.lines) == 1
+    assert sum(second.uuid in line for line in done.lines) == 1
     assert "Traceback" not in done.out
 
 

@@ -38,6 +38,7 @@ async def stored(engine: Engine, done: Done) -> tuple[str, str, object]:
     """Task, lane and arguments of what a command submitted."""
     assert (done.code, done.err) == (0, "")
     execution_id = ExecutionId.parse(done.out.strip())
+    assert done.out == f"{execution_id.compact}\n"
     info = await engine.backend.reads.read_execution_info(execution_id)
     context = await engine.backend.reads.read_execution_context(execution_id)
     payload = json.loads(context.input_payload) if context.input_payload else None

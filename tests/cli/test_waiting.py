@@ -48,7 +48,7 @@ async def test_who_waits_for_what_the_soonest_first(cli: Cli, waits: Waits) -> N
     assert header.split()[:5] == ["ID", "TASK", "LANE", "WAITS", "FOR"]
     token = sooner.details.waitpoint_token
     pattern = (
-        rf"{re.escape(sooner.handle.execution_id)} +job +default +release +approved +\d+s +in 1h +"
+        rf"{sooner.handle.execution_id.compact} +job +default +release +approved +\d+s +in 1h +"
         rf"{sooner.details.waitpoint_id}  {token.kid} {token.fingerprint}"
     )
     assert re.fullmatch(pattern, first), first
@@ -90,7 +90,7 @@ async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
     await waits.backend.waitpoints.close_waitpoint(execution_id, early.waitpoint_id)
     done = await cli("waiting", execution_id)
     first, second = done.lines
-    assert first == f"{execution_id} is waiting and waits for no answer."
+    assert first == f"{execution_id.compact} is waiting and waits for no answer."
     assert re.fullmatch(r"Its last wait was answered \d+s ago: go by ada\.", second)
 
 
@@ -108,7 +108,7 @@ async def test_show_tells_what_it_waits_for(cli: Cli, waits: Waits) -> None:
     done = await cli("show", execution_id)
     assert re.search(
         r"Why it is not running: it waits for release \(approved\), until .* \(in (59m|1h).*\): "
-        rf"answer with `flowfabric approve {execution_id.uuid}`\n",
+        rf"answer with `flowfabric approve {execution_id.compact}`\n",
         done.out,
     )
     token = parked.details.waitpoint_token

@@ -152,6 +152,14 @@ def test_text_lines() -> None:
     assert plain.format(failing()).endswith("ValueError: no\\x1b")
 
 
+def test_a_text_line_has_compact_ids_and_a_json_line_canonical_ones() -> None:
+    uuid = "11111111-2222-4333-8444-555555555555"
+    canonical, compact = f"{{fp:42}}:{uuid}", f"42-{uuid}"
+    made = record(f"lost {canonical}", execution_id=canonical, other_id=canonical)
+    assert TextFormatter(colour=False).format(made).endswith(f"lost {compact}")
+    assert json.loads(JsonFormatter().format(made))["execution_id"] == canonical
+
+
 def test_a_text_line_says_nothing_twice() -> None:
     made = record("resize 86-12 failed (attempt 2)", execution_id="86-12", attempt=2, epoch=1)
     assert TextFormatter(colour=False).format(made).endswith(" (attempt 2)  epoch=1")

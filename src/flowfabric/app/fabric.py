@@ -23,9 +23,10 @@ from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
 from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
-from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import plural
 from flowfabric.engine.api.executions import BATCH
+from flowfabric.engine.lookup import parse_name
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
@@ -192,13 +193,15 @@ class Fabric(AsyncClosing):
     def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> Run[Any]:
         """A handle on an execution by its id; with its task, results are typed.
 
-        This sends nothing: an id that does not exist raises an error on first use.
+        A UUID, or the first characters of an id, is enough if only one execution of the namespace
+        has it. This sends nothing: the first call on the handle looks the execution up, and
+        raises an error if there is none or more than one.
 
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
         """
         known = self._task("" if task is None else task)
-        return Run(self.client, ExecutionId.parse(execution_id), known.returns, known.name)
+        return Run(self.client, parse_name(execution_id), known.returns, known.name)
 
     def worker(
         self,

@@ -15,6 +15,7 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.lookup import IdStart, find_execution
 from flowfabric.engine.overview import Wait
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
 from flowfabric.sdk.client import Client, Outcome
@@ -47,7 +48,7 @@ class UnexpectedResult(FlowFabricError):
         named = f"{self.kind} " if self.kind else ""
         expected = annotation(self.expected)
         return (
-            f"{named}{self.execution_id}: the stored result {shown}{more} does not fit "
+            f"{named}{self.execution_id.compact}: the stored result {shown}{more} does not fit "
             f"{expected}: {self.problem}. Correct the task's return annotation, or read `stored`."
         )
 
@@ -55,27 +56,42 @@ class UnexpectedResult(FlowFabricError):
 class Run(Generic[R_co]):
     """A handle on one execution: its state, result and output, and ways to act on it.
 
-    It works in every event loop. To store it, store `str(run.id)`: `app.get_run(id)` makes
-    another one.
+    It works in every event loop. To store it, store `str(run.id)`, or `run.id.compact` in a URL:
+    `app.get_run(id)` makes another one.
     """
 
-    __slots__ = ("_connect", "_kind", "_returns", "duplicate", "id")
+    __slots__ = ("_kind", "_name", "_open", "_returns", "duplicate")
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[Client]],
-        execution_id: ExecutionId,
+        name: ExecutionId | IdStart,
         returns: Any = Any,
         kind: str = "",
         *,
         duplicate: bool = False,
     ) -> None:
-        self._connect = connect
+        self._open = connect
         self._kind = kind
         self._returns = returns
-        self.id = execution_id
+        self._name = name
         self.duplicate = duplicate
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id. A handle on the start of an id learns it with its first call."""
+        if isinstance(self._name, ExecutionId):
+            return self._name
+        problem = f"{self._name.text!r} was not looked up yet. Await run.state() or another call."
+        raise invalid_input("id", problem)
+
+    async def _connect(self) -> Client:
+        """The client of this event loop; the id is known then."""
+        client = await self._open()
+        if not isinstance(self._name, ExecutionId):
+            self._name = await find_execution(client.backend, self._name, client.namespace)
+        return client
 
     async def state(self) -> PublicState:
         """The execution's current state."""
@@ -185,18 +201,18 @@ class Run(Generic[R_co]):
         """
         return Tail(
             self._output,
-            self.id,
             attempt,
             follow_attempts=follow_attempts,
             after=after,
             visibility=visibility,
         )
 
-    async def _output(self) -> Backend:
-        return (await self._connect()).backend
+    async def _output(self) -> tuple[Backend, ExecutionId]:
+        return (await self._connect()).backend, self.id
 
     def __repr__(self) -> str:
-        return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"
+        name = self._name.compact if isinstance(self._name, ExecutionId) else self._name.text
+        return f"Run({name}, task={self._kind!r})" if self._kind else f"Run({name})"
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -207,13 +223,17 @@ class Run(Generic[R_co]):
 class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     """`Run` without `await`."""
 
-    __slots__ = ("duplicate", "id")
+    __slots__ = ("duplicate",)
 
     def __init__(self, target: Run[R_co], caller: Caller) -> None:
         super().__init__(target, caller)
-        self.id = target.id
         self.duplicate = target.duplicate
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id. A handle on the start of an id learns it with its first call."""
+        return self._target.id
 
     state = blocking(Run[R_co].state)
     info = blocking(Run[R_co].info)

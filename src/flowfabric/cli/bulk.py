@@ -214,7 +214,7 @@ def _print_summary(found: int, change: Change, tally: Tally) -> None:
     for kind in tally.refused.values():
         screen.line((f"{kind.count:,} refused", "yellow"), f": {kind.code}: {kind.message}")
         for execution_id in kind.execution_ids[:_LISTED]:
-            screen.line(f"  {execution_id}")
+            screen.line(f"  {execution_id.compact}")
         if kind.count > _LISTED:
             screen.line("  …")
     left = found - tally.changed - tally.skipped - sum(k.count for k in tally.refused.values())

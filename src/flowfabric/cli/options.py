@@ -107,7 +107,7 @@ def pairs(tags: Sequence[str] | None) -> dict[str, str]:
     return dict(text.split("=", 1) for text in tags or ())
 
 
-_ID = "The execution id, its UUID, or the first characters of the UUID."
+_ID = "The execution id, its UUID, or the first characters of either."
 Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
 OptionalIds = Annotated[list[str] | None, argument("ID", _ID)]

@@ -1,7 +1,11 @@
 """Text: truncated, counted, decoded although malformed; ages, durations and times for people."""
 
+import re
 from datetime import UTC, datetime
 
+_id_in_text = re.compile(
+    r"(?<![:\w])\{fp:([0-9]{1,5})\}:([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?!\w)"
+)
 FAILURE_REASON_LIMIT = 8 * 1024
 REASON_LIMIT = 4 * 1024
 _UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
@@ -42,6 +46,15 @@ def shown(text: str) -> str:
     'a\\xff'
     """
     return raw(text).decode(errors="backslashreplace")
+
+
+def compact_ids(text: str) -> str:
+    """A text for people: execution ids in it get their compact spelling. Keys stay as they are.
+
+    >>> compact_ids("{fp:42}:11111111-2222-4333-8444-555555555555 is waiting")
+    '42-11111111-2222-4333-8444-555555555555 is waiting'
+    """
+    return _id_in_text.sub(r"\1-\2", text)
 
 
 def plural(count: int, noun: str) -> str:

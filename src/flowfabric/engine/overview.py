@@ -126,7 +126,7 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, 
     )
     current = last if info.public_state is PublicState.SUSPENDED else None
     wait = Wait(
-        execution_id=execution_id,
+        execution_id=info.execution_id,
         execution_kind=info.execution_kind,
         lane_id=info.lane_id,
         namespace=info.namespace,

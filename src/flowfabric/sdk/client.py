@@ -94,7 +94,8 @@ class RunError(FlowFabricError):
     def __repr__(self) -> str:
         info, reason = self.info, self._first_line()
         brief = reason if len(reason) <= _SHOWN_CHARS else f"{reason[:_SHOWN_CHARS]}…"
-        return f"{type(self).__name__}({info.execution_id}, {info.public_state.value}: {brief})"
+        state = info.public_state.value
+        return f"{type(self).__name__}({info.execution_id.compact}, {state}: {brief})"
 
     def __str__(self) -> str:
         info, attempts = self.info, plural(self.attempts, "attempt")
@@ -251,7 +252,8 @@ class Client(Subscriptions, ClosedOnce):
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
         detail = await self._detail(execution_id)
         why = "" if detail is None else f" {diagnosis.unfinished(detail)}"
-        raise TimeoutError(f"Execution {execution_id} {problem} within {given}.{why}")
+        shown = ExecutionId(execution_id).compact
+        raise TimeoutError(f"Execution {shown} {problem} within {given}.{why}")
 
     def _look(self, execution_id: ExecutionId) -> None:
         """Look for a worker, once for all who wait now, until its absence was logged."""
@@ -464,12 +466,13 @@ class Client(Subscriptions, ClosedOnce):
         ...     print(frame.payload)
         """
 
-        async def here() -> Backend:
-            return self.backend
+        execution_id = ExecutionId.parse(execution_id)
+
+        async def here() -> tuple[Backend, ExecutionId]:
+            return self.backend, execution_id
 
         return Tail(
             here,
-            ExecutionId.parse(execution_id),
             attempt,
             follow_attempts=follow_attempts,
             after=after,

@@ -103,7 +103,7 @@ def _suspended(detail: ExecutionDetail) -> str:
     names = {name for one in active for name in one.required_signal_names}
     if TIMEOUT_ONLY in names:
         return f"it sleeps{until}"
-    command = f"`flowfabric approve {detail.execution.execution_id.uuid}"
+    command = f"`flowfabric approve {detail.execution.execution_id.compact}"
     if OPERATOR_ONLY in names:
         return f"it waits for an operator{until}: {command}` resumes it"
     for_what = describe_waitpoints(active) or "an answer"

@@ -261,9 +261,10 @@ async def revoke_lease(
         effect = f"no change: {outcome.reason.replace('_', ' ')}"
     fields: dict[str, object] = {"execution_id": execution_id, "outcome": outcome.kind}
     fields |= msgspec.structs.asdict(outcome)
-    print_result(fields, f"{execution_id}  ", effect, as_json=target.as_json)
+    print_result(fields, f"{execution_id.compact}  ", effect, as_json=target.as_json)
 
 
 def _print_state(target: Target, execution_id: ExecutionId, state: PublicState) -> None:
     fields = {"execution_id": execution_id, "public_state": state.value}
-    print_result(fields, f"{execution_id}  ", state_cell(state.value), as_json=target.as_json)
+    where = f"{execution_id.compact}  "
+    print_result(fields, where, state_cell(state.value), as_json=target.as_json)

@@ -93,7 +93,7 @@ async def submit(
         "namespace": app.namespace,
         "duplicate": run.duplicate,
     }
-    print_result(fields, str(run.id), as_json=target.as_json)
+    print_result(fields, run.id.compact, as_json=target.as_json)
     if run.duplicate and not target.as_json:
         sys.stderr.write("note: this key was used before; this is the execution it created\n")
 

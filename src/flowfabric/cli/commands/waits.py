@@ -115,7 +115,7 @@ async def approve(
                 "resumed": True,
             }
             effect = _EFFECTS["resume_condition_satisfied"]
-            print_result(fields, f"{execution_id}  ", effect, as_json=target.as_json)
+            print_result(fields, f"{execution_id.compact}  ", effect, as_json=target.as_json)
             return
         _check_accepted(found, decision, explicit=name is not None)
         outcome = await backend.signals.deliver_approval_signal(
@@ -287,5 +287,5 @@ def _print_effect(
 ) -> None:
     names = ("execution_id", "waitpoint_id", "waitpoint_key")
     plain = {name: getattr(waitpoint, name) for name in names}
-    where = f"{waitpoint.execution_id}  {waitpoint.waitpoint_key}"
+    where = f"{waitpoint.execution_id.compact}  {waitpoint.waitpoint_key}"
     print_result(plain | dict(fields), where, *effect, as_json=target.as_json)

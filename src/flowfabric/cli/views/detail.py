@@ -92,7 +92,7 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
 def _print_head(screen: Screen, detail: ExecutionDetail, why: str) -> None:
     info = detail.execution
     screen.line((info.execution_kind, "bold"), "  ", state_cell(info.public_state.value))
-    screen.line((str(info.execution_id), "bright_black"))
+    screen.line((info.execution_id.compact, "bright_black"))
     if why:
         screen.line()
         screen.line(("Why it is not running: ", "yellow"), why)

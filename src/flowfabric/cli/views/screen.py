@@ -45,8 +45,10 @@ def state_cell(state: str, suffix: str = "") -> Cell:
 
 
 def id_cell(execution_id: ExecutionId, length: int | None) -> Cell:
-    """The first characters of the UUID; for None, the whole id."""
-    return str(execution_id) if length is None else execution_id.uuid[:length], "bold"
+    """The compact id, with this many characters of its UUID or, for None, with all of them."""
+    compact = execution_id.compact
+    hidden = 0 if length is None else len(execution_id.uuid[length:])
+    return compact[: len(compact) - hidden], "bold"
 
 
 _OPTION_NAMES = {"execution_kind": "task", "lane_id": "lane", "public_state": "state"}

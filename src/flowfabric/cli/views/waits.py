@@ -81,7 +81,9 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
         _print_table(screen, [wait], now_ms)
         print_question(screen, wait)
         return
-    screen.line(f"{wait.execution_id} is {wait.public_state.value} and waits for no answer.")
+    screen.line(
+        f"{wait.execution_id.compact} is {wait.public_state.value} and waits for no answer."
+    )
     if last is not None and last.closed_at is not None:
         screen.line(f"Its last wait {describe_end(last, now_ms)}.")
 

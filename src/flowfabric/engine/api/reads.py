@@ -128,4 +128,8 @@ class Listings(Concern, Protocol):
         """How many executions each lane has in each of its indexes: `eligible`, `active`, …"""
         ...
 
-    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]: ...
+    async def find_executions(
+        self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None
+    ) -> list[ExecutionId]:
+        """Executions whose UUID starts with the text, in one partition or in all of them."""
+        ...

@@ -175,12 +175,17 @@ class ValkeyListings(Listings):
     async def _size(self, name: str) -> int:
         return await self._calls.read(f"{name}: index", "ZCARD", name)
 
-    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+    async def find_executions(
+        self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None
+    ) -> list[ExecutionId]:
         check.text(uuid_prefix, "uuid_prefix")
+        if partition is not None:
+            check.partition(partition, self._calls.counts)
         limit = min(check.whole(limit, "limit"), check.MAX_EXACT)
         if limit < 1:
             return []
-        tags = [f"{{fp:{index}}}" for index in await self._places.partitions_in_use()]
+        used = await self._places.partitions_in_use() if partition is None else [partition]
+        tags = [f"{{fp:{index}}}" for index in used]
         # `~` sorts after everything a UUID is made of.
         bounds = {tag: (f"[{tag}:{uuid_prefix}", f"({tag}:{uuid_prefix}~") for tag in tags}
         found = await asyncio.gather(*(self._listed(tag, *bounds[tag], limit) for tag in tags))
