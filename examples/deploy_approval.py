@@ -39,7 +39,9 @@ async def deploy(ctx: ff.Context, version: str, patience: float) -> str:
     if version not in artefacts:
         artefacts[version] = await build(ctx, version)
     try:
-        approvals: list[ff.Signal] = await ctx.wait_condition(TWO_PEOPLE, timeout=patience)
+        approvals: list[ff.Signal] = await ctx.wait_condition(
+            TWO_PEOPLE, timeout=patience, prompt=f"Release {version}?"
+        )
     except ff.WaitTimeout:
         await ctx.stream(f"nobody released {version} in time\n", "stderr")
         return f"{version} stays in the drawer"
@@ -81,19 +83,10 @@ async def watch(run: ff.Run[str]) -> str:
     """Print the log as it is written, until the execution has ended; returns all of it."""
     text = ""
     async for frame in run.stream():
-        line = frame.payload.decode()
+        line = frame.text
         text += line
         say(f"  │ {line.rstrip()}")
     return text
-
-
-async def until_suspended(run: ff.Run[str]) -> None:
-    """Return when the handler waits."""
-    async with asyncio.timeout(20):
-        while True:
-            if await run.state() == "suspended":
-                return
-            await asyncio.sleep(0.01)
 
 
 def effect(outcome: SignalOutcome) -> str:
@@ -116,18 +109,19 @@ async def released(client: ff.Client) -> None:
     """Two people approve."""
     run = await app.submit(deploy, "2.4.1", 60.0)
     log = asyncio.create_task(watch(run))
-    await until_suspended(run)
-    say(f"deploy waits for two people: flowfabric approve {run.id.uuid[:8]}")
+    wait = await run.wait_until_suspended(timeout=20)
+    say(f"deploy asks two people: {wait.prompt}")
+    say(f"they answer with: flowfabric approve {run.id.uuid[:8]}")
     promised("a forged token is refused", await forged(client, run) == "invalid_token")
-    first = await client.approve(run.id, "release", decided_by="ada")
+    first = await client.approve(run.id, "release", by="ada")
     promised("one approval is not enough", effect(first) == "appended_to_waitpoint")
-    again = await client.approve(run.id, "release", decided_by="ada")
+    again = await client.approve(run.id, "release", by="ada")
     promised("ada's second click changes nothing", effect(again) == "duplicate")
-    more = await run.signal("release", "approved", source_identity="bob")
+    more = await run.signal("release", "approved", by="bob")
     ignored = "signal_ignored_matcher_failed"
     promised("a token holder who claims to be bob does not count", effect(more) == ignored)
     promised("so it still waits", await run.state() == "suspended")
-    second = await client.approve(run.id, "release", decided_by="bob")
+    second = await client.approve(run.id, "release", by="bob")
     answered = time.monotonic()
     promised("bob's approval lets it go on", effect(second) == "resume_condition_satisfied")
     result = await run.result(timeout=20)
@@ -140,7 +134,7 @@ async def left_alone() -> None:
     """Nobody approves."""
     run = await app.submit(deploy, "2.5.0", 1.0)
     log = asyncio.create_task(watch(run))
-    await until_suspended(run)
+    await run.wait_until_suspended(timeout=20)
     say("deploy waits for two people, for one second; nobody comes")
     result = await run.result(timeout=20)
     promised("without an answer the handler goes on by itself", "stays in the drawer" in result)

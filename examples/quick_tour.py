@@ -60,7 +60,7 @@ async def submit_once() -> None:
     again = await once.submit("a", "b c")
     assert again.id == first.id
     assert again.duplicate
-    print("idempotency: the second submit found", again.id)
+    print("idempotency: the second submit found", again.id.compact)
 
 
 async def submit_by_priority() -> None:

@@ -75,7 +75,7 @@ async def failed_for_good() -> None:
     """A permanent failure ends the execution at once, whatever its retry policy."""
     error = await failure(await app.submit(pay, 5000))
     assert isinstance(error, ff.ExecutionFailed)
-    assert error.info.total_attempt_count == 1
+    assert error.attempts == 1
     print("permanent:", error)
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowfabric.app.calls import SubmitManyError
+    from flowfabric.app.calls import IdempotencyConflict, SubmitManyError
     from flowfabric.app.context import Context, SyncContext
     from flowfabric.app.fabric import Fabric, SyncFabric
     from flowfabric.app.run import Run, SyncRun, UnexpectedResult
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
         EngineError,
         FlowFabricError,
         LeaseLost,
+        PayloadMismatch,
         PermanentError,
         RetryableError,
         TransportError,
     )
-    from flowfabric.core.policy import Retry
+    from flowfabric.core.policy import ExponentialBackoff, FixedBackoff, Retry
     from flowfabric.engine.api.events import (
         CompletionEvent,
         Event,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         SignalEvent,
         WorkerEvent,
     )
+    from flowfabric.engine.overview import Wait
     from flowfabric.sdk.client import (
         Client,
         ExecutionCancelled,
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
 from flowfabric.core.version import __version__
 
 _HOMES = (
-    ("app.calls", "SubmitManyError"),
+    ("app.calls", "IdempotencyConflict SubmitManyError"),
     ("app.context", "Context SyncContext"),
     ("app.fabric", "Fabric SyncFabric"),
     ("app.run", "Run SyncRun UnexpectedResult"),
@@ -62,9 +64,10 @@ _HOMES = (
     ("app.waits", "Signal WaitTimeout"),
     ("core.conditions", "AllOf Count CountKind OperatorOnly Single TimeoutOnly"),
     ("core.errors", "ConfigError EngineError FlowFabricError LeaseLost PermanentError"),
-    ("core.errors", "RetryableError TransportError"),
-    ("core.policy", "Retry"),
+    ("core.errors", "PayloadMismatch RetryableError TransportError"),
+    ("core.policy", "ExponentialBackoff FixedBackoff Retry"),
     ("engine.api.events", "CompletionEvent Event EventFilter LeaseEvent SignalEvent WorkerEvent"),
+    ("engine.overview", "Wait"),
     ("sdk.client", "Client ExecutionCancelled ExecutionExpired ExecutionFailed NotFinished"),
     ("sdk.client", "RunError"),
     ("sdk.config", "WorkerConfig"),
@@ -75,11 +78,13 @@ _HOME_OF = {name: f"flowfabric.{home}" for home, names in _HOMES for name in nam
 
 __all__: list[str] = ["AllOf", "Client", "CompletionEvent", "ConfigError", "Context", "Count"]
 __all__ += ["CountKind", "EngineError", "Event", "EventFilter", "ExecutionCancelled"]
-__all__ += ["ExecutionExpired", "ExecutionFailed", "Fabric", "FlowFabricError", "LeaseEvent"]
-__all__ += ["LeaseLost", "NotFinished", "OperatorOnly", "PermanentError", "Retry", "RetryableError"]
-__all__ += ["Run", "RunError", "Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
+__all__ += ["ExecutionExpired", "ExecutionFailed", "ExponentialBackoff", "Fabric"]
+__all__ += ["FixedBackoff", "FlowFabricError"]
+__all__ += ["IdempotencyConflict", "LeaseEvent", "LeaseLost", "NotFinished", "OperatorOnly"]
+__all__ += ["PayloadMismatch", "PermanentError", "Retry", "RetryableError", "Run", "RunError"]
+__all__ += ["Signal", "SignalEvent", "Single", "SubmitManyError", "SyncClient"]
 __all__ += ["SyncContext", "SyncFabric", "SyncRun", "Task", "TimeoutOnly", "TransportError"]
-__all__ += ["UnexpectedResult", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
+__all__ += ["UnexpectedResult", "Wait", "WaitTimeout", "Worker", "WorkerConfig", "WorkerEvent"]
 __all__ += ["__version__"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,12 @@ import pytest
 
 import flowfabric as ff
 from flowfabric.core.errors import ValidationError
+from flowfabric.core.ids import ExecutionId
+from flowfabric.core.partition import PartitionCounts
 from tests.support.engine import Engine
 from tests.support.server import TestServer
+
+COUNTS = PartitionCounts()
 
 
 @pytest.fixture
@@ -50,6 +55,70 @@ async def test_an_id_that_is_none_and_one_that_does_not_exist(app: ff.Fabric) ->
         app.get_run(missing, wrong)
     with pytest.raises(ff.EngineError, match="execution_not_found"):
         await app.get_run(missing).state()
+
+
+async def test_a_url_carries_the_compact_id(app: ff.Fabric) -> None:
+    run: ff.Run[Any] = await app.submit("greet")
+    assert re.fullmatch("[0-9a-f-]+", run.id.compact)
+    again = app.get_run(run.id.compact)
+    assert again.id == run.id
+    assert repr(again) == f"Run({run.id.compact})"
+    assert (await again.info()).execution_id == run.id
+    compact: Any = run.id.compact
+    assert (await (await app.client()).cancel(compact)).execution_id == run.id
+
+
+async def test_the_start_of_an_id_is_looked_up_on_first_use(app: ff.Fabric) -> None:
+    @app.task
+    async def greet(ctx: ff.Context, name: str) -> str:
+        await ctx.stream("working")
+        return f"Hello, {name}!"
+
+    async with app.worker(scanners=False):
+        run = await greet.submit("Ada")
+        assert await run.result(timeout=20) == "Hello, Ada!"
+    index, uuid = run.id.partition, run.id.uuid
+    for name in (uuid, uuid[:8], uuid.upper(), f"{index}-{uuid[:4]}", f"{index}-{uuid[:8]}…"):
+        found = app.get_run(name, greet)
+        with pytest.raises(ValidationError, match="was not looked up yet"):
+            assert found.id
+        assert await found.result() == "Hello, Ada!"
+        assert found.id == run.id
+        assert repr(found) == f"Run({run.id.compact}, task='greet')"
+    assert [frame.payload async for frame in app.get_run(uuid).stream()] == [b"working"]
+    with ff.SyncFabric(app) as sync:
+        handle = sync.get_run(uuid[:8], greet)
+        assert await asyncio.to_thread(handle.result) == "Hello, Ada!"
+        assert handle.id == run.id
+
+
+async def test_the_start_of_several_ids_and_of_none(app: ff.Fabric, engine: Engine) -> None:
+    ids = [
+        ExecutionId.deterministic_solo("default", f"aaaa{n:04}-0000-4000-8000-000000000000", COUNTS)
+        for n in range(12)
+    ]
+    for each in ids[:2]:
+        await engine.create(execution_id=each)
+    run = app.get_run("aaaa")
+    with pytest.raises(ValidationError, match="more than one id starts with 'aaaa': ") as caught:
+        await run.state()
+    assert all(each.compact in str(caught.value) for each in ids[:2])
+    assert "Give more of the id." in str(caught.value)
+    for each in ids[2:]:
+        await engine.create(execution_id=each)
+    with pytest.raises(ValidationError, match=rf"{ids[9].compact}, …\. Give more of the id"):
+        await run.state()
+    with pytest.raises(ff.EngineError, match=r"execution_not_found: .* starts with 'bbbb'"):
+        await app.get_run("bbbb").state()
+    with pytest.raises(ValidationError, match="'abc' is too short: give at least 4 characters"):
+        app.get_run("abc")
+
+
+async def test_a_search_stays_in_the_namespace(app: ff.Fabric, engine: Engine) -> None:
+    elsewhere = await engine.create(namespace="other")
+    with pytest.raises(ff.EngineError, match="no execution in namespace default has the id"):
+        await app.get_run(elsewhere.uuid).state()
+    assert await app.get_run(elsewhere.compact).state() == "waiting"
 
 
 async def test_patience_is_a_duration(app: ff.Fabric) -> None:
@@ -102,5 +171,5 @@ async def test_a_failure_is_short_when_it_is_shown(app: ff.Fabric) -> None:
         with pytest.raises(ff.ExecutionFailed) as caught:
             await run.result(timeout=20)
     shown = repr(caught.value)
-    assert shown.startswith(f"ExecutionFailed({run.id}, failed: ValueError: xxx")
+    assert shown.startswith(f"ExecutionFailed({run.id.compact}, failed: ValueError: xxx")
     assert len(shown) < 400

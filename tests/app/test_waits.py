@@ -37,7 +37,7 @@ async def test_an_answer_starts_the_handler_again_and_is_returned(
         run = await app.submit(deploy, "x")
         await parked(engine, run, "approval")
         assert starts == [(0, 1)]
-        await run.signal("approval", "go", {"a": [1, None]}, source_identity="ada")
+        await run.signal("approval", "go", {"a": [1, None]}, by="ada")
         assert await run.result(10) == ["x", "go", {"a": [1, None]}, "ada", "approval"]
     assert starts == [(0, 1), (0, 2)]
 
@@ -274,7 +274,7 @@ async def test_conditions_of_one_handler_are_told_apart(app: ff.Fabric, engine: 
             await run.signal(f"legal{suffix}", "yes", round_)
         await parked(engine, run, "crew")
         for who in ("ada", "ada", "eve"):
-            await run.signal("crew", "yes", who, source_identity=who)
+            await run.signal("crew", "yes", who, by=who)
         assert await run.result(10) == [
             ["money fine 1", "legal yes 1"],
             ["money fine 2", "legal yes 2"],

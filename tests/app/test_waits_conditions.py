@@ -102,7 +102,7 @@ async def test_the_engine_agrees(
         keys = [entry.waitpoint_key for entry in page.entries]
         for _ in range(100):
             outcome: Any = await run.signal(
-                rng.choice(keys), rng.choice(NAMES), source_identity=rng.choice(PEOPLE)
+                rng.choice(keys), rng.choice(NAMES), by=rng.choice(PEOPLE)
             )
             # Signals of one millisecond on two waitpoints have no order.
             await engine.advance(1)

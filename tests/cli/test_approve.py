@@ -45,7 +45,7 @@ async def test_the_only_waitpoint_needs_no_name(cli: Cli, waits: Waits) -> None:
     execution_id = parked.handle.execution_id
     done = await cli("approve", execution_id.uuid[:12], "--as", "ada", "--payload", '{"ok": 1}')
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"{execution_id}  release  approved: the execution resumes\n"
+    assert done.out == f"{execution_id.compact}  release  approved: the execution resumes\n"
     assert await answers(waits, parked) == [("approved", "ada", b'{"ok": 1}')]
 
 
@@ -153,7 +153,7 @@ async def test_a_pause_for_an_operator_is_ended(cli: Cli, waits: Waits) -> None:
         {
             "execution_id": execution_id,
             "outcome": "resumed",
-            "public_state": "waiting",
+            "state": "waiting",
             "resumed": True,
         }
     ]

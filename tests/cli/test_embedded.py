@@ -49,11 +49,14 @@ async def test_commands_find_what_a_program_submitted(
         run: Run[str] = await app.submit("greet", "Ada")
         joined = await project("ps", "--json")
         assert [row["execution_id"] for row in joined.objects] == [run.id]
+        below = project.folder / "notebooks"
+        below.mkdir()
+        assert (await Cli(below)("ps", "--json")).objects == joined.objects
     # The program is gone, and with it the server: the command starts it again on its data.
     shown = await project("show", run.id.uuid[:8])
     assert shown.code == 0
     assert '["Ada"]' in shown.out
-    assert (await project("cancel", run.id)).out == f"{run.id}  cancelled\n"
+    assert (await project("cancel", run.id)).out == f"{run.id.compact}  cancelled\n"
     elsewhere = await project("ps", "--json", FF_DATA_DIR=str(project.folder / "other"))
     assert (elsewhere.code, elsewhere.out) == (0, "")
     examined = await project("doctor")
@@ -122,7 +125,7 @@ async def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
     )
     assert done.stdout == b"27\n"
     listed = await project("ps", "--json")
-    assert [row["public_state"] for row in listed.objects] == ["completed"]
+    assert [row["state"] for row in listed.objects] == ["completed"]
     examined = await project("doctor", "--json")
     assert (examined.code, examined.err) == (0, "")
     assert "pr\\xff%41 j" in examined.objects[0]["address"]

@@ -30,13 +30,15 @@ async def test_summary(cli: Cli, engine: Engine) -> None:
     handle = await engine.running()
     missing = await cli("summary", handle.execution_id)
     assert (missing.code, missing.out) == (1, "")
-    assert missing.err.startswith(f"error: no_summary: attempt 1 of {handle.execution_id} has no ")
+    assert missing.err.startswith(
+        f"error: no_summary: attempt 1 of {handle.execution_id.compact} has no "
+    )
     frame = Frame(payload=b'{"step":"load","done":3}')
     await engine.backend.streams.append_frame(handle, frame, mode="summary")
     plain = await cli("summary", handle.execution_id)
     assert json.loads(plain.out) == {"step": "load", "done": 3}
     (found,) = (await cli("summary", handle.execution_id, "--attempt", "1", "--json")).objects
-    assert (found["attempt_index"], found["version"]) == (0, 1)
+    assert (found["attempt"], found["version"]) == (1, 1)
     assert found["document"] == {"step": "load", "done": 3}
     assert (await cli("summary", handle.execution_id, "--attempt", "7")).code == 1
 
@@ -48,7 +50,7 @@ async def test_revoke_lease(cli: Cli, engine: Engine) -> None:
     assert (stale.code, stale.out) == (1, "")
     assert stale.err.startswith("error: stale_lease: ")
     done = await cli("revoke-lease", execution_id, "--yes", "--as", "ada", "--reason", "stuck")
-    assert done.out.startswith(f"{execution_id}  lease ")
+    assert done.out.startswith(f"{execution_id.compact}  lease ")
     info = await engine.backend.reads.read_execution_info(execution_id)
     assert info.state_vector.ownership_state is OwnershipState.LEASE_REVOKED
     (event,) = [
@@ -65,7 +67,7 @@ async def test_close_waitpoint(cli: Cli, waits: Waits) -> None:
     parked = await waits.park()
     execution_id = parked.handle.execution_id
     done = await cli("close-waitpoint", execution_id, "k", "--yes")
-    assert (done.code, done.out) == (0, f"{execution_id}  k: closed\n")
+    assert (done.code, done.out) == (0, f"{execution_id.compact}  k: closed\n")
     with pytest.raises(EngineError, match="waitpoint_closed"):
         await waits.send(parked)
     assert await waits.backend.reads.read_execution_state(execution_id) is PublicState.SUSPENDED

@@ -14,6 +14,7 @@ import pytest
 from flowfabric.cli.views.screen import Cell, Row, drop_columns
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.partition import PartitionCounts
+from flowfabric.core.text import iso
 from tests.support.command import COMMAND, Cli
 from tests.support.engine import Engine
 
@@ -32,11 +33,11 @@ async def test_nothing_yet(cli: Cli) -> None:
 
 
 async def test_the_table_in_a_pipe_is_plain_and_complete(cli: Cli, engine: Engine) -> None:
-    running = (await engine.running(execution_kind="resize")).execution_id
-    waiting = await engine.create(execution_kind="k" * 90, lane="mails")
+    running = (await engine.running(execution_kind="resize")).execution_id.compact
+    waiting = (await engine.create(execution_kind="k" * 90, lane="mails")).compact
     done = await cli("ps")
     header, *rows = done.lines
-    assert header.split() == ["ID", "KIND", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
+    assert header.split() == ["ID", "TASK", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
     cells = {row.split()[0]: row.split()[1:] for row in rows}
     assert set(cells) == {running, waiting}
     assert cells[running][:3] == ["resize", "default", "active"]
@@ -44,22 +45,23 @@ async def test_the_table_in_a_pipe_is_plain_and_complete(cli: Cli, engine: Engin
     assert cells[waiting][:3] == ["k" * 90, "mails", "waiting"]
     assert cells[waiting][4:] == ["-", "-"]
     assert "\x1b" not in done.out
-    column = header.index("KIND")
+    column = header.index("TASK")
     assert {row[column:].split()[0] for row in rows} == {"resize", "k" * 90}
 
 
 async def test_json_is_one_object_a_line(cli: Cli, engine: Engine) -> None:
     execution_id = (await engine.running(execution_kind="resize", priority=7)).execution_id
     (row,) = (await cli("ps", "--json")).objects
-    created = (await engine.backend.reads.read_execution_info(execution_id)).created_at
+    created = int((await engine.backend.reads.read_execution_info(execution_id)).created_at)
     assert row == {
         "execution_id": execution_id,
-        "execution_kind": "resize",
-        "lane_id": "default",
+        "task": "resize",
+        "lane": "default",
         "namespace": "default",
-        "public_state": "active",
+        "state": "active",
         "priority": 7,
         "created_at": created,
+        "created_at_iso": iso(created),
         "total_attempt_count": 1,
         "worker_instance_id": "w-1",
     }
@@ -77,9 +79,9 @@ async def test_filters(cli: Cli, engine: Engine) -> None:
     assert await ids(cli, "--state", "cancelled") == {ended}
     assert await ids(cli, "--tag", "app.team=x", "--tag", "app.size=1") == {tagged}
     assert await ids(cli, "--tag", "app.team=x", "--tag", "app.size=2") == set()
-    assert await ids(cli, "--kind", "a", "--state", "waiting", "--lane", "default") == {plain}
+    assert await ids(cli, "--task", "a", "--state", "waiting", "--lane", "default") == {plain}
     before = await cli("--namespace", "other", "ps")
-    assert [line.split()[0] for line in before.lines] == ["ID", tagged]
+    assert [line.split()[0] for line in before.lines] == ["ID", tagged.compact]
     assert "NAMESPACE" in before.lines[0]
 
 
@@ -131,7 +133,7 @@ async def test_a_terminal_gets_colours_short_ids_and_totals(cli: Cli, engine: En
     await engine.create(execution_kind="resize")
     screen = await asyncio.to_thread(on_terminal, cli, "ps")
     assert "\x1b[" in screen
-    assert ended.uuid[:8] in screen
+    assert f"{ended.partition}-{ended.uuid[:8]}" in screen
     assert ended.uuid[:9] not in screen
     assert "{fp:" not in screen
     assert "2 executions: " in screen
@@ -175,18 +177,18 @@ async def test_watch_prints_what_is_new_and_what_changed(
 ) -> None:
     first = await engine.create()
     async with cli.start("ps", "--watch", *form) as running:
-        assert "waiting" in await running.line(first)
+        assert "waiting" in await running.line(first.uuid)
         second = await engine.create()
-        assert "waiting" in await running.line(second)
+        assert "waiting" in await running.line(second.uuid)
         await engine.backend.executions.cancel_execution(first)
-        changed = await running.line(first)
+        changed = await running.line(first.uuid)
         assert "cancelled" in changed
         if form:
-            assert json.loads(changed)["public_state"] == "cancelled"
+            assert json.loads(changed)["state"] == "cancelled"
         running.send(signal.SIGINT)
         done = await running.end()
     assert done.code == 0
-    assert sum(second in line for line in done.lines) == 1
+    assert sum(second.uuid in line for line in done.lines) == 1
     assert "Traceback" not in done.out
 
 
@@ -224,7 +226,7 @@ async def test_watch_on_a_terminal_redraws(cli: Cli, engine: Engine) -> None:
 
 
 def test_a_narrow_terminal_goes_without_what_matters_least() -> None:
-    headers = ["ID", "KIND", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
+    headers = ["ID", "TASK", "LANE", "STATE", "AGE", "ATTEMPTS", "WORKER"]
     cells: list[Cell] = [("0123abcd", "bold"), "send_mail", "default", "waiting", "1m", "1", "h-1"]
     row: Row = dict(zip(headers, cells, strict=True))
     spare = ("ATTEMPTS", "AGE", "LANE", "WORKER")
@@ -233,8 +235,8 @@ def test_a_narrow_terminal_goes_without_what_matters_least() -> None:
         return " ".join(drop_columns([row], spare, width)[0])
 
     assert shown(100) == shown(60) == " ".join(headers)
-    assert shown(59) == "ID KIND LANE STATE AGE WORKER"
-    assert shown(45) == "ID KIND LANE STATE WORKER"
-    assert shown(20) == "ID KIND STATE"
+    assert shown(59) == "ID TASK LANE STATE AGE WORKER"
+    assert shown(45) == "ID TASK LANE STATE WORKER"
+    assert shown(20) == "ID TASK STATE"
     (fitted,) = drop_columns([row], spare, 59)
     assert fitted == {name: cell for name, cell in row.items() if name != "ATTEMPTS"}

@@ -45,7 +45,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
     out = await shown(cli, handle.execution_id)
     first, second, *_ = out.splitlines()
     assert first == "resize  completed"
-    assert second == handle.execution_id
+    assert second == handle.execution_id.compact
     for pattern in (
         r"lane +default",
         r"priority +3",
@@ -60,7 +60,7 @@ async def test_a_finished_execution_in_full(cli: Cli, engine: Engine) -> None:
         assert re.search(pattern, out), pattern
     assert "Why it is not running" not in out
     detail = await as_json(cli, handle.execution_id)
-    assert detail["execution"]["public_state"] == "completed"
+    assert detail["execution"]["state"] == "completed"
     assert detail["tags"] == {"app.team": "images"}
     assert detail["policy"]["retry_policy"]["max_retries"] == 2
     assert detail["policy"]["max_replay_count"] == 10
@@ -149,13 +149,14 @@ async def test_an_id_may_be_shortened_while_it_is_unique(cli: Cli, engine: Engin
     two = named("aaaa2222-0000-4000-8000-000000000002", "mails")
     await engine.create(execution_id=one, execution_kind="first")
     await engine.create(execution_id=two, execution_kind="second", lane="mails")
-    for text in (one, one.uuid, "AAAA1"):
-        assert (await shown(cli, text)).splitlines()[1] == one
+    index = one.partition
+    for text in (one, one.compact, one.uuid, "AAAA1", f"{index}-AAAA1", f"{index}-aaaa1111…"):
+        assert (await shown(cli, text)).splitlines()[1] == one.compact
     done = await cli("show", "aaaa")
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("error: ambiguous_id: more than one id starts with 'aaaa':")
-    assert f"\n  {one}  first  waiting\n" in done.err
-    assert f"\n  {two}  second  waiting\n" in done.err
+    assert f"\n  {one.compact}  first  waiting\n" in done.err
+    assert f"\n  {two.compact}  second  waiting\n" in done.err
     found = await cli("show", "aaaa", "--json")
     assert found.error["code"] == "ambiguous_id"
     assert set(found.error["details"]) == {one, two}
@@ -166,7 +167,7 @@ async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
     two = named("aaaa2222-0000-4000-8000-000000000002")
     await engine.create(execution_id=one, namespace="a")
     await engine.create(execution_id=two, namespace="b")
-    assert (await shown(cli, "aaaa", "--namespace", "b")).splitlines()[1] == two
+    assert (await shown(cli, "aaaa", "--namespace", "b")).splitlines()[1] == two.compact
     refused = await cli("show", one, "--namespace", "b")
     assert refused.code == 1
     assert refused.err.startswith("error: execution_not_found: no execution in namespace b has ")
@@ -180,7 +181,7 @@ async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
         (
             "{fp:1}:11111111-2222-4333-8444-555555555555",
             1,
-            "execution_not_found: no execution has the id '{fp:1}:",
+            "execution_not_found: no execution has the id '1-1111",
         ),
         (
             "{fp:999}:11111111-2222-4333-8444-555555555555",
@@ -188,8 +189,10 @@ async def test_a_namespace_narrows_the_search(cli: Cli, engine: Engine) -> None:
             "invalid_input: execution_id: partition",
         ),
         ("{fp:1}:1111", 2, "invalid_input: execution_id: InvalidUuid: '{fp:1}:1111' (a UUID has"),
-        ("abc", 2, "invalid_input: 'abc' is too short"),
-        ("not-an-id", 2, "invalid_input: 'not-an-id' is neither an execution id nor a UUID"),
+        ("abc", 2, "invalid_input: execution_id: 'abc' is too short"),
+        ("not-an-id", 2, "invalid_input: execution_id: 'not-an-id' is neither an execution id nor"),
+        ("42-1111", 1, "execution_not_found: no execution has an id that starts with '42-1111'"),
+        ("999-1111", 2, "invalid_input: partition: must be a whole number from 0 to 255"),
     ],
 )
 async def test_ids_that_lead_nowhere(cli: Cli, text: str, code: int, said: str) -> None:

@@ -41,7 +41,7 @@ async def test_with_the_variable_and_the_key(cli: Cli, waits: Waits, tmp_path: P
         FF_WAITPOINT_TOKEN=token_of(parked),
     )
     assert (done.code, done.err) == (0, "")
-    assert done.out == f"{execution_id}  paid  done: the execution resumes\n"
+    assert done.out == f"{execution_id.compact}  paid  done: the execution resumes\n"
     assert await received(waits) == ("done", "bank", b'{"amount": 12}')
 
 
@@ -60,7 +60,8 @@ async def test_with_the_option_and_the_id(cli: Cli, waits: Waits) -> None:
     done = await cli(*arguments[:3], "go", *arguments[4:])
     assert done.out.endswith("go: the execution resumes\n")
     late = await cli(*arguments[:3], "go", *arguments[4:])
-    assert late.err.startswith(f"error: already_answered: {execution_id} is waiting; its wait was")
+    answered = f"error: already_answered: {execution_id.compact} is waiting; its wait was"
+    assert late.err.startswith(answered)
     assert token not in late.err + wrong.err
 
 

@@ -81,9 +81,25 @@ async def test_a_suspension_is_told(cli: Cli, engine: Engine) -> None:
         await waits.send(parked)
         again = (await engine.claim()).handle
         await write(engine, again, "after\n")
-        await tail.line("── resumed: the handler starts again")
+        await tail.line("── resumed: the wait was answered: go")
         await tail.line("after")
         await engine.backend.executions.complete(again)
+        assert (await tail.end()).code == 0
+
+
+async def test_a_question_and_its_answer_are_told(cli: Cli, engine: Engine) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(prompt="Deploy v2?", details={"version": 2})
+    execution_id = parked.handle.execution_id
+    async with cli.start("tail", execution_id) as tail:
+        await tail.line("── suspended: waits for k (go)")
+        await tail.line("── asks: Deploy v2?")
+        await tail.line('── {"version":2}')
+        await waits.backend.signals.deliver_approval_signal(
+            execution_id, parked.details.waitpoint_id, "go", decided_by="ada"
+        )
+        await tail.line("── resumed: the wait was answered: go by ada")
+        await engine.backend.executions.complete((await engine.claim()).handle)
         assert (await tail.end()).code == 0
 
 
@@ -100,7 +116,7 @@ async def test_json_and_going_on_from_a_frame(cli: Cli, engine: Engine) -> None:
     assert base64.b64decode(blob["payload"]) == b"\xff\x00"
     assert (blob["payload_form"], blob["encoding"]) == ("base64", "binary")
     assert (closed["type"], closed["reason"]) == ("closed", "attempt_success")
-    assert end == {"type": "end", "attempt_index": 0, "public_state": "completed"}
+    assert end == {"type": "end", "attempt": 1, "state": "completed"}
     rest = await cli("tail", handle.execution_id, "--json", "--from", first)
     assert rest.objects == [blob, closed, end]
     assert (await cli("tail", handle.execution_id, "--from", "end")).out == ""
@@ -120,7 +136,7 @@ async def test_it_ends_with_an_execution_that_never_ran(cli: Cli, engine: Engine
     waiting = await engine.create()
     async with cli.start("tail", waiting, "--json") as tail:
         await engine.backend.executions.cancel_execution(waiting, "not needed")
-        await tail.line('"public_state":"cancelled"')
+        await tail.line('"state":"cancelled"')
         assert (await tail.end()).code == 0
 
 

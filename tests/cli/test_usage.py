@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 
 from flowfabric import __version__
-from flowfabric.cli.main import COMMANDS, load_command
+from flowfabric.cli.main import COMMANDS, SYNONYMS, load_command
 from tests.support.command import COMMAND, Cli
 from tests.support.listening import listening
 from tests.support.server import free_port
@@ -68,7 +68,7 @@ async def test_help_cuts_no_summary_and_shows_no_types(bare: Cli) -> None:
     listed = (await bare("--help", COLUMNS="80")).out.partition("Commands:")[2]
     assert "..." not in listed
     usage = {name: (await bare(name, "--help")).out for name in ("cancel", "show", "signal")}
-    assert usage["cancel"].startswith("Usage: flowfabric cancel [OPTIONS] ID...\n")
+    assert usage["cancel"].startswith("Usage: flowfabric cancel [OPTIONS] [ID]...\n")
     assert usage["show"].startswith("Usage: flowfabric show [OPTIONS] ID\n")
     assert usage["signal"].startswith("Usage: flowfabric signal [OPTIONS] ID WAITPOINT NAME\n")
     assert "<" not in "".join(usage.values())
@@ -131,8 +131,16 @@ def test_the_list_of_commands_says_what_their_own_help_says(name: str) -> None:
         (("ps", "--url", "nonsense"), "Invalid value for '--url': write valkey://nonsense"),
         (("--url", "redis://x", "ps"), "Invalid value for '--url': redis:// is not supported"),
         (("show",), "Missing argument 'ID'"),
-        (("cancel",), "Missing argument 'ID'"),
         (("replay", "1", "2"), "unexpected extra argument"),
+        (("ps", "--kind", "x"), "No such option: --kind"),
+        (("cancel", "1", "--lane", "x"), "pass either IDs or options"),
+        (("cancel", "--state", "failed"), "cancel is for unfinished executions, not for 'failed'"),
+        (("purge", "--state", "active"), "purge is for finished executions, not for 'active'"),
+        (("replay", "--lane", "x", "--expected-replay-count", "1"), "is for one ID"),
+        (("list",), "No such command 'list'. Did you mean 'ps'?"),
+        (("status",), "No such command 'status'. Did you mean 'show'?"),
+        (("retry",), "No such command 'retry'. Did you mean 'replay'?"),
+        (("logs",), "No such command 'logs'. Did you mean 'tail'?"),
     ],
 )
 async def test_typing_mistakes_end_with_2(bare: Cli, arguments: tuple[str, ...], said: str) -> None:
@@ -141,6 +149,34 @@ async def test_typing_mistakes_end_with_2(bare: Cli, arguments: tuple[str, ...],
     assert done.err.startswith("error: usage: ")
     assert said in done.err
     assert "hint: see `flowfabric" in done.err
+
+
+def test_every_synonym_means_a_command_and_is_none() -> None:
+    assert set(SYNONYMS.values()) <= set(ALL_COMMANDS)
+    assert not set(SYNONYMS) & set(ALL_COMMANDS)
+
+
+COMPLETIONS = {
+    "bash": {"COMP_WORDS": "flowfabric {}", "COMP_CWORD": "{}"},
+    "zsh": {"_TYPER_COMPLETE_ARGS": "flowfabric {}"},
+    "fish": {"_TYPER_COMPLETE_ARGS": "flowfabric {}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+async def test_shells_complete_commands_options_and_states(bare: Cli, shell: str) -> None:
+    async def complete(typed: str) -> str:
+        asked = {name: text.format(typed) for name, text in COMPLETIONS[shell].items()}
+        asked |= {"COMP_CWORD": str(typed.count(" ") + 1)} if shell == "bash" else {}
+        done = await bare(_FLOWFABRIC_COMPLETE=f"complete_{shell}", **asked)
+        assert (done.code, done.err) == (0, "")
+        return done.out
+
+    assert "workers" in await complete("wor")
+    assert "--older-than" in await complete("cancel --ol")
+    assert "suspended" in await complete("cancel --state sus")
+    script = await bare(_FLOWFABRIC_COMPLETE=f"source_{shell}")
+    assert f"complete_{shell}" in script.out
 
 
 async def test_a_typing_mistake_as_json(bare: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,10 @@ async def test_who_waits_for_what_the_soonest_first(cli: Cli, waits: Waits) -> N
     done = await cli("waiting")
     assert (done.code, done.err) == (0, "")
     header, first, *rest = done.lines
-    assert header.split()[:5] == ["ID", "KIND", "LANE", "WAITS", "FOR"]
+    assert header.split()[:5] == ["ID", "TASK", "LANE", "WAITS", "FOR"]
     token = sooner.details.waitpoint_token
     pattern = (
-        rf"{re.escape(sooner.handle.execution_id)} +job +default +release +approved +\d+s +in 1h +"
+        rf"{sooner.handle.execution_id.compact} +job +default +release +approved +\d+s +in 1h +"
         rf"{sooner.details.waitpoint_id}  {token.kid} {token.fingerprint}"
     )
     assert re.fullmatch(pattern, first), first
@@ -65,7 +66,7 @@ async def test_json_lane_limit_and_namespace(cli: Cli, waits: Waits) -> None:
     done = await cli("waiting", "--json", "--lane", "office")
     (row,) = done.objects
     assert row["execution_id"] == parked.handle.execution_id
-    assert (row["public_state"], row["namespace"], row["until"]) == ("suspended", "a", None)
+    assert (row["state"], row["namespace"], row["until"]) == ("suspended", "a", None)
     (waitpoint,) = row["waitpoints"]
     assert waitpoint["waitpoint_key"] == "k"
     assert waitpoint["required_signal_names"] == ["go"]
@@ -89,7 +90,7 @@ async def test_one_execution_in_any_state(cli: Cli, waits: Waits) -> None:
     await waits.backend.waitpoints.close_waitpoint(execution_id, early.waitpoint_id)
     done = await cli("waiting", execution_id)
     first, second = done.lines
-    assert first == f"{execution_id} is waiting and waits for no answer."
+    assert first == f"{execution_id.compact} is waiting and waits for no answer."
     assert re.fullmatch(r"Its last wait was answered \d+s ago: go by ada\.", second)
 
 
@@ -107,7 +108,7 @@ async def test_show_tells_what_it_waits_for(cli: Cli, waits: Waits) -> None:
     done = await cli("show", execution_id)
     assert re.search(
         r"Why it is not running: it waits for release \(approved\), until .* \(in (59m|1h).*\): "
-        rf"answer with `flowfabric approve {execution_id.uuid}`\n",
+        rf"answer with `flowfabric approve {execution_id.compact}`\n",
         done.out,
     )
     token = parked.details.waitpoint_token
@@ -129,3 +130,43 @@ async def test_show_tells_of_pauses_without_signals(cli: Cli, waits: Waits) -> N
     timed = await waits.park(TimeoutOnly(), timeout_at=await waits.engine.now() + HOUR)
     done = await cli("show", timed.handle.execution_id)
     assert "Why it is not running: it sleeps, until " in done.out
+
+
+QUESTION: dict[str, Any] = {"prompt": "Deploy v2?\nTo production.", "details": {"version": 2}}
+
+
+async def test_waiting_shows_what_is_asked(cli: Cli, waits: Waits) -> None:
+    asked = await waits.park(**QUESTION)
+    await waits.park()
+    header, *rows = (await cli("waiting")).lines
+    assert header.split()[:3] == ["ID", "TASK", "PROMPT"]
+    assert sorted("Deploy v2?\\nTo production." in row for row in rows) == [False, True]
+    one = await cli("waiting", asked.handle.execution_id)
+    assert one.out.endswith(
+        'Question\n  Deploy v2?\n  To production.\n  {\n    "version": 2\n  }\n'
+    )
+    (row,) = (await cli("waiting", "--json", asked.handle.execution_id)).objects
+    assert {name: row[name] for name in QUESTION} == QUESTION
+    assert {name: row["waitpoints"][0][name] for name in QUESTION} == QUESTION
+
+
+async def test_show_tells_what_is_asked_and_afterwards_who_answered(cli: Cli, waits: Waits) -> None:
+    legal = await waits.park(Single("legal", "approved"), **QUESTION)
+    execution_id = legal.handle.execution_id
+    done = await cli("show", execution_id)
+    assert 'Question\n  Deploy v2?\n  To production.\n  {\n    "version": 2\n  }\n' in done.out
+    await waits.backend.signals.deliver_approval_signal(
+        execution_id, legal.details.waitpoint_id, "approved", decided_by="ada"
+    )
+    handle = (await waits.engine.claim()).handle
+    payment = await waits.park(Single("payment", "paid"), handle=handle)
+    await waits.send(payment, "paid", source_identity="bank")
+    await waits.backend.executions.complete((await waits.engine.claim()).handle)
+    done = await cli("show", execution_id)
+    assert "Question" not in done.out
+    assert re.search(r"last wait +was answered \d+s ago: paid by bank\n", done.out)
+    signals = done.out.partition("Signals\n")[2]
+    assert re.search(r"^AT +WAITPOINT +SIGNAL +BY\n", signals)
+    assert re.search(r" legal +approved +ada\n.* payment +paid +bank \(external\)\n", signals)
+    (detail,) = (await cli("show", execution_id, "--json")).objects
+    assert [one["source_identity"] for one in detail["signals"]] == ["ada", "bank"]

@@ -10,16 +10,9 @@ from datetime import UTC, datetime
 import pytest
 
 from flowfabric.cli.logs import JsonFormatter, TextFormatter
-from flowfabric.cli.views.text import (
-    age,
-    clean,
-    clock,
-    duration,
-    json_line,
-    preview,
-    short_length,
-)
-from flowfabric.core.text import plural
+from flowfabric.cli.views.screen import published
+from flowfabric.cli.views.text import clean, json_line, preview, short_length
+from flowfabric.core.text import age, clock, duration, plural
 
 
 @pytest.mark.parametrize(
@@ -76,6 +69,39 @@ def test_json_is_one_line_of_text_with_the_same_value() -> None:
     assert json.loads(line)["text"] == HOSTILE
 
 
+def test_json_has_the_names_of_options_and_times_twice() -> None:
+    stored = {
+        "execution_kind": "resize",
+        "lane_id": "mails",
+        "public_state": "active",
+        "attempt_index": 0,
+        "created_at": "1700000000123",
+        "expires_at_ms": 1_700_000_000_123,
+        "until": None,
+        "completed_at": 2**62,
+        "liveness_ttl_ms": 5,
+        "waits": [{"since": 0}],
+        "tags": {"lane_id": "1", "created_at": "2"},
+    }
+    when = "2023-11-14T22:13:20.123Z"
+    assert published(stored) == {
+        "task": "resize",
+        "lane": "mails",
+        "state": "active",
+        "attempt": 1,
+        "created_at": 1_700_000_000_123,
+        "created_at_iso": when,
+        "expires_at_ms": 1_700_000_000_123,
+        "expires_at_iso": when,
+        "until": None,
+        "completed_at": 2**62,
+        "completed_at_iso": None,
+        "liveness_ttl_ms": 5,
+        "waits": [{"since": 0, "since_iso": "1970-01-01T00:00:00.000Z"}],
+        "tags": {"lane_id": "1", "created_at": "2"},
+    }
+
+
 def test_short_length() -> None:
     assert short_length([]) == 8
     assert short_length(["12345678-a", "12345678-b"]) == 10
@@ -124,6 +150,14 @@ def test_text_lines() -> None:
     assert (hostile.isprintable(), clean(HOSTILE) in hostile) == (True, True)
     assert "\x1b[33mWARNING" in TextFormatter(colour=True).format(record("hi"))
     assert plain.format(failing()).endswith("ValueError: no\\x1b")
+
+
+def test_a_text_line_has_compact_ids_and_a_json_line_canonical_ones() -> None:
+    uuid = "11111111-2222-4333-8444-555555555555"
+    canonical, compact = f"{{fp:42}}:{uuid}", f"42-{uuid}"
+    made = record(f"lost {canonical}", execution_id=canonical, other_id=canonical)
+    assert TextFormatter(colour=False).format(made).endswith(f"lost {compact}")
+    assert json.loads(JsonFormatter().format(made))["execution_id"] == canonical
 
 
 def test_a_text_line_says_nothing_twice() -> None:

@@ -142,19 +142,26 @@ async def test_an_idle_worker_does_not_wait_for_a_server_that_is_gone(shop: Cli)
     assert "0 tasks." in done.lines[-1]
 
 
-@pytest.mark.parametrize(("choice", "state"), [("fail", "failed"), ("release", "delayed")])
-async def test_a_task_the_app_does_not_have(
-    shop: Cli, client: Client, choice: str, state: str
-) -> None:
-    submitted = await client.submit("of_the_next_version")
-    options = ("worker", "shop:app", "--no-scanners", "--on-unknown", choice)
-    async with shop.start(*options) as running:
-        await running.line("Ready.")
-        seen = await client.backend.reads.read_execution_state(submitted.execution_id)
-        while seen.value in ("waiting", "active"):
-            seen = await client.backend.reads.read_execution_state(submitted.execution_id)
-        assert seen.value == state
+async def test_a_task_the_app_does_not_have_waits(shop: Cli, client: Client) -> None:
+    execution_id = (await client.submit("of_the_next_version")).execution_id
+    async with shop.start("worker", "shop:app", "--no-scanners") as running:
+        await running.line('does not know task "of_the_next_version"')
+        shown = await shop("show", str(execution_id))
+        assert "no live worker knows task of_the_next_version; last offered to " in shown.out
         running.send(signal.SIGTERM)
         done = await running.end()
     assert done.code == 0
-    assert f"1 {'failed' if choice == 'fail' else 'released'}." in done.lines[-1]
+    assert "0 tasks." in done.lines[-1]
+    state = await client.backend.reads.read_execution_state(execution_id)
+    assert state.value == "waiting"
+
+
+async def test_it_can_be_failed(shop: Cli, client: Client) -> None:
+    submitted = await client.submit("misspelt")
+    options = ("worker", "shop:app", "--no-scanners", "--on-unknown", "fail")
+    async with shop.start(*options) as running:
+        await client.wait(submitted.execution_id, timeout=20)
+        running.send(signal.SIGTERM)
+        done = await running.end()
+    assert done.code == 0
+    assert "1 failed." in done.lines[-1]

@@ -198,7 +198,7 @@ async def test_the_users_can_do_their_work(deployment: Deployment) -> None:
         await deployment.admin("ACL", "LOG", "RESET")
         await worker.app.get_run(str(asked[0].id)).signal("a", "yes")
         await worker.app.get_run(str(asked[2].id)).signal("c", "perhaps")
-        await operator.app.get_run(str(asked[1].id)).approve("b", decided_by="ada")
+        await operator.app.get_run(str(asked[1].id)).approve("b", by="ada")
         assert await asked[0].result(timeout=30) == "yes"
         assert await asked[1].result(timeout=30) == "approved"
         stuck = await submit.app.submit(submit.stuck)

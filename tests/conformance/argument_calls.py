@@ -24,7 +24,7 @@ from tests.support.engine import LANE, TTL, Engine
 from tests.support.leases import OTHER, WORKER, grant, lapsed, paused, reclaim_grant, running
 from tests.support.suspension import SECRET
 
-__all__ = ["CALLS", "SCANNERS", "methods", "operation", "parameters"]
+__all__ = ["CALLS", "SCANNERS", "methods", "methods_with", "operation", "parameters"]
 
 Given = dict[str, Any]
 Call = Callable[[Engine], Awaitable[Given]]
@@ -59,6 +59,16 @@ def methods() -> list[str]:
         for concern in _CONCERNS.values()
         for name, method in inspect.getmembers(concern, inspect.iscoroutinefunction)
         if not name.startswith("_") and set(inspect.signature(method).parameters) - {"self"}
+    ]
+
+
+def methods_with(parameter: str) -> list[str]:
+    """Those of them that take this parameter."""
+    return [
+        name
+        for concern in _CONCERNS.values()
+        for name in methods()
+        if hasattr(concern, name) and parameter in parameters(getattr(concern, name))
     ]
 
 
@@ -308,6 +318,7 @@ CALLS: Mapping[str, Call] = {
     "complete_and_claim": fused,
     "complete_execution": fenced(result_payload=b"r"),
     "complete_many": _items,
+    "count_lanes": fixed(lanes=[LANE]),
     "create_execution": lambda engine: _awaited({"new": new(engine)}),
     "create_many": lambda engine: _awaited({"items": [new(engine)]}),
     "create_waitpoint": held(waitpoint_key="k", expires_in_ms=1000),
@@ -354,9 +365,11 @@ CALLS: Mapping[str, Call] = {
     "reclaim_execution": reclaim,
     "register_places": fixed(places={"{fp:0}": [LANE]}),
     "register_worker": a_worker,
+    "release_unknown": held(kind="job"),
     "renew": held(),
     "renew_lease": fenced(lease_ttl_ms=TTL),
     "renew_many": _handles,
+    "purge_execution": replayed,
     "replay_execution": replayed,
     "resume_execution": suspended,
     "revoke_lease": _named,
@@ -381,6 +394,7 @@ CALLS: Mapping[str, Call] = {
     ),
     "subscribe_worker_events": fixed(namespace="default"),
     "wait_ended": _ended,
+    "wait_suspended": _ended,
     "suspend": suspend,
     "suspend_by_triple": suspend_by_triple,
     "tail_stream": streamed(),

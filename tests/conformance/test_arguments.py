@@ -180,6 +180,8 @@ async def test_a_claim(engine: Engine, field: str, value: Any) -> None:
         ("execution_deadline_at", 2**63),
         ("priority", "high"),
         ("policy", "{}"),
+        ("idempotency_digest", "text"),
+        ("idempotency_digest", bytes(33)),
     ],
 )
 async def test_only_that_item_of_a_creation_fails(engine: Engine, field: str, value: Any) -> None:
@@ -286,7 +288,7 @@ async def test_the_condition_of_a_suspension(engine: Engine, condition: Any) -> 
 """How a refusal names a parameter otherwise than by its name: most have codes of their own."""
 
 
-async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:
+async def call(engine: Engine, name: str, given: dict[str, Any]) -> Any:
     """The operation with these arguments, by name; `*` and `**` are given whole."""
     given = dict(given)
     method = operation(engine.backend, name)
@@ -301,6 +303,7 @@ async def call(engine: Engine, name: str, given: dict[str, Any]) -> None:
     answer = await method(*first, **given)
     if hasattr(answer, "aclose"):
         await answer.aclose()
+    return answer
 
 
 def test_every_operation_is_swept() -> None:

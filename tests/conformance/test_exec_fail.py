@@ -41,6 +41,7 @@ async def again(engine: Engine, execution_id: Any, wait: int = 10) -> Any:
         (policy(), "cancelled", False),
         (policy(), "budget_exceeded", False),
         (policy(), "step_kind_mismatch", False),
+        (policy(), "extractor_payload_decode", False),
         (policy(retryable_categories=["permanent"]), "permanent", False),
         (policy(retryable_categories=["transient", "rate"]), "rate", True),
         (policy(retryable_categories=["transient", "rate"]), "Rate", False),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from flowfabric.core.contracts.executions import Created, Duplicate, NewExecution
-from flowfabric.core.errors import EngineError
+from flowfabric.core.errors import ConflictError, EngineError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import parse_policy
-from tests.support.engine import LANE, Engine
+from tests.support.engine import LANE, Engine, unchanged
 from tests.support.executions import trim
 
 DAY = 86_400_000
@@ -42,6 +44,58 @@ async def test_same_key_gives_the_first_id(engine: Engine) -> None:
     again = await engine.backend.executions.create_execution(new(engine, idempotency_key="k"))
     assert again == Duplicate(first)
     assert await engine.dump() == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "conflict"),
+    [
+        (b"a", b"a", False),
+        (b"a", b"b", True),
+        (bytes(32), bytes(31), True),
+        (b"", b"b", False),
+        (b"a", b"", False),
+    ],
+)
+async def test_a_digest_tells_a_repeat_from_another_request(
+    engine: Engine, stored: bytes, given: bytes, *, conflict: bool
+) -> None:
+    first = await engine.create(idempotency_key="k", idempotency_digest=stored)
+    repeat = new(engine, idempotency_key="k", idempotency_digest=given)
+    answer = await unchanged(engine, lambda: engine.backend.executions.create_execution(repeat))
+    if not conflict:
+        assert answer == Duplicate(first)
+        return
+    assert isinstance(answer, ConflictError)
+    assert (answer.code, answer.details) == ("idempotency_conflict", ("k", first))
+    assert not answer.retryable
+
+
+async def test_a_digest_without_a_key_means_nothing(engine: Engine) -> None:
+    ids = [await engine.create(idempotency_digest=digest) for digest in (b"a", b"b")]
+    assert len(set(ids)) == 2
+
+
+async def test_a_conflict_in_a_batch_affects_no_other_item(engine: Engine) -> None:
+    items = [
+        new(engine, idempotency_key="k", idempotency_digest=b"a"),
+        new(engine, idempotency_key="k", idempotency_digest=b"b"),
+        new(engine, idempotency_key="k", idempotency_digest=b"a"),
+        new(engine),
+    ]
+    outcomes = await engine.backend.executions.create_many(items)
+    kinds = [type(outcome) for outcome in outcomes]
+    assert kinds == [Created, ConflictError, Duplicate, Created]
+    assert len(await engine.claim_all()) == 2
+
+
+async def test_the_key_of_a_trimmed_execution_is_free_for_any_request(engine: Engine) -> None:
+    first = await engine.create(idempotency_key="k", idempotency_digest=b"a")
+    await engine.backend.executions.cancel_execution(first)
+    await engine.advance(DAY)
+    assert await trim(engine, first) == "purged"
+    second = await engine.create(idempotency_key="k", idempotency_digest=b"b")
+    repeat = new(engine, idempotency_key="k", idempotency_digest=b"b")
+    assert await engine.backend.executions.create_execution(repeat) == Duplicate(second)
 
 
 async def test_keys_are_scoped_by_partition_and_namespace(engine: Engine) -> None:

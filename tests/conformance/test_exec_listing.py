@@ -97,6 +97,38 @@ async def test_the_row(engine: Engine) -> None:
     assert row.created_at == info.created_at
 
 
+async def test_the_age_counts_from_the_end_or_from_creation(engine: Engine) -> None:
+    old = await engine.create()
+    ended_late = await engine.create()
+    await engine.advance(60_000)
+    await engine.backend.executions.cancel_execution(ended_late)
+    await engine.create()
+    edge = await engine.now() - 30_000
+
+    async def listed(where: Filter) -> set[ExecutionId]:
+        return {each for page in await walk(engine, 10, where=where) for each in page}
+
+    assert await listed(Filter(before=edge)) == {old}
+    assert len(await listed(Filter(before=edge + 60_000))) == 3
+
+
+async def test_the_sizes_of_lanes(engine: Engine) -> None:
+    await many(engine, 3)
+    await engine.claim()
+    await engine.create(policy={"routing_requirements": {"required_capabilities": ["gpu"]}})
+    ended = await engine.create(lane="mails")
+    await engine.backend.executions.cancel_execution(ended)
+    await engine.create(lane="mails", delay_until=await engine.now() + 5000)
+    found = await engine.backend.listings.count_lanes([LANE, "mails", "unused"])
+    assert {
+        lane: {state: n for state, n in counts.items() if n} for lane, counts in found.items()
+    } == {
+        LANE: {"eligible": 3, "active": 1},
+        "mails": {"terminal": 1, "delayed": 1},
+        "unused": {},
+    }
+
+
 async def test_filters(engine: Engine) -> None:
     plain = await engine.create()
     tenant = await engine.create(namespace="tenant", tags={"app.a": "1", "app.b": "2"})
@@ -114,6 +146,8 @@ async def test_filters(engine: Engine) -> None:
         (Filter(tags={"app.a": "1", "app.b": "2"}), {tenant}),
         (Filter(tags={"app.a": "2"}), set[ExecutionId]()),
         (Filter(namespace="tenant", kind="mail"), set[ExecutionId]()),
+        (Filter(finished=True), {ended}),
+        (Filter(finished=False), {plain, tenant, other}),
     ):
         pages = await walk(engine, 1, where=where)
         assert {each for page in pages for each in page} == expected

@@ -53,6 +53,7 @@ VERBS: dict[str, Verb] = {
     "fail": lambda b, h: b.executions.fail(h, "zombie", "transient"),
     "cancel": lambda b, h: b.executions.cancel(h, "zombie"),
     "delay": lambda b, h: b.executions.delay(h, 2**50),
+    "release_unknown": lambda b, h: b.executions.release_unknown(h, "job"),
     "wait_children": lambda b, h: b.executions.wait_children(h),
     "progress": lambda b, h: b.executions.progress(h, 99, "zombie"),
     "renew": lambda b, h: b.leases.renew(h),

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -35,6 +37,27 @@ def run_python(folder: Path, *arguments: str, seconds: float = 50, **extra: str)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not tracebacks(done.stderr), done.stderr
     return done.stdout
+
+
+@contextmanager
+def running_worker(folder: Path, application: str) -> Generator[None]:
+    """A worker process in the background of the block, serving; it must end well."""
+    command = "from flowfabric.cli.main import main; main()"
+    worker = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", command, "worker", application],
+        cwd=folder,
+        env=clean_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert worker.stdout is not None
+        assert any(line.startswith("Ready.") for line in worker.stdout), "the worker ended"
+        yield
+    finally:
+        worker.terminate()
+        worker.communicate(timeout=20)
+    assert worker.returncode == 0
 
 
 def tracebacks(text: str) -> list[str]:

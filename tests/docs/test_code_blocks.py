@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks, name_of, programs, python_blocks
-from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
+from tests.docs.scratch import run_python, running_worker, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
 """Its example is a whole program, which `test_readme.py` runs as one."""
 WITH_CODE = [page for page in PAGES if python_blocks(page) and page != README]
-OF_PROGRAMS = [page for page in WITH_CODE if programs(page)]
-OF_PIECES = [page for page in WITH_CODE if page not in OF_PROGRAMS]
+OF_TESTS = [ROOT / "docs" / "how-to" / "test-your-tasks.md"]
+OF_PROGRAMS = [page for page in WITH_CODE if programs(page) and page not in OF_TESTS]
+OF_PIECES = [page for page in WITH_CODE if not programs(page)]
 
 
 @pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
@@ -25,6 +26,37 @@ def test_every_program_runs_and_prints_what_its_page_says(page: Path, tmp_path: 
         (tmp_path / name).write_text(text)
         assert run_python(tmp_path, name) == (told or "")
         wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
+def test_every_program_runs_beside_the_worker_that_its_page_started(
+    page: Path, tmp_path: Path
+) -> None:
+    """A reader starts it after the second program, and may leave it running."""
+    (application, code, _), _, *later = programs(page)
+    (tmp_path / application).write_text(code)
+    with running_worker(tmp_path, f"{Path(application).stem}:app"):
+        for name, text, told in later:
+            (tmp_path / name).write_text(text)
+            assert run_python(tmp_path, name) == (told or "")
+    wait_for_server_end(tmp_path / ".flowfabric")
+
+
+@pytest.mark.parametrize("page", OF_TESTS, ids=name_of)
+def test_every_test_on_a_page_passes(page: Path, tmp_path: Path) -> None:
+    """In a folder with nothing else, and with no plugin but ours."""
+    found = programs(page)
+    assert len(found) == len(python_blocks(page)), "every block needs a name in its first line"
+    for name, text, _ in found:
+        (tmp_path / name).write_text(text)
+    told = run_python(
+        *(tmp_path, "-m", "pytest", "-p", "no:cacheprovider"),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        PYTEST_PLUGINS="flowfabric.testing.plugin",
+    )
+    tests = sum(text.count("def test_") for _, text, _ in found)
+    assert f"{tests} passed" in told
+    assert not (tmp_path / ".flowfabric").exists()
 
 
 @pytest.mark.parametrize("page", OF_PIECES, ids=name_of)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import flowfabric
+from flowfabric import testing
 from flowfabric.scanners.settings import INTERVALS_S
 from tests.docs.markdown import PAGES, ROOT, blocks, code_of, name_of
 from tests.docs.scratch import run_python
@@ -37,7 +38,7 @@ def test_every_variable_is_documented() -> None:
 
 def test_every_public_name_is_in_the_overview() -> None:
     known = set(re.findall(r"\b\w+\b", " ".join(code_of(REFERENCE / "python.md"))))
-    assert set(flowfabric.__all__) - known == {"__version__"}
+    assert {*flowfabric.__all__, *testing.__all__} - known == {"__version__"}
 
 
 def test_commands_in_the_pages_exist() -> None:

@@ -12,6 +12,7 @@ from flowfabric.core.errors import EngineError
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.policy import ExecutionPolicy, parse_policy
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.engine.valkey.testing import EngineClock
 from flowfabric.valkey.address import parse_url
 from tests.model.parts import Lease, Policy
 
@@ -41,14 +42,14 @@ class Harness:
             return error.code
 
     def freeze(self, now: int) -> None:
-        self.run(self.backend.calls.fcall("ff_test_freeze", "{fp:0}", (now,), op="test"))
+        self.run(EngineClock(self.backend).freeze(now))
 
     def reset(self) -> None:
         self.run(self.backend.transport.call("FLUSHALL"))
         self.freeze(T0)
 
     def close(self) -> None:
-        self.run(self.backend.calls.fcall("ff_test_clock", "{fp:0}", (0,), op="test"))
+        self.run(EngineClock(self.backend).reset())
         self.run(self.backend.aclose())
         self.loop.close()
 

@@ -26,7 +26,10 @@ from tests.model.parts import (
     Policy,
 )
 
-NEVER_RETRIED = {"permanent", "cancelled", "budget_exceeded", "step_kind_mismatch"}
+NEVER_RETRIED = {
+    *("permanent", "cancelled", "budget_exceeded"),
+    *("step_kind_mismatch", "extractor_payload_decode"),
+}
 MAX_REPLAYS = 10
 OUTCOMES = {"success": "s", "failed": "f", "cancelled": "c", "expired": "x"}
 ATTEMPT_ENDS = {

@@ -51,3 +51,8 @@ def name_of(path: Path) -> str:
 def settings() -> dict[str, Any]:
     """pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def dependencies() -> list[str]:
+    """What users install with the package, each with its marker."""
+    return settings()["tool"]["hatch"]["metadata"]["hooks"]["custom"]["dependencies"]

@@ -12,8 +12,9 @@ from tests.project.checkout import SOURCE, modules
 
 WIRE = "flowfabric.valkey"
 ENGINE = "flowfabric.engine.valkey"
-DOORS = {"connect", "raw"}
-"""What others may import: how to open a backend, and the bare functions to measure against."""
+DOORS = {"connect", "raw", "testing"}
+"""What others may import: how to open a backend, the bare functions to measure against, and the
+clock of the testing kit."""
 COMMANDS = {"transport", "fcall", "fcall_ro"}
 
 

@@ -12,7 +12,7 @@ from tests.project.checkout import SOURCE, modules, name_of
 
 LAYERS = (
     *("core", "valkey", "lua", "engine", "scheduler", "scanners"),
-    *("sdk", "app", "bench", "server", "cli"),
+    *("sdk", "app", "testing", "bench", "server", "cli"),
 )
 FACADE = LAYERS.index("app")
 """`flowfabric` itself re-exports the app layer: what comes after it may use the public names."""

@@ -8,6 +8,7 @@ from importlib.resources import files
 import pytest
 
 import flowfabric
+from flowfabric import testing
 
 NAMES = [name for name in flowfabric.__all__ if name != "__version__"]
 
@@ -21,6 +22,8 @@ def test_every_name_has_a_home_and_nothing_else_is_offered() -> None:
     assert sorted(flowfabric._HOME_OF) == sorted(NAMES)
     with pytest.raises(AttributeError, match="no attribute 'Fabrik'"):
         _ = flowfabric.Fabrik
+    with pytest.raises(AttributeError, match="no attribute 'Klock'"):
+        _ = testing.Klock
 
 
 def undocumented(value: type) -> list[str]:
@@ -36,9 +39,9 @@ def undocumented(value: type) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *testing.__all__])
 def test_every_public_name_has_a_docstring(name: str) -> None:
-    value: object = getattr(flowfabric, name)
+    value: object = getattr(flowfabric if name in NAMES else testing, name)
     if isinstance(value, type):
         assert undocumented(value) == []
     else:

@@ -14,6 +14,7 @@ from flowfabric.engine.api.places import LaneSettings
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.keys import LANES_TAG, PLACES, wake
 from flowfabric.engine.valkey.places import MAX_LANES
+from flowfabric.engine.valkey.testing import EngineClock
 from flowfabric.scanners import ScannerSupervisor
 from flowfabric.scanners.settings import INTERVALS_S
 from flowfabric.valkey.address import parse_url
@@ -77,7 +78,7 @@ async def test_no_call_is_slow(
     assert all(
         isinstance(outcome, Created) for outcome in await backend.executions.create_many(new)
     )
-    await backend.calls.fcall("ff_test_clock", "{fp:0}", (2 * MINUTE_MS,), op="test")
+    await EngineClock(backend).advance(2 * MINUTE_MS)
     supervisor = ScannerSupervisor(backend)
     await backend.transport.call(
         "CONFIG", "SET", "slowlog-log-slower-than", SLOW_US, "slowlog-max-len", 10_000

@@ -68,6 +68,30 @@ async def test_everything_is_stored_in_order_before_the_run_ends_or_waits(
         assert await payloads(engine, run.id) == [b"%d" % number for number in range(COUNT)]
 
 
+async def test_a_frame_is_read_as_text_or_as_the_value_that_was_written(
+    app: ff.Fabric, engine: Engine
+) -> None:
+    @app.task()
+    async def write(ctx: ff.Context) -> None:
+        for data in ("Grüße", {"a": [1, None]}, b"\xff1", ["x" * 70_000]):
+            await ctx.stream(data)
+
+    async with app, app.worker(scanners=False):
+        run = await app.submit(write)
+        await run.result(timeout=10)
+        text, value, binary, *parts = [frame async for frame in run.stream()]
+    assert (text.text, value.text, binary.text) == ("Grüße", '{"a":[1,null]}', "�1")
+    assert value.json() == {"a": [1, None]}
+    for frame, problem in (
+        (text, r"\(utf8\) is not JSON: .*\. Read `text` or `payload`\."),
+        (binary, r"\(binary\) is not JSON: .*"),
+        (parts[0], r"\(json\) is not JSON: holds one part of a larger value: .*\"of\":2"),
+    ):
+        with pytest.raises(ValueError, match=rf"Frame {frame.id} {problem}"):
+            frame.json()
+    assert json.loads(b"".join(part.payload for part in parts)) == ["x" * 70_000]
+
+
 async def test_each_attempt_keeps_its_own_output(app: ff.Fabric, engine: Engine) -> None:
     @app.task(retry=ff.Retry(1, backoff=0, jitter=False))
     async def flaky(ctx: ff.Context) -> None:

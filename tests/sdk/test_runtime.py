@@ -170,16 +170,6 @@ async def test_handler_may_end_its_task_itself(engine: Engine, make_worker: Make
     assert await engine.backend.reads.get_execution_result(execution_id) == b"mine"
 
 
-async def test_unknown_kind_can_be_left_to_others(engine: Engine, make_worker: MakeWorker) -> None:
-    (execution_id,) = await submit(engine.backend)
-    worker = await make_worker()
-    async with serving(worker, {}, on_unknown_kind="release") as runtime:
-        await until(lambda: runtime.summary.released == 1, "the release")
-        # Not at once claimable, or the two would play ball with it.
-        assert await state(engine.backend, execution_id) == "delayed"
-    assert (await info(engine.backend, execution_id)).total_attempt_count == 1
-
-
 # --- time -----------------------------------------------------------------------------------
 
 

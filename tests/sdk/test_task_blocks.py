@@ -194,9 +194,10 @@ def test_report_has_the_chain_first_and_the_place_after() -> None:
             raise ValueError("outer") from error
     except ValueError as error:
         report = describe(error).report
-        first, *where = report.splitlines()
+        first, header, *where = report.splitlines()
         assert first == "ValueError: outer: KeyError: 'k'"
-        assert where == []  # raised where it was caught: only our own frame
+        assert header == "Traceback (most recent call last):"
+        assert __file__ in where[0]
 
     def handler() -> None:
         inner()

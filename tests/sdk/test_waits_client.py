@@ -85,7 +85,7 @@ async def test_a_trusted_caller_may_delay_the_resume(client: Client, waits: Wait
 async def test_approval_by_key_or_id(client: Client, waits: Waits) -> None:
     parked = await waits.park(BOTH)
     execution_id = parked.handle.execution_id
-    legal = await client.approve(execution_id, "legal", decided_by="ada", payload=b'"fine"')
+    legal = await client.approve(execution_id, "legal", by="ada", payload=b'"fine"')
     assert isinstance(legal, Accepted)
     assert legal.effect == "appended_to_waitpoint"
     stored = await client.backend.waitpoints.read_signal(execution_id, legal.signal_id)
@@ -95,9 +95,9 @@ async def test_approval_by_key_or_id(client: Client, waits: Waits) -> None:
         "operator",
         b'"fine"',
     )
-    repeat = await client.approve(execution_id, "legal", decided_by="ada")
+    repeat = await client.approve(execution_id, "legal", by="ada")
     assert repeat == DuplicateSignal(legal.signal_id)
-    other = await client.approve(execution_id, "legal", "rejected", decided_by="ada")
+    other = await client.approve(execution_id, "legal", "rejected", by="ada")
     assert isinstance(other, Accepted)
     money = await client.approve(execution_id, parked.details.waitpoints[1].waitpoint_id)
     assert isinstance(money, Accepted)
@@ -116,7 +116,7 @@ async def test_approval_of_what_is_not_open(client: Client, waits: Waits, engine
     with pytest.raises(ValidationError, match="'same' may be any of") as refused:
         await client.approve(handle.execution_id, "same")
     assert refused.value.code == "invalid_input"
-    with pytest.raises(NotFoundError, match="open: none"):
+    with pytest.raises(NotFoundError, match="is active and waits for no answer"):
         await client.signal((await engine.running()).execution_id, "same", "go")
     with pytest.raises(NotFoundError, match="execution_not_found"):
         await client.approve(engine.new_id(), "same")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flowfabric.engine.valkey.library import include
+from flowfabric.engine.valkey.library import include, include_test_clock
 
 __all__ = ["include_test_functions"]
 
@@ -13,10 +13,13 @@ _HERE = Path(__file__).parent
 
 
 def include_test_functions() -> None:
-    """Add `ff_test_clock` and the like to the library of this process and of its children.
+    """Add the movable clock, `ff_test_key` and the like to the library of this process.
+
+    Processes that it starts add them, too.
 
     A process without them refuses the library of the tests, as one in production must.
     """
+    include_test_clock()
     include((_HERE / "ff_test.lua").read_text(encoding="utf-8"))
     # Python imports `sitecustomize` from there when it starts.
     os.environ["PYTHONPATH"] = str(_HERE / "startup")

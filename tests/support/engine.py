@@ -21,6 +21,7 @@ from flowfabric.engine.api.events import Event
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.engine.valkey.feeds import decode_entry
+from flowfabric.engine.valkey.testing import EngineClock
 from flowfabric.valkey.address import parse_url
 
 LANE = "default"
@@ -48,7 +49,7 @@ async def prepared_backend(
     ) as backend:
         await backend.transport.call("FLUSHALL")
         await backend.meta.prepare()
-        await backend.calls.fcall("ff_test_clock", "{fp:0}", (0,), op="test")
+        await EngineClock(backend).reset()
         yield backend
 
 
@@ -57,7 +58,7 @@ class Engine:
 
     def __init__(self, backend: ValkeyBackend) -> None:
         self.backend = backend
-        self._offset = 0
+        self._clock = EngineClock(backend)
 
     def new_id(self, lane: str = LANE) -> ExecutionId:
         return ExecutionId.solo(lane, self.backend.counts)
@@ -90,9 +91,12 @@ class Engine:
         worker: str = "w",
         instance: str = "w-1",
         capabilities: Iterable[str] = (),
+        tasks: Iterable[str] | None = None,
         ttl: int = TTL,
     ) -> ClaimRequest:
-        csv = caps.to_csv(caps.normalise(list(capabilities), "worker"))
+        """With `tasks`, the worker leaves all others to workers that know them."""
+        known = caps.normalise(list(capabilities), "worker")
+        csv = caps.offered_csv(known, tasks or (), no_others=tasks is not None)
         return ClaimRequest(lane, worker, instance, capabilities=csv, lease_ttl_ms=ttl)
 
     async def claim_all(self, max_n: int = 100, *, lane: str = LANE, **want: Any) -> list[Claim]:
@@ -114,12 +118,11 @@ class Engine:
 
     async def advance(self, ms: int) -> None:
         """Move the engine's clock forward (backward when negative)."""
-        self._offset += ms
-        await self.backend.calls.fcall("ff_test_clock", "{fp:0}", (self._offset,), op="test")
+        await self._clock.advance(ms)
 
     async def freeze(self, at: int) -> None:
         """Stop the engine's clock at this millisecond; `advance` starts it again."""
-        await self.backend.calls.fcall("ff_test_freeze", "{fp:0}", (at,), op="test")
+        await self._clock.freeze(at)
 
     async def block(self, execution_id: ExecutionId) -> None:
         """Give the execution an open dependency, as a flow would."""

@@ -1,24 +1,4 @@
--- Functions for tests: they move or stop the engine's clock and show how keys and states are built.
-local running = clock.now
-
-register('ff_test_clock', function(_, args)
-  clock.offset = tonumber(args[1])
-  clock.last = 0
-  clock.now = running
-  return reply.ok(clock.now())
-end, { 'allow-oom' })
-
--- Stops the clock, so that a test can act exactly at a deadline.
-register('ff_test_freeze', function(_, args)
-  local at = tonumber(args[1])
-  clock.shifted = true
-  clock.now = function()
-    clock.shifted = true
-    return at
-  end
-  return reply.ok(at)
-end, {})
-
+-- Functions for tests: they show how keys and states are built.
 register('ff_test_key', function(keys, args)
   return reply.ok(K[args[1]](keys[1], unpack(args, 2)))
 end, {})

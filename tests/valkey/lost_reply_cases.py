@@ -251,21 +251,14 @@ CASES: dict[str, Case] = {
     "cancel_by_operator": Case(
         "ff_cancel", waiting, lambda backend, eid: backend.executions.cancel_execution(eid, "x")
     ),
-    "delay": Case(
-        "ff_delay", running, lambda backend, handle: backend.executions.delay(handle, DUE)
+    "delay": Case("ff_delay", running, lambda b, h: b.executions.delay(h, DUE)),
+    "delay_due": Case("ff_delay", running, lambda b, h: b.executions.delay(h, 1)),
+    "release_unknown": Case(
+        "ff_release_unknown", running, lambda b, h: b.executions.release_unknown(h, "job")
     ),
-    "delay_due": Case(
-        "ff_delay", running, lambda backend, handle: backend.executions.delay(handle, 1)
-    ),
-    "wait_children": Case(
-        "ff_wait_children",
-        blocked,
-        lambda backend, handle: backend.executions.wait_children(handle),
-    ),
+    "wait_children": Case("ff_wait_children", blocked, lambda b, h: b.executions.wait_children(h)),
     "wait_children_ready": Case(
-        "ff_wait_children",
-        running,
-        lambda backend, handle: backend.executions.wait_children(handle),
+        "ff_wait_children", running, lambda b, h: b.executions.wait_children(h)
     ),
     "progress": Case(
         "ff_progress",
@@ -286,6 +279,9 @@ CASES: dict[str, Case] = {
         "ff_replay",
         ended,
         lambda backend, eid: backend.executions.replay_execution(eid, expected_replay_count=0),
+    ),
+    "purge_execution": Case(
+        "ff_purge_execution", ended, lambda backend, eid: backend.executions.purge_execution(eid)
     ),
     "tags": Case(
         "ff_set_tags",

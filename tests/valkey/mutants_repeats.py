@@ -6,6 +6,7 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.valkey.calls import text
 from tests.conformance import (
     test_exec_fail,
+    test_exec_purge,
     test_lease_cap,
     test_lease_grants,
     test_lease_reclaim,
@@ -251,5 +252,12 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
         "server.call('ZREMRANGEBYSCORE', members, '-inf', now)",
         "",
         test_groups.test_members_that_stay_away_leave_the_group,
+    ),
+    (
+        "purge of what runs",
+        "functions/ff_purge_execution.lua",
+        "if rec and not S.is_terminal(rec.state) then",
+        "if false then",
+        lambda e: test_exec_purge.test_an_unfinished_execution_is_refused(e, "active"),
     ),
 ]

@@ -36,6 +36,7 @@ CONSTANT = {
     "ff_group_lease": ONE_RECORD,
     "ff_lead": ONE_RECORD,
     "ff_progress": ONE_RECORD,
+    "ff_release_unknown": ONE_RECORD,
     "ff_resign": ONE_RECORD,
     "ff_revoke": ONE_RECORD,
     "ff_store_lane": ONE_RECORD,
@@ -259,7 +260,7 @@ async def test_replaying_what_left_much(engine: Engine) -> None:
 @pytest.mark.corrupts
 async def test_deleting_what_executions_left(engine: Engine) -> None:
     ended: list[ExecutionId] = []
-    for n in range(20):
+    for n in range(21):
         handle = await engine.running()
         execution_id, tag = handle.execution_id, handle.execution_id.tag
         await engine.backend.executions.complete(handle)
@@ -269,7 +270,10 @@ async def test_deleting_what_executions_left(engine: Engine) -> None:
         await copy(engine, "filler", (keys.waitpoint(tag, each) for each in ids))
         ended.append(execution_id)
     await engine.advance(90_000_000)
-    tag = ended[0].tag
+    tag, by_hand = ended[0].tag, ended.pop()
+
+    async def purge_one() -> None:
+        await engine.backend.executions.purge_execution(by_hand)
 
     async def trim() -> None:
         verdicts = await engine.backend.upkeep.trim_retention(tag, LANE, ended)
@@ -286,6 +290,7 @@ async def test_deleting_what_executions_left(engine: Engine) -> None:
         while await engine.backend.upkeep.purge(tag):
             pass
 
+    assert max(await times(engine, "ff_purge_execution", purge_one)) <= LONGEST_US
     assert max(await times(engine, "ff_trim", trim)) <= LONGEST_US
     assert max(await times(engine, "ff_create", create)) <= LONGEST_US
     await assert_short(engine, "ff_purge", purge)

@@ -19,7 +19,7 @@ async def test_an_entry_without_a_lease_is_dropped(engine: Engine) -> None:
 
 
 async def test_leases_of_one_moment_are_paged_by_id(engine: Engine) -> None:
-    await engine.backend.calls.fcall("ff_test_freeze", "{fp:0}", (await engine.now(),), op="test")
+    await engine.freeze(await engine.now())
     handles = [await leased(engine, "alpha", 1000) for _ in range(5)]
     moment = await engine.now() + 1000
     ids = sorted(handle.execution_id for handle in handles)

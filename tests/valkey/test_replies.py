@@ -45,7 +45,7 @@ async def load(engine: Engine, code: str) -> None:
 
 
 HELD = (
-    *("complete", "fail", "delay", "wait_children", "renew", "revoke"),
+    *("complete", "fail", "delay", "release_unknown", "wait_children", "renew", "revoke"),
     *("create waitpoint", "append", "summary"),
 )
 
@@ -83,6 +83,10 @@ CALLS: dict[str, tuple[str, Call]] = {
     "fail": ("ff_fail", lambda b, held: b.executions.fail(held, "", "")),
     "cancel": ("ff_cancel", lambda b, eid: b.executions.cancel_execution(eid)),
     "delay": ("ff_delay", lambda b, held: b.executions.delay(held, 1)),
+    "release_unknown": (
+        "ff_release_unknown",
+        lambda b, held: b.executions.release_unknown(held, "job"),
+    ),
     "wait_children": ("ff_wait_children", lambda b, held: b.executions.wait_children(held)),
     "priority": ("ff_change_priority", lambda b, eid: b.executions.change_priority(eid, 1)),
     "tags": ("ff_set_tags", lambda b, eid: b.executions.set_execution_tag(eid, "a.b", "c")),

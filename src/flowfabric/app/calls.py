@@ -5,22 +5,28 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 
-import msgspec
-
+from flowfabric.app.annotations import annotation
 from flowfabric.app.context import Context, SyncContext
-from flowfabric.core.contracts.executions import CreateOutcome
+from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import (
     ConfigError,
+    ConflictError,
     EngineError,
     FlowFabricError,
+    PayloadMismatch,
     ValidationError,
     invalid_input,
 )
+from flowfabric.core.ids import ExecutionId, is_list
+from flowfabric.core.text import plural
 
 T = TypeVar("T")
 
 Calls = Sequence[Sequence[Any] | Mapping[str, Any]]
 """A batch: for each call a list of positional arguments, or a mapping of named ones."""
+
+Keys = Sequence[str] | None
+"""Idempotency keys of a batch, one per call; None for none."""
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -39,10 +45,13 @@ class Arguments:
             if problem:
                 raise ConfigError("task", f"{name}(): {problem}", parameter.name)
         self.returns: Any = hints.get("return", Any)
+        self._refuse("the result", "return", self.returns)
         self.takes_context = bool(parameters) and hints.get(parameters[0].name) in _CONTEXTS
         # What `bind` needs: `Signature.bind` takes 2 µs per call.
         given = parameters[self.takes_context :]
-        self._types: dict[str, Any] = {each.name: hints.get(each.name, Any) for each in given}
+        self._types = {each.name: annotation(hints.get(each.name, Any)) for each in given}
+        for parameter, kind in self._types.items():
+            self._refuse(f"the parameter {parameter!r}", parameter, kind.hint)
         positional = [each for each in given if each.kind is not each.KEYWORD_ONLY]
         needed = [each for each in given if each.default is each.empty]
         only = [each for each in given if each.kind is each.POSITIONAL_ONLY]
@@ -53,6 +62,12 @@ class Arguments:
         self._by_position_only = bool(only)
         self._named = frozenset(each.name for each in given if each not in only)
         self._needed = frozenset(each.name for each in needed)
+
+    def _refuse(self, what: str, field: str, hint: Any) -> None:
+        """Refuse a type that cannot be carried, where the task is defined."""
+        kind = annotation(hint)
+        if kind.problem:
+            raise ConfigError("task", f"{self._name}(): {what} ({kind}) {kind.problem}", field)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """The arguments as they are sent: all by position or all by name.
@@ -100,19 +115,19 @@ class Arguments:
         return invalid_input("arguments", f"{self._name}() {problem}.")
 
     def convert(self, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Decoded JSON as the declared types: dataclasses, structs, datetimes, sets, …"""
+        """Decoded JSON as the declared types: dataclasses, models, datetimes, sets, …"""
         types = self._types
-        positional = [
-            value if hint is Any else msgspec.convert(value, hint)
-            for value, hint in zip(args, types.values(), strict=False)
-        ]
         if len(args) > len(types):
-            raise TypeError(f"{self._name} takes {len(types)} arguments, got {len(args)}")
-        named = {
-            name: value if types.get(name, Any) is Any else msgspec.convert(value, types[name])
-            for name, value in kwargs.items()
-        }
+            raise PayloadMismatch(f"takes {plural(len(types), 'argument')}, got {len(args)}")
+        positional = [self._fitted(*each) for each in zip(types, args, strict=False)]
+        named = {name: self._fitted(name, value) for name, value in kwargs.items()}
         return positional, named
+
+    def _fitted(self, name: str, value: Any) -> Any:
+        kind = self._types.get(name)
+        if kind is None or kind.anything:
+            return value
+        return kind.fit(value, f"the argument {name!r}")
 
 
 _CONTEXTS = (Context, SyncContext)
@@ -144,10 +159,53 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     try:
-        return get_type_hints(function)
+        return get_type_hints(function, include_extras=True)
     except NameError as error:
         problem = f"an annotation of {function!r} cannot be resolved: {error}"
         raise ConfigError("task", problem) from error
+
+
+def scoped_key(kind: str, key: str) -> str:
+    """An idempotency key as the engine knows it: it belongs to the task."""
+    return f"{kind}\x1f{key}"
+
+
+class IdempotencyConflict(ConflictError):
+    """The idempotency key belongs to an execution with other arguments; nothing was stored.
+
+    >>> try:
+    ...     run = await resize.options(idempotency_key="order-1").submit("cat.png", 300)
+    ... except IdempotencyConflict as error:
+    ...     run = app.get_run(error.existing_id, resize)
+    """
+
+    def __init__(self, kind: str, key: str, existing_id: str, refused_id: str) -> None:
+        super().__init__("idempotency_conflict", key, existing_id, op="create_execution")
+        self.args = (kind, key, existing_id, refused_id)
+        self.kind = kind
+        """The task."""
+        self.key = key
+        self.existing_id = ExecutionId(existing_id)
+        """The execution that has the key."""
+        self.refused_id = ExecutionId(refused_id)
+        """The id that this submission would have had."""
+
+    @property
+    def explanation(self) -> str:
+        return (
+            f"the key {self.key!r} of task {self.kind} belongs to execution "
+            f"{self.existing_id.compact}, which was submitted with other arguments or to another "
+            f"lane; {self.refused_id.compact} was not stored"
+        )
+
+
+def refusal(error: EngineError, new: NewExecution) -> EngineError:
+    """Why an execution was not stored, with the caller's own key."""
+    if error.code != "idempotency_conflict":
+        return error
+    kind, existing_id = new.execution_kind, error.details[1]
+    key = new.idempotency_key.removeprefix(scoped_key(kind, ""))
+    return IdempotencyConflict(kind, key, existing_id, new.execution_id)
 
 
 class SubmitManyError(FlowFabricError):
@@ -196,15 +254,20 @@ class SubmitManyError(FlowFabricError):
         return "; ".join(parts)
 
 
-def payloads_of(
-    encode: Callable[[tuple[Any, ...], dict[str, Any]], bytes], calls: object
-) -> list[bytes]:
-    """The encoded arguments of each call of a batch; errors name the position of the call."""
+def arguments_of(calls: object) -> list[_Call]:
+    """The arguments of each call of a batch."""
     if not isinstance(calls, Iterable):
         raise invalid_input("calls", f"must be a list of calls, got {type(calls).__name__}")
+    given = cast("Iterable[object]", calls)
+    return [_arguments_of(call, position) for position, call in enumerate(given)]
+
+
+def payloads_of(
+    encode: Callable[[tuple[Any, ...], dict[str, Any]], bytes], calls: Iterable[_Call]
+) -> list[bytes]:
+    """The encoded arguments of each call of a batch; errors name the position of the call."""
     payloads: list[bytes] = []
-    for position, call in enumerate(cast("Iterable[object]", calls)):
-        args, kwargs = _arguments_of(call, position)
+    for position, (args, kwargs) in enumerate(calls):
         try:
             payloads.append(encode(args, kwargs))
         except ValidationError as error:
@@ -214,6 +277,18 @@ def payloads_of(
                 error.code, about, *more, op=error.op, undecodable=error.undecodable
             ) from error
     return payloads
+
+
+def keys_of(keys: object, count: int) -> list[str]:
+    """An idempotency key for each call of a batch."""
+    if not is_list(keys):
+        problem = f"must be a list of keys, one per call, got {type(keys).__name__}"
+        raise invalid_input("idempotency_keys", problem)
+    found = [cast("str", key) for key in keys]
+    if len(found) != count:
+        problem = f"has {plural(len(found), 'key')} for {plural(count, 'call')}; pass one per call"
+        raise invalid_input("idempotency_keys", problem)
+    return found
 
 
 def _arguments_of(call: object, position: int) -> _Call:
@@ -236,14 +311,16 @@ def check_sizes(payloads: Sequence[bytes], limit: int) -> None:
 
 
 def created(
-    outcomes: Sequence[CreateOutcome | EngineError], handle: Callable[[CreateOutcome], T]
+    items: Sequence[NewExecution],
+    outcomes: Sequence[CreateOutcome | EngineError],
+    handle: Callable[[CreateOutcome], T],
 ) -> list[T]:
     """A handle for each outcome. Raises `SubmitManyError` if only some calls were stored."""
     runs: dict[int, T] = {}
     errors: dict[int, EngineError] = {}
     for position, outcome in enumerate(outcomes):
         if isinstance(outcome, EngineError):
-            errors[position] = outcome
+            errors[position] = refusal(outcome, items[position])
         else:
             runs[position] = handle(outcome)
     if errors and not runs:

@@ -2,18 +2,20 @@
 
 import math
 import re
+from hashlib import blake2b
 from typing import Any, cast
 
 import msgspec
 
+from flowfabric.app.annotations import annotation, enc_hook, unordered_enc_hook
 from flowfabric.core.errors import invalid_input
-from flowfabric.core.ids import dec_hook, enc_hook
 
 JSON = "json"
 
 # In MessagePack a float keeps its bits, and all exponent bits of a non-finite one are set.
 _may_be_non_finite = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]").search
 _encode = msgspec.json.Encoder(enc_hook=enc_hook).encode
+_encode_sorted = msgspec.json.Encoder(enc_hook=unordered_enc_hook, order="deterministic").encode
 _decode_any = msgspec.json.Decoder().decode
 
 
@@ -42,9 +44,7 @@ def decode(data: bytes | None, encoding: str, into: Any = Any) -> Any:
         return None
     if encoding != JSON:
         return data
-    if into is Any:
-        return _decode_any(data)
-    return msgspec.json.decode(data, type=into, dec_hook=dec_hook)
+    return annotation(into).decode(data)
 
 
 def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -52,6 +52,16 @@ def encode_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     if kwargs and args:
         raise invalid_input("arguments", "pass them all by position or all by name")
     return encode(kwargs or args, "arguments")[0] if kwargs or args else b""
+
+
+def digest(*values: Any) -> bytes:
+    """16 bytes that are the same for the same values, in whatever order sets and mappings are."""
+    try:
+        data = _encode_sorted(values)
+    except TypeError:
+        # Some set has members without an order. Its text still consists of the same bytes.
+        data = bytes(sorted(_encode(values)))
+    return blake2b(data, digest_size=16).digest()
 
 
 def decode_call(payload: bytes) -> tuple[list[Any], dict[str, Any]]:

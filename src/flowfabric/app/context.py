@@ -7,7 +7,17 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.waits import Limit, Names, Or, OrNone, OrRaise, Signal, Waits, WaitTimeout
+from flowfabric.app.waits import (
+    Limit,
+    Names,
+    Or,
+    OrNone,
+    OrRaise,
+    Signal,
+    WaitOptions,
+    Waits,
+    WaitTimeout,
+)
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts.streams import Frame, FrameMode
 from flowfabric.core.contracts.suspension import PendingWaitpoint
@@ -208,6 +218,8 @@ class Context(HandlerInfo):
         *,
         on_timeout: Literal["raise", "default"] = "raise",
         default: Any = None,
+        prompt: str | None = None,
+        details: Any = None,
         reason: str = "waiting_for_signal",
     ) -> Any:
         """Wait for an answer without holding the worker; returns the `Signal`.
@@ -215,11 +227,13 @@ class Context(HandlerInfo):
         The handler stops here. When a signal arrives it starts again from its beginning, and
         waits that were answered return at once. `signals` limits which names count. After
         `timeout` it raises `WaitTimeout`, or returns `default` with `on_timeout="default"`.
+        `prompt` and `details` tell people what they are asked.
 
-        >>> verdict = await ctx.wait_for("approval", timeout="24h")
+        >>> verdict = await ctx.wait_for("approval", prompt="Deploy v2?", timeout="24h")
         """
         try:
-            received = await self._own_waits().wait_for(name, signals, timeout, reason)
+            asked = WaitOptions(prompt=prompt, details=details, reason=reason)
+            received = await self._own_waits().wait_for(name, signals, timeout, asked)
         except WaitTimeout:
             if on_timeout == "default":
                 return default
@@ -230,7 +244,13 @@ class Context(HandlerInfo):
         return Signal(name="resumed", source_type="operator", waitpoint=name)
 
     async def wait_condition(
-        self, condition: Condition, timeout: Limit = None, reason: str = "waiting_for_signal"
+        self,
+        condition: Condition,
+        timeout: Limit = None,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
+        reason: str = "waiting_for_signal",
     ) -> list[Signal]:
         """Wait until a condition over several waitpoints is met; returns its signals.
 
@@ -239,11 +259,19 @@ class Context(HandlerInfo):
         >>> both = AllOf((Single("legal", "approved"), Single("finance", "approved")))
         >>> await ctx.wait_condition(both, timeout="24h")
         """
-        return await self._own_waits().wait(condition, timeout, reason)
+        asked = WaitOptions(prompt=prompt, details=details, reason=reason)
+        return await self._own_waits().wait(condition, timeout, asked)
 
-    async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
+    async def waitpoint(
+        self,
+        name: str,
+        expires_in: Limit = None,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
+    ) -> PendingWaitpoint:
         """Id and token of the next `wait_for(name)`, to hand out before waiting."""
-        return await self._own_waits().waitpoint(name, expires_in)
+        return await self._own_waits().waitpoint(name, expires_in, prompt, details)
 
     async def signals(self) -> list[Signal]:
         """The signals that ended the last suspension of this attempt."""

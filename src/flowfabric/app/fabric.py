@@ -5,17 +5,28 @@ import copy
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
-from flowfabric.app.calls import Calls, SubmitManyError, check_sizes, created, payloads_of
+from flowfabric.app.calls import (
+    Calls,
+    Keys,
+    SubmitManyError,
+    arguments_of,
+    check_sizes,
+    created,
+    keys_of,
+    payloads_of,
+    refusal,
+)
 from flowfabric.app.run import Run, SyncRun
 from flowfabric.app.tasks import SubmitOptions, Task, TaskDecorator, TaskFunction, shared_fields
 from flowfabric.app.worker import AppWorker, SyncAppWorker
 from flowfabric.core.closing import AsyncClosing, Closing
 from flowfabric.core.contracts.executions import Created, CreateOutcome
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import EngineError, TransportError, invalid_input
-from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.errors import ConflictError, EngineError, TransportError, invalid_input
+from flowfabric.core.ids import validate_namespace
 from flowfabric.core.text import plural
 from flowfabric.engine.api.executions import BATCH
+from flowfabric.engine.lookup import parse_name
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.client import Client
@@ -30,8 +41,8 @@ R = TypeVar("R")
 class Fabric(AsyncClosing):
     """An application: its tasks and the deployment they run on.
 
-    Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey under
-    `./.flowfabric` that all processes of the project share.
+    Without a url it uses `FF_URL`, otherwise `FF_HOST`, otherwise an embedded Valkey in the
+    `.flowfabric` folder that all processes of the project share.
 
     >>> app = Fabric()
     >>> @app.task(retry=Retry(3), timeout="5m")
@@ -107,33 +118,49 @@ class Fabric(AsyncClosing):
         client = await self.client()
         [execution_id] = client.mint(task.lane, 1)
         new = task.new_execution(execution_id, payload)
-        return self._run(task, await client.backend.executions.create_execution(new))
+        if task.key:
+            new = task.keyed(new, task.key, args, kwargs)
+        try:
+            return self._run(task, await client.backend.executions.create_execution(new))
+        except ConflictError as error:
+            raise refusal(error, new) from None
 
     @overload
-    async def submit_many(self, task: Task[..., R], calls: Calls) -> list[Run[R]]: ...
+    async def submit_many(
+        self, task: Task[..., R], calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[R]]: ...
 
     @overload
-    async def submit_many(self, task: str, calls: Calls) -> list[Run[Any]]: ...
+    async def submit_many(
+        self, task: str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[Any]]: ...
 
-    async def submit_many(self, task: Task[..., Any] | str, calls: Calls) -> list[Run[Any]]:
+    async def submit_many(
+        self, task: Task[..., Any] | str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[Run[Any]]:
         """Submit many executions of one task in few round trips.
 
         Each call is a list of positional arguments or a mapping of named ones. If one of them
         does not fit, nothing is sent. If only some calls could be stored, raises
-        `SubmitManyError`.
+        `SubmitManyError`. `idempotency_keys` has one key per call.
 
         >>> runs = await app.submit_many(greet, [["Ada"], ["Grace"]])
         """
         task = self._task(task)
-        if task.shared.idempotency_key:
-            problem = "A batch cannot share one key. Submit the calls one by one."
+        if task.key:
+            problem = "A batch cannot share one key. Pass idempotency_keys=, one per call."
             raise invalid_input("idempotency_key", problem)
-        payloads = payloads_of(task.encode, calls)
+        given = arguments_of(calls)
+        payloads = payloads_of(task.encode, given)
+        keys = None if idempotency_keys is None else keys_of(idempotency_keys, len(given))
         if not payloads:
             return []
         client = await self.client()
         ids = client.mint(task.lane, len(payloads))
         new = list(map(task.new_execution, ids, payloads))
+        if keys is not None:
+            calls_with_keys = zip(new, keys, given, strict=True)
+            new = [task.keyed(each, key, *call) for each, key, call in calls_with_keys]
         check_sizes(payloads, client.backend.max_payload_bytes)
         try:
             outcomes = await client.submit_many(new)
@@ -143,7 +170,7 @@ class Fabric(AsyncClosing):
                 raise
             unsure = {n: self.get_run(e.execution_id, task) for n, e in enumerate(new)}
             raise SubmitManyError({}, {}, unsure) from error
-        return created(outcomes, lambda outcome: self._run(task, outcome))
+        return created(new, outcomes, lambda outcome: self._run(task, outcome))
 
     def _task(self, task: object) -> Task[..., Any]:
         if isinstance(task, Task):
@@ -166,13 +193,15 @@ class Fabric(AsyncClosing):
     def get_run(self, execution_id: str, task: Task[..., Any] | str | None = None) -> Run[Any]:
         """A handle on an execution by its id; with its task, results are typed.
 
-        This sends nothing: an id that does not exist raises an error on first use.
+        A UUID, or the first characters of an id, is enough if only one execution of the namespace
+        has it. This sends nothing: the first call on the handle looks the execution up, and
+        raises an error if there is none or more than one.
 
         >>> run = app.get_run(stored_id, greet)
         >>> print(await run.result(timeout="5s"))
         """
         known = self._task("" if task is None else task)
-        return Run(self.client, ExecutionId.parse(execution_id), known.returns, known.name)
+        return Run(self.client, parse_name(execution_id), known.returns, known.name)
 
     def worker(
         self,
@@ -184,14 +213,16 @@ class Fabric(AsyncClosing):
         block_limit: Duration | None = None,
         batch: int = 64,
         scanners: bool = True,
-        on_unknown_kind: Literal["fail", "release"] = "fail",
+        on_unknown_kind: Literal["fail", "release"] = "release",
         worker_id: str | None = None,
     ) -> AppWorker:
         """A worker for this application's tasks; `await worker.run()` serves.
 
         Without `lanes` it serves the lanes of all tasks. `batch` limits how many executions one
         call claims or completes. If a task blocks the event loop for longer than `block_limit`
-        (default: three leases), the worker releases its other executions.
+        (default: three leases), the worker releases its other executions. Tasks that the
+        application does not have wait for a worker that knows them; with `on_unknown_kind="fail"`
+        they fail.
         """
         named = dict.fromkeys(task.lane for task in self.tasks.values())
         config = WorkerConfig(
@@ -240,6 +271,8 @@ class SyncFabric(SyncTwin[Fabric], Closing):
     def __init__(self, app: Fabric) -> None:
         self._portal = Portal("ff-sync-fabric")
         super().__init__(app.twin(), self._portal)
+        self.namespace = app.namespace
+        self.tasks = app.tasks
 
     @property
     def task(self) -> TaskDecorator:
@@ -260,15 +293,23 @@ class SyncFabric(SyncTwin[Fabric], Closing):
         return self._handle(self._call(lambda app: app.submit(task, *args, **kwargs)))
 
     @overload
-    def submit_many(self, task: Task[..., R], calls: Calls) -> list[SyncRun[R]]: ...
+    def submit_many(
+        self, task: Task[..., R], calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[R]]: ...
 
     @overload
-    def submit_many(self, task: str, calls: Calls) -> list[SyncRun[Any]]: ...
+    def submit_many(
+        self, task: str, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[Any]]: ...
 
-    def submit_many(self, task: Any, calls: Calls) -> list[SyncRun[Any]]:
+    def submit_many(
+        self, task: Any, calls: Calls, idempotency_keys: Keys = None
+    ) -> list[SyncRun[Any]]:
         """Submit many executions of one task in few round trips, as `Fabric.submit_many` does."""
         try:
-            runs: list[Run[Any]] = self._call(lambda app: app.submit_many(task, calls))
+            runs: list[Run[Any]] = self._call(
+                lambda app: app.submit_many(task, calls, idempotency_keys)
+            )
         except SubmitManyError as error:
             raise error.with_runs(self._handle) from error.__cause__
         return [self._handle(run) for run in runs]

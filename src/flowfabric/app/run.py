@@ -1,11 +1,12 @@
 """Handles on submitted executions."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, Literal, TypeVar, Unpack, get_args
+from typing import Any, Generic, Literal, TypeVar, Unpack
 
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.annotations import annotation
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome
@@ -14,9 +15,12 @@ from flowfabric.core.errors import FlowFabricError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.lookup import IdStart, find_execution
+from flowfabric.engine.overview import Wait
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking
-from flowfabric.sdk.client import Client, Outcome, SignalOptions
+from flowfabric.sdk.client import Client, Outcome
 from flowfabric.sdk.following import Tail
+from flowfabric.sdk.options import SignalOptions
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -41,11 +45,10 @@ class UnexpectedResult(FlowFabricError):
     def __str__(self) -> str:
         shown = self.stored[:_SHOWN_BYTES].decode(errors="replace")
         more = "…" if len(self.stored) > _SHOWN_BYTES else ""
-        plain = isinstance(self.expected, type) and not get_args(self.expected)
-        expected = self.expected.__name__ if plain else self.expected
         named = f"{self.kind} " if self.kind else ""
+        expected = annotation(self.expected)
         return (
-            f"{named}{self.execution_id}: the stored result {shown}{more} does not fit "
+            f"{named}{self.execution_id.compact}: the stored result {shown}{more} does not fit "
             f"{expected}: {self.problem}. Correct the task's return annotation, or read `stored`."
         )
 
@@ -53,27 +56,42 @@ class UnexpectedResult(FlowFabricError):
 class Run(Generic[R_co]):
     """A handle on one execution: its state, result and output, and ways to act on it.
 
-    It works in every event loop. To store it, store `str(run.id)`: `app.get_run(id)` makes
-    another one.
+    It works in every event loop. To store it, store `str(run.id)`, or `run.id.compact` in a URL:
+    `app.get_run(id)` makes another one.
     """
 
-    __slots__ = ("_connect", "_kind", "_returns", "duplicate", "id")
+    __slots__ = ("_kind", "_name", "_open", "_returns", "duplicate")
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[Client]],
-        execution_id: ExecutionId,
+        name: ExecutionId | IdStart,
         returns: Any = Any,
         kind: str = "",
         *,
         duplicate: bool = False,
     ) -> None:
-        self._connect = connect
+        self._open = connect
         self._kind = kind
         self._returns = returns
-        self.id = execution_id
+        self._name = name
         self.duplicate = duplicate
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id. A handle on the start of an id learns it with its first call."""
+        if isinstance(self._name, ExecutionId):
+            return self._name
+        problem = f"{self._name.text!r} was not looked up yet. Await run.state() or another call."
+        raise invalid_input("id", problem)
+
+    async def _connect(self) -> Client:
+        """The client of this event loop; the id is known then."""
+        client = await self._open()
+        if not isinstance(self._name, ExecutionId):
+            self._name = await find_execution(client.backend, self._name, client.namespace)
+        return client
 
     async def state(self) -> PublicState:
         """The execution's current state."""
@@ -107,31 +125,67 @@ class Run(Generic[R_co]):
             raise invalid_input("reason", f"must be text, got {type(reason).__name__}")
         await (await self._connect()).cancel(self.id, reason)
 
+    async def wait_until_suspended(self, timeout: Duration | None = None) -> Wait:
+        """Wait until the handler waits for an answer; returns what it asks.
+
+        An execution that ends instead raises its `RunError`, or `execution_not_suspended` after a
+        success. After `timeout` raises `TimeoutError`.
+
+        >>> wait = await run.wait_until_suspended(timeout="10s")
+        >>> print(wait.prompt, wait.details)
+        """
+        return await (await self._connect()).wait_until_suspended(self.id, timeout)
+
     async def signal(
-        self, waitpoint: str, name: str, payload: Any = None, **options: Unpack[SignalOptions]
+        self,
+        waitpoint: str,
+        name: str,
+        payload: Any = None,
+        *,
+        by: str = "",
+        **options: Unpack[SignalOptions],
     ) -> SignalOutcome:
         """Answer a wait of the handler, named as in `ctx.wait_for`; the payload becomes JSON.
 
-        >>> await run.signal("approval", "approved", {"note": "fine"})
+        `by` says who answers; the handler cannot trust it.
+
+        >>> await run.signal("approval", "approved", {"note": "fine"}, by="ada")
         """
         data, label = (None, None) if payload is None else codec.encode(payload, "payload")
         client = await self._connect()
         return await client.signal(
-            self.id, waitpoint, name, payload=data, payload_encoding=label, **options
+            self.id, waitpoint, name, by=by, payload=data, payload_encoding=label, **options
         )
 
     async def approve(
-        self, waitpoint: str, name: str = "approved", payload: Any = None, *, decided_by: str = ""
+        self,
+        waitpoint: str | None = None,
+        payload: Any = None,
+        *,
+        by: str = "",
+        name: str = "approved",
     ) -> SignalOutcome:
-        """Answer a wait as an operator; the handler can trust `decided_by`.
+        """Answer a wait as an operator; the handler can trust `by`.
 
-        Pass the person you authenticated. Each person decides once per signal name.
+        Pass the person you authenticated. Each person decides once per signal name. You may leave
+        out the waitpoint if only one is open.
 
-        >>> await run.approve("approval", decided_by="ada")
+        >>> await run.approve(by="ada")
         """
         data, label = (None, None) if payload is None else codec.encode(payload, "payload")
         client = await self._connect()
-        return await client.approve(self.id, waitpoint, name, decided_by, data, label)
+        return await client.approve(
+            self.id, waitpoint, name, by=by, payload=data, payload_encoding=label
+        )
+
+    async def reject(
+        self, waitpoint: str | None = None, payload: Any = None, *, by: str = ""
+    ) -> SignalOutcome:
+        """Answer a wait as `approve` does, with the signal `rejected`.
+
+        >>> await run.reject("approval", {"why": "too expensive"}, by="ada")
+        """
+        return await self.approve(waitpoint, payload, by=by, name="rejected")
 
     def stream(
         self,
@@ -143,22 +197,22 @@ class Run(Generic[R_co]):
         """The handler's live output, until the execution has ended.
 
         >>> async for frame in run.stream():
-        ...     print(frame.payload.decode(), end="")
+        ...     print(frame.text, end="")
         """
         return Tail(
             self._output,
-            self.id,
             attempt,
             follow_attempts=follow_attempts,
             after=after,
             visibility=visibility,
         )
 
-    async def _output(self) -> Backend:
-        return (await self._connect()).backend
+    async def _output(self) -> tuple[Backend, ExecutionId]:
+        return (await self._connect()).backend, self.id
 
     def __repr__(self) -> str:
-        return f"Run({self.id}, task={self._kind!r})" if self._kind else f"Run({self.id})"
+        name = self._name.compact if isinstance(self._name, ExecutionId) else self._name.text
+        return f"Run({name}, task={self._kind!r})" if self._kind else f"Run({name})"
 
     def __reduce__(self) -> str:
         raise TypeError(
@@ -169,21 +223,27 @@ class Run(Generic[R_co]):
 class SyncRun(SyncTwin[Run[R_co]], Generic[R_co]):
     """`Run` without `await`."""
 
-    __slots__ = ("duplicate", "id")
+    __slots__ = ("duplicate",)
 
     def __init__(self, target: Run[R_co], caller: Caller) -> None:
         super().__init__(target, caller)
-        self.id = target.id
         self.duplicate = target.duplicate
         """Whether the id or idempotency key was already taken: this is the earlier execution."""
+
+    @property
+    def id(self) -> ExecutionId:
+        """The execution's id. A handle on the start of an id learns it with its first call."""
+        return self._target.id
 
     state = blocking(Run[R_co].state)
     info = blocking(Run[R_co].info)
     wait = blocking(Run[R_co].wait)
+    wait_until_suspended = blocking(Run[R_co].wait_until_suspended)
     result = blocking(Run[R_co].result)
     cancel = blocking(Run[R_co].cancel)
     signal = blocking(Run[R_co].signal)
     approve = blocking(Run[R_co].approve)
+    reject = blocking(Run[R_co].reject)
     stream = blocking(Run[R_co].stream)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, NoReturn
 
-from flowfabric.core.forks import end_child, forget_on_fork, generation
+from flowfabric.core.forks import at_fork, end_child, forget_on_fork, generation
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Signals:
         self._old_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         self._old_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         # The event loop must still wake for signals; a copy, because it closes its own.
-        self._next = None if self._old_fd == -1 else socket.socket(fileno=os.dup(self._old_fd))
+        self._next = None if self._old_fd == -1 else socket.socket(fileno=socket.dup(self._old_fd))
         forget_on_fork(self)
 
     def remove(self) -> None:
@@ -112,7 +112,7 @@ def _release() -> None:
 
 
 # `forget` was registered earlier, so it runs in the child before the release.
-os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,16 @@
 
 import functools
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, Generic, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.calls import Arguments, Calls
+from flowfabric.app.calls import Arguments, Calls, Keys, scoped_key
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.run import Run
 from flowfabric.core.capabilities import normalise
@@ -28,6 +30,9 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 D_co = TypeVar("D_co", covariant=True)
+
+_MAX_KEY_BYTES = 1024
+_EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class TaskOptions(TypedDict, total=False):
@@ -55,9 +60,11 @@ class SubmitOptions(TypedDict, total=False):
     priority: int | None
     """Higher numbers start first."""
     idempotency_key: str | None
-    """Submissions with the same key are one execution."""
+    """Submissions of the task with the same key and arguments are one execution."""
     delay: Duration | None
     """How long to wait before the first attempt."""
+    at: datetime | None
+    """When the first attempt may start: a time with a time zone, instead of `delay`."""
     tags: Mapping[str, str] | None
     """Labels to find the execution by."""
 
@@ -84,6 +91,8 @@ class Task(Generic[P, R_co]):
         self._options: SubmitOptions = options or {}
         self.shared = _adjusted(shared, options) if options else shared
         """What all its submissions have in common."""
+        self.key = _checked_key(shared.execution_kind, self._options.get("idempotency_key"))
+        """The idempotency key of a submission; empty for none."""
         self.name = self.shared.execution_kind
         self.lane = self.shared.lane_id
         self.returns: Any = Any if arguments is None else arguments.returns
@@ -100,9 +109,9 @@ class Task(Generic[P, R_co]):
         """Submit one execution and return a handle on it. Arguments become JSON."""
         return await self._app.submit(self, *args, **kwargs)
 
-    async def submit_many(self, calls: Calls) -> list[Run[R_co]]:
+    async def submit_many(self, calls: Calls, idempotency_keys: Keys = None) -> list[Run[R_co]]:
         """Submit many executions in few round trips, as `app.submit_many` does."""
-        return await self._app.submit_many(self, calls)
+        return await self._app.submit_many(self, calls, idempotency_keys)
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """The payload of a call; refuses one that the task's function does not accept."""
@@ -117,6 +126,20 @@ class Task(Generic[P, R_co]):
             execution_id=execution_id,
             input_payload=payload,
             namespace=self._app.namespace,
+        )
+
+    def keyed(
+        self, new: NewExecution, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NewExecution:
+        """The execution of this call under an idempotency key, which belongs to the task."""
+        if not _checked_key(self.name, key):
+            return new
+        if self._arguments is not None:
+            args, kwargs = self._arguments.bind(args, kwargs)
+        return msgspec.structs.replace(
+            new,
+            idempotency_key=scoped_key(self.name, key),
+            idempotency_digest=codec.digest(self.name, self.lane, args, kwargs),
         )
 
     def __repr__(self) -> str:
@@ -142,8 +165,11 @@ class TaskFunction(Task[P, R_co], Generic[P, R_co, Q, D_co]):
         name: str | None,
         lane: str,
         policy: ExecutionPolicy | None,
+        retry: Retry | None,
     ) -> None:
         self.function = function
+        self.retry = retry
+        """Which exceptions are retried; how often is part of the stored policy."""
         shared = shared_fields(_name_of(function, name), lane_id=lane, policy=policy)
         self.arguments = Arguments(function, shared.execution_kind)
         super().__init__(app, shared, self.arguments)
@@ -162,7 +188,8 @@ class TaskDecorator:
         self._app = app
         self._name = name
         self._lane = validate_lane(options.get("lane", "default"))
-        self._policy = _policy(options)
+        self._retry = _retry(options.get("retry"))
+        self._policy = _policy(options, self._retry)
 
     @overload
     def __call__(
@@ -192,12 +219,25 @@ class TaskDecorator:
             _refuse_unknown(options, TaskOptions)
             return TaskDecorator(self._app, name, **options)
         task: TaskFunction[..., Any, ..., Any]
-        task = TaskFunction(self._app, name, self._name, self._lane, self._policy)
-        if task.name in self._app.tasks:
+        task = TaskFunction(self._app, name, self._name, self._lane, self._policy, self._retry)
+        known = self._app.tasks.get(task.name)
+        if known is not None and not _redefines(known.function, task.function):
             problem = f'A task named "{task.name}" is already registered.'
             raise ConfigError("task", f"{problem} Pass name= to register both.", "name")
         self._app.tasks[task.name] = task
         return task
+
+
+def _redefines(old: Any, new: Any) -> bool:
+    """Whether this is the same function again: a notebook cell that reruns, a module reloaded."""
+    places = {(getattr(f, "__module__", ""), getattr(f, "__qualname__", "")) for f in (old, new)}
+    module, name = places.pop()
+    # Each call of a function that defines tasks makes different ones.
+    if places or not name or "<locals>" in name:
+        return False
+    # In one import of a module, a second definition is a mistake.
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return not getattr(spec, "_initializing", False)
 
 
 def shared_fields(name: str, **fields: Any) -> NewExecution:
@@ -211,18 +251,38 @@ def shared_fields(name: str, **fields: Any) -> NewExecution:
 def _adjusted(shared: NewExecution, options: SubmitOptions) -> NewExecution:
     """The execution with these options; refuses wrong types, such as `idempotency_key=0`."""
     _refuse_unknown(options, SubmitOptions)
-    lane, key, delay = options.get("lane"), options.get("idempotency_key"), options.get("delay")
+    lane, delay, at = options.get("lane"), options.get("delay"), options.get("at")
     priority, tags = options.get("priority"), options.get("tags")
     if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
         raise invalid_input("priority", f"must be a whole number, got {type(priority).__name__}")
+    if at is not None and delay is not None:
+        raise invalid_input("at", "cannot be combined with delay. Pass one of them.")
     return msgspec.structs.replace(
         shared,
         lane_id=shared.lane_id if lane is None else validate_lane(lane, "lane"),
         priority=priority,
-        idempotency_key="" if key is None else validate_text(key, "idempotency_key"),
         delay_ms=None if delay is None else to_ms(delay, "delay"),
+        delay_until=None if at is None else _time_ms(at),
         tags={} if tags is None else validate_creation_tags(tags),
     )
+
+
+def _time_ms(at: object) -> int:
+    """A time in milliseconds, rounded up."""
+    if not isinstance(at, datetime):
+        raise invalid_input("at", f"must be a datetime, got {type(at).__name__}")
+    if at.utcoffset() is None:
+        problem = "has no time zone. Add tzinfo=UTC, or pass at.astimezone() if it is local."
+        raise invalid_input("at", problem)
+    return max(0, -((_EPOCH - at) // timedelta(milliseconds=1)))
+
+
+def _checked_key(kind: str, key: str | None) -> str:
+    """An idempotency key that fits together with its task's name; empty for none."""
+    if key is None or key == "":
+        return ""
+    scope = scoped_key(kind, "").encode(errors="surrogatepass")
+    return validate_text(key, "idempotency_key", limit=max(0, _MAX_KEY_BYTES - len(scope)))
 
 
 def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
@@ -232,17 +292,20 @@ def _refuse_unknown(given: Mapping[str, object], options: type) -> None:
             raise TypeError(f"There is no option {name!r}. The options are: {', '.join(known)}.")
 
 
-def _policy(options: Mapping[str, Any]) -> ExecutionPolicy | None:
+def _retry(retry: object) -> Retry | None:
+    if isinstance(retry, int) and not isinstance(retry, bool):
+        return Retry(retry)
+    if retry is None or isinstance(retry, Retry):
+        return retry
+    problem = f"must be a Retry or a number of retries, got {type(retry).__name__}"
+    raise ConfigError("task", problem, "retry")
+
+
+def _policy(options: Mapping[str, Any], retry: Retry | None) -> ExecutionPolicy | None:
     """The execution policy of the options of a task; None if all are defaults."""
     policy: dict[str, dict[str, Any]] = {}
-    retry = options.get("retry")
-    if isinstance(retry, int) and not isinstance(retry, bool):
-        retry = Retry(retry)
-    if isinstance(retry, Retry):
+    if retry is not None:
         policy["retry_policy"] = msgspec.to_builtins(retry.policy())
-    elif retry is not None:
-        problem = f"must be a Retry or a number of retries, got {type(retry).__name__}"
-        raise ConfigError("task", problem, "retry")
     for option, part, field in _DURATIONS:
         if options.get(option) is not None:
             policy.setdefault(part, {})[field] = to_ms(options[option], option)

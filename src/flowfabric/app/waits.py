@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, Required, Self, TypedDict, TypeVar
 import msgspec
 
 from flowfabric.app import codec
+from flowfabric.app.annotations import annotation
 from flowfabric.core import conditions
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts import suspension
@@ -23,27 +24,34 @@ Limit = Duration | None
 Names = str | Collection[str] | None
 
 
-class OrRaise(TypedDict, total=False):
-    """Options of a wait that raises `WaitTimeout`."""
+class WaitOptions(TypedDict, total=False):
+    """What a wait tells people. It changes nothing about what ends the wait."""
 
-    on_timeout: Literal["raise"]
+    prompt: str | None
+    """What is asked, at most 1,024 bytes; `flowfabric waiting` shows it."""
+    details: Any
+    """What the question is about: any value that JSON can represent, at most 8 KiB."""
     reason: str
 
 
-class OrNone(TypedDict, total=False):
+class OrRaise(WaitOptions, total=False):
+    """Options of a wait that raises `WaitTimeout`."""
+
+    on_timeout: Literal["raise"]
+
+
+class OrNone(WaitOptions, total=False):
     """Options of a wait that returns None after its timeout."""
 
     on_timeout: Required[Literal["default"]]
     default: None
-    reason: str
 
 
-class Or(TypedDict, Generic[V], total=False):
+class Or(WaitOptions, Generic[V], total=False):
     """Options of a wait that returns a default after its timeout."""
 
     on_timeout: Required[Literal["default"]]
     default: Required[V]
-    reason: str
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +68,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     signal_id: str = ""
     waitpoint: str = ""
     """The name it was waited for under."""
+
+    def payload_as(self, kind: type[V]) -> V:
+        """The payload as this type: a dataclass, a model, a datetime, …
+
+        Raises `PayloadMismatch` if it does not fit; left to itself, that fails the execution.
+
+        >>> order = (await ctx.wait_for("order")).payload_as(Order)
+        """
+        return annotation(kind).fit(self.payload, f"the payload of {self.name!r}")
 
     @classmethod
     def of(cls, signal: ResumeSignal, waitpoint: str) -> Self:
@@ -113,7 +130,9 @@ class Waits:
             key = f"{name}#{count}"
         return key
 
-    async def waitpoint(self, name: str, expires_in: Limit = None) -> PendingWaitpoint:
+    async def waitpoint(
+        self, name: str, expires_in: Limit, prompt: str | None, details: Any
+    ) -> PendingWaitpoint:
         """Id and token to hand out before the next `wait_for(name)`.
 
         A handler that starts again gets the same ones. A new attempt gets new ones unless somebody
@@ -128,7 +147,9 @@ class Waits:
                         self._pending[key] = _pending(wait)
                         break
                 else:
-                    self._pending[key] = await self._task.create_pending_waitpoint(key, life)
+                    self._pending[key] = await self._task.create_pending_waitpoint(
+                        key, life, **_question(prompt, details)
+                    )
         return self._pending[key]
 
     def _usable(self, wait: PastWait) -> bool:
@@ -136,15 +157,15 @@ class Waits:
         return wait.state == "pending" and wait.attempt_index == self._task.attempt_index
 
     async def wait_for(
-        self, name: str, signals: Names, timeout: Limit, reason: str
+        self, name: str, signals: Names, timeout: Limit, options: WaitOptions
     ) -> list[Signal]:
         """Wait as `wait` does, for one of these signals or for any."""
         if signals is not None and not isinstance(signals, str):
             names = tuple(sorted(signals))
             signals = names[0] if len(names) == 1 else names or None
-        return await self.wait(conditions.Single(name, signals), timeout, reason)
+        return await self.wait(conditions.Single(name, signals), timeout, options)
 
-    async def wait(self, given: Condition, timeout: Limit, reason: str) -> list[Signal]:
+    async def wait(self, given: Condition, timeout: Limit, options: WaitOptions) -> list[Signal]:
         """Release the worker until the condition is met; returns the signals when the handler
         runs again. After the timeout raises `WaitTimeout`, unless nothing else was waited for.
         """
@@ -159,7 +180,7 @@ class Waits:
                 raise Parked
             ended = await self._answered(condition, keys)
             if ended is None:
-                ended = await self._suspend(condition, keys.values(), timeout, reason)
+                ended = await self._suspend(condition, keys.values(), timeout, options)
         name_of = {key: name for name, key in keys.items()}
         return [Signal.of(signal, name_of[signal.waitpoint_key]) for signal in ended]
 
@@ -203,9 +224,10 @@ class Waits:
         return [wait for wait in self._past if wait.waitpoint_key in keys]
 
     async def _suspend(
-        self, condition: Condition, keys: Collection[str], timeout: Limit, reason: str
+        self, condition: Condition, keys: Collection[str], timeout: Limit, given: WaitOptions
     ) -> list[ResumeSignal]:
-        options: dict[str, Any] = {"reason_code": reason}
+        options = _question(given.get("prompt"), given.get("details"))
+        options["reason_code"] = given.get("reason", "waiting_for_signal")
         if timeout is not None:
             now = await self._task.backend.meta.server_time_ms()
             options["timeout_at"] = now + to_ms(timeout, "timeout")
@@ -246,6 +268,13 @@ def _renamed(condition: Condition, keys: Mapping[str, str]) -> Condition:
             return conditions.AllOf(tuple(_renamed(member, keys) for member in condition.members))
         case _:
             return condition
+
+
+def _question(prompt: str | None, details: Any) -> dict[str, Any]:
+    """The question as the engine takes it."""
+    if details is not None:
+        details = msgspec.Raw(codec.encode(details, "details")[0])
+    return {"prompt": prompt, "details": details}
 
 
 def _pending(wait: PastWait) -> PendingWaitpoint:

@@ -4,19 +4,19 @@ import asyncio
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Literal, Self, TypeVar
 
 from flowfabric.app import codec
 from flowfabric.app.context import Context, SyncContext
 from flowfabric.app.stopping import HandlerThreads, on_signals
 from flowfabric.app.tasks import TaskFunction
-from flowfabric.core.errors import ConfigError, LeaseLost, ValidationError
+from flowfabric.core.errors import ConfigError, LeaseLost, PayloadMismatch, ValidationError
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.blocking import SyncTwin, blocking
 from flowfabric.sdk.config import WorkerConfig
-from flowfabric.sdk.failures import HandlerFailure
-from flowfabric.sdk.loop_thread import LoopCaller
+from flowfabric.sdk.failures import FinalFailure, HandlerFailure
+from flowfabric.sdk.loop_thread import LoopCaller, Portal
 from flowfabric.sdk.runtime import Handler, RunSummary, WorkerRuntime
 from flowfabric.sdk.task import ClaimedTask
 from flowfabric.sdk.worker import Worker
@@ -29,7 +29,7 @@ class AppWorker:
     """A worker for the tasks of one application.
 
     `await worker.run()` serves until SIGTERM or SIGINT; `async with app.worker():` serves in the
-    background of the block.
+    background of the block. Without an event loop, `with app.worker():` serves on a thread.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class AppWorker:
         tasks: Mapping[str, AnyTask],
         config: WorkerConfig,
         *,
-        on_unknown_kind: Literal["fail", "release"] = "fail",
+        on_unknown_kind: Literal["fail", "release"] = "release",
     ) -> None:
         if not tasks:
             raise ConfigError("worker", "The app has no tasks. Decorate a function with @app.task.")
@@ -49,6 +49,7 @@ class AppWorker:
         self._runtime: WorkerRuntime | None = None
         self._stop_asked = False
         self._background: asyncio.Task[RunSummary] | None = None
+        self._portal: Portal | None = None
 
     async def run(
         self,
@@ -57,10 +58,15 @@ class AppWorker:
         on_shutdown: Literal["release", "fail"] = "release",
         signals: bool = True,
         ready: Callable[[], object] = lambda: None,
+        until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
         """Serve until stopped, then wait for running tasks; returns what was done."""
         # Checks settings before it starts the embedded server.
-        worker = await Worker.connect(self.config, self._location.open)
+        worker = await Worker.connect(
+            *(self.config, self._location.open),
+            tasks=sorted(self._tasks),
+            no_others=self._on_unknown == "release",
+        )
         self._threads = HandlerThreads()
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
         for kind, task in self._tasks.items():
@@ -70,7 +76,9 @@ class AppWorker:
         try:
             with on_signals(runtime.stop) if signals else contextlib.nullcontext():
                 ready()
-                return await runtime.run(grace_s=grace_s, on_shutdown=on_shutdown)
+                return await runtime.run(
+                    grace_s=grace_s, on_shutdown=on_shutdown, until_idle=until_idle
+                )
         finally:
             self._runtime, self._stop_asked = None, False
             self._threads.close()
@@ -103,9 +111,15 @@ class AppWorker:
                     # Checked here, where it cannot be taken for an error of the handler.
                     signature.bind(*args, **kwargs)
                     call = self._in_thread(claimed, functools.partial(function, *args, **kwargs))
-            except (ValueError, TypeError) as error:
-                raise HandlerFailure(f"{task.name}: {error}", "extractor_payload_decode") from error
-            result = await call
+            except (PayloadMismatch, ValueError, TypeError) as error:
+                category = PayloadMismatch.category
+                raise HandlerFailure(f"{task.name}: {error}", category) from error
+            try:
+                result = await call
+            except Exception as error:
+                if task.retry is None or task.retry.allows(error):
+                    raise
+                raise FinalFailure from error
             try:
                 return None if result is None else codec.encode(result, "result")
             except ValidationError as error:
@@ -161,6 +175,23 @@ class AppWorker:
             await self._background
             self._background = None
 
+    def __enter__(self) -> Self:
+        self._portal = portal = Portal("ff-worker")
+        try:
+            portal.call(self.__aenter__)
+        except BaseException:
+            portal.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        portal, self._portal = self._portal, None
+        if portal is not None:
+            try:
+                portal.call(self.__aexit__)
+            finally:
+                portal.close()
+
 
 class SyncAppWorker(SyncTwin[AppWorker]):
     """A worker for programs without an event loop.
@@ -181,11 +212,11 @@ class SyncAppWorker(SyncTwin[AppWorker]):
     run = blocking(AppWorker.run)
 
     def __enter__(self) -> Self:
-        self._caller.call(self._target.__aenter__)
+        self._target.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._caller.call(lambda: self._target.__aexit__(None, None, None))
+        self._target.__exit__()
 
 
 def _unwritable(result: object) -> str | None:

@@ -10,6 +10,7 @@ import typer
 
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError, EngineError, FlowFabricError, TransportError
+from flowfabric.core.text import compact_ids
 
 
 class CliError(FlowFabricError):
@@ -38,7 +39,7 @@ def report(error: FlowFabricError, *, as_json: bool) -> int:
         line = json_line({"error": {name: getattr(shown, name) for name in names}})
     else:
         # Some messages list what to choose from, one per line.
-        text = clean(str(shown), keep="\n")
+        text = clean(compact_ids(str(shown)), keep="\n")
         line = f"{_coloured('error:', typer.colors.RED, bold=True)} {text}"
         if shown.hint:
             line += f"\n{_coloured('hint:', typer.colors.CYAN)} {clean(shown.hint)}"

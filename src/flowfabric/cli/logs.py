@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from textwrap import indent
 from typing import Any, Literal, TextIO, get_args
 
-from flowfabric.cli.views.text import clean, clock, json_line
+from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
+from flowfabric.core.text import clock, compact_ids
 
 Level = Literal["debug", "info", "warning", "error"]
 
@@ -126,7 +127,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line, with the fields that the message does not mention; below it the traceback."""
         level = f"{record.levelname:<7}"
-        message = clean(record.getMessage())
+        message = clean(compact_ids(record.getMessage()))
         fields = {name: _shown(value) for name, value in _fields(record).items()}
         extra = "  ".join(
             f"{name}={value}"
@@ -156,7 +157,7 @@ def _mentions(message: str, value: str) -> bool:
 def _shown(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return clean(",".join(map(str, value)))  # pyright: ignore[reportUnknownArgumentType]
-    return clean(str(value))
+    return clean(compact_ids(str(value)))
 
 
 class JsonFormatter(logging.Formatter):

@@ -19,6 +19,8 @@ from flowfabric.core.errors import FlowFabricError
 
 COMMANDS = {
     "worker": ("worker", "Run the tasks of an application until SIGTERM or Ctrl-C."),
+    "submit": ("submit", "Submit one execution of a task."),
+    "result": ("submit", "Wait for the result of an execution and print it as JSON."),
     "ps": ("executions", "List executions, newest first."),
     "show": ("executions", "Show everything about one execution."),
     "tail": ("tail", "Print the output of an execution live, until it finishes."),
@@ -26,10 +28,13 @@ COMMANDS = {
     "approve": ("waits", "Answer a wait as an operator, without a token."),
     "signal": ("waits", "Answer a wait with the token of its waitpoint."),
     "cancel": ("executions", "Cancel executions that have not finished."),
-    "replay": ("executions", "Rerun a finished execution under the same id."),
+    "replay": ("executions", "Rerun finished executions under the same ids."),
+    "purge": ("executions", "Delete finished executions with all their data."),
     "summary": ("tail", "Print the summary document of an execution."),
     "revoke-lease": ("executions", "Take an execution from the worker that runs it."),
     "close-waitpoint": ("waits", "Close a waitpoint, so that its token stops working."),
+    "workers": ("fleet", "List live workers."),
+    "lanes": ("fleet", "List lanes, their work and their workers."),
     "secrets": ("deployment", "List the keys that sign waitpoint tokens."),
     "rotate-secret": ("deployment", "Sign waitpoint tokens with a new secret."),
     "doctor": ("deployment", "Check the deployment and suggest fixes."),
@@ -39,9 +44,28 @@ COMMANDS = {
 A command's module loads the engine. It is imported only to run the command or to show its help.
 """
 
+_OTHER_NAMES = {
+    "cancel": "abort kill stop terminate",
+    "doctor": "check diagnose health ping",
+    "lanes": "lane queue queues",
+    "ps": "executions find jobs list ls runs search tasks",
+    "purge": "clean clear delete prune remove rm",
+    "replay": "redo rerun resubmit restart retry",
+    "result": "get output wait",
+    "show": "describe explain info inspect state status why",
+    "submit": "call enqueue invoke push run send start",
+    "tail": "follow log logs stream watch",
+    "waiting": "approvals blocked pending suspended waits",
+    "worker": "consume serve work",
+    "approve": "accept answer reject resume",
+    "workers": "fleet nodes processes",
+    "version": "about",
+}
+SYNONYMS = {name: command for command, names in _OTHER_NAMES.items() for name in names.split()}
+"""The command that people mean by another name. It is suggested, not run."""
+
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EDQUOT, errno.EFBIG)
 _SETTINGS: dict[str, Any] = {
-    "add_completion": False,
     # Rich's boxes and colours would double the time that `--help` takes.
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -69,6 +93,8 @@ class _Commands(TyperGroup):
     """Loads a command when it is called. Lists commands from the table without loading them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in SYNONYMS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {SYNONYMS[args[0]]!r}?")
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else command, rest
 
@@ -79,7 +105,7 @@ def load_command(name: str) -> Any:
 
     module = import_module(f"flowfabric.cli.commands.{COMMANDS[name][0]}")
     run = getattr(module, name.replace("-", "_"))
-    single = typer.Typer(**_SETTINGS)
+    single = typer.Typer(add_completion=False, **_SETTINGS)
     single.command(name, cls=Command)(with_shared_options(run) if iscoroutinefunction(run) else run)
     return typer.main.get_command(single)
 

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -77,7 +77,8 @@ def _check_url(url: str) -> None:
 _QUOTING = """quote it for the shell: --payload '{"ok": true}' or, for a string, '"text"'"""
 
 
-def _read_payload(text: str) -> bytes:
+def read_payload(text: str) -> bytes:
+    """JSON that is given as it is, in a file, or on standard input."""
     if text == "-":
         raw = sys.stdin.buffer.read()
     elif text.startswith("@"):
@@ -94,24 +95,41 @@ def _read_payload(text: str) -> bytes:
     return raw
 
 
-_ID = "The execution id, its UUID, or the first characters of the UUID."
+def parse_tag(text: str) -> str:
+    """The text, if it is a key and a value."""
+    if text.find("=") < 1:
+        raise typer.BadParameter(f"expected key=value, got {text!r}")
+    return text
+
+
+def pairs(tags: Sequence[str] | None) -> dict[str, str]:
+    """The values of `--tag` by their keys."""
+    return dict(text.split("=", 1) for text in tags or ())
+
+
+_ID = "The execution id, its UUID, or the first characters of either."
 Id = Annotated[str, argument("ID", _ID)]
 OptionalId = Annotated[str | None, argument("ID", _ID)]
-Ids = Annotated[list[str], argument("ID", _ID)]
+OptionalIds = Annotated[list[str] | None, argument("ID", _ID)]
 _URL = "The Valkey to use: valkey://host:port, unix://path, … Overrides FF_URL."
 Url = Annotated[str | None, value("URL", _URL, "--url", parser=partial(checked, _check_url))]
 parse_namespace = partial(checked, validate_namespace)
 Namespace = Annotated[
     str | None, value("NAME", "Use only this namespace.", "--namespace", parser=parse_namespace)
 ]
-_parse_lane = partial(checked, validate_lane)
-Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=_parse_lane)]
+parse_lane = partial(checked, validate_lane)
+Lane = Annotated[str | None, value("NAME", "Only this lane.", parser=parse_lane)]
+Tags = Annotated[
+    list[str] | None,
+    value("KEY=VALUE", "Only with this tag. Repeat it for several tags.", parser=parse_tag),
+]
 Limit = Annotated[int, value("N", "Show at most N executions.", min=1)]
 Payload = Annotated[
-    bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=_read_payload)
+    bytes | None, value("JSON", "The payload: JSON, @file, or - for stdin.", parser=read_payload)
 ]
 By = Annotated[str | None, value("NAME", "Who makes the change. Default: your user name.", "--as")]
 Yes = Annotated[bool, flag("--yes -y", "Do not ask for confirmation.")]
+DryRun = Annotated[bool, flag("--dry-run", "Only count what the command would change.")]
 Json = Annotated[bool, flag("--json", "Print JSON.")]
 
 
@@ -135,14 +153,13 @@ class Deployment(Target, frozen=True):
     """The target of a command that is not about one namespace."""
 
 
-def confirm(question: str, *, yes: bool) -> None:
+def confirm(question: str, *, yes: bool, problem: str = "this cannot be undone") -> None:
     """Ask before a change that cannot be undone. Without a terminal, `--yes` is required."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError(
-            "not_confirmed", "this cannot be undone", "pass --yes to run it without a terminal"
-        )
+        raise UsageError("not_confirmed", problem, "pass --yes to run it without a terminal")
     # On Ctrl-C, asyncio's own handler would only cancel the task that waits here.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     typer.confirm(question, abort=True, err=True)
+    signal.signal(signal.SIGINT, before)

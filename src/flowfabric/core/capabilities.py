@@ -2,12 +2,17 @@
 
 from collections.abc import Iterable
 from typing import Literal
+from urllib.parse import quote, unquote
 
 from flowfabric.core.errors import ValidationError
 from flowfabric.core.ids import has_space_or_control, is_list
 
 _MAX_TOKENS = 256
 _MAX_CSV_BYTES = 4096
+
+_TASK = "task:"
+"""Begins the tokens that workers offer for the tasks they know; nobody else may use it."""
+_UNESCAPED = "".join(map(chr, range(0x21, 0x7F))).replace("%", "").replace(",", "")
 
 Side = Literal["required", "worker"]
 
@@ -39,6 +44,31 @@ def from_csv(csv: str, side: Side = "required") -> tuple[str, ...]:
     return normalise([token for token in csv.split(",") if token], side)
 
 
+def task_token(kind: str) -> str:
+    """What a worker offers for a task it has a handler for.
+
+    >>> task_token("resize, fast")
+    'task:resize%2C%20fast'
+    """
+    return _TASK + quote(kind, safe=_UNESCAPED)
+
+
+def offered_csv(capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> str:
+    """What a worker offers with a claim; `no_others`: it leaves other tasks to other workers.
+
+    >>> offered_csv(("gpu",), ("resize",), no_others=True)
+    'gpu,task:,task:resize'
+    """
+    mark = (_TASK,) if no_others else ()
+    return to_csv((*capabilities, *mark, *sorted(map(task_token, tasks))))
+
+
+def read_tasks(csv: str) -> tuple[tuple[str, ...], bool]:
+    """The tasks of a worker from their stored form, and whether it takes others too."""
+    names = [token.removeprefix(_TASK) for token in csv.split(",") if token]
+    return tuple(unquote(name) for name in names if name), "" not in names
+
+
 def missing(required: Iterable[str], offered: Iterable[str]) -> tuple[str, ...]:
     """The required tokens that are not offered, sorted.
 
@@ -57,6 +87,8 @@ def _check_token(token: object, side: Side) -> str:
         raise _refuse(side, "comma_in_token")
     if has_space_or_control(token):
         raise _refuse(side, "control_or_whitespace")
+    if token.startswith(_TASK):
+        raise _refuse(side, "reserved_prefix")
     return token
 
 

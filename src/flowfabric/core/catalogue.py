@@ -190,7 +190,7 @@ _DETAIL_WORDS: Mapping[str, str] = {
     "TooLong": "the limit is 64 bytes",
     "NonPrintable": "use printable ASCII characters only",
     "InvalidUuid": "a UUID has 32 lower-case hex digits, in groups of 8-4-4-4-12",
-    "MissingTag": "an execution id looks like {fp:42}:<uuid>",
+    "MissingTag": "an execution id looks like 42-<uuid> or {fp:42}:<uuid>",
     "InvalidPartitionIndex": "the number in {fp:N} is 0 to 65535, without leading zeros",
     "MissingBraces": "a partition key looks like {fp:42}",
     "MalformedBody": "a partition key looks like {fp:42}",

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar, Literal, Self
 
 from flowfabric.core.catalogue import CATALOGUE, FAULT_KINDS, CatalogueEntry, ErrorClass, explained
+from flowfabric.core.text import compact_ids
 
 Verdict = Literal["succeeded", "failed", "superseded", "unknown"]
 """What happened to a call whose reply was lost."""
@@ -58,7 +59,7 @@ class TaskFinishedError(FlowFabricError):
         self.finished_by = finished_by
 
     def __str__(self) -> str:
-        task = f"task {self.execution_id}" if self.execution_id else "this task"
+        task = f"task {compact_ids(self.execution_id)}" if self.execution_id else "this task"
         how = f" by {self.finished_by}" if self.finished_by else ""
         return f"{task} was already ended{how} — end a task only once"
 
@@ -73,10 +74,10 @@ class LeaseLost(FlowFabricError):
         self.execution_id = execution_id
 
     def __str__(self) -> str:
-        subject = f"lease of {self.execution_id} lost" if self.execution_id else "lease lost"
+        whose = f" of {compact_ids(self.execution_id)}" if self.execution_id else ""
         entry = CATALOGUE.get(self.code)
         why = self.reason or (entry.hint if entry else "stop work")
-        return f"{subject}: {self.code} — {why}"
+        return f"lease{whose} lost: {self.code} — {why}"
 
 
 class PossiblySucceeded(FlowFabricError):
@@ -101,7 +102,7 @@ class PossiblySucceeded(FlowFabricError):
         return "unknown" if self.verifier is None else await self.verifier()
 
     def __str__(self) -> str:
-        target = f" of {self.execution_id}" if self.execution_id else ""
+        target = f" of {compact_ids(self.execution_id)}" if self.execution_id else ""
         cause = f" ({self.message})" if self.message else ""
         return f"{self.op}{target}: no reply{cause} — read the state before repeating"
 
@@ -120,6 +121,12 @@ class PermanentError(FlowFabricError):
     """Raise in a handler to fail the execution; it is not retried."""
 
     category = "permanent"
+
+
+class PayloadMismatch(PermanentError):
+    """A stored value does not fit the type that the code expects. Trying again cannot help."""
+
+    category = "extractor_payload_decode"
 
 
 _UNKNOWN = CatalogueEntry("", ErrorClass.BUG, "bug", 500, "Report this: the code is unknown.")
@@ -178,8 +185,8 @@ class EngineError(FlowFabricError):
 
     @property
     def explanation(self) -> str:
-        """The details in one line, with the meaning of their words."""
-        return ", ".join(map(explained, self.details))
+        """The details in one line for people, with the meaning of their words."""
+        return compact_ids(", ".join(map(explained, self.details)))
 
     def __str__(self) -> str:
         head = f"{self.code}: {self.explanation}" if self.details else self.code
@@ -334,7 +341,7 @@ class TransportError(EngineError):
     def __str__(self) -> str:
         # One kind has the name of the code.
         parts = dict.fromkeys(part for part in (self.code, self.kind, self.message) if part)
-        return f"{': '.join(parts)} — {self.hint}"
+        return compact_ids(f"{': '.join(parts)} — {self.hint}")
 
 
 class ReplyError(TransportError):

@@ -3,6 +3,7 @@
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 log = logging.getLogger(__name__)
@@ -59,4 +60,10 @@ def _forget_parent() -> None:
         holder.forget()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+def at_fork(**hooks: Callable[[], object]) -> None:
+    """Call the hooks of `os.register_at_fork` at every fork. Windows has neither."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(**hooks)
+
+
+at_fork(after_in_child=_forget_parent)

@@ -20,6 +20,7 @@ _INDEX = (
 _is_uuid = re.compile(_UUID).fullmatch
 _is_index = re.compile(_INDEX).fullmatch
 _is_execution_id = re.compile(rf"\{{fp:{_INDEX}\}}:{_UUID}").fullmatch
+_is_compact_id = re.compile(rf"({_INDEX})-({_UUID})").fullmatch
 _VARIANT = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 
 
@@ -60,17 +61,23 @@ class _Id(str):
 class ExecutionId(_Id):
     """The permanent name of an execution: `{fp:N}:<uuid>`.
 
-    Only one spelling is accepted: another spelling of the same id would name another record.
+    The text may also be the compact spelling, which needs no quotes in shells and URLs. The id
+    itself is always the canonical text: a second spelling would name another record.
 
-    >>> ExecutionId("{fp:42}:11111111-2222-4333-8444-555555555555").partition
-    42
+    >>> ExecutionId("42-11111111-2222-4333-8444-555555555555")
+    '{fp:42}:11111111-2222-4333-8444-555555555555'
     """
 
     __slots__ = ()
 
     def __new__(cls, text: str) -> Self:
-        if not isinstance(text, str) or _is_execution_id(text) is None:
+        if not isinstance(text, str):
             raise _execution_id_error(text)
+        if _is_execution_id(text) is None:
+            compact = _is_compact_id(text)
+            if compact is None:
+                raise _execution_id_error(text)
+            text = f"{{fp:{compact[1]}}}:{compact[2]}"
         return str.__new__(cls, text)
 
     @classmethod
@@ -109,6 +116,11 @@ class ExecutionId(_Id):
     @property
     def uuid(self) -> str:
         return self[-36:]
+
+    @property
+    def compact(self) -> str:
+        """The spelling for people, shells and URLs, such as `42-11111111-…`."""
+        return f"{self[4 : self.index('}')]}-{self[-36:]}"
 
     def check_partition(self, counts: PartitionCounts) -> Self:
         """The id, or `invalid_input` if the deployment has no such partition."""
@@ -289,11 +301,10 @@ def validate_lanes(names: object, field: str = "lanes") -> tuple[str, ...]:
 
 def stored_id(text: str, context: str) -> ExecutionId:
     """An execution id from an index; anything else is `corruption`."""
-    try:
-        return ExecutionId(text)
-    except IdParseError as error:
+    if _is_execution_id(text) is None:
         problem = f"{shown(text)!r} is not an execution id"
-        raise CorruptionError("corruption", f"{context}: member: {problem}") from error
+        raise CorruptionError("corruption", f"{context}: member: {problem}")
+    return ExecutionId.trusted(text)
 
 
 def stored_lane(text: str, context: str) -> str:

@@ -1,7 +1,7 @@
 """The execution policy: validated when it is submitted, then stored without its defaults."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from functools import cache, partial
 from types import UnionType
@@ -11,7 +11,14 @@ import msgspec
 
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import ValidationError, invalid_input
+from flowfabric.core.errors import (
+    BudgetExceeded,
+    PermanentError,
+    RetryableError,
+    TransportError,
+    ValidationError,
+    invalid_input,
+)
 from flowfabric.core.ids import is_uuid
 
 _MAX_PRIORITY = 9000
@@ -235,6 +242,33 @@ class RetryPolicy(msgspec.Struct, frozen=True):
     retry_on_timeout: bool = False
 
 
+Exceptions = type[Exception] | str | Collection[type[Exception] | str]
+# These state themselves whether another attempt may help.
+_DECIDED = (RetryableError, PermanentError, BudgetExceeded, TransportError)
+
+
+def _checked_exceptions(given: object, field: str) -> tuple[Any, ...]:
+    kinds: tuple[Any, ...] = (given,)
+    if isinstance(given, Collection) and not isinstance(given, str):
+        kinds = tuple(cast("Collection[Any]", given))
+    for kind in kinds:
+        named = isinstance(kind, str) and kind
+        if not named and not (isinstance(kind, type) and issubclass(kind, Exception)):
+            problem = f"must be exception classes or their names, got {kind!r}"
+            raise invalid_input(field, problem)
+    return kinds
+
+
+def _matches(error: Exception, kinds: Any) -> bool:
+    classes = type(error).__mro__
+    names = {name for each in classes for name in (each.__name__, _full_name(each))}
+    return any(kind in (names if isinstance(kind, str) else classes) for kind in kinds)
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class Retry(msgspec.Struct, frozen=True):
     """How often a failed task is retried, and after which delay.
 
@@ -242,21 +276,42 @@ class Retry(msgspec.Struct, frozen=True):
     `jitter`. `categories` limits retries to these failure categories. An attempt that times out is
     retried as well.
 
+    `on` limits retries to these exceptions and their subclasses, and `never` excludes some of them;
+    both take classes or names. `RetryableError`, and a server that cannot be reached, are retried
+    unless `never` names them.
+
     >>> Retry(5, backoff="2s").policy().max_retries
     5
+    >>> retry = Retry(5, on=OSError, never=(FileNotFoundError, "json.JSONDecodeError"))
+    >>> retry.allows(ConnectionError()), retry.allows(FileNotFoundError())
+    (True, False)
     """
 
     n: int = 3
     backoff: Backoff | Duration | None = None
     categories: tuple[str, ...] = ()
     jitter: bool = True
+    on: Exceptions = ()
+    never: Exceptions = ()
 
     def __post_init__(self) -> None:
+        for name in ("on", "never"):
+            given = _checked_exceptions(getattr(self, name), f"retry.{name}")
+            msgspec.structs.force_setattr(self, name, given)
         if type(self.n) is not int or not 0 <= self.n <= _U32_MAX:
             raise invalid_input("retry.n", f"must be from 0 to {_U32_MAX}, got {self.n!r}")
         if isinstance(self.categories, str):
             raise invalid_input("retry.categories", "must be a sequence of names, not one text")
         self._backoff()
+
+    def allows(self, error: Exception) -> bool:
+        """Whether this exception may be retried; for a group, whether all in it may."""
+        if isinstance(error, ExceptionGroup):
+            group = cast("ExceptionGroup[Exception]", error)
+            return all(map(self.allows, group.exceptions))
+        if _matches(error, self.never):
+            return False
+        return not self.on or _matches(error, self.on) or isinstance(error, _DECIDED)
 
     def policy(self) -> RetryPolicy:
         """The retry policy."""

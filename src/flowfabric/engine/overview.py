@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from flowfabric.core.contracts import executions
-from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionSummary
-from flowfabric.core.contracts.suspension import OpenWaitpoint
+from flowfabric.core.contracts.executions import ExecutionInfo, ExecutionPage, ExecutionSummary
+from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
 from flowfabric.core.errors import NotFoundError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
@@ -23,6 +23,7 @@ _PAGE = 1000
 _PAGES = 10
 """Pages read unless the caller asks for everything: about a second of work."""
 _NEVER = 2**63
+_SIGNALS = 50
 
 Entry_co = TypeVar("Entry_co", covariant=True)
 T = TypeVar("T")
@@ -55,21 +56,30 @@ class ExecutionListing(msgspec.Struct, frozen=True):
     now_ms: int
 
 
+async def matching(backend: Backend, where: Filter) -> AsyncGenerator[ExecutionPage]:
+    """The pages of a listing, to its end."""
+    cursor: str | None = ""
+    while cursor is not None:
+        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+        yield page
+        cursor = page.next_cursor
+
+
 async def list_newest(backend: Backend, where: Filter, limit: int | None) -> ExecutionListing:
     """The newest executions that match; without a limit, all of them."""
     found: list[ExecutionSummary] = []
     states: Counter[str] = Counter()
-    cursor: str | None = ""
-    pages = 0
-    while cursor is not None and (limit is None or pages < _PAGES):
-        page = await backend.listings.list_executions(cursor=cursor, limit=_PAGE, where=where)
+    pages, complete = 0, False
+    async for page in matching(backend, where):
         states.update(row.public_state.value for row in page.executions)
         found += page.executions
         found.sort(key=lambda row: (-int(row.created_at), row.execution_id))
         del found[limit or len(found) :]
-        cursor = page.next_cursor
         pages += 1
-    return ExecutionListing(found, states, cursor is None, await backend.meta.server_time_ms())
+        complete = page.next_cursor is None
+        if limit is not None and pages == _PAGES:
+            break
+    return ExecutionListing(found, states, complete, await backend.meta.server_time_ms())
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +96,10 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     until: int | None
     """When the wait times out; None if it does not."""
     waitpoints: list[OpenWaitpoint]
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 async def read_open_waitpoints(backend: Backend, execution_id: ExecutionId) -> list[OpenWaitpoint]:
@@ -112,7 +126,7 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, 
     )
     current = last if info.public_state is PublicState.SUSPENDED else None
     wait = Wait(
-        execution_id=execution_id,
+        execution_id=info.execution_id,
         execution_kind=info.execution_kind,
         lane_id=info.lane_id,
         namespace=info.namespace,
@@ -121,6 +135,8 @@ async def read_wait(backend: Backend, execution_id: ExecutionId) -> tuple[Wait, 
         since=None if current is None else current.since,
         until=None if current is None else current.until,
         waitpoints=waitpoints,
+        prompt=None if current is None else current.prompt,
+        details=None if current is None else current.details,
     )
     return wait, last
 
@@ -174,6 +190,8 @@ class ExecutionDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Open waitpoints, without their tokens."""
     wait: LastWait | None
     """The newest suspension, open or closed."""
+    signals: list[ResumeSignal]
+    """What earlier waits received, oldest first; at most the newest 50."""
     now_ms: int
 
     @property
@@ -192,12 +210,13 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         reads.read_execution_context(execution_id),
         backend.meta.server_time_ms(),
     )
-    attempts, history, why, waitpoints, wait = await asyncio.gather(
+    attempts, history, why, waitpoints, wait, signals = await asyncio.gather(
         reads.read_attempts(execution_id),
         reads.read_execution_history(execution_id),
         reads.explain_execution(execution_id),
         read_open_waitpoints(backend, execution_id),
         backend.waitpoints.read_last_wait(execution_id),
+        _read_signals(backend, execution_id),
     )
     if snapshot is None:
         raise NotFoundError("execution_not_found", str(execution_id))
@@ -214,5 +233,15 @@ async def read_detail(backend: Backend, execution_id: ExecutionId) -> ExecutionD
         why_not_running=None if finished else why,
         waitpoints=waitpoints,
         wait=wait,
+        signals=signals,
         now_ms=now,
     )
+
+
+async def _read_signals(backend: Backend, execution_id: ExecutionId) -> list[ResumeSignal]:
+    past = await backend.waitpoints.read_waits(execution_id)
+    past.sort(key=lambda wait: wait.closed_at)
+    named = [(each, wait.waitpoint_key) for wait in past for each in wait.signal_ids]
+    read = (backend.waitpoints.read_signal(execution_id, *one) for one in named[-_SIGNALS:])
+    found = [signal for signal in await asyncio.gather(*read) if signal is not None]
+    return sorted(found, key=lambda signal: signal.accepted_at)

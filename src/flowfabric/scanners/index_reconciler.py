@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass, field
 
 from flowfabric.core.errors import CorruptionError, EngineError
-from flowfabric.core.ids import ExecutionId, stored_lane
+from flowfabric.core.ids import stored_id, stored_lane
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.upkeep import ALL_EXECUTIONS, Index, Survey, SurveyRequest
@@ -322,7 +322,7 @@ def _is_drift(verdict: str) -> bool:
 async def _state(backend: Backend, member: str) -> dict[str, str | None]:
     """The state of an execution, as log fields."""
     try:
-        found = await backend.reads.read_exec_core_fields(ExecutionId.parse(member), _FIELDS)
+        found = await backend.reads.read_exec_core_fields(stored_id(member, "index"), _FIELDS)
     except EngineError:
         found = dict.fromkeys(_FIELDS)
     return {name.partition("_")[0]: found[name] for name in _FIELDS}

@@ -10,7 +10,7 @@ import msgspec
 
 from flowfabric.core.environment import invalid, whole_number
 from flowfabric.core.errors import EngineError
-from flowfabric.core.ids import ExecutionId, validate_namespace
+from flowfabric.core.ids import stored_id, validate_namespace
 from flowfabric.engine.api.backend import Backend
 
 INTERVALS_S: Mapping[str, float] = {
@@ -54,7 +54,7 @@ class ScannerFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     async def _accepts(self, backend: Backend, member: str) -> bool:
         try:
-            execution_id, reads = ExecutionId.parse(member), backend.reads
+            execution_id, reads = stored_id(member, "index"), backend.reads
             if self.namespace is not None:
                 found = await reads.get_execution_namespace(execution_id)
                 if found != self.namespace:

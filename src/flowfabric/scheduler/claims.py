@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from flowfabric.core import capabilities as caps
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, Handle
 from flowfabric.core.errors import AuthError, EngineError, TransportError, WorkerAtCapacity
 from flowfabric.core.ids import new_uuid
@@ -65,6 +68,10 @@ class WorkerClaims(Generic[T]):
     on_release: Callable[[], None] | None = None
     stopping: bool = False
     """Claim nothing more, and start nothing of what a completing call claims."""
+    tasks: Sequence[str] = ()
+    """The tasks that this process knows; executions may wait for a worker that knows theirs."""
+    no_others: bool = False
+    """Whether tasks that this process does not know are left to workers that do."""
 
     def __post_init__(self) -> None:
         instance = next(iter(self.requests.values())).worker_instance_id
@@ -72,6 +79,24 @@ class WorkerClaims(Generic[T]):
         self.background: set[asyncio.Task[None]] = set()
         self._unanswered: dict[tuple[str, str], tuple[str, float]] = {}
         self._sticky = 0
+        self._left_to_others: set[str] = set()
+
+    def offer(self, capabilities: Iterable[str], tasks: Iterable[str], *, no_others: bool) -> None:
+        """Set what the next claims offer."""
+        self.tasks, self.no_others = tuple(tasks), no_others
+        csv = caps.offered_csv(capabilities, self.tasks, no_others=no_others)
+        self.requests = {
+            lane: msgspec.structs.replace(request, capabilities=csv)
+            for lane, request in self.requests.items()
+        }
+
+    def log_unknown(self, tasks: Iterable[str]) -> None:
+        """Say, once per task, that this process leaves it to others."""
+        for kind in tasks:
+            if kind not in self._left_to_others:
+                self._left_to_others.add(kind)
+                text = f'This worker does not know task "{kind}": it waits for one that does.'
+                log.warning(text, extra={"action": "task_unknown", "execution_kind": kind})
 
     def reserve(self, wanted: int) -> int:
         """Take up to `wanted` permits; how many were free."""
@@ -94,13 +119,19 @@ class WorkerClaims(Generic[T]):
             for lane in self.lanes.in_turn():
                 if len(tasks) < wanted:
                     await self._sweep_when_due(lane)
-                    rest = wanted - len(tasks)
-                    tasks += await lane.visit(list(lane.hinted), rest, self.claim_at)
+                    tasks += await self._visit(lane, wanted - len(tasks))
         except EngineError:
             # What was claimed before the fault is not lost with it.
             if not tasks:
                 raise
         return tasks
+
+    async def _visit(self, lane: LaneHints, wanted: int) -> list[T]:
+        while True:
+            tasks = await lane.visit(list(lane.hinted), wanted, self.claim_at)
+            # A visit may only have found work that it left to others.
+            if tasks or not lane.hinted or not self.free:
+                return tasks
 
     async def _sweep_when_due(self, lane: LaneHints) -> None:
         if not lane.hinted or time.monotonic() - lane.swept_at >= self.poll_s:
@@ -130,9 +161,10 @@ class WorkerClaims(Generic[T]):
             await give_back(self.backend, [claim.handle for claim in claimed.claims[reserved:]])
         if tasks:
             self._register_place(lane_id, tag)
+        self.log_unknown(claimed.unknown_tasks)
         # Work remains but none was claimable by this worker: wait for a ring or the next sweep.
         # A repeat only returned what it returned before.
-        return tasks, claimed.remaining > 0 and (repeats or bool(claimed.claims))
+        return tasks, claimed.worth_repeating or (repeats and claimed.remaining > 0)
 
     async def claim_with(self, consume: Callable[[], Awaitable[Claim | R]]) -> T | R:
         """Turn a grant into a task; an outcome that is no claim is returned as it is."""
@@ -216,8 +248,9 @@ class WorkerClaims(Generic[T]):
 
     def _adopt_claimed(self, lane_id: str, tag: str, claimed: ClaimedMany, since: float) -> list[T]:
         claims = claimed.claims
+        self.log_unknown(claimed.unknown_tasks)
         # As in `claim_at`: what remains is not claimable by this worker.
-        if not (claims and claimed.remaining):
+        if not claimed.worth_repeating:
             self.lanes[lane_id].visited(tag, more=False)
         room = 0 if self.stopping else self.reserve(len(claims))
         if len(claims) > room:
@@ -336,6 +369,7 @@ class ClaimLoop(Generic[T]):
             await self._rings_wanted.wait()
             self._rings_wanted.clear()
             self._listening = True
+            self._doorbell.hear(self._claims.tasks)
             try:
                 places = await self._doorbell.wait(self._listen_s)
                 pause = _FIRST_LOOP_PAUSE_S

@@ -57,6 +57,7 @@ class WorkerGrants:
         worker_instance_id: str,
         *,
         worker_capabilities: Iterable[str] = (),
+        worker_tasks: Iterable[str] = (),
         grant_ttl_ms: int = 5_000,
     ) -> ClaimGrant | NoWork:
         """Reserve one waiting execution of a lane for a worker.
@@ -69,12 +70,13 @@ class WorkerGrants:
         lane = self._hinted.get(lane_id) or LaneHints(validate_lane(lane_id), counts, 0)
         validate_worker_id(worker_id)
         start = self._start(validate_worker_id(worker_instance_id, "worker_instance_id"))
-        offered = caps.normalise(worker_capabilities, "worker")
+        offered, tasks = caps.normalise(worker_capabilities, "worker"), tuple(worker_tasks)
         grant = partial(
             claims.issue_claim_grant,
             worker_id=worker_id,
             worker_instance_id=worker_instance_id,
             worker_capabilities=offered,
+            worker_tasks=tasks,
             grant_ttl_ms=check.whole(grant_ttl_ms, "grant_ttl_ms", 1, _MAX_GRANT_TTL_MS),
             lane_id=lane_id,
         )
@@ -82,7 +84,9 @@ class WorkerGrants:
 
         async def take(lane_id: str, tag: str, _: int) -> tuple[list[ClaimGrant], bool]:
             try:
-                found = await claims.scan_eligible_executions(lane_id, tag, _CANDIDATES, offered)
+                found = await claims.scan_eligible_executions(
+                    lane_id, tag, _CANDIDATES, offered, tasks
+                )
                 for execution_id in found:
                     # Others may have granted, claimed or cancelled it since it was read.
                     with contextlib.suppress(ContentionError, StateError, NotFoundError):

@@ -2,20 +2,27 @@
 
 import asyncio
 import functools
+import logging
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import msgspec
 
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts import executions, streams, suspension
 from flowfabric.core.durations import Duration, to_ms
-from flowfabric.core.errors import FlowFabricError, NotFoundError, TransportError, ValidationError
+from flowfabric.core.errors import (
+    FlowFabricError,
+    NotFoundError,
+    StateError,
+    TransportError,
+    ValidationError,
+)
 from flowfabric.core.ids import ExecutionId, new_uuid, validate_lane, validate_namespace
-from flowfabric.core.policy import ExecutionPolicy
 from flowfabric.core.state import PublicState
+from flowfabric.core.text import plural
 from flowfabric.engine import overview
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import F, FeedRequest, Start, Subscriptions
@@ -27,56 +34,20 @@ from flowfabric.engine.api.streams import Streams
 from flowfabric.engine.api.suspensions import Suspensions
 from flowfabric.engine.api.waitpoints import Signals, Waitpoints
 from flowfabric.engine.valkey.connect import Place, open_backend
+from flowfabric.sdk import diagnosis
+from flowfabric.sdk.failures import StoredFailure
 from flowfabric.sdk.following import EventFeed, Tail
+from flowfabric.sdk.options import ExecutionOptions, SentSignal
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RETRY_S = 0.2
+_LOOK_AFTER_S = 1.0
+_DIAGNOSIS_S = 2.0
 _SHOWN_CHARS = 200
-
-
-class ExecutionOptions(TypedDict, total=False):
-    """What may be set for an execution besides its kind and payload."""
-
-    lane: str
-    execution_id: ExecutionId | None
-    payload_encoding: str
-    priority: int | None
-    creator_identity: str
-    idempotency_key: str
-    """Submissions with the same key create one execution."""
-    tags: Mapping[str, str] | None
-    policy: ExecutionPolicy | None
-    delay_until: int | None
-    delay_ms: int | None
-    execution_deadline_at: int | None
-
-
-class SignalOptions(TypedDict, total=False):
-    """What else may go with a signal and its payload."""
-
-    signal_category: str
-    source_type: str
-    source_identity: str
-    """Who answers, as the sender says; the handler cannot trust it."""
-    correlation_id: str
-    idempotency_key: str
-    """Signals with the same key count once."""
-    target_scope: str
-    signal_id: str | None
-    created_at: int | None
-    dedup_ttl_ms: int
-    resume_delay_ms: int
-    max_signals_per_execution: int | None
-    signal_maxlen: int
-
-
-class SentSignal(SignalOptions, total=False):
-    """The payload of a signal, and what else may go with it."""
-
-    payload: bytes | None
-    payload_encoding: str | None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -98,21 +69,38 @@ class RunError(FlowFabricError):
         super().__init__(info)
         self.info = info
 
-    def _reason(self) -> str:
-        reason = self.info.failure_reason or self.info.cancellation_reason or "no reason given"
-        # Where it happened follows on further lines, in `info.failure_reason`.
-        return reason.partition("\n")[0]
+    @property
+    def reason(self) -> str:
+        """Why it ended: for an exception its type and message, and those of its causes."""
+        return self._failure.message or self.info.cancellation_reason or ""
+
+    @property
+    def category(self) -> str | None:
+        """The category of the failure, on which retry policies decide."""
+        return self.info.failure_category
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts were made."""
+        return self.info.total_attempt_count
+
+    @property
+    def _failure(self) -> StoredFailure:
+        return StoredFailure.parse(self.info.failure_reason or "")
+
+    def _first_line(self) -> str:
+        return self.reason.partition("\n")[0] or "no reason given"
 
     def __repr__(self) -> str:
-        info, reason = self.info, self._reason()
+        info, reason = self.info, self._first_line()
         brief = reason if len(reason) <= _SHOWN_CHARS else f"{reason[:_SHOWN_CHARS]}…"
-        return f"{type(self).__name__}({info.execution_id}, {info.public_state.value}: {brief})"
+        state = info.public_state.value
+        return f"{type(self).__name__}({info.execution_id.compact}, {state}: {brief})"
 
     def __str__(self) -> str:
-        info, reason = self.info, self._reason()
-        count = info.total_attempt_count
-        attempts = f"{count} attempt{'' if count == 1 else 's'}"
-        return f"{info.execution_kind} {info.public_state.value} after {attempts}: {reason}"
+        info, attempts = self.info, plural(self.attempts, "attempt")
+        text = f"{info.execution_kind} {info.public_state.value} after {attempts}"
+        return f"{text}: {self._first_line()}"
 
 
 class NotFinished(RunError):
@@ -123,7 +111,23 @@ class NotFinished(RunError):
 
 
 class ExecutionFailed(RunError):
-    """The execution failed for good."""
+    """The execution failed for good.
+
+    >>> try:
+    ...     await run.result()
+    ... except ExecutionFailed as error:
+    ...     print(error.exception_type, error.attempts, error.traceback)
+    """
+
+    @property
+    def exception_type(self) -> str | None:
+        """The class of the exception that the handler raised; None if it raised none."""
+        return self._failure.exception_type
+
+    @property
+    def traceback(self) -> str | None:
+        """Where the handler raised it, as Python prints it; None if it raised nothing."""
+        return self._failure.traceback
 
 
 class ExecutionExpired(RunError):
@@ -168,6 +172,8 @@ class Client(Subscriptions, ClosedOnce):
         self.backend = backend
         self.namespace = namespace
         self._feeds: weakref.WeakSet[EventFeed[Any]] = weakref.WeakSet()
+        self._looking: asyncio.Task[None] | None = None
+        self._warned = False
 
     @classmethod
     async def connect(cls, place: Place, namespace: str = "default") -> Self:
@@ -222,42 +228,116 @@ class Client(Subscriptions, ClosedOnce):
 
     async def wait(self, execution_id: ExecutionId, timeout: Duration | None = None) -> Outcome:
         """Wait until the execution has ended, without polling."""
-        if timeout is None:
-            return await self._ended(execution_id)
-        limit = asyncio.timeout(to_ms(timeout, "timeout") / 1000)
+        ended = functools.partial(self._stopped, execution_id, self._outcome, suspended=False)
+        return await self._within(timeout, execution_id, ended, "did not finish")
+
+    async def _within(
+        self,
+        timeout: Duration | None,
+        execution_id: ExecutionId,
+        operation: Callable[[], Coroutine[Any, Any, R]],
+        problem: str,
+    ) -> R:
+        """What the operation returns; if it takes too long, the error says why."""
+        limit = asyncio.timeout(None if timeout is None else to_ms(timeout, "timeout") / 1000)
+        look = asyncio.get_running_loop().call_later(_LOOK_AFTER_S, self._look, execution_id)
         try:
             async with limit:
-                return await self._ended(execution_id)
+                return await operation()
         except TimeoutError:
             if not limit.expired():
                 raise
+        finally:
+            look.cancel()
         given = f"{timeout:g} s" if isinstance(timeout, (int, float)) else str(timeout)
-        raise TimeoutError(f"Execution {execution_id} did not finish within {given}.")
+        detail = await self._detail(execution_id)
+        why = "" if detail is None else f" {diagnosis.unfinished(detail)}"
+        shown = ExecutionId(execution_id).compact
+        raise TimeoutError(f"Execution {shown} {problem} within {given}.{why}")
 
-    async def _ended(self, execution_id: ExecutionId) -> Outcome:
-        known = False
+    def _look(self, execution_id: ExecutionId) -> None:
+        """Look for a worker, once for all who wait now, until its absence was logged."""
+        if not self._warned and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look_for_worker(execution_id))
+
+    async def _look_for_worker(self, execution_id: ExecutionId) -> None:
+        detail = await self._detail(execution_id)
+        if detail is not None and diagnosis.lacks_worker(detail):
+            self._warned = True
+            kind, why = detail.execution.execution_kind, diagnosis.why_not_running(detail)
+            extra = {"action": "no_worker", "execution_id": execution_id}
+            log.warning("%s %s waits: %s", kind, execution_id, why, extra=extra)
+
+    async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
+        """What explains a wait; None if it cannot be read soon."""
+        try:
+            async with asyncio.timeout(_DIAGNOSIS_S):
+                return await overview.read_detail(self.backend, execution_id)
+        except (FlowFabricError, TimeoutError):
+            return None
+
+    async def wait_until_suspended(
+        self, execution_id: ExecutionId, timeout: Duration | None = None
+    ) -> overview.Wait:
+        """Wait until the execution waits for an answer, without polling; returns what it asks.
+
+        One that ends instead raises its `RunError`, or `execution_not_suspended` after a success.
+
+        >>> wait = await client.wait_until_suspended(run.id, timeout=10)  # doctest: +SKIP
+        >>> print(wait.prompt)  # doctest: +SKIP
+        """
+        suspended = functools.partial(self._stopped, execution_id, self._wait, suspended=True)
+        return await self._within(timeout, execution_id, suspended, "was not suspended")
+
+    async def _stopped(
+        self,
+        execution_id: ExecutionId,
+        read: Callable[[ExecutionId], Coroutine[Any, Any, R | None]],
+        *,
+        suspended: bool,
+    ) -> R:
+        """What `read` finds when the execution has stopped."""
+        known, events = False, self.backend.events
         while True:
             try:
-                await self.backend.events.wait_ended(execution_id)
+                await (events.wait_suspended if suspended else events.wait_ended)(execution_id)
                 known = True
-                info, result = await self.backend.reads.read_outcome(execution_id)
+                found = await read(execution_id)
             except TransportError as error:
                 # The execution is known to exist: wait through an outage.
                 if not known or not error.retryable or self.closed:
                     raise
                 await asyncio.sleep(_RETRY_S)
                 continue
-            # A replay may have started it again between the event and the read.
-            if info.completed_at is not None:
-                return Outcome(
-                    info.execution_id,
-                    info.public_state,
-                    result,
-                    info.result_encoding,
-                    info.failure_reason or info.cancellation_reason,
-                    info.failure_category,
-                    info.total_attempt_count,
-                )
+            # A replay or an answer may have started it again between the event and the read.
+            if found is not None:
+                return found
+
+    async def _outcome(self, execution_id: ExecutionId) -> Outcome | None:
+        info, result = await self.backend.reads.read_outcome(execution_id)
+        if info.completed_at is None:
+            return None
+        return Outcome(
+            info.execution_id,
+            info.public_state,
+            result,
+            info.result_encoding,
+            info.failure_reason or info.cancellation_reason,
+            info.failure_category,
+            info.total_attempt_count,
+        )
+
+    async def _wait(self, execution_id: ExecutionId) -> overview.Wait | None:
+        wait, _ = await overview.read_wait(self.backend, execution_id)
+        if wait.public_state is PublicState.SUSPENDED:
+            return wait
+        info = await self.backend.reads.read_execution_info(execution_id)
+        if info.completed_at is None:
+            return None
+        if info.public_state in _ERRORS:
+            raise _ERRORS[info.public_state](info)
+        problem = f"{info.execution_kind} completed and waits for no answer"
+        raise StateError("execution_not_suspended", problem, op="wait_until_suspended")
 
     async def result(
         self, execution_id: ExecutionId, timeout: Duration | None = None
@@ -301,57 +381,74 @@ class Client(Subscriptions, ClosedOnce):
         execution_id: ExecutionId,
         waitpoint: str,
         signal_name: str,
+        *,
+        by: str = "",
         **options: Unpack[SentSignal],
     ) -> suspension.SignalOutcome:
-        """Answer an open wait, named by its key or id, without its token."""
+        """Answer an open wait, named by its key or id, without its token.
+
+        `by` is who answers, as the sender says; the handler cannot trust it.
+        """
         found = await self._find(execution_id, waitpoint)
         token = await self.backend.signals.read_waitpoint_token(execution_id, found.waitpoint_id)
         if token is None:
             raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} was closed meanwhile")
         return await self.backend.signals.deliver_signal(
-            execution_id, found.waitpoint_id, token, signal_name, **options
+            *(execution_id, found.waitpoint_id, token, signal_name),
+            source_identity=by,
+            **options,
         )
 
     async def approve(
         self,
         execution_id: ExecutionId,
-        waitpoint: str,
+        waitpoint: str | None = None,
         signal_name: str = "approved",
-        decided_by: str = "",
+        *,
+        by: str = "",
         payload: bytes | None = None,
         payload_encoding: str | None = None,
     ) -> suspension.SignalOutcome:
         """Decide as an operator; `waitpoint` is the key or the id of an open one.
 
-        The handler sees `decided_by` as a trusted identity: pass whom you have authenticated.
-        Each person decides once per signal name; a repeat is a `DuplicateSignal`.
+        You may leave it out if only one is open. The handler sees `by` as a trusted identity: pass
+        whom you have authenticated. Each person decides once per signal name; a repeat is a
+        `DuplicateSignal`.
 
-        >>> await client.approve(run.id, "approval", decided_by="ada")  # doctest: +SKIP
+        >>> await client.approve(run.id, "approval", by="ada")  # doctest: +SKIP
         """
         found = await self._find(execution_id, waitpoint)
         return await self.backend.signals.deliver_approval_signal(
             execution_id,
             found.waitpoint_id,
             signal_name,
-            decided_by=decided_by,
+            decided_by=by,
             payload=payload,
             payload_encoding=payload_encoding,
         )
 
-    async def _find(self, execution_id: ExecutionId, waitpoint: str) -> suspension.OpenWaitpoint:
-        """The open waitpoint of this id or key.
+    async def _find(
+        self, execution_id: ExecutionId, waitpoint: str | None
+    ) -> suspension.OpenWaitpoint:
+        """The open waitpoint of this id or key; for None, the only one.
 
-        A key that several have is `invalid_input`, one that none has `waitpoint_not_found`.
+        If several match, raises `invalid_input`; if none does, `waitpoint_not_found`.
         """
         entries = await overview.read_open_waitpoints(self.backend, execution_id)
-        found = overview.named(entries, waitpoint)
+        found = entries if waitpoint is None else overview.named(entries, waitpoint)
         if len(found) == 1:
             return found[0]
         if found:
             ids = ", ".join(f"{one.waitpoint_id} ({one.waitpoint_key})" for one in found)
-            raise ValidationError("invalid_input", f"waitpoint: {waitpoint!r} may be any of {ids}")
-        keys = ", ".join(sorted(repr(one.waitpoint_key) for one in entries)) or "none"
-        raise NotFoundError("waitpoint_not_found", f"{waitpoint!r} is not open; open: {keys}")
+            which = "name one of" if waitpoint is None else f"{waitpoint!r} may be any of"
+            raise ValidationError("invalid_input", f"waitpoint: {which} {ids}")
+        if not entries:
+            state = (await self.backend.reads.read_execution_state(execution_id)).value
+            problem = f"the execution is {state} and waits for no answer"
+        else:
+            keys = ", ".join(sorted(repr(one.waitpoint_key) for one in entries))
+            problem = f"{waitpoint!r} is not open; open: {keys}"
+        raise NotFoundError("waitpoint_not_found", problem)
 
     def tail(
         self,
@@ -369,12 +466,13 @@ class Client(Subscriptions, ClosedOnce):
         ...     print(frame.payload)
         """
 
-        async def here() -> Backend:
-            return self.backend
+        execution_id = ExecutionId.parse(execution_id)
+
+        async def here() -> tuple[Backend, ExecutionId]:
+            return self.backend, execution_id
 
         return Tail(
             here,
-            ExecutionId.parse(execution_id),
             attempt,
             follow_attempts=follow_attempts,
             after=after,
@@ -392,6 +490,8 @@ class Client(Subscriptions, ClosedOnce):
 
     async def _close(self) -> None:
         """Close every connection; calls still waiting fail."""
+        if self._looking is not None:
+            self._looking.cancel()
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self.backend.aclose)
             for feed in list(self._feeds):

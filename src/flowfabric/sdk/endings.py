@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -26,7 +26,6 @@ Encoded = tuple[bytes, str]
 """Result bytes and their encoding label."""
 Finished = tuple[ClaimedTask, Completion]
 
-_UNKNOWN_PAUSE_MS = 1_000
 _EXPIRE_TRIES = 50
 _EXPIRE_PAUSE_S = 0.01
 
@@ -69,29 +68,27 @@ class Endings:
                 self.summary.completed += 1
             case "fail" | "cancel":
                 self.summary.failed += 1
-            case "delay" | "wait_children" | "suspend":
+            case "delay" | "wait_children" | "suspend" | "release_unknown":
                 self.summary.released += 1
             case _:
                 pass
 
     async def unknown(self, task: ClaimedTask) -> None:
         """Fail an attempt whose kind has no handler, or leave it to another worker."""
-        reason = f"no handler is registered for kind {task.execution_kind!r}"
         if self.on_unknown_kind == "fail":
+            reason = f"no handler is registered for kind {task.execution_kind!r}"
             await self.fail(task, HandlerFailure(reason, "runtime_no_handler"))
-        else:
-            # After a pause, or this worker would claim it again at once.
-            await self._release(task, reason, _UNKNOWN_PAUSE_MS)
+        elif await self._released(task, task.release_unknown()):
+            self.worker.claims.log_unknown([task.execution_kind])
 
-    async def _release(self, task: ClaimedTask, reason: str, pause_ms: int = 0) -> None:
+    async def _released(self, task: ClaimedTask, release: Awaitable[None]) -> bool:
         try:
-            now = await self.worker.backend.meta.server_time_ms() if pause_ms else 1
-            await task.delay_execution(now + pause_ms)
+            await release
         except errors.FlowFabricError as error:
             self.abandon(task, error)
-            return
+            return False
         self.summary.released += 1
-        log_task(logging.INFO, "task_released", task, f"released: {reason}")
+        return True
 
     async def fail(self, task: ClaimedTask, error: BaseException) -> None:
         """Store what the handler raised; the stored policy decides on a retry."""
@@ -178,8 +175,8 @@ class Endings:
         if self.on_shutdown == "fail":
             shutdown = HandlerFailure("the worker is shutting down", "worker_shutdown")
             await self.fail(task, shutdown)
-        else:
-            await self._release(task, "the worker is stopping")
+        elif await self._released(task, task.delay_execution(1)):
+            log_task(logging.INFO, "task_released", task, "released: the worker is stopping")
 
     def abandon(self, task: ClaimedTask, error: BaseException) -> None:
         """Give up a task whose end the engine did not accept, or may not have."""

@@ -1,6 +1,10 @@
 """What is stored and logged about a handler that failed."""
 
+import os
+import re
 import traceback
+from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -12,9 +16,13 @@ _REPORT_BYTES = 8192
 _FRAMES = 20
 _LOGGED_CHARS = 1000
 _TRACEBACK_CHARS = 32_768
+_HEADER = "\nTraceback (most recent call last):\n"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_exception_type = re.compile(r"(?:handler crashed: )?([^\s:]+)").match
 # The first that fits.
 _CATEGORIES: dict[type[BaseException], str] = {
     errors.RetryableError: "transient",
+    errors.PayloadMismatch: errors.PayloadMismatch.category,
     errors.PermanentError: "permanent",
     errors.BudgetExceeded: "budget_exceeded",
     TimeoutError: "timeout",
@@ -33,6 +41,29 @@ class HandlerFailure(errors.FlowFabricError):
 
     def __str__(self) -> str:
         return f"{self.category}: {self.reason}"
+
+
+class FinalFailure(errors.FlowFabricError):
+    """Fails the execution with what the handler raised: `raise FinalFailure from error`."""
+
+
+class StoredFailure(msgspec.Struct, frozen=True):
+    """What the stored reason of a failure consists of."""
+
+    message: str
+    exception_type: str | None
+    """The name of the exception's class; None if no handler raised one."""
+    traceback: str | None
+    """As Python prints it, without the frames of this package and at most 20 others."""
+
+    @classmethod
+    def parse(cls, reason: str) -> Self:
+        """The parts of the report of `describe`; other reasons are only a message."""
+        message, header, frames = reason.rpartition(_HEADER)
+        kind = _exception_type(message)
+        if not header or kind is None:
+            return cls(reason, None, None)
+        return cls(message, kind[1], f"{header[1:]}{frames}\n{message}")
 
 
 class FailureDescription(msgspec.Struct, frozen=True):
@@ -62,6 +93,8 @@ def _describe(error: BaseException) -> FailureDescription:
         reason = error.reason
         report = truncate_utf8(reason, _CHAIN_BYTES)
         return FailureDescription(reason, error.category, report, str(error), None)
+    if isinstance(error, FinalFailure) and error.__cause__ is not None:
+        return msgspec.structs.replace(_describe(error.__cause__), category="permanent")
     category = next(name for kind, name in _CATEGORIES.items() if isinstance(error, kind))
     reason = _chain(error)
     report = _with_frames(truncate_utf8(reason, _CHAIN_BYTES), error)
@@ -94,11 +127,13 @@ def _message(error: BaseException) -> str:
 
 
 def _with_frames(reason: str, error: BaseException) -> str:
-    # The first frame is our own call of the handler.
-    tail = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    tail = error.__traceback__
+    while tail is not None and tail.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        # The first frames are our own calls of the handler.
+        tail = tail.tb_next
     lines = traceback.format_tb(tail)[-_FRAMES:]
-    room = _REPORT_BYTES - len(reason.encode(errors="replace")) - 1
+    room = _REPORT_BYTES - len(reason.encode(errors="replace")) - len(_HEADER)
     while lines and len("".join(lines).encode(errors="replace")) > room:
         del lines[0]
     where = "".join(lines).rstrip()
-    return f"{reason}\n{where}" if where else reason
+    return f"{reason}{_HEADER}{where}" if where else reason

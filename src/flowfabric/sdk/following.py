@@ -15,7 +15,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.events import Start, Subscription
 from flowfabric.engine.api.streams import StreamFollower
 from flowfabric.sdk.blocking import Caller, SyncTwin, blocking, iterate
-from flowfabric.sdk.loop_thread import Connect, PortalClosed
+from flowfabric.sdk.loop_thread import PortalClosed
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,7 @@ class Tail(AsyncIterator[StreamedFrame]):
 
     def __init__(
         self,
-        open: Connect,  # noqa: A002
-        execution_id: ExecutionId,
+        open: Callable[[], Awaitable[tuple[Backend, ExecutionId]]],  # noqa: A002
         attempt: int | Literal["latest"] = "latest",
         *,
         follow_attempts: bool = True,
@@ -141,7 +140,7 @@ class Tail(AsyncIterator[StreamedFrame]):
             raise invalid_input("attempt", "must be a number or 'latest'")
         self._open = open
         self._source: Backend
-        self._execution_id = execution_id
+        self._execution_id: ExecutionId
         self._follow_attempts = follow_attempts
         self._after = after
         self._visibility: Visibility = visibility
@@ -173,7 +172,7 @@ class Tail(AsyncIterator[StreamedFrame]):
         raise StopAsyncIteration
 
     async def _begin(self) -> StreamFollower:
-        self._source = await self._open()
+        self._source, self._execution_id = await self._open()
         await self._look()
         return self._follow(self._after)
 

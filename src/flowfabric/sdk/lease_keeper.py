@@ -116,10 +116,22 @@ class LeaseKeeper(LoopThread):
         """Renew this lease no longer."""
         self._held.pop(held.handle.lease, None)
 
+    @property
+    def handles(self) -> list[Handle]:
+        """The leases that it renews."""
+        return [held.handle for held in list(self._held.values())]
+
+    def renew_all(self) -> None:
+        """From any thread: renew every lease now, to learn which are lost."""
+        for held in list(self._held.values()):
+            held.next_at = 0
+        if (backend := self._backend) is not None:
+            self.post(lambda: self._tend(backend))
+
     def give_back(self) -> int:
         """Return all leases because the process ends by force, from any thread; how many it did."""
         loop, backend = self._loop, self._backend
-        handles = [held.handle for held in list(self._held.values())]
+        handles = self.handles
         self._held.clear()
         if loop is None or backend is None:
             return 0

@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context, ContextVar
+from functools import partial
 from typing import Any
 
 from flowfabric.core.errors import LeaseLost
@@ -30,6 +32,9 @@ _WIND_UP_S = 2.0
 
 handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)
 """The task whose handler runs; also in every asyncio task that the handler starts."""
+live: "weakref.WeakSet[WorkerRuntime]" = weakref.WeakSet()
+"""What serves in this process."""
+_LOOK_S = 0.02
 _WARN_S = 3.0
 _FRAMES = 12
 _CLAIMS_NOTHING = "This worker claims nothing until the loop runs again."
@@ -51,7 +56,7 @@ class WorkerRuntime:
         self.worker = worker
         self._handlers: dict[str, Handler] = {}
         self._running: dict[ClaimedTask, asyncio.Task[None]] = {}
-        self._cancels_handlers = False
+        self._cancels_handlers = self._serves = False
         self._born = generation()
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
@@ -68,6 +73,16 @@ class WorkerRuntime:
     def on(self, kind: str, handler: Handler) -> None:
         """Register the handler of an execution kind; a second one replaces the first."""
         self._handlers[kind] = handler
+        if self._serves:
+            self._offer_tasks()
+
+    def _offer_tasks(self) -> None:
+        leaves_others = self._endings.on_unknown_kind == "release"
+        self.worker.offer_tasks(sorted(self._handlers), no_others=leaves_others)
+
+    def runs(self, task: ClaimedTask) -> bool:
+        """Whether the handler of this task runs here."""
+        return task in self._running
 
     @property
     def shutting_down(self) -> bool:
@@ -79,24 +94,49 @@ class WorkerRuntime:
         self._stopping.set()
         self._claiming.stop()
 
+    def vanish(self, last: ClaimedTask) -> None:
+        """From any thread: stop as if the process were killed. Only tests call it.
+
+        Nothing more is stored and no lease is released. The handler of `last` stays where it is,
+        the others are cancelled.
+        """
+        self._running[last].get_loop().call_soon_threadsafe(self._vanish, last)
+
+    def _vanish(self, last: ClaimedTask) -> None:
+        self.worker.vanished = True
+        stopped, self._running = self._running, {}
+        for task, running in stopped.items():
+            task.finish("vanished")
+            if task is not last:
+                running.cancel("the worker was killed")
+        self.stop()
+
     async def run(
-        self, *, grace_s: float = 30.0, on_shutdown: FailOrRelease = "release"
+        self,
+        *,
+        grace_s: float = 30.0,
+        on_shutdown: FailOrRelease = "release",
+        until_idle: Callable[[], Awaitable[int]] | None = None,
     ) -> RunSummary:
         """Serve until `stop()`; then wait up to `grace_s` and give back what still runs.
 
-        Only an error that no retry can cure, such as a wrong password, ends it otherwise.
+        With `until_idle`, which runs due timers and returns their number, serve until nothing is
+        left that can run now. Only an error that no retry can cure, such as a wrong password, ends
+        it otherwise.
         """
         self._endings.on_shutdown = on_shutdown
+        live.add(self)
         current = asyncio.current_task()
         self._runner = current, 0 if current is None else current.cancelling()
         # The worker may have served before.
         self.worker.backend.meta.hurry(leaving=False)
+        self._serves = True
+        self._offer_tasks()
         keeper = self.worker.keeper
         watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
         keeper.find_stuck = watch.stuck
-        scanning, claiming = (
-            asyncio.create_task(part()) for part in (self._scan, self._claiming.run)
-        )
+        claim = self._claiming.run if until_idle is None else partial(self._work_off, until_idle)
+        scanning, claiming = (asyncio.create_task(part()) for part in (self._scan, claim))
         try:
             done, _ = await asyncio.wait((scanning, claiming), return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -118,7 +158,24 @@ class WorkerRuntime:
             await asyncio.wait((scanning, claiming))
             if self._scanners is not None:
                 await asyncio.to_thread(self._scanners.stop)
+            live.discard(self)
         return self.summary
+
+    async def _work_off(self, run_timers: Callable[[], Awaitable[int]]) -> None:
+        """Claim until nothing can run now, and nothing runs that could submit more."""
+        while not self.shutting_down:
+            progress = await run_timers() > 0
+            for task in await self.worker.claim_many():
+                self._start(task)
+                progress = True
+            if self._running:
+                running = list(self._running.values())
+                # A handler may wait for what it submitted, so look again before it ends.
+                await asyncio.wait(running, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            elif self._endings.pending:
+                await self._endings.drain()
+            elif not progress:
+                return
 
     async def _scan(self) -> None:
         if self._scanners is not None:
@@ -126,6 +183,9 @@ class WorkerRuntime:
         await self._stopping.wait()
 
     def _start(self, task: ClaimedTask) -> None:
+        if self.worker.vanished:
+            task.finish("vanished")
+            return
         if not task.held.alive:
             # The claim's reply waited too long, for instance for code that blocked the loop.
             self._endings.abandon(task, LeaseLost("lease_expired", "it lapsed before the start"))

@@ -70,6 +70,7 @@ class SyncClient(SyncTwin[Client], Closing):
     submit_many = blocking(Client.submit_many)
     inspect = blocking(Client.inspect)
     wait = blocking(Client.wait)
+    wait_until_suspended = blocking(Client.wait_until_suspended)
     result = blocking(Client.result)
     success = blocking(Client.success)
     result_now = blocking(Client.result_now)

@@ -54,6 +54,11 @@ class ClaimedTask(HeldAttempt):
         delay = self.backend.executions.delay
         await self._land("delay", lambda: delay(self.handle, delay_until_ms))
 
+    async def release_unknown(self) -> None:
+        """Leave the attempt to a worker that knows the task: it resumes there, and only there."""
+        release, kind = self.backend.executions.release_unknown, self.execution_kind
+        await self._land("release_unknown", lambda: release(self.handle, kind))
+
     async def move_to_waiting_children(self) -> executions.WaitChildrenOutcome:
         """Park until the open dependencies are resolved; the lease is kept unless `Moved`."""
         await self._flush_best_effort()
@@ -116,12 +121,17 @@ class ClaimedTask(HeldAttempt):
         await self._repeat(lambda: progress(self.handle, pct, message))
 
     async def create_pending_waitpoint(
-        self, waitpoint_key: str, expires_in_ms: int
+        self,
+        waitpoint_key: str,
+        expires_in_ms: int,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
     ) -> suspension.PendingWaitpoint:
         """A waitpoint to hand out now and wait on later; it buffers signals meanwhile."""
         self._require_lease()
         return await self.backend.waitpoints.create_waitpoint(
-            self.handle, waitpoint_key, expires_in_ms
+            self.handle, waitpoint_key, expires_in_ms, prompt=prompt, details=details
         )
 
     async def close_waitpoint(self, waitpoint_id: str, reason: str = "proactive_close") -> bool:
@@ -239,7 +249,7 @@ class ClaimedTask(HeldAttempt):
         """Report the block's exception; a problem doing so must not hide it."""
         failure = describe(error)
         try:
-            await self.fail(failure.reason, failure.category)
+            await self.fail(failure.report, failure.category)
         except FlowFabricError as problem:
             extra = {"action": "task_abandoned", "execution_id": self.execution_id}
             log.warning("failure of %s was not stored: %s", self.execution_id, problem, extra=extra)

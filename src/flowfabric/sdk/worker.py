@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self, TypedDict, Unpack
 
@@ -17,10 +17,10 @@ from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.claims import WorkerClaims, give_back
 from flowfabric.sdk.attempt import DROP_PAUSE_S, warn_dropped
-from flowfabric.sdk.client import SentSignal
 from flowfabric.sdk.config import WorkerConfig
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.loop_thread import Connect, opened
+from flowfabric.sdk.options import SentSignal
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask
 
@@ -67,15 +67,26 @@ class Worker(ClosedOnce):
         poll_s = config.claim_poll_interval_ms / 1000
         self.claims = WorkerClaims(backend, requests, self._adopt, config.permits, poll_s)
         """Permits, hints and claims of this process."""
+        self._registered = False
+        self.vanished = False
+        """Whether it acts as if its process had been killed; for tests."""
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
         self._heartbeat: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, config: WorkerConfig, place: Connect | Place) -> Self:
+    async def connect(
+        cls,
+        config: WorkerConfig,
+        place: Connect | Place,
+        *,
+        tasks: Iterable[str] = (),
+        no_others: bool = False,
+    ) -> Self:
         """Open connections, register the process, start the lease keeper and the heartbeat.
 
-        `place` is a url, an address, or a function that opens a backend.
+        `place` is a url, an address, or a function that opens a backend. `tasks`: see
+        `offer_tasks`.
         """
         connect = place if callable(place) else partial(open_backend, place)
         # Local mistakes first: a typo must not register an instance that never serves.
@@ -87,6 +98,7 @@ class Worker(ClosedOnce):
             return None if settings is None else ScannerThread(connect, settings, backend)
 
         worker = cls(config, backend, keeper, new_scanners)
+        worker.claims.offer(config.capabilities, tasks, no_others=no_others)
         try:
             # The warnings of the process that prepared the server may be long gone.
             await asyncio.gather(worker._register(only_if_absent=True), backend.meta.log_findings())
@@ -112,6 +124,8 @@ class Worker(ClosedOnce):
                 worker_instance_id=config.worker_instance_id,
                 lanes=config.lanes,
                 capabilities=config.capabilities,
+                tasks=self.claims.tasks,
+                takes_other_tasks=not self.claims.no_others,
                 liveness_ttl_ms=config.liveness_ttl_ms,
                 namespace=config.namespace,
                 only_if_absent=only_if_absent,
@@ -120,6 +134,7 @@ class Worker(ClosedOnce):
             if error.code != "invalid_input":
                 raise
             raise ConfigError("worker", error.detail, "worker_instance_id") from error
+        self._registered = True
         await self.backend.places.register_places(self._places())
 
     def _places(self) -> dict[str, list[str]]:
@@ -129,21 +144,37 @@ class Worker(ClosedOnce):
             places.setdefault(lane.home, []).append(lane.lane_id)
         return places
 
+    def offer_tasks(self, tasks: Iterable[str], *, no_others: bool = False) -> None:
+        """Say which tasks this process knows. It then gets executions that wait for one of them.
+
+        With `no_others`, its claims leave tasks that it does not know to workers that do.
+        """
+        known, offered = (self.claims.tasks, self.claims.no_others), (tuple(tasks), no_others)
+        if offered != known:
+            self.claims.offer(self.config.capabilities, offered[0], no_others=no_others)
+            self._registered = False
+            self.claims.in_background(self._announce())
+
     async def _beat(self) -> None:
-        config = self.config
         while True:
-            await asyncio.sleep(config.liveness_ttl_ms / 3000)
-            try:
+            await asyncio.sleep(self.config.liveness_ttl_ms / 3000)
+            await self._announce()
+
+    async def _announce(self) -> None:
+        """Renew the registration, or register again; the next heartbeat repeats what failed."""
+        config, expiry = self.config, None
+        try:
+            if self._registered:
                 expiry = await self.backend.workers.heartbeat_worker(
                     config.worker_instance_id, config.namespace
                 )
-                if expiry is None:
-                    await self._register(only_if_absent=False)
-                for tag, lanes in self._places().items():
-                    self.backend.places.known_places.setdefault(tag, set()).update(lanes)
-                await self.backend.places.register_again()
-            except (EngineError, ConfigError) as error:
-                log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
+            if expiry is None:
+                await self._register(only_if_absent=False)
+            for tag, lanes in self._places().items():
+                self.backend.places.known_places.setdefault(tag, set()).update(lanes)
+            await self.backend.places.register_again()
+        except (EngineError, ConfigError) as error:
+            log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
     @property
     def free(self) -> int:
@@ -220,11 +251,17 @@ class Worker(ClosedOnce):
         waitpoint_id: str,
         waitpoint_token: WaitpointToken | str,
         signal_name: str,
+        source_identity: str = "",
         **options: Unpack[SentSignal],
     ) -> suspension.SignalOutcome | suspension.TriggeredResume:
         """Answer a wait of another execution; takes the options of `Client.deliver_signal`."""
         outcome = await self.backend.signals.deliver_signal(
-            execution_id, waitpoint_id, waitpoint_token, signal_name, **options
+            execution_id,
+            waitpoint_id,
+            waitpoint_token,
+            signal_name,
+            source_identity=source_identity,
+            **options,
         )
         if isinstance(outcome, suspension.Accepted) and outcome.resumed:
             return suspension.TriggeredResume(outcome.signal_id)
@@ -250,6 +287,8 @@ class Worker(ClosedOnce):
         )
 
     async def _deregister(self) -> None:
+        if self.vanished:
+            return
         try:
             await self.backend.workers.mark_worker_dead(
                 self.config.worker_instance_id, self.config.namespace, "shutdown"

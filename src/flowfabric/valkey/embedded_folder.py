@@ -17,12 +17,11 @@ from typing import BinaryIO, Final, Literal, Self, TypeAlias
 
 from flowfabric.core.errors import ConfigError
 from flowfabric.valkey import embedded_guard as guard
+from flowfabric.valkey.project_folder import FOLDER_VARIABLE, data_folder
 
 Aof: TypeAlias = Literal["no", "everysec", "always"]
 
-FOLDER_VARIABLE: Final = "FF_DATA_DIR"
 AOF_FOLDER: Final = "appendonlydir"
-_DEFAULT_FOLDER: Final = ".flowfabric"
 SECRET_FILE: Final = "waitpoint_secret"  # noqa: S105 - a file name
 _SECRET_BYTES: Final = 32
 _is_secret = re.compile(r"(?!0+$)(?:[0-9a-f]{2}){16,}").fullmatch
@@ -87,9 +86,8 @@ class DataFolder:
 
     @classmethod
     def prepare(cls, data_dir: Path | None) -> Self:
-        """Open the given folder, `FF_DATA_DIR` or `./.flowfabric`; create it for this user."""
-        chosen = data_dir or Path(os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER)
-        chosen = chosen.expanduser()
+        """Open the given folder or that of the project; create it for this user."""
+        chosen = data_folder() if data_dir is None else data_dir.expanduser()
         path = Path(os.path.realpath(chosen))
         with explained(path):
             if chosen.is_symlink():

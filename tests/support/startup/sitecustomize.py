@@ -19,6 +19,7 @@ _FUNCTIONS = Path(__file__).parents[1] / "ff_test.lua"
 class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
+        module.include_test_clock()
         module.include(_FUNCTIONS.read_text(encoding="utf-8"))
 
 

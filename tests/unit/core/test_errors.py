@@ -319,6 +319,27 @@ def test_local_errors_say_what_happened() -> None:
     assert (RetryableError().retryable, PermanentError().retryable) == (True, False)
 
 
+def test_people_see_compact_ids_and_programs_canonical_ones() -> None:
+    uuid = "11111111-2222-4333-8444-555555555555"
+    canonical, compact = f"{{fp:42}}:{uuid}", f"42-{uuid}"
+    conflict = EngineError("idempotency_conflict", "k", canonical)
+    shown = [
+        conflict,
+        EngineError("corruption", f"{canonical}: record: is missing"),
+        TaskFinishedError(canonical, "complete"),
+        LeaseLost("lease_revoked", "", canonical),
+        PossiblySucceeded("complete", canonical),
+        ReplyError("ff_fail", "nothing", canonical),
+    ]
+    for error in shown:
+        assert compact in str(error)
+        assert canonical not in str(error)
+    assert conflict.details == ("k", canonical)
+    # The name of a key is for the server's own tools.
+    key = f"ff:exec:{{fp:42}}:{canonical}:core"
+    assert key in str(EngineError("corruption", f"{key}: has the wrong type"))
+
+
 def test_every_exception_of_the_module_is_an_error_of_the_product() -> None:
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception):

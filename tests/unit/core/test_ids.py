@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 from uuid import UUID, uuid4
 
 import msgspec
@@ -78,6 +79,29 @@ def test_parts_of_an_execution_id() -> None:
     assert execution_id == f"{{fp:42}}:{UUID_A}"
     assert (execution_id.partition, execution_id.tag, execution_id.uuid) == (42, "{fp:42}", UUID_A)
     assert ExecutionId.trusted(str(execution_id)) == execution_id
+
+
+@given(index=st.integers(0, 65_535), uuid=st.uuids())
+def test_the_compact_spelling_is_the_same_id(index: int, uuid: UUID) -> None:
+    compact = f"{index}-{uuid}"
+    parsed = ExecutionId(compact)
+    assert parsed == f"{{fp:{index}}}:{uuid}"
+    assert parsed.compact == compact
+    assert re.fullmatch(r"[0-9a-f-]+", compact)
+
+
+@pytest.mark.parametrize(
+    "text", [f"042-{UUID_A}", f"65536-{UUID_A}", f"-{UUID_A}", f"1-{UUID_A}\n"]
+)
+def test_the_compact_spelling_is_as_strict(text: str) -> None:
+    with pytest.raises(IdParseError, match="an execution id looks like 42-<uuid>"):
+        ExecutionId(text)
+
+
+def test_stored_ids_are_canonical() -> None:
+    assert type(ids.stored_id(f"{{fp:1}}:{UUID_A}", "index")) is ExecutionId
+    with pytest.raises(CorruptionError, match="is not an execution id"):
+        ids.stored_id(f"1-{UUID_A}", "index")
 
 
 @given(index=st.integers(0, 65_535), uuid=st.uuids())

@@ -16,9 +16,8 @@ from flowfabric.cli.errors import CliError, UsageError
 from flowfabric.cli.options import Deployment, Target, argument, flag, value
 from flowfabric.cli.session import CONNECT_S, describe_location, open_backend
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, print_result
-from flowfabric.cli.views.text import clock, duration
 from flowfabric.core.contracts.suspension import HmacKid, HmacKids, RotationSummary
-from flowfabric.core.text import plural
+from flowfabric.core.text import clock, compact_ids, duration, plural
 from flowfabric.engine.api.meta import Finding, Grade
 from flowfabric.engine.api.secrets import SECRET_VARIABLE, check_rotation
 from flowfabric.engine.valkey.connect import ServerLocation, store_secret
@@ -53,7 +52,7 @@ def _print_findings(where: str, findings: list[Finding]) -> None:
     screen.line()
     width = max(len(each.name) for each in findings)
     for each in findings:
-        screen.line("  ", _MARKS[each.grade], f" {each.name:<{width}}  ", each.detail)
+        screen.line("  ", _MARKS[each.grade], f" {each.name:<{width}}  ", compact_ids(each.detail))
         if each.advice:
             screen.line(" " * (width + 6), ("→ ", "cyan"), each.advice)
     screen.line()

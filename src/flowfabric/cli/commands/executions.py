@@ -1,4 +1,4 @@
-"""`flowfabric ps`, `show`, `cancel`, `replay` and `revoke-lease`."""
+"""`flowfabric ps`, `show`, `cancel`, `replay`, `purge` and `revoke-lease`."""
 
 import asyncio
 import contextlib
@@ -8,18 +8,20 @@ import msgspec
 import typer
 
 from flowfabric.cli import options, session
+from flowfabric.cli.bulk import Change, change_many
 from flowfabric.cli.errors import CliError, report
 from flowfabric.cli.options import Target, flag, value
+from flowfabric.cli.selection import Selection
 from flowfabric.cli.views.detail import print_detail
 from flowfabric.cli.views.listing import change_printer, live_table, print_listing
 from flowfabric.cli.views.screen import Cell, Screen, print_json, print_result, state_cell
+from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.leases import Revoked
 from flowfabric.core.errors import EngineError, FlowFabricError, TransportError
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.api.backend import Backend
-from flowfabric.engine.api.reads import Filter
-from flowfabric.engine.overview import list_newest, read_detail
+from flowfabric.engine.overview import ExecutionListing, list_newest, read_detail
 
 _REFRESH_S = 1.0
 _HINTS = {
@@ -29,32 +31,10 @@ _HINTS = {
 }
 
 
-def _parse_state(text: str) -> str:
-    known = [state.value for state in PublicState if state is not PublicState.RESUMABLE]
-    if text not in known:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(known)}")
-    return text
-
-
-def _check_tag(text: str) -> str:
-    if text.find("=") < 1:
-        raise typer.BadParameter(f"expected key=value, got {text!r}")
-    return text
-
-
 async def ps(
     target: Target,
     *,
-    lane: options.Lane = None,
-    state: Annotated[
-        str | None,
-        value("NAME", "Only this state, such as active, waiting or failed.", parser=_parse_state),
-    ] = None,
-    kind: Annotated[str | None, value("NAME", "Only this task.")] = None,
-    tag: Annotated[
-        list[str] | None,
-        value("KEY=VALUE", "Only with this tag. Repeat it for several tags.", parser=_check_tag),
-    ] = None,
+    where: Selection,
     limit: options.Limit = 50,
     everything: Annotated[bool, flag("--all", "Show all executions.")] = False,
     watch: Annotated[bool, flag("--watch", "Keep running and show changes.")] = False,
@@ -64,8 +44,6 @@ async def ps(
     With --json, prints one JSON object per line. With --watch and without a terminal, prints an
     execution again whenever it changes.
     """
-    tags = dict(text.split("=", 1) for text in tag or ())
-    where = Filter(namespace=target.namespace, lane=lane, kind=kind, state=state, tags=tags)
     most = None if everything else limit
     if watch:
         # Ctrl-C is the normal way to stop.
@@ -74,7 +52,7 @@ async def ps(
         return
     try:
         async with session.open_backend(target) as backend:
-            listing = await list_newest(backend, where, most)
+            listing = await _list(target, backend, where, most)
     except session.NoDataYet as nothing:
         if not target.as_json:
             Screen().line("No executions: ", nothing.message, ".")
@@ -83,17 +61,23 @@ async def ps(
     if target.as_json:
         print_json(*listing.rows)
     else:
-        print_listing(listing, filtered=where != Filter())
+        print_listing(listing, filtered=not where.is_empty or target.namespace is not None)
 
 
-async def _watch(target: Target, where: Filter, limit: int | None) -> None:
+async def _list(
+    target: Target, backend: Backend, where: Selection, limit: int | None
+) -> ExecutionListing:
+    return await list_newest(backend, await where.where(backend, target.namespace), limit)
+
+
+async def _watch(target: Target, where: Selection, limit: int | None) -> None:
     screen = Screen()
     live = screen.terminal and not target.as_json
     changes = contextlib.nullcontext(change_printer(as_json=target.as_json))
     async with session.open_backend(target) as backend:
         with live_table(screen) if live else changes as show_listing:
             while True:
-                show_listing(await list_newest(backend, where, limit))
+                show_listing(await _list(target, backend, where, limit))
                 await asyncio.sleep(_REFRESH_S)
 
 
@@ -115,15 +99,27 @@ async def show(
 
 async def cancel(
     target: Target,
-    ids: options.Ids,
+    ids: options.OptionalIds = None,
     *,
+    where: Selection,
     reason: Annotated[str, value("TEXT", "Stored with the execution.")] = "",
+    dry_run: options.DryRun = False,
+    yes: options.Yes = False,
 ) -> None:
     """Cancel executions that have not finished.
 
-    The worker cancels a running handler when it next renews the lease. If one execution has
-    already finished, the command still cancels the others.
+    Name executions by their ids, or select them with options: the command then counts them, asks,
+    and cancels all that match every option. The worker cancels a running handler when it next
+    renews the lease. If one execution cannot be cancelled, the command still cancels the others.
     """
+    change = Change(
+        *("cancel", "cancelled"),
+        finished=False,
+        apply=lambda backend, info: backend.executions.cancel_execution(info.execution_id, reason),
+    )
+    if dry_run or not ids or not where.is_empty:
+        await change_many(target, ids or (), where, change, dry_run=dry_run, yes=yes)
+        return
     code = 0
     async with session.open_backend(target) as backend:
         for text in dict.fromkeys(ids):
@@ -158,8 +154,9 @@ async def _with_state(
 
 async def replay(
     target: Target,
-    id_: options.Id,
+    id_: options.OptionalId = None,
     *,
+    where: Selection,
     reason: Annotated[str, value("TEXT", "Stored with the new attempt.")] = "",
     expected_replay_count: Annotated[
         int | None,
@@ -167,17 +164,42 @@ async def replay(
     ] = None,
     keep_steps: Annotated[bool, flag("--keep-steps", "Keep the results of its steps.")] = False,
     by: options.By = None,
+    dry_run: options.DryRun = False,
+    yes: options.Yes = False,
 ) -> None:
-    """Rerun a finished execution under the same id."""
+    """Rerun finished executions under the same ids.
+
+    Name one execution by its id, or select them with options: the command then counts them, asks,
+    and reruns all that match every option.
+    """
+    requested_by = session.user_name() if by is None else by
+
+    async def run(backend: Backend, info: ExecutionInfo, expected: int | None) -> PublicState:
+        done = await backend.executions.replay_execution(
+            info.execution_id,
+            reason=reason,
+            requested_by=requested_by,
+            expected_replay_count=expected,
+            keep_steps=keep_steps,
+        )
+        return done.public_state
+
+    change = Change(
+        *("replay", "replayed"),
+        finished=True,
+        # The count makes sure that it is still the end that was seen.
+        apply=lambda backend, info: run(backend, info, info.replay_count),
+    )
+    if dry_run or id_ is None or not where.is_empty:
+        if expected_replay_count is not None:
+            raise typer.BadParameter("is for one ID", param_hint="--expected-replay-count")
+        ids = () if id_ is None else (id_,)
+        await change_many(target, ids, where, change, dry_run=dry_run, yes=yes)
+        return
     async with session.open_execution(target, id_) as (backend, execution_id):
         try:
-            done = await backend.executions.replay_execution(
-                execution_id,
-                reason=reason,
-                requested_by=session.user_name() if by is None else by,
-                expected_replay_count=expected_replay_count,
-                keep_steps=keep_steps,
-            )
+            info = await backend.reads.read_execution_info(execution_id)
+            state = await run(backend, info, expected_replay_count)
         except EngineError as error:
             if error.code != "replay_not_allowed":
                 raise await _with_state(backend, execution_id, error) from error
@@ -188,7 +210,29 @@ async def replay(
                 f"to replay it once more, pass --expected-replay-count {error.detail}",
                 *error.details,
             ) from error
-    _print_state(target, execution_id, done.public_state)
+    _print_state(target, execution_id, state)
+
+
+async def purge(
+    target: Target,
+    ids: options.OptionalIds = None,
+    *,
+    where: Selection,
+    dry_run: options.DryRun = False,
+    yes: options.Yes = False,
+) -> None:
+    """Delete finished executions with all their data.
+
+    Otherwise they are deleted when their retention is over. Name executions by their ids, or select
+    them with options. The command counts them and asks first.
+    """
+    change = Change(
+        *("purge", "purged"),
+        finished=True,
+        apply=lambda backend, info: backend.executions.purge_execution(info.execution_id),
+        warning="Payloads, results and output are deleted. ",
+    )
+    await change_many(target, ids or (), where, change, dry_run=dry_run, yes=yes)
 
 
 async def revoke_lease(
@@ -217,9 +261,10 @@ async def revoke_lease(
         effect = f"no change: {outcome.reason.replace('_', ' ')}"
     fields: dict[str, object] = {"execution_id": execution_id, "outcome": outcome.kind}
     fields |= msgspec.structs.asdict(outcome)
-    print_result(fields, f"{execution_id}  ", effect, as_json=target.as_json)
+    print_result(fields, f"{execution_id.compact}  ", effect, as_json=target.as_json)
 
 
 def _print_state(target: Target, execution_id: ExecutionId, state: PublicState) -> None:
     fields = {"execution_id": execution_id, "public_state": state.value}
-    print_result(fields, f"{execution_id}  ", state_cell(state.value), as_json=target.as_json)
+    where = f"{execution_id.compact}  "
+    print_result(fields, where, state_cell(state.value), as_json=target.as_json)

@@ -170,7 +170,7 @@ class _Follower:
 
     async def _print(self, page: StreamFrames) -> None:
         await self._announce_attempt()
-        self._announce_resume()
+        await self._announce_resume()
         if page.truncated:
             self.printer.note("gap")
         for frame in page.frames:
@@ -207,7 +207,7 @@ class _Follower:
         if info.public_state is PublicState.SUSPENDED:
             await self._announce_wait()
         elif not _finished(info):
-            self._announce_resume()
+            await self._announce_resume()
         return False
 
     async def _announce_attempt(self) -> None:
@@ -221,7 +221,8 @@ class _Follower:
             self.announced_wait = wait.since
             self.printer.note("waiting", at=await self.backend.meta.server_time_ms(), wait=wait)
 
-    def _announce_resume(self) -> None:
+    async def _announce_resume(self) -> None:
         if self.announced_wait is not None:
             self.announced_wait = None
-            self.printer.note("resumed")
+            last = await self.backend.waitpoints.read_last_wait(self.id)
+            self.printer.note("resumed", wait=last)

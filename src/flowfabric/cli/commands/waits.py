@@ -18,6 +18,7 @@ from flowfabric.core.text import plural
 from flowfabric.engine import overview
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.overview import Wait, list_waits, read_wait
+from flowfabric.sdk.diagnosis import OPERATOR_ONLY, TIMEOUT_ONLY
 
 _MIN_PREFIX = 4
 _TOO_LATE = frozenset({"waitpoint_closed", "target_not_signalable", "execution_not_suspended"})
@@ -102,7 +103,7 @@ async def approve(
         raise typer.BadParameter("pass either --reject or --name, not both", param_hint="--reject")
     decision = name or ("rejected" if reject else "approved")
     async with _open_waitpoint(target, id_, waitpoint) as (backend, found):
-        if found.required_signal_names == (view.OPERATOR_ONLY,):
+        if found.required_signal_names == (OPERATOR_ONLY,):
             if decision != "approved" or payload is not None:
                 raise CliError("not_asked", *_NO_SIGNAL)
             execution_id = found.execution_id
@@ -114,7 +115,7 @@ async def approve(
                 "resumed": True,
             }
             effect = _EFFECTS["resume_condition_satisfied"]
-            print_result(fields, f"{execution_id}  ", effect, as_json=target.as_json)
+            print_result(fields, f"{execution_id.compact}  ", effect, as_json=target.as_json)
             return
         _check_accepted(found, decision, explicit=name is not None)
         outcome = await backend.signals.deliver_approval_signal(
@@ -256,7 +257,7 @@ async def _nothing_waiting(backend: Backend, execution_id: ExecutionId) -> CliEr
 def _check_accepted(waitpoint: OpenWaitpoint, name: str, *, explicit: bool) -> None:
     """Refuse a default name that the wait does not accept; one given with --name is sent."""
     key, names = waitpoint.waitpoint_key, waitpoint.required_signal_names
-    if names == (view.TIMEOUT_ONLY,):
+    if names == (TIMEOUT_ONLY,):
         problem = f"{key} only waits for its timeout and accepts no signal"
         raise CliError("not_asked", problem, "`flowfabric cancel` ends the execution")
     if names and name not in names and not explicit:
@@ -286,5 +287,5 @@ def _print_effect(
 ) -> None:
     names = ("execution_id", "waitpoint_id", "waitpoint_key")
     plain = {name: getattr(waitpoint, name) for name in names}
-    where = f"{waitpoint.execution_id}  {waitpoint.waitpoint_key}"
+    where = f"{waitpoint.execution_id.compact}  {waitpoint.waitpoint_key}"
     print_result(plain | dict(fields), where, *effect, as_json=target.as_json)

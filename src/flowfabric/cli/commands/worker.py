@@ -23,11 +23,10 @@ from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, argument, flag, value
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Screen
-from flowfabric.cli.views.text import duration
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import plural
+from flowfabric.core.text import duration, plural
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.runtime import RunSummary
 
@@ -73,8 +72,8 @@ _SCANNERS = flag(
 )
 _GRACE = options.duration("How long to wait for running tasks before releasing them.")
 _ON_UNKNOWN = value(
-    "fail|release",
-    "Fail tasks that this app does not have, or release them for workers of another version.",
+    "release|fail",
+    "Leave tasks that this app does not have to workers that know them, or fail them.",
 )
 
 
@@ -90,7 +89,7 @@ def worker(
     block_limit: Annotated[float | None, _BLOCK_LIMIT] = None,
     scanners: Annotated[bool, _SCANNERS] = True,
     grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
-    on_unknown: Annotated[Literal["fail", "release"], _ON_UNKNOWN] = "fail",
+    on_unknown: Annotated[Literal["release", "fail"], _ON_UNKNOWN] = "release",
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,

@@ -6,12 +6,14 @@ import msgspec
 
 from flowfabric.cli.views import waits
 from flowfabric.cli.views.screen import Cell, Row, Screen, print_json, state_cell
-from flowfabric.cli.views.text import age, clock, duration, preview
+from flowfabric.cli.views.text import preview
 from flowfabric.core.contracts.executions import AttemptRecord
 from flowfabric.core.contracts.suspension import OpenWaitpoint
 from flowfabric.core.policy import NO_POLICY
+from flowfabric.core.text import age, clock, duration
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.overview import ExecutionDetail
+from flowfabric.sdk.diagnosis import why_not_running
 
 _ATTEMPT_STYLES = {
     "started": "bold cyan",
@@ -50,7 +52,7 @@ class Blob(msgspec.Struct, frozen=True):
 
 def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
     """Print one execution."""
-    why, info = waits.why_not_running(detail), detail.execution
+    why, info = why_not_running(detail), detail.execution
     payload = Blob.of(detail.payload, info.payload_encoding, full=full)
     result = Blob.of(detail.result, info.result_encoding, full=full)
     if as_json:
@@ -66,7 +68,10 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
         return
     screen = Screen()
     _print_head(screen, detail, why)
+    if detail.wait is not None and detail.wait.closed_at is None:
+        waits.print_question(screen, detail.wait)
     _print_table(screen, "Waitpoints", [_waitpoint(one, detail) for one in detail.waitpoints])
+    _print_table(screen, "Signals", [waits.signal_row(one) for one in detail.signals])
     _print_table(screen, "Attempts", [_attempt(one, detail.now_ms) for one in detail.attempts])
     _print_table(screen, "History", [_event(event) for event in detail.history])
     if info.failure_reason and "\n" in info.failure_reason:
@@ -87,7 +92,7 @@ def print_detail(detail: ExecutionDetail, *, full: bool, as_json: bool) -> None:
 def _print_head(screen: Screen, detail: ExecutionDetail, why: str) -> None:
     info = detail.execution
     screen.line((info.execution_kind, "bold"), "  ", state_cell(info.public_state.value))
-    screen.line((str(info.execution_id), "bright_black"))
+    screen.line((info.execution_id.compact, "bright_black"))
     if why:
         screen.line()
         screen.line(("Why it is not running: ", "yellow"), why)
@@ -111,6 +116,7 @@ def _print_head(screen: Screen, detail: ExecutionDetail, why: str) -> None:
 def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
     """Everything that `show` may print; None or empty where there is nothing to print."""
     info, now, lease = detail.execution, detail.now_ms, detail.lease
+    wait = detail.wait
     started, finished = info.started_at, info.completed_at
     percent = "" if info.progress_pct is None else f"{info.progress_pct}%"
     return {
@@ -130,6 +136,7 @@ def _facts(detail: ExecutionDetail) -> dict[str, Cell | None]:
         "replays": str(info.replay_count or ""),
         "reclaims": str(info.lease_reclaim_count or ""),
         "progress": f"{percent} {info.progress_message or ''}".strip(),
+        "last wait": waits.describe_end(wait, now) if wait and wait.closed_at else "",
         "failure": info.failure_reason and (_first_line(info.failure_reason), "red"),
         "failure category": info.failure_category,
         "cancellation reason": info.cancellation_reason,

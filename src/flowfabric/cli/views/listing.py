@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.text import Text
 
 from flowfabric.cli.views.screen import Row, Screen, drop_columns, id_cell, print_json, state_cell
-from flowfabric.cli.views.text import age, clean, short_length
+from flowfabric.cli.views.text import clean, short_length
 from flowfabric.core.contracts.executions import ExecutionSummary
-from flowfabric.core.text import plural
+from flowfabric.core.text import age, plural
 from flowfabric.engine.overview import ExecutionListing
 
 _OPTIONAL_COLUMNS = ("ATTEMPTS", "AGE", "LANE", "WORKER")
@@ -48,7 +48,7 @@ def _row(row: ExecutionSummary, now_ms: int, id_length: int | None, *, namespace
     if namespace:
         cells["NAMESPACE"] = row.namespace
     return cells | {
-        "KIND": row.execution_kind,
+        "TASK": row.execution_kind,
         "LANE": row.lane_id,
         "STATE": state_cell(row.public_state.value, progress),
         "AGE": age(now_ms - int(row.created_at)),

@@ -1,8 +1,11 @@
 """Tables and lists: coloured and fitted to a terminal, plain and complete in a pipe."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import msgspec
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -10,6 +13,7 @@ from rich.text import Text
 
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.ids import ExecutionId, enc_hook
+from flowfabric.core.text import iso
 
 Cell = str | tuple[str, str]
 """Text, or text with a style."""
@@ -41,14 +45,49 @@ def state_cell(state: str, suffix: str = "") -> Cell:
 
 
 def id_cell(execution_id: ExecutionId, length: int | None) -> Cell:
-    """The first characters of the UUID; for None, the whole id."""
-    return str(execution_id) if length is None else execution_id.uuid[:length], "bold"
+    """The compact id, with this many characters of its UUID or, for None, with all of them."""
+    compact = execution_id.compact
+    hidden = 0 if length is None else len(execution_id.uuid[length:])
+    return compact[: len(compact) - hidden], "bold"
+
+
+_OPTION_NAMES = {"execution_kind": "task", "lane_id": "lane", "public_state": "state"}
+_USER_DATA = frozenset({"tags", "details", "document", "result"})
+_is_time = re.compile(
+    r"(.+_)?(at|until|since)(_ms)?|ts|now_ms|last_heartbeat_ms|first_applied_ms|last_updated_ms"
+).fullmatch
+
+
+def published(value: Any) -> Any:
+    """What `--json` prints of a value: fields are named like options, and times are ISO 8601 too.
+
+    >>> published({"execution_kind": "resize", "attempt_index": 0, "created_at": "0"})
+    {'task': 'resize', 'attempt': 1, 'created_at': 0, 'created_at_iso': '1970-01-01T00:00:00.000Z'}
+    """
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value, enc_hook=enc_hook)
+    if isinstance(value, (list, tuple)):
+        return [published(each) for each in cast("Sequence[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    fields: dict[str, Any] = {}
+    for name, part in cast("Mapping[str, Any]", value).items():
+        if name in _USER_DATA and not isinstance(part, msgspec.Struct):
+            fields[name] = part
+        elif name.endswith("attempt_index") and isinstance(part, int):
+            fields[name.removesuffix("_index")] = part + 1
+        elif _is_time(name) and (number := str(part)).isdecimal():
+            fields[name] = int(number)
+            fields[f"{name.removesuffix('_ms')}_iso"] = iso(int(number))
+        else:
+            fields[_OPTION_NAMES.get(name, name)] = published(part)
+    return fields
 
 
 def print_json(*values: object) -> None:
     """Print JSON values, each on its own line."""
     for value in values:
-        sys.stdout.write(json_line(value, enc_hook) + "\n")
+        sys.stdout.write(json_line(published(value), enc_hook) + "\n")
 
 
 def print_result(fields: Mapping[str, object], *cells: Cell, as_json: bool) -> None:

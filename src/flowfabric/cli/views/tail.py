@@ -8,14 +8,17 @@ import sys
 from typing import Any
 from zlib import crc32
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
 from flowfabric.cli.views.screen import Cell, Screen, print_json, state_cell
 from flowfabric.cli.views.text import clean
-from flowfabric.cli.views.waits import describe_waitpoints, future_time
+from flowfabric.cli.views.waits import describe_end
 from flowfabric.core.contracts.streams import StreamedFrame
+from flowfabric.engine.api.waitpoints import LastWait
 from flowfabric.engine.overview import Wait
+from flowfabric.sdk.diagnosis import describe_waitpoints, future_time
 
 _PLAIN_TYPES = frozenset({"delta", "stdout"})
 _STYLES = {"stderr": "red", "event": "cyan", "blob": "magenta", "progress": "yellow"}
@@ -120,8 +123,14 @@ class TextPrinter:
                     "" if wait.until is None else f" until {future_time(wait.until, fields['at'])}"
                 )
                 self._print(state_cell("suspended"), f": waits for {what}{limit}")
+                if wait.prompt is not None:
+                    self._print(("asks", "magenta"), f": {wait.prompt}")
+                if wait.details is not None:
+                    self._print(msgspec.json.encode(wait.details).decode())
             case "resumed":
-                self._print(("resumed", "cyan"), ": the handler starts again")
+                last: LastWait | None = fields["wait"]
+                ended = f"the wait {describe_end(last)}" if last and last.closed_at else ""
+                self._print(("resumed", "cyan"), f": {ended or 'the handler starts again'}")
             case "gap":
                 self._print("older output was trimmed")
             case "interrupted":

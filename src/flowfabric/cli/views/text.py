@@ -1,13 +1,11 @@
-"""Text for people: ages, durations, times, previews, and text that is safe to print."""
+"""Text for people: previews, short ids, and text that is safe to print."""
 
 import json
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-_UNITS = ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"))
 _MIN_SHORT = 8
 _HEX_BYTES = 64
 
@@ -38,45 +36,6 @@ def json_line(value: object, enc_hook: Callable[[Any], Any] | None = None) -> st
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
-
-
-def age(ms: int) -> str:
-    """A duration, rounded down to one unit.
-
-    >>> age(200), age(61_000), age(7_200_000)
-    ('0s', '1m', '2h')
-    """
-    for size, unit in _UNITS:
-        if ms >= size:
-            return f"{ms // size}{unit}"
-    return "0s"
-
-
-def duration(ms: int) -> str:
-    """A duration in at most two units.
-
-    >>> duration(12), duration(2345), duration(125_000)
-    ('12 ms', '2.3 s', '2m 5s')
-    """
-    if ms < 1000:
-        return f"{ms} ms"
-    if ms < 60_000:
-        return f"{ms / 1000:.1f} s"
-    parts: list[str] = []
-    for size, unit in _UNITS:
-        count, ms = divmod(ms, size)
-        if count:
-            parts.append(f"{count}{unit}")
-    return " ".join(parts[:2])
-
-
-def clock(ms: int) -> str:
-    """A time in this machine's time zone."""
-    try:
-        moment = datetime.fromtimestamp(ms / 1000, UTC).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return f"{ms} ms"
-    return moment.strftime("%Y-%m-%d %H:%M:%S.") + f"{ms % 1000:03d}"
 
 
 def short_length(uuids: Iterable[str]) -> int:

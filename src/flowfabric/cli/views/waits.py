@@ -1,52 +1,29 @@
-"""What executions wait for: the table of `flowfabric waiting`, and phrases for other commands."""
+"""What executions wait for: the table of `flowfabric waiting`, and how waits ended."""
 
 from collections.abc import Sequence
 
-from flowfabric.cli.views.screen import Cell, Row, Screen, id_cell
-from flowfabric.cli.views.text import age, clock, duration, short_length
-from flowfabric.core.contracts.executions import ExecutionInfo, WhyWaiting
-from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
-from flowfabric.core.state import OwnershipState, PublicState
-from flowfabric.core.text import plural
-from flowfabric.engine.api.waitpoints import LastWait
-from flowfabric.engine.overview import ExecutionDetail, Wait
+import msgspec
 
-OPERATOR_ONLY = "__operator_only__"
-TIMEOUT_ONLY = "__timeout_only__"
-_SPECIAL = {OPERATOR_ONLY: "an operator", TIMEOUT_ONLY: "its timeout"}
+from flowfabric.cli.views.screen import Cell, Row, Screen, id_cell
+from flowfabric.cli.views.text import short_length
+from flowfabric.core.conditions import OPERATOR
+from flowfabric.core.contracts.suspension import OpenWaitpoint, ResumeSignal
+from flowfabric.core.text import age, clock, plural
+from flowfabric.engine.api.waitpoints import LastWait
+from flowfabric.engine.overview import Wait
+from flowfabric.sdk.diagnosis import accepted_signals
+
 _ENDINGS = {
     "cancelled": "ended when its execution was cancelled",
     "resumed": "was resumed by an operator",
 }
-_TIMED = {
-    "waiting_for_retry_backoff": "the last attempt failed; the next one starts",
-    "waiting_for_resume_delay": "the handler asked for a delay; it resumes",
-    "waiting_for_delay": "it was submitted with a delay; it starts",
-}
 
 
-def accepted_signals(waitpoint: OpenWaitpoint) -> str:
-    """The signals that a waitpoint accepts."""
-    if waitpoint.state == "pending":
-        return "not waiting yet"
-    names = waitpoint.required_signal_names
-    return ", ".join(_SPECIAL.get(name, name) for name in names) or "any signal"
-
-
-def describe_waitpoints(waitpoints: Sequence[OpenWaitpoint]) -> str:
-    """All waitpoints in one phrase."""
-    return "; ".join(f"{one.waitpoint_key} ({accepted_signals(one)})" for one in waitpoints)
-
-
-def future_time(at_ms: int, now_ms: int) -> str:
-    """A time, and how long until then."""
-    left = at_ms - now_ms
-    return f"{clock(at_ms)} (in {duration(left)})" if left > 0 else f"{clock(at_ms)} (due)"
-
-
-def describe_end(last: LastWait, now_ms: int) -> str:
-    """How a wait ended: what follows "the wait"."""
-    ago = "" if last.closed_at is None else f" {age(now_ms - last.closed_at)} ago"
+def describe_end(last: LastWait, now_ms: int | None = None) -> str:
+    """How a wait ended, and how long ago: what follows "the wait"."""
+    ago = ""
+    if last.closed_at is not None and now_ms is not None:
+        ago = f" {age(now_ms - last.closed_at)} ago"
     if last.answers:
         return f"was answered{ago}: " + ", ".join(_answer(signal) for signal in last.answers)
     reason = last.close_reason
@@ -56,6 +33,29 @@ def describe_end(last: LastWait, now_ms: int) -> str:
 def _answer(signal: ResumeSignal) -> str:
     by = f" by {signal.source_identity}" if signal.source_identity else ""
     return f"{signal.signal_name}{by}"
+
+
+def print_question(screen: Screen, wait: Wait | LastWait) -> None:
+    """Print what a wait asks, if it says so."""
+    if wait.prompt is None and wait.details is None:
+        return
+    screen.section("Question")
+    if wait.prompt is not None:
+        screen.block(wait.prompt)
+    if wait.details is not None:
+        screen.block(msgspec.json.format(msgspec.json.encode(wait.details)).decode())
+
+
+def signal_row(signal: ResumeSignal) -> Row:
+    """What a wait received; a sender that no operator vouches for is marked by its type."""
+    vouched = signal.source_type == OPERATOR
+    by = [signal.source_identity, "" if vouched else f"({signal.source_type})"]
+    return {
+        "AT": clock(signal.accepted_at),
+        "WAITPOINT": (signal.waitpoint_key, "magenta"),
+        "SIGNAL": (signal.signal_name, "bold"),
+        "BY": " ".join(filter(None, by)),
+    }
 
 
 def print_waits(waits: Sequence[Wait], left_out: int, now_ms: int) -> None:
@@ -79,8 +79,11 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
     screen = Screen()
     if wait.waitpoints:
         _print_table(screen, [wait], now_ms)
+        print_question(screen, wait)
         return
-    screen.line(f"{wait.execution_id} is {wait.public_state.value} and waits for no answer.")
+    screen.line(
+        f"{wait.execution_id.compact} is {wait.public_state.value} and waits for no answer."
+    )
     if last is not None and last.closed_at is not None:
         screen.line(f"Its last wait {describe_end(last, now_ms)}.")
 
@@ -88,16 +91,19 @@ def print_wait(wait: Wait, last: LastWait | None, now_ms: int) -> None:
 def _print_table(screen: Screen, waits: Sequence[Wait], now_ms: int) -> None:
     """Print a row per open waitpoint; a terminal gets short ids."""
     lanes = any(wait.lane_id != "default" for wait in waits)
+    asks = any(one.prompt for wait in waits for one in wait.waitpoints)
     id_length = length = None
     if screen.terminal:
         id_length = short_length(wait.execution_id.uuid for wait in waits)
         length = short_length(one.waitpoint_id for wait in waits for one in wait.waitpoints)
     rows: list[Row] = []
     for wait in waits:
-        head: Row = {"ID": id_cell(wait.execution_id, id_length), "KIND": wait.execution_kind}
+        head: Row = {"ID": id_cell(wait.execution_id, id_length), "TASK": wait.execution_kind}
         if lanes:
             head["LANE"] = wait.lane_id
-        rows += [head | _cells(wait, one, now_ms, length) for one in wait.waitpoints or [None]]
+        for one in wait.waitpoints or [None]:
+            prompt: Row = {"PROMPT": (one and one.prompt) or "-"} if asks else {}
+            rows.append(head | prompt | _cells(wait, one, now_ms, length))
     screen.table(rows)
 
 
@@ -132,75 +138,3 @@ def _time_left(at_ms: int | None, now_ms: int) -> str:
     if at_ms is None:
         return "-"
     return f"in {age(at_ms - now_ms)}" if at_ms > now_ms else "due"
-
-
-def why_not_running(detail: ExecutionDetail) -> str:
-    """What it waits for and how to help; empty if it runs or has finished."""
-    why = detail.why_not_running
-    if why is None:
-        return ""
-    match detail.execution.public_state:
-        case PublicState.ACTIVE:
-            return _active(detail)
-        case PublicState.SUSPENDED:
-            return _suspended(detail)
-        case _:
-            return _waiting(detail, why)
-
-
-def _waiting(detail: ExecutionDetail, why: WhyWaiting) -> str:
-    info = detail.execution
-    if why.lane_state != "active":
-        return f"lane {info.lane_id} is {why.lane_state}: none of its executions start"
-    timed = _TIMED.get(why.blocking_reason)
-    if timed is not None and why.retry_at is not None:
-        due = why.retry_at <= detail.now_ms
-        return f"{timed} " + ("now" if due else f"at {future_time(why.retry_at, detail.now_ms)}")
-    if why.unresolved_edges:
-        return f"it depends on {why.unresolved_edges} executions that have not finished"
-    if why.blocking_reason == "waiting_for_worker" or why.missing_capabilities:
-        return _for_worker(info, why)
-    reason = why.blocking_reason.replace("_", " ")
-    return f"{reason}: {why.blocking_detail}" if why.blocking_detail else reason
-
-
-def _active(detail: ExecutionDetail) -> str:
-    worker = "its worker" if detail.lease is None else detail.lease.worker_instance_id
-    if detail.execution.state_vector.ownership_state is OwnershipState.LEASE_REVOKED:
-        return f"the lease of {worker} was revoked; the next free worker takes it over"
-    if not detail.running:
-        return f"{worker} stopped renewing its lease; the next free worker takes it over"
-    return ""
-
-
-def _suspended(detail: ExecutionDetail) -> str:
-    active = [one for one in detail.waitpoints if one.state == "active"]
-    limit = None if detail.wait is None else detail.wait.until
-    until = "" if limit is None else f", until {future_time(limit, detail.now_ms)}"
-    names = {name for one in active for name in one.required_signal_names}
-    if TIMEOUT_ONLY in names:
-        return f"it sleeps{until}"
-    command = f"`flowfabric approve {detail.execution.execution_id.uuid}"
-    if OPERATOR_ONLY in names:
-        return f"it waits for an operator{until}: {command}` resumes it"
-    for_what = describe_waitpoints(active) or "an answer"
-    which = "" if len(active) == 1 else " WAITPOINT"
-    return f"it waits for {for_what}{until}: answer with {command}{which}`"
-
-
-def _for_worker(info: ExecutionInfo, why: WhyWaiting) -> str:
-    lane, needs = info.lane_id, info.required_capabilities
-    if why.able_workers:
-        return f"{_serve(len(why.able_workers))} lane {lane}; it starts as soon as one is free"
-    problem, option = f"no live worker serves lane {lane}", f"--lanes {lane}"
-    if needs:
-        problem += f" and offers {', '.join(needs)}"
-        option = f"--capabilities {','.join(needs)}"
-    if why.live_workers and why.missing_capabilities:
-        lacks = ", ".join(why.missing_capabilities)
-        problem = f"{_serve(why.live_workers)} lane {lane}, but the nearest lacks {lacks}"
-    return f"{problem}: start one with `flowfabric worker module:app {option}`"
-
-
-def _serve(workers: int) -> str:
-    return "1 live worker serves" if workers == 1 else f"{workers} live workers serve"

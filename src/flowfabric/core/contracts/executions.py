@@ -1,7 +1,7 @@
 """Inputs and results of operations on executions."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,8 @@ class NewExecution(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     creator_identity: str = ""
     idempotency_key: str = ""
+    idempotency_digest: bytes = b""
+    """What the key was used for, at most 32 bytes: a repeat with another one is a conflict."""
     tags: Mapping[str, str] = {}
     policy: ExecutionPolicy | None = None
     delay_until: int | None = None
@@ -188,6 +190,10 @@ class ExecutionSnapshot(_Read, frozen=True, kw_only=True):
     current_attempt: CurrentAttempt | None = None
     current_lease: LeaseSummary | None = None
     current_waitpoint: str | None = None
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -268,5 +274,13 @@ class WhyWaiting(msgspec.Struct, frozen=True, kw_only=True):
     """Live workers of its lane and namespace; None if it does not wait for a worker."""
     able_workers: tuple[str, ...] = ()
     """The instance ids of live workers that could run it."""
+    unknown_task: str | None = None
+    """Its task, if no live worker of its lane knows it."""
+    offered_to: str | None = None
+    """The worker that last left it to others because it did not know the task."""
     unresolved_edges: int = 0
     waitpoints: tuple[str, ...] = ()
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""

@@ -1,6 +1,6 @@
 """Fences, handles, claims, grants and the results of lease operations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any, Literal, Self
 
@@ -199,6 +199,13 @@ class ClaimedMany(msgspec.Struct, frozen=True):
 
     claims: list[Claim]
     remaining: int
+    unknown_tasks: Sequence[str] = ()
+    """The tasks that this worker does not know and left to others."""
+
+    @property
+    def worth_repeating(self) -> bool:
+        """Whether another call is likely to find more for this worker."""
+        return self.remaining > 0 and bool(self.claims or self.unknown_tasks)
 
 
 class ClaimGrant(msgspec.Struct, frozen=True, kw_only=True):

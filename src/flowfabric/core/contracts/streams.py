@@ -89,6 +89,24 @@ class StreamedFrame(msgspec.Struct, frozen=True, kw_only=True):
     ttl_ms: int | None = None
 
     @property
+    def text(self) -> str:
+        """The payload as text; bytes that are not UTF-8 become `�`."""
+        return self.payload.decode(errors="replace")
+
+    def json(self) -> Any:
+        """The value that was written; `ValueError` if the payload is not JSON.
+
+        Large values take several frames: join the payloads of all parts to decode them.
+        """
+        try:
+            return msgspec.json.decode(self.payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            part = self.encoding == "json" and '"part"' in self.metadata_json
+            what = f"holds one part of a larger value: {self.metadata_json}" if part else str(error)
+            problem = f"Frame {self.id} ({self.encoding}) is not JSON: {what}"
+            raise ValueError(f"{problem.rstrip('.')}. Read `text` or `payload`.") from error
+
+    @property
     def fields(self) -> dict[str, Any]:
         """The fields of the frame except its id, sorted by name."""
         present = {"correlation_id", "metadata_json", "summary_version", "ttl_ms"}

@@ -1,6 +1,6 @@
 """Suspensions, waitpoints and signals: inputs and results."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -142,6 +142,10 @@ class OpenWaitpoint(msgspec.Struct, frozen=True, kw_only=True):
     token_fingerprint: str
     activated_at: int | None = None
     expires_at: int | None = None
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 OpenWaitpoints = ListingPage[OpenWaitpoint]
@@ -179,6 +183,10 @@ class SuspendedEntry(msgspec.Struct, frozen=True, kw_only=True):
     requested_by: str
     suspended_at: int
     timeout_at: int | None = None
+    prompt: str | None = None
+    """What is asked, for people."""
+    details: Any = None
+    """What the question is about, as decoded JSON."""
 
 
 SuspendedPage = ListingPage[SuspendedEntry]

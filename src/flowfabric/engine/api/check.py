@@ -5,9 +5,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from flowfabric.core.contracts.leases import Fence, Handle
 from flowfabric.core.errors import ValidationError, invalid_input
-from flowfabric.core.ids import ExecutionId, new_uuid, validate_uuid
+from flowfabric.core.ids import ExecutionId, new_uuid, validate_text, validate_uuid
 from flowfabric.core.partition import PartitionCounts
 from flowfabric.core.text import REASON_LIMIT, truncate_utf8
 
@@ -18,6 +20,11 @@ _U32_MAX = 2**32 - 1
 _U64_MAX = 2**64 - 1
 _OVERRIDE = "operator_override"
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
+_MAX_JSON_DEPTH = 100
+_MAX_PROMPT_BYTES = 1024
+_MAX_DETAILS_BYTES = 8192
+_encode_json = msgspec.json.Encoder().encode
+_decode_json = msgspec.json.Decoder().decode
 _is_tag = re.compile(r"\{fp:(0|[1-9][0-9]{0,4})\}").fullmatch
 _is_pair = re.compile(r"[0-9a-f-]{36}/[0-9]{1,20}").fullmatch
 T = TypeVar("T")
@@ -101,6 +108,47 @@ def binary(value: Any, field: str) -> bytes:
     if not isinstance(value, bytes):
         raise _wrong_type(field, "bytes", value)
     return value
+
+
+def json_problem(data: bytes) -> str:
+    """Why readers could not decode these bytes as JSON of at most 100 levels; empty if they can."""
+    try:
+        return "nests too deeply" if _is_deep(data, _decode_json(data)) else ""
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return "is not JSON"
+
+
+def _is_deep(data: bytes, value: Any) -> bool:
+    if data.count(b"[") + data.count(b"{") <= _MAX_JSON_DEPTH:
+        return False
+    layer = _nested([value])
+    for _ in range(_MAX_JSON_DEPTH):
+        layer = [part for each in layer for part in _nested(each)]
+    return bool(layer)
+
+
+def _nested(value: list[Any] | dict[str, Any]) -> list[Any]:
+    parts = value.values() if isinstance(value, dict) else value
+    return [part for part in parts if isinstance(part, list | dict)]
+
+
+def question(prompt: Any, details: Any) -> dict[str, str]:
+    """What a wait asks people, as it is stored: text and JSON, each only if it is given."""
+    asked: dict[str, str] = {}
+    if prompt is not None and prompt != "":
+        asked["prompt"] = validate_text(prompt, "prompt", limit=_MAX_PROMPT_BYTES)
+    if details is None:
+        return asked
+    try:
+        data = _encode_json(details)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise invalid_input("details", f"cannot be written as JSON: {error}") from error
+    if len(data) > _MAX_DETAILS_BYTES:
+        problem = f"is {len(data)} bytes long as JSON; the limit is {_MAX_DETAILS_BYTES}"
+        raise invalid_input("details", f"{problem}. Pass a link to the rest.")
+    if problem := json_problem(data):
+        raise invalid_input("details", problem)
+    return asked | {"details": data.decode()}
 
 
 def source(value: Any) -> str:

@@ -21,7 +21,7 @@ class ClaimRequest(msgspec.Struct, frozen=True):
     worker_id: str
     worker_instance_id: str
     capabilities: str = ""
-    """Sorted CSV of the tokens the worker offers."""
+    """CSV of the tokens the worker offers, as `capabilities.offered_csv` builds it."""
     lease_ttl_ms: int = 30_000
 
     def __post_init__(self) -> None:
@@ -37,6 +37,7 @@ class GrantOptions(TypedDict, total=False):
     worker_id: Required[str]
     worker_instance_id: Required[str]
     worker_capabilities: Iterable[str]
+    worker_tasks: Iterable[str]
     grant_ttl_ms: int
     lane_id: str
     capability_hash: str
@@ -72,11 +73,16 @@ class Claims(Concern, Protocol):
         ...
 
     async def scan_eligible_executions(
-        self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
+        self,
+        lane_id: str,
+        tag: str,
+        limit: int,
+        worker_capabilities: Iterable[str] | None = None,
+        worker_tasks: Iterable[str] = (),
     ) -> list[ExecutionId]:
         """Up to `limit` waiting executions in claim order. Reads only.
 
-        With capabilities, only those that a worker with them may take.
+        With capabilities, only those that a worker with them may take, and with these tasks.
         """
         ...
 

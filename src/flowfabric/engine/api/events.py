@@ -316,7 +316,7 @@ class Subscriptions(Protocol):
 
 
 class Events(Subscriptions, Concern, Protocol):
-    """Following the event feeds, and waiting for executions to end."""
+    """Following the event feeds, and waiting for executions to stop."""
 
     async def follow(self, request: FeedRequest[F], cursor: Start) -> Subscription[F]:
         """What the typed forms are made of, for callers that subscribe again after an outage."""
@@ -324,3 +324,6 @@ class Events(Subscriptions, Concern, Protocol):
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
         """Return when it has ended, or earlier: read its state then. Or `execution_not_found`."""
+
+    async def wait_suspended(self, execution_id: ExecutionId) -> None:
+        """Return when it is suspended or has ended, or earlier, as `wait_ended` does."""

@@ -22,6 +22,7 @@ BATCH = 256
 """The most items one engine call takes; longer batches are sent in pieces."""
 BATCH_BYTES = 4_194_304
 """The most bytes of payloads and options it takes, unless a single item is larger."""
+DIGEST_BYTES = 32
 _POLICY_CACHE = 256
 _policies: dict[int, tuple[ExecutionPolicy, str]] = {}
 
@@ -43,6 +44,14 @@ def check_size(payload: Any, field: str, limit: int) -> None:
         )
 
 
+def check_digest(digest: Any) -> None:
+    """Refuse a digest of the wrong type or size."""
+    size = len(check.binary(digest, "idempotency_digest"))
+    if size > DIGEST_BYTES:
+        problem = f"must be at most {DIGEST_BYTES} bytes, got {size}"
+        raise invalid_input("idempotency_digest", problem)
+
+
 def check_new(item: NewExecution, max_payload_bytes: int) -> None:
     """Refuse an execution that cannot be created as described."""
     ids.validate_text(item.execution_kind, "execution_kind", required=True)
@@ -57,6 +66,8 @@ def check_new(item: NewExecution, max_payload_bytes: int) -> None:
         raise invalid_input("partition_id", "differs from the partition inside execution_id")
     if item.idempotency_key != "":
         ids.validate_text(item.idempotency_key, "idempotency_key")
+    if item.idempotency_digest != b"":
+        check_digest(item.idempotency_digest)
     if item.creator_identity != "":
         ids.validate_text(item.creator_identity, "creator_identity")
     if item.tags or type(item.tags) is not dict:
@@ -202,6 +213,13 @@ class Executions(Concern, Protocol):
         execution_id = check.handle(handle).execution_id
         return await self.delay_execution(execution_id, handle, delay_until=delay_until)
 
+    async def release_unknown(self, handle: Handle, kind: str) -> executions.Delayed:
+        """Release the lease of a task that the holder does not know.
+
+        The same attempt resumes at a worker that offers the task, and at no other.
+        """
+        ...
+
     async def move_to_waiting_children(
         self, execution_id: ExecutionId, fence: Holder = NO_FENCE, *, source: str = "lease_holder"
     ) -> executions.WaitChildrenOutcome:
@@ -259,6 +277,10 @@ class Executions(Concern, Protocol):
         one of them ended otherwise than its edges demand. `reopen_downstream` also reopens the
         skipped members that depend on it, `include_completed` all that ended.
         """
+        ...
+
+    async def purge_execution(self, execution_id: ExecutionId) -> None:
+        """Delete a finished execution before its retention is over; an absent one is no error."""
         ...
 
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:

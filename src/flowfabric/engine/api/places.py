@@ -94,6 +94,10 @@ class Doorbell(Protocol):
     heard_by_all: bool
     """Whether every listener hears a ring. Otherwise one does, and rings again for others."""
 
+    def hear(self, tasks: Sequence[str]) -> None:
+        """From the next wait on, also hear the rings for executions that wait for these tasks."""
+        ...
+
     async def wait(self, timeout_s: float) -> list[WorkPlace]: ...  # Empty: nothing in time.
     async def peek(self) -> list[WorkPlace]: ...  # What rings now, left ringing for others.
     async def aclose(self) -> None: ...

@@ -67,6 +67,9 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     lane: str | None = None
     kind: str | None = None
     state: str | None = None
+    finished: bool | None = None
+    before: int | None = None
+    """Only what finished before this time or, if it has not, was created before it."""
     tags: Mapping[str, str] = {}
 
     def validate(self) -> None:
@@ -79,16 +82,22 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
             validate_namespace(self.namespace)
         if self.kind is not None:
             validate_text(self.kind, "kind", required=True)
+        if self.finished is not None:
+            check.flag(self.finished, "finished")
+        if self.before is not None:
+            check.timestamp(self.before, "before")
         if self.tags:
             validate_tag_filter(self.tags)
 
-    def accepts(self, row: contracts.ExecutionSummary) -> bool:
+    def accepts(self, row: contracts.ExecutionSummary | contracts.ExecutionInfo) -> bool:
         """Whether the record matches; tags are checked separately."""
         return (
             self.namespace in (None, row.namespace)
             and self.lane in (None, row.lane_id)
             and self.kind in (None, row.execution_kind)
             and self.state in (None, row.public_state)
+            and self.finished in (None, row.completed_at is not None)
+            and (self.before is None or int(row.completed_at or row.created_at) < self.before)
         )
 
 
@@ -115,4 +124,12 @@ class Listings(Concern, Protocol):
         """Executions of one lane in one state, in the order of its index."""
         ...
 
-    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]: ...
+    async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
+        """How many executions each lane has in each of its indexes: `eligible`, `active`, …"""
+        ...
+
+    async def find_executions(
+        self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None
+    ) -> list[ExecutionId]:
+        """Executions whose UUID starts with the text, in one partition or in all of them."""
+        ...

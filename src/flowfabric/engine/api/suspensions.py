@@ -46,6 +46,8 @@ class Suspensions(Concern, Protocol):
         timeout_behavior: str | None = None,
         resume_policy: ResumePolicy | None = None,
         continuation_metadata_pointer: str = "",
+        prompt: str | None = None,
+        details: Any = None,
         idempotency_key: str | None = None,
     ) -> suspension.SuspendOutcome:
         """Release the lease until the condition, the timeout or an operator ends the pause.
@@ -53,6 +55,9 @@ class Suspensions(Concern, Protocol):
         Without `waitpoints`, every key that the condition names gets a new one. A repeat with the
         same idempotency key (default: the suspension id) returns the first answer. The empty key
         means none; then a lost reply cannot be repaired.
+
+        `prompt` (at most 1,024 bytes) and `details` (at most 8 KiB of JSON) tell people what is
+        asked. Without either, a waitpoint that was handed out with a question keeps it.
         """
         if check.instance(handle, Handle, "handle").kind == "suspended":
             raise StateError("already_suspended", op="suspend")
@@ -82,6 +87,7 @@ class Suspensions(Concern, Protocol):
             ],
             "referenced": conditions.referenced_waitpoint_keys(condition),
             "condition": conditions.condition_json(condition),
+            **check.question(prompt, details),
         }
         if timeout_at is not None:
             options["timeout_at"] = timeout_at
@@ -117,7 +123,7 @@ class Suspensions(Concern, Protocol):
         """`suspend` for services that hold a fence but no handle."""
         lease_id, epoch, attempt_id, index = check.fence(fence).split("/")
         handle = Handle(
-            execution_id=execution_id,
+            execution_id=ExecutionId(execution_id),
             lease=f"{lease_id}/{epoch}",
             attempt=f"{attempt_id}/{index}",
             lease_ttl_ms=0,

@@ -15,11 +15,9 @@ from flowfabric.engine.api.concern import Concern
 
 _DAY_MS = 86_400_000
 _JSON = "json"
-_MAX_JSON_DEPTH = 100
 _MAX_PAYLOAD_BYTES = 65_536
 _MAX_NAME_BYTES = 256
 _MAX_FIELD_BYTES = 512
-_decode = msgspec.json.Decoder().decode
 
 
 class LastWait(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,15 +30,26 @@ class LastWait(msgspec.Struct, frozen=True, kw_only=True):
     close_reason: str
     answers: list[suspension.ResumeSignal]
     """The signals that ended it."""
+    prompt: str | None = None
+    details: Any = None
 
 
 class Waitpoints(Concern, Protocol):
     """Waitpoints: what executions wait for, and the signals that arrived."""
 
     async def create_waitpoint(
-        self, handle: Handle, waitpoint_key: str, expires_in_ms: int
+        self,
+        handle: Handle,
+        waitpoint_key: str,
+        expires_in_ms: int,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
     ) -> suspension.PendingWaitpoint:
-        """Create a waitpoint that buffers signals until a suspension uses it; keeps the lease."""
+        """Create a waitpoint that buffers signals until a suspension uses it; keeps the lease.
+
+        `prompt` and `details` tell people what is asked, as those of `Suspensions.suspend`.
+        """
         ...
 
     async def close_waitpoint(
@@ -260,24 +269,7 @@ def _check(name: str, payload: bytes | None, encoding: str | None) -> str:
         )
     if encoding not in (None, _JSON):
         return encoding
-    try:
-        problem = "nests too deeply" if _is_deep(payload, _decode(payload)) else ""
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        problem = "is not JSON"
+    problem = check.json_problem(payload)
     if problem and encoding is not None:
         raise invalid_input("payload", f"{problem}. Send it with another payload_encoding.")
     return "" if problem else _JSON
-
-
-def _is_deep(payload: bytes, value: Any) -> bool:
-    if payload.count(b"[") + payload.count(b"{") <= _MAX_JSON_DEPTH:
-        return False
-    layer = _nested([value])
-    for _ in range(_MAX_JSON_DEPTH):
-        layer = [part for each in layer for part in _nested(each)]
-    return bool(layer)
-
-
-def _nested(value: list[Any] | dict[str, Any]) -> list[Any]:
-    parts = value.values() if isinstance(value, dict) else value
-    return [part for part in parts if isinstance(part, list | dict)]

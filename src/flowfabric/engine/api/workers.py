@@ -22,9 +22,17 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str
     lanes: tuple[str, ...]
     capabilities: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+    """The tasks it has handlers for."""
+    takes_other_tasks: bool = True
+    """Whether it also takes tasks that it does not know."""
     last_heartbeat_ms: int
     liveness_ttl_ms: int
     registered_at_ms: int
+
+    def knows(self, kind: str, *, required: bool) -> bool:
+        """Whether it takes a task; `required`: only if it has a handler for it."""
+        return kind in self.tasks or (self.takes_other_tasks and not required)
 
 
 class Coverage(msgspec.Struct, frozen=True):
@@ -65,6 +73,8 @@ class Workers(Concern, Protocol):
         worker_instance_id: str,
         lanes: Iterable[str],
         capabilities: Iterable[str] = (),
+        tasks: Iterable[str] = (),
+        takes_other_tasks: bool = True,
         liveness_ttl_ms: int = 60_000,
         namespace: str = "default",
         only_if_absent: bool = False,

@@ -1,16 +1,16 @@
-"""Waiting for executions to end: one reader serves every waiter of a process."""
+"""Waiting for executions to stop: one reader serves every waiter of a process."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.forks import forget_on_fork, leave_behind
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.state import PublicState
 from flowfabric.engine.events.reader import FeedReader
-from flowfabric.engine.events.source import FeedSource
+from flowfabric.engine.events.source import FeedSource, Stop
 
 log = logging.getLogger(__name__)
 _WAIT_S = 5.0
@@ -20,8 +20,8 @@ _NUDGE_S = 0.001
 _RECHECK_S = 15.0
 """A waiter that missed its event for whatever reason reads the state again after this time."""
 _ENDED = frozenset({"completed", "failed", "cancelled", "expired", "skipped"})
-Waiters = dict[str, list[asyncio.Future[None]]]
-"""Who waits, by execution."""
+Waiters = dict[Stop, list[asyncio.Future[None]]]
+"""Who waits, by what for."""
 
 
 class CompletionWatch:
@@ -39,20 +39,23 @@ class CompletionWatch:
         self._watchers: dict[str, _Watcher] = {}
         forget_on_fork(self)
 
-    async def wait_ended(self, execution_id: ExecutionId) -> None:
-        """Return when the execution has ended, sometimes earlier: read its state then."""
+    async def wait(self, execution_id: ExecutionId, *, suspended: bool = False) -> None:
+        """Return when the execution has ended or, if asked for, is suspended; sometimes earlier."""
+        stops: list[Stop] = [(execution_id, "ended")]
+        if suspended:
+            stops.append((execution_id, "suspended"))
         feed = execution_id.tag[1:-1]
         key = "" if self._source.waits_across_feeds else feed
         watcher = self._watchers.get(key)
         if watcher is None:
             watcher = self._watchers[key] = _Watcher(self._source)
-        with watcher.waiter(feed, execution_id) as ended:
+        with watcher.waiter(feed, stops) as stopped:
             # Both leave in one write and are answered in this order.
             _, state = await asyncio.gather(watcher.follow(feed), self._read_state(execution_id))
-            if state not in _ENDED:
+            if state not in _ENDED and not (suspended and state == "suspended"):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RECHECK_S):
-                        await ended
+                        await stopped
 
     @property
     def waiting(self) -> int:
@@ -81,16 +84,18 @@ class _Watcher:
         self._nudging: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
-    def waiter(self, feed: str, execution_id: str) -> Generator[asyncio.Future[None]]:
-        ended = asyncio.get_running_loop().create_future()
+    def waiter(self, feed: str, stops: Sequence[Stop]) -> Generator[asyncio.Future[None]]:
+        stopped = asyncio.get_running_loop().create_future()
         of_feed = self.waiters.setdefault(feed, {})
-        of_feed.setdefault(execution_id, []).append(ended)
+        for stop in stops:
+            of_feed.setdefault(stop, []).append(stopped)
         try:
-            yield ended
+            yield stopped
         finally:
-            of_feed[execution_id].remove(ended)
-            if not of_feed[execution_id]:
-                del of_feed[execution_id]
+            for stop in stops:
+                of_feed[stop].remove(stopped)
+                if not of_feed[stop]:
+                    del of_feed[stop]
             if not of_feed:
                 del self.waiters[feed]
                 self._reader.positions.pop(feed, None)
@@ -150,8 +155,8 @@ class _Watcher:
                 positions[feed] = self._source.position(entries[-1])
             of_feed = self.waiters.get(feed, {})
             for entry in entries:
-                if (ended := self._source.completed(entry)) in of_feed:
-                    _wake(of_feed[ended])
+                if (stop := self._source.stop(entry)) in of_feed:
+                    _wake(of_feed[stop])
         self._wake(gaps)
 
     def _wake(self, feeds: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """What storage provides so that the readers of this folder work on it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -12,6 +12,8 @@ StoredEntry = Any
 """An entry as storage returns it; only its source takes it apart."""
 Pages = Mapping[str, Sequence[StoredEntry]]
 """New entries by feed, oldest first."""
+Stop = tuple[str, Literal["ended", "suspended"]]
+"""An execution that stopped, and how."""
 
 
 class FeedState(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ class FeedSource(Protocol):
 
     def open(self) -> FeedLink: ...
     def position(self, entry: StoredEntry) -> Position: ...
-    def completed(self, entry: StoredEntry) -> str | None: ...  # The execution that ended.
+    def stop(self, entry: StoredEntry) -> Stop | None: ...  # If an execution stopped.
     def decode(self, feed: str, entry: StoredEntry) -> Event: ...  # Or `CorruptionError`.
     async def partition_feeds(self) -> Sequence[str]: ...  # Those that may have entries.
     async def tagged(self, ids: Collection[str], tags: Mapping[str, str]) -> set[str]: ...

@@ -359,9 +359,15 @@ class FeedEvents(api.Events):
         return [f"fp:{number}" for number in sorted(numbers)]
 
     async def wait_ended(self, execution_id: ExecutionId) -> None:
+        await self._watch.wait(self._checked(execution_id))
+
+    async def wait_suspended(self, execution_id: ExecutionId) -> None:
+        await self._watch.wait(self._checked(execution_id), suspended=True)
+
+    def _checked(self, execution_id: ExecutionId) -> ExecutionId:
         if not isinstance(execution_id, ExecutionId):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
             execution_id = ExecutionId.parse(execution_id)
-        await self._watch.wait_ended(execution_id.check_partition(self._counts))
+        return execution_id.check_partition(self._counts)
 
     async def aclose(self) -> None:
         async with contextlib.AsyncExitStack() as closing:

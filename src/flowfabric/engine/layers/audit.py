@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 Method = Callable[..., Any]
 Layer = Callable[[Method], Method]
 _OPERATOR_CALLS = {
-    "executions": ("change_priority", "replay_execution"),
+    "executions": ("change_priority", "replay_execution", "purge_execution"),
     "claims": ("issue_grant_and_claim", "issue_reclaim_grant"),
     "suspensions": ("resume_execution",),
     "lanes": ("set_lane_state", "set_lane_config"),

@@ -43,7 +43,7 @@ class ValkeyClaims(Claims):
             return ClaimedMany([], 0)
         reply = await self._calls.fcall("ff_claim_many", tag, args, op="claim_many")
         with decoding(reply, "ff_claim_many", "claim_many"):
-            return ClaimedMany(read_claims(request, reply[2]), int(reply[3]))
+            return _claimed(request, reply[2:])
 
     async def complete_and_claim(
         self,
@@ -63,10 +63,15 @@ class ValkeyClaims(Claims):
         if not claim:
             return outcomes, ClaimedMany([], 0)
         with decoding(reply, "ff_complete", "complete_many"):
-            return outcomes, ClaimedMany(read_claims(request, reply[3]), int(reply[4]))
+            return outcomes, _claimed(request, reply[3:])
 
     async def scan_eligible_executions(
-        self, lane_id: str, tag: str, limit: int, worker_capabilities: Iterable[str] | None = None
+        self,
+        lane_id: str,
+        tag: str,
+        limit: int,
+        worker_capabilities: Iterable[str] | None = None,
+        worker_tasks: Iterable[str] = (),
     ) -> list[ExecutionId]:
         lane, tag = validate_lane(lane_id), self._calls.checked_tag(tag)
         if check.whole(limit, "limit") < 1:
@@ -75,6 +80,7 @@ class ValkeyClaims(Claims):
         signatures = ["", *await self._calls.signatures(tag, lane)]
         if worker_capabilities is not None:
             offered = {"", *caps.normalise(worker_capabilities, "worker")}
+            offered.update(map(caps.task_token, check.texts(worker_tasks, "worker_tasks")))
             signatures = [csv for csv in signatures if offered.issuperset(csv.split(","))]
         names = [keys.eligible(tag, lane, each) for each in signatures]
         pages = await asyncio.gather(
@@ -103,7 +109,7 @@ class ValkeyClaims(Claims):
         try:
             grant = await self._grant("issue_reclaim_grant", execution_id, **options)
         except EngineError as error:
-            return _not_reclaimable(execution_id, error)
+            return _not_reclaimable(ExecutionId(execution_id), error)
         return leases.Granted(grant)
 
     async def _grant(
@@ -114,6 +120,7 @@ class ValkeyClaims(Claims):
         worker_id: str,
         worker_instance_id: str,
         worker_capabilities: Iterable[str] = (),
+        worker_tasks: Iterable[str] = (),
         grant_ttl_ms: int = 5000,
         lane_id: str = "",
         capability_hash: str = "",
@@ -125,6 +132,7 @@ class ValkeyClaims(Claims):
         if check.text(lane_id, "lane_id"):
             validate_lane(lane_id)
         csv, problem = _offered(worker_capabilities)
+        tasks = caps.offered_csv((), check.texts(worker_tasks, "worker_tasks"), no_others=False)
         token = new_uuid()
         args = (
             *(execution_id, lane_id, worker_pair(worker_id, worker_instance_id), csv, ttl, token),
@@ -132,6 +140,7 @@ class ValkeyClaims(Claims):
             check.text(route_snapshot_json, "route_snapshot_json"),
             check.text(admission_summary, "admission_summary"),
             problem,
+            tasks,
         )
         return await self._calls.ask(
             *(f"ff_{op}", execution_id.tag, args),
@@ -312,6 +321,13 @@ def claim_args(request: ClaimRequest, max_n: int, request_id: str) -> tuple[Any,
         # A second UUID of the request, different in its last group.
         f"{request_id[:24]}{request_id[28:36]}",
     )
+
+
+def _claimed(request: ClaimRequest, reply: Sequence[Any]) -> ClaimedMany:
+    rows, remaining, *more = reply
+    # An older library does not name the tasks that it left to others.
+    unknown = tuple(map(text, more[0])) if more and more[0] else ()
+    return ClaimedMany(read_claims(request, rows), int(remaining), unknown)
 
 
 def read_claims(request: ClaimRequest, rows: Sequence[Any]) -> list[Claim]:

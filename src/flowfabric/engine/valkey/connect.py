@@ -3,7 +3,9 @@
 import asyncio
 import os
 import threading
-from contextlib import aclosing
+from collections.abc import Generator
+from contextlib import aclosing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -17,6 +19,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend, check_settings
 from flowfabric.engine.valkey.boot import configured_counts, join, read_counts
 from flowfabric.valkey.address import Address, from_env, from_url, parse_url
 from flowfabric.valkey.connect import connect
+from flowfabric.valkey.project_folder import NO_SERVER, data_folder
 from flowfabric.valkey.transport import Transport
 
 if TYPE_CHECKING:
@@ -44,17 +47,21 @@ def check_url(url: str) -> None:
 
 def start_embedded(data_dir: Path | None = None, *, aof: "Aof" = "everysec") -> "EmbeddedServer":
     """Start or join the embedded server of a folder; blocks, and the caller releases it."""
+    _check_platform()
     from flowfabric.valkey.embedded import EmbeddedServer  # noqa: PLC0415
 
     return EmbeddedServer.acquire(data_dir, aof=aof)
 
 
-def data_folder() -> Path:
-    return Path(os.environ.get("FF_DATA_DIR") or ".flowfabric").expanduser().absolute()
+def _check_platform() -> None:
+    if find_spec("fcntl") is None:
+        problem = "FlowFabric has no embedded Valkey for this platform"
+        raise ConfigError("embedded", f"{problem}. {NO_SERVER}")
 
 
 def has_data() -> bool:
     """Whether an embedded Valkey runs, or ever ran, in the project's folder."""
+    _check_platform()
     from flowfabric.valkey.embedded_folder import explained  # noqa: PLC0415
 
     folder = data_folder()
@@ -105,6 +112,15 @@ class ServerLocation:
     def peer(self) -> str:
         """The deployment's name in messages, without any secret."""
         return "embedded Valkey" if self._address is None else self._address.peer
+
+    @contextmanager
+    def redirected(self, address: Address) -> Generator[None]:
+        """Open backends at another address until the block ends."""
+        before, self._address = self._address, address
+        try:
+            yield
+        finally:
+            self._address = before
 
     async def address(self) -> Address:
         """The deployment's address; starts or joins the embedded server if there is no other."""
@@ -167,6 +183,7 @@ class ServerLocation:
         found: list[Finding] = []
         try:
             if self.embedded:
+                _check_platform()
                 from flowfabric.engine.valkey import embedded_checks  # noqa: PLC0415
 
                 if not prepare and not has_data():

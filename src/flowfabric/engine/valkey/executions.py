@@ -45,7 +45,7 @@ class ValkeyExecutions(api.Executions):
     async def create_many(
         self, items: Sequence[NewExecution]
     ) -> list[executions.CreateOutcome | EngineError]:
-        items = check.listed(items, "items")
+        items = [*check.listed(items, "items")]
         outcomes: list[executions.CreateOutcome | EngineError | None] = [None] * len(items)
         batches: dict[str, list[int]] = {}
         limit = self._calls.max_payload_bytes
@@ -53,12 +53,14 @@ class ValkeyExecutions(api.Executions):
             try:
                 if type(item) is not NewExecution:
                     check.instance(item, NewExecution, "items")
-                tag = self._calls.checked(item.execution_id).tag
-                api.check_new(item, limit)
+                known = self._calls.checked(item.execution_id)
+                if known is not item.execution_id:
+                    items[position] = msgspec.structs.replace(item, execution_id=known)
+                api.check_new(items[position], limit)
             except EngineError as error:
                 outcomes[position] = error
             else:
-                batches.setdefault(tag, []).append(position)
+                batches.setdefault(known.tag, []).append(position)
         for tag, positions in batches.items():
             accepted = positions
             try:
@@ -223,7 +225,8 @@ class ValkeyExecutions(api.Executions):
             raise invalid_input("source", f"{source} is reserved for the engine")
         args = (check.reason(reason, "reason"), source, proof(fence))
         return await self._calls.ask_about(
-            execution_id, "ff_cancel", args, lambda reply: _ENDED[reply[2]](execution_id)
+            *(execution_id, "ff_cancel", args),
+            lambda reply: _ENDED[reply[2]](ExecutionId(execution_id)),
         )
 
     async def delay_execution(
@@ -237,6 +240,12 @@ class ValkeyExecutions(api.Executions):
         until = check.timestamp(delay_until, "delay_until", low=1)
         args = (proof(fence), check.source(source), until)
         state = await self._calls.ask_about(execution_id, "ff_delay", args, _public_state)
+        return executions.Delayed(ExecutionId(execution_id), state)
+
+    async def release_unknown(self, handle: Handle, kind: str) -> executions.Delayed:
+        execution_id = check.handle(handle).execution_id
+        args = (proof(handle), "lease_holder", check.text(kind, "kind"))
+        state = await self._calls.ask_about(execution_id, "ff_release_unknown", args, _public_state)
         return executions.Delayed(execution_id, state)
 
     async def move_to_waiting_children(
@@ -249,7 +258,7 @@ class ValkeyExecutions(api.Executions):
         def outcome(reply: list[Any]) -> executions.WaitChildrenOutcome:
             match reply[2:]:
                 case [b"moved", *_]:
-                    return executions.Moved(execution_id)
+                    return executions.Moved(ExecutionId(execution_id))
                 case [b"ready", *_]:
                     return executions.Ready()
                 case [b"impossible", ids, *_]:
@@ -282,7 +291,9 @@ class ValkeyExecutions(api.Executions):
         args = (check.whole(new_priority, "new_priority"), new_uuid())
         return await self._calls.ask_about(
             *(execution_id, "ff_change_priority", args),
-            lambda reply: executions.PriorityChanged(execution_id, int(reply[2]), int(reply[3])),
+            lambda reply: executions.PriorityChanged(
+                ExecutionId(execution_id), int(reply[2]), int(reply[3])
+            ),
         )
 
     async def replay_execution(
@@ -315,6 +326,11 @@ class ValkeyExecutions(api.Executions):
             op="replay_execution",
         )
 
+    async def purge_execution(self, execution_id: ExecutionId) -> None:
+        await self._calls.ask_about(
+            execution_id, "ff_purge_execution", (), lambda _: None, op="purge_execution"
+        )
+
     async def set_execution_tags(self, execution_id: ExecutionId, tags: Mapping[str, str]) -> int:
         validate_tags(tags)
         flat = [part for pair in tags.items() for part in pair]
@@ -343,6 +359,8 @@ def creation_options(item: NewExecution) -> dict[str, Any]:
         options["policy"] = api.policy_json(item.policy)
     if item.idempotency_key:
         options["idem"] = item.idempotency_key
+        if item.idempotency_digest:
+            options["digest"] = item.idempotency_digest.hex()
     if item.tags:
         options["tags"] = [part for pair in item.tags.items() for part in pair]
     if item.delay_until is not None:

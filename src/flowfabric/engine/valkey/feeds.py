@@ -13,7 +13,7 @@ from flowfabric.core.stored import Stored, corrupt
 from flowfabric.core.text import lossless
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.events.cursor import BEGINNING, Position, before, entry_id, position_of
-from flowfabric.engine.events.source import FeedState, Pages
+from flowfabric.engine.events.source import FeedState, Pages, Stop
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, text
 from flowfabric.engine.valkey.library import read_primaries
@@ -173,10 +173,14 @@ class ValkeyFeeds:
     def position(self, entry: Entry) -> Position:
         return position_of(entry[0].decode())
 
-    def completed(self, entry: Entry) -> str | None:
+    def stop(self, entry: Entry) -> Stop | None:
         # Every entry of a partition begins with its type and its execution.
         flat = entry[1]
-        return flat[3].decode() if flat[1] == b"completion" else None
+        if flat[1] == b"completion":
+            return flat[3].decode(), "ended"
+        if flat[1] == b"released" and b"su" in flat[::2]:
+            return flat[3].decode(), "suspended"
+        return None
 
     def decode(self, feed: str, entry: Entry) -> Event:
         return decode_entry(feed, *entry)

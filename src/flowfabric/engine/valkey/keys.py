@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from flowfabric.core.capabilities import task_token
+
 CONFIG_PARTITIONS = "ff:config:partitions"
 LANES = "ff:idx:lanes"
 LANES_TAG = f"{{{LANES}}}"
@@ -12,6 +14,8 @@ PARTITIONS = "ff:idx:partitions"
 """Flow partitions that hold or held work; scanners visit no others."""
 LEADERS_TAG = "{scanners}"
 _WAKE = "ff:wake:"
+_OF_TASK = "\x1f"
+"""Lane names have no control characters."""
 
 
 def lane_part(lane: str) -> str:
@@ -164,8 +168,13 @@ def leaders(tag: str) -> str:
     return f"ff:leader:{tag}:duties"
 
 
+def bell(lane_id: str, kind: str = "") -> str:
+    """Whose ring it is: a lane's, or that of one task of it."""
+    return f"{lane_id}{_OF_TASK}{task_token(kind)}" if kind else lane_id
+
+
 def wake(place: str) -> str:
-    """The doorbell of a lane; in a cluster that of a partition's tag, whose message is the lane."""
+    """The doorbell of a bell; in a cluster that of a partition's tag, whose message is the bell."""
     return f"{_WAKE}{place}"
 
 

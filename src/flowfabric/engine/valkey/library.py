@@ -16,7 +16,7 @@ from flowfabric.core.errors import TransportError, UnavailableError
 from flowfabric.valkey.transport import Ask, Transport
 
 log = logging.getLogger(__name__)
-LIBRARY_VERSION = 18
+LIBRARY_VERSION = 19
 """Rises whenever a function's arguments, reply or the set of names change."""
 MIN_CLIENT = 15
 """The oldest library version whose callers this library still serves."""
@@ -55,6 +55,11 @@ def include(source: str) -> None:
     if source not in _extensions:
         _extensions.append(source)
         _body.cache_clear()
+
+
+def include_test_clock() -> None:
+    """Add the functions that move the engine's clock; see `include`."""
+    include((files("flowfabric") / "lua" / "testing" / "clock.lua").read_text(encoding="utf-8"))
 
 
 @cache

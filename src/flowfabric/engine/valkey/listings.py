@@ -2,17 +2,17 @@
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowfabric.core.contracts.executions import ExecutionPage, ExecutionSummary
 from flowfabric.core.errors import ValidationError
-from flowfabric.core.ids import ExecutionId, is_execution_id, validate_lane
+from flowfabric.core.ids import ExecutionId, is_execution_id, validate_lane, validate_lanes
 from flowfabric.core.text import lossless, raw
 from flowfabric.engine.api import check
 from flowfabric.engine.api.reads import Filter, Listings
 from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once
 from flowfabric.engine.valkey.pages import Damage, given_cursor, opened, reading_cursor, sealed
 from flowfabric.engine.valkey.places import ValkeyPlaces
 from flowfabric.engine.valkey.record import Record
@@ -27,6 +27,7 @@ _LANE_STATES = (
 # These have one index per set of required capabilities.
 _BY_SIGNATURE = {"eligible": keys.eligible, "reclaimable": keys.reclaimable}
 _CHUNK = 200
+_LANES_AT_ONCE = 16
 _MAX_EXAMINED = 10_000
 
 
@@ -79,10 +80,10 @@ class ValkeyListings(Listings):
         with reading_cursor():
             index, after = (partition, cursor) if partition is not None else opened(cursor, 2)
             position, unstarted = int(index), not after and partition is None
-            known = unstarted or ExecutionId.parse(after).partition == position
-        if not known:
+            member = None if unstarted else ExecutionId.parse(after)
+        if member is not None and member.partition != position:
             raise ValidationError("invalid_cursor", "belongs to another partition")
-        return position, after
+        return position, member or ""
 
     async def _ids(
         self, partition: int, after: str, count: int, damage: Damage
@@ -114,13 +115,12 @@ class ValkeyListings(Listings):
     async def list_lane(
         self, lane_id: str, state: str, *, partition: int, cursor: str = "", limit: int = 50
     ) -> ExecutionPage:
-        suffix = check.one_of(state, "state", _LANE_STATES).replace("_", ":")
+        check.one_of(state, "state", _LANE_STATES)
         tag = f"{{fp:{check.partition(partition, self._calls.counts)}}}"
         given_cursor(cursor)
-        names = [keys.lane(tag, validate_lane(lane_id), suffix)]
-        if (apart := _BY_SIGNATURE.get(suffix)) is not None:
-            signatures = await self._calls.signatures(tag, lane_id)
-            names += [apart(tag, lane_id, each) for each in signatures]
+        validate_lane(lane_id)
+        apart = await self._calls.signatures(tag, lane_id) if state in _BY_SIGNATURE else []
+        names = _indexes(tag, lane_id, state, apart)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         if limit <= 0:
             return ExecutionPage(())
@@ -155,12 +155,37 @@ class ValkeyListings(Listings):
             offset += count
         return entries[:count]
 
-    async def find_executions(self, uuid_prefix: str, limit: int = 10) -> list[ExecutionId]:
+    async def count_lanes(self, lanes: Sequence[str]) -> dict[str, dict[str, int]]:
+        found = {lane: dict.fromkeys(_LANE_STATES, 0) for lane in validate_lanes(lanes)}
+        places = (await self._places.lanes_by_partition()).items()
+        damage = Damage("count_lanes")
+
+        async def count(place: tuple[str, str]) -> None:
+            tag, lane = place
+            signatures = await self._calls.signatures(tag, lane)
+            for state in _LANE_STATES:
+                names = _indexes(tag, lane, state, signatures)
+                sizes = await damage.keep_all(self._size(name) for name in names)
+                found[lane][state] += sum(filter(None, sizes))
+
+        wanted = [(tag, lane) for tag, used in places for lane in used if lane in found]
+        await at_once(_LANES_AT_ONCE, count, wanted)
+        return found
+
+    async def _size(self, name: str) -> int:
+        return await self._calls.read(f"{name}: index", "ZCARD", name)
+
+    async def find_executions(
+        self, uuid_prefix: str, limit: int = 10, *, partition: int | None = None
+    ) -> list[ExecutionId]:
         check.text(uuid_prefix, "uuid_prefix")
+        if partition is not None:
+            check.partition(partition, self._calls.counts)
         limit = min(check.whole(limit, "limit"), check.MAX_EXACT)
         if limit < 1:
             return []
-        tags = [f"{{fp:{index}}}" for index in await self._places.partitions_in_use()]
+        used = await self._places.partitions_in_use() if partition is None else [partition]
+        tags = [f"{{fp:{index}}}" for index in used]
         # `~` sorts after everything a UUID is made of.
         bounds = {tag: (f"[{tag}:{uuid_prefix}", f"({tag}:{uuid_prefix}~") for tag in tags}
         found = await asyncio.gather(*(self._listed(tag, *bounds[tag], limit) for tag in tags))
@@ -178,11 +203,18 @@ class ValkeyListings(Listings):
         return await self._calls.read(f"{tag}: all_executions", "ZRANGE", key, *bounds)
 
 
+def _indexes(tag: str, lane: str, state: str, signatures: Sequence[str]) -> list[str]:
+    """The keys that list a lane's executions in one state."""
+    apart = _BY_SIGNATURE.get(state)
+    more = [] if apart is None else [apart(tag, lane, each) for each in signatures]
+    return [keys.lane(tag, lane, state.replace("_", ":")), *more]
+
+
 def _lane_position(cursor: str, tag: str) -> tuple[float, str]:
     with reading_cursor():
         score, member = opened(cursor, 2)
-        known = ExecutionId.parse(member).tag == tag
-        position = (float(score), member)
-    if not known or not math.isfinite(position[0]):
+        known = ExecutionId.parse(member)
+        position = (float(score), known)
+    if known.tag != tag or not math.isfinite(position[0]):
         raise ValidationError("invalid_cursor", "belongs to another partition")
     return position

@@ -8,8 +8,8 @@ from flowfabric.core.contracts import executions as contracts
 from flowfabric.core.errors import NotFoundError, ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import NO_POLICY, ExecutionPolicy, parse_policy
-from flowfabric.core.state import LifecyclePhase, PublicState
-from flowfabric.core.stored import corrupt, stored_text
+from flowfabric.core.state import BlockingReason, LifecyclePhase, PublicState
+from flowfabric.core.stored import Stored, corrupt, stored_text
 from flowfabric.engine.api import check
 from flowfabric.engine.api.events import Event
 from flowfabric.engine.api.reads import Outcome, Reads
@@ -18,7 +18,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 from flowfabric.engine.valkey.feeds import decode_history
 from flowfabric.engine.valkey.flow_records import join_snapshot
-from flowfabric.engine.valkey.record import Record
+from flowfabric.engine.valkey.record import Record, question
 from flowfabric.engine.valkey.workers import ValkeyWorkers
 from flowfabric.valkey.transport import Arg
 
@@ -57,7 +57,9 @@ class ValkeyReads(Reads):
         record, tags = await asyncio.gather(
             self._record(execution_id), self.get_execution_tags(execution_id)
         )
-        return None if record is None else record.snapshot(tags)
+        if record is None:
+            return None
+        return record.snapshot(tags, question(await self._suspension(record)))
 
     async def get_execution_tags(self, execution_id: ExecutionId) -> Mapping[str, str]:
         fields = await self._part(execution_id, keys.tags, "HGETALL")
@@ -140,40 +142,51 @@ class ValkeyReads(Reads):
 
     async def explain_execution(self, execution_id: ExecutionId) -> contracts.WhyWaiting:
         record = await self._existing(execution_id, "explain_execution")
+        vector, kind, offered_to = record.state_vector, record.execution_kind, record.offered_to
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         context = f"lane {record.lane_id} of {tag}"
         lane_state = await self._calls.read(f"{context}: config", "HGET", lane_key, "state")
         join = join_snapshot(record.execution_id, record)
-        required, near = frozenset(record.required_capabilities), None
+        required, near, unknown = frozenset(record.required_capabilities), None, None
+        detail, blocked_by = record.text("blocking_detail", ""), vector.blocking_reason
         fleet: list[WorkerEntry] = []
-        if record.state_vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
+        if vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
             fleet = await self._workers.list_workers(None, limit=None)
         serving = [worker for worker in fleet if record.lane_id in worker.lanes]
-        if waits_for_worker(record.state_vector):
+        knowing = [one for one in serving if one.knows(kind, required=offered_to is not None)]
+        if waits_for_worker(vector):
             own = (worker for worker in serving if worker.namespace == record.namespace)
             near = least_missing(required, own)
+            if not knowing and (serving or offered_to):
+                unknown = kind
+        if unknown and blocked_by is BlockingReason.WAITING_FOR_WORKER:
+            blocked_by = BlockingReason.WAITING_FOR_CAPABLE_WORKER
+            detail = f"no live worker knows task {unknown}"
         # A worker runs executions of every namespace; its own is only where it is registered.
-        able = [worker for worker in serving if required.issubset(worker.capabilities)]
+        able = [worker for worker in knowing if required.issubset(worker.capabilities)]
+        suspension = await self._suspension(record)
+        waitpoints = suspension.text("waitpoints", "")
         return contracts.WhyWaiting(
             public_state=record.public_state,
-            blocking_reason=record.state_vector.blocking_reason.value,
-            blocking_detail=record.text("blocking_detail", ""),
+            blocking_reason=blocked_by.value,
+            blocking_detail=detail,
             since=record.last_transition_at,
             lane_state=stored_text(lane_state, context, "state") if lane_state else "active",
             retry_at=record.maybe_number("delay_until"),
             missing_capabilities=() if near is None else near.missing,
             live_workers=None if near is None else near.workers,
             able_workers=tuple(worker.worker_instance_id for worker in able),
+            unknown_task=unknown,
+            offered_to=offered_to,
             unresolved_edges=0 if join is None else join.running_count,
-            waitpoints=await self._waited_for(record),
+            waitpoints=tuple(waitpoints.split(",")) if waitpoints else (),
+            **question(suspension),
         )
 
-    async def _waited_for(self, record: Record) -> tuple[str, ...]:
-        """The waitpoints whose signals would end the execution's pause."""
-        if record.public_state is not PublicState.SUSPENDED:
-            return ()
-        eid = record.execution_id
-        key = keys.suspension(eid.tag, eid)
-        stored = await self._calls.read(f"{eid}: suspension", "HGET", key, "waitpoints")
-        return () if stored is None else tuple(stored_text(stored, eid, "waitpoints").split(","))
+    async def _suspension(self, record: Record) -> Stored:
+        """What a suspended execution waits for and asks; nothing if it is not suspended."""
+        names, row = ("waitpoints", "prompt", "details"), [None] * 3
+        if record.public_state is PublicState.SUSPENDED:
+            row = await self._part(record.execution_id, keys.suspension, "HMGET", *names)
+        return Stored.from_row(record.execution_id, names, row)

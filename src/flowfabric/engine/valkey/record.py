@@ -15,6 +15,7 @@ from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls
 
 S = TypeVar("S", bound=msgspec.Struct)
+_decode_json = msgspec.json.Decoder().decode
 _RETRYING = states.AttemptState.PENDING_RETRY_ATTEMPT
 _NO_CURRENT_ATTEMPT = (_RETRYING, states.AttemptState.PENDING_REPLAY_ATTEMPT)
 _ENDED = {
@@ -46,6 +47,12 @@ _DECODERS: dict[Any, Decoder] = {
     str | None: Stored.maybe_text,
 }
 """How a stored field is read, by the type that a view gives it."""
+
+
+def question(stored: Stored) -> dict[str, Any]:
+    """The prompt and the details of a suspension or a waitpoint."""
+    details = stored.parsed("details", _decode_json) if stored.is_set("details") else None
+    return {"prompt": stored.maybe_text("prompt"), "details": details}
 
 
 class Record(Stored):
@@ -92,6 +99,11 @@ class Record(Stored):
     def last_mutation_at(self) -> int:
         times = (self.number(name, 0) for name in ("last_mutation_at", "lease_last_renewed_at"))
         return max(self.last_transition_at, *times)
+
+    @property
+    def offered_to(self) -> str | None:
+        """The worker that last left it to others; from then on, only those that know its task."""
+        return self.maybe_text("offered_to")
 
     @property
     def required_capabilities(self) -> tuple[str, ...]:
@@ -164,7 +176,9 @@ class Record(Stored):
         times = {name: self._time(name) for name in ("created_at", "started_at", "completed_at")}
         return self._view(contracts.ExecutionInfo, **times)
 
-    def snapshot(self, tags: Mapping[str, str]) -> contracts.ExecutionSnapshot:
+    def snapshot(
+        self, tags: Mapping[str, str], question: Mapping[str, Any]
+    ) -> contracts.ExecutionSnapshot:
         blocking = self.state_vector.blocking_reason.value
         return self._view(
             contracts.ExecutionSnapshot,
@@ -172,6 +186,7 @@ class Record(Stored):
             tags=tags,
             blocking_reason=None if blocking == "none" else blocking,
             current_waitpoint=self.maybe_text("current_waitpoint_id"),
+            **question,
         )
 
     def summary(self) -> contracts.ExecutionSummary:

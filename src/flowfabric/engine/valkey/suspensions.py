@@ -19,10 +19,11 @@ from flowfabric.engine.valkey import pages
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.pages import Damage
 from flowfabric.engine.valkey.places import ValkeyPlaces
+from flowfabric.engine.valkey.record import question
 
 _SUSPENDED_PARTS = (
     *("lane_id", "suspension_id", "reason_code", "requested_by", "created_at", "timeout_at"),
-    "closed_at",
+    *("closed_at", "prompt", "details"),
 )
 _pack = msgspec.msgpack.Encoder().encode
 _TRIGGERS = ("signal", "operator", "auto_resume")
@@ -168,6 +169,7 @@ def _suspended_entry(row: list[Any]) -> suspension.SuspendedEntry | None:
         requested_by=stored.text("requested_by", ""),
         suspended_at=stored.number("created_at"),
         timeout_at=stored.maybe_number("timeout_at"),
+        **question(stored),
     )
 
 

@@ -21,6 +21,7 @@ from flowfabric.engine.api.waitpoints import CheckedSignal, LastWait, Signals, W
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
 from flowfabric.engine.valkey.pages import Damage
+from flowfabric.engine.valkey.record import question
 
 _CLOSED = {
     (b"closed", b"pending"): "pending",
@@ -32,6 +33,7 @@ _pack = msgspec.msgpack.Encoder().encode
 log = logging.getLogger(__name__)
 _OPEN = frozenset({"pending", "active"})
 _MAX_PAGE = 1000
+_Current = tuple[conditions.Condition, dict[str, Any]]
 
 
 class ValkeyWaitpoints(Waitpoints):
@@ -41,7 +43,13 @@ class ValkeyWaitpoints(Waitpoints):
         self._calls = calls
 
     async def create_waitpoint(
-        self, handle: Handle, waitpoint_key: str, expires_in_ms: int
+        self,
+        handle: Handle,
+        waitpoint_key: str,
+        expires_in_ms: int,
+        *,
+        prompt: str | None = None,
+        details: Any = None,
     ) -> suspension.PendingWaitpoint:
         check.handle(handle)
         try:
@@ -49,9 +57,11 @@ class ValkeyWaitpoints(Waitpoints):
         except ValidationError as error:
             raise ValidationError("invalid_waitpoint_key", error.detail) from None
         expires = check.positive_ms(expires_in_ms, "expires_in_ms")
+        asked = check.question(prompt, details)
+        said = asked.get("prompt", ""), asked.get("details", "")
         return await self._calls.ask_about(
             *(handle.execution_id, "ff_create_waitpoint"),
-            (proof(handle), ids.new_uuid(), waitpoint_key, expires),
+            (proof(handle), ids.new_uuid(), waitpoint_key, expires, *said),
             lambda reply: suspension.PendingWaitpoint(
                 text(reply[2]), text(reply[3]), WaitpointToken(text(reply[4]))
             ),
@@ -99,22 +109,24 @@ class ValkeyWaitpoints(Waitpoints):
         members = await self._calls.read(f"{execution_id}: waitpoints", "SMEMBERS", name)
         found_ids = sorted(identity for identity in map(lossless, members) if identity > after)
         damage = Damage("list_pending_waitpoints")
-        (condition,) = await damage.keep_all([self._condition(execution_id)])
+        (current,) = await damage.keep_all([self._current(execution_id)])
         found, more = await damage.first(
-            limit, found_ids, lambda one: self._open(execution_id, one, condition)
+            limit, found_ids, lambda one: self._open(execution_id, one, current)
         )
         last = found[-1].waitpoint_id if more else None
         return suspension.OpenWaitpoints(tuple(found), last, tuple(damage.found))
 
-    async def _condition(self, execution_id: ExecutionId) -> conditions.Condition | None:
+    async def _current(self, execution_id: ExecutionId) -> _Current | None:
+        """The condition and the question of the open suspension."""
         key = keys.suspension(execution_id.tag, execution_id)
         stored = await self._stored(execution_id, "suspension", key)
         if stored is None or stored.is_set("closed_at"):
             return None
-        return stored.parsed("resume_condition_json", conditions.parse_condition)
+        condition = stored.parsed("resume_condition_json", conditions.parse_condition)
+        return condition, question(stored)
 
     async def _open(
-        self, execution_id: ExecutionId, identity: str, condition: conditions.Condition | None
+        self, execution_id: ExecutionId, identity: str, current: _Current | None
     ) -> suspension.OpenWaitpoint | None:
         """The row of an open waitpoint."""
         context = f"waitpoint {shown(identity)}"
@@ -126,18 +138,21 @@ class ValkeyWaitpoints(Waitpoints):
         if stored.text("state") not in _OPEN:
             return None
         token, key = WaitpointToken(stored.text("waitpoint_token")), stored.text("waitpoint_key")
-        active = stored.text("state") == "active"
+        condition, asked = None, question(stored)
+        if stored.text("state") == "active" and current is not None:
+            condition, asked = current
         return suspension.OpenWaitpoint(
             waitpoint_id=identity,
             waitpoint_key=key,
             state=stored.text("state"),
-            required_signal_names=_names(condition, key) if active and condition else (),
+            required_signal_names=() if condition is None else _names(condition, key),
             created_at=stored.number("created_at"),
             execution_id=execution_id,
             token_kid=token.kid,
             token_fingerprint=token.fingerprint,
             activated_at=stored.maybe_number("activated_at"),
             expires_at=stored.maybe_number("expires_at"),
+            **asked,
         )
 
     async def read_last_wait(self, execution_id: ExecutionId) -> LastWait | None:
@@ -152,6 +167,7 @@ class ValkeyWaitpoints(Waitpoints):
             closed_at=stored.maybe_number("closed_at"),
             close_reason=stored.text("close_reason", ""),
             answers=await self._signals(eid, _ids(stored, "all_satisfier_signals")),
+            **question(stored),
         )
 
     async def _signals(

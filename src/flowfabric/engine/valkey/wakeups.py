@@ -68,26 +68,44 @@ class ValkeyWakeups:
         )
 
 
-class _ServerDoorbell:
+class _Bells:
+    """What a listener hears: the rings of lanes, and those for some of their tasks."""
+
+    def __init__(self, lanes: Iterable[str]) -> None:
+        self._lanes = tuple(lanes)
+        self._tasks: Sequence[str] = ()
+        self._lane_of = {lane: lane for lane in self._lanes}
+
+    def hear(self, tasks: Sequence[str]) -> None:
+        if tasks is not self._tasks:
+            self._tasks = tasks
+            kinds = ("", *tasks)
+            self._lane_of = {keys.bell(lane, kind): lane for lane in self._lanes for kind in kinds}
+
+
+class _ServerDoorbell(_Bells):
     """Pops rings from a sorted set per lane: each ring wakes one listener of the deployment."""
 
     heard_by_all = False
 
     def __init__(self, transport: Transport, lanes: Iterable[str]) -> None:
+        super().__init__(lanes)
         self._transport = transport
-        self._keys = {keys.wake(lane_id): lane_id for lane_id in lanes}
         self._conn: Connection | None = None
 
     async def wait(self, timeout_s: float) -> list[WorkPlace]:
         conn = self._conn
         if conn is None or not conn.is_open:
             conn = self._conn = await self._transport.blocking()
-        reply: Any = await conn.submit(("BZPOPMIN", *self._keys, timeout_s), timeout_s + _GRACE_S)
-        return [] if reply is None else [_place(self._keys[reply[0].decode()], reply[1])]
+        names = {keys.wake(bell): lane_id for bell, lane_id in self._lane_of.items()}
+        reply: Any = await conn.submit(("BZPOPMIN", *names, timeout_s), timeout_s + _GRACE_S)
+        return [] if reply is None else [_place(names[reply[0].decode()], reply[1])]
 
     async def peek(self) -> list[WorkPlace]:
         found: list[WorkPlace] = []
-        for key, lane_id in self._keys.items():
+        # Not those of tasks, which may be many: the sweeps of a busy worker find their work.
+        for lane_id in self._lanes:
+            key = keys.wake(lane_id)
             rings: Any = await self._transport.call("ZRANGE", key, 0, _PEEKED - 1, key=key)
             found += [_place(lane_id, ring) for ring in rings]
         return found
@@ -102,15 +120,15 @@ def _place(lane_id: str, ring: bytes) -> WorkPlace:
     return lane_id, f"{{fp:{ring.decode()}}}"
 
 
-class _ClusterDoorbell:
+class _ClusterDoorbell(_Bells):
     """Subscribes to the channels of all partitions: a blocking pop cannot span slots."""
 
     heard_by_all = True
 
     def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, lanes: Iterable[str]) -> None:
+        super().__init__(lanes)
         self._calls = calls
         self._places = places
-        self._lanes = set(lanes)
         self._conns: list[Connection] = []
         self._rings: dict[WorkPlace, None] = {}
         self._rung = asyncio.Event()
@@ -171,8 +189,9 @@ class _ClusterDoorbell:
         elif push[0] == b"smessage":
             self._ring(push[2].decode(), keys.wake_tag(push[1].decode()))
 
-    def _ring(self, lane_id: str, tag: str) -> None:
-        if lane_id in self._lanes:
+    def _ring(self, bell: str, tag: str) -> None:
+        lane_id = self._lane_of.get(bell)
+        if lane_id is not None:
             self._rings[lane_id, tag] = None
             self._rung.set()
 

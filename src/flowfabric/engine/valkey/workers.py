@@ -37,6 +37,8 @@ class ValkeyWorkers(Workers):
         worker_instance_id: str,
         lanes: Iterable[str],
         capabilities: Iterable[str] = (),
+        tasks: Iterable[str] = (),
+        takes_other_tasks: bool = True,
         liveness_ttl_ms: int = 60_000,
         namespace: str = "default",
         only_if_absent: bool = False,
@@ -46,6 +48,7 @@ class ValkeyWorkers(Workers):
         validate_worker_id(worker_instance_id, "worker_instance_id")
         check.positive_ms(liveness_ttl_ms, "liveness_ttl_ms")
         check.flag(only_if_absent, "only_if_absent")
+        no_others = not check.flag(takes_other_tasks, "takes_other_tasks")
         self._nonce = self._nonce or new_uuid()
         args = (
             worker_id,
@@ -55,6 +58,7 @@ class ValkeyWorkers(Workers):
             liveness_ttl_ms,
             "1" if only_if_absent else "0",
             self._nonce,
+            caps.offered_csv((), check.texts(tasks, "tasks"), no_others=no_others),
         )
         if namespace not in self._places.known_namespaces:
             await add_names(self._calls, keys.NAMESPACES, [namespace])
@@ -113,6 +117,7 @@ class ValkeyWorkers(Workers):
         if not found:
             return None
         stored = Stored.from_hash(context, found)
+        tasks, takes_others = caps.read_tasks(stored.text("tasks_csv", ""))
         return WorkerEntry(
             worker_id=stored.text("worker_id"),
             worker_instance_id=stored_text(raw(instance), stored.context, "worker_instance_id"),
@@ -121,6 +126,8 @@ class ValkeyWorkers(Workers):
                 lane for lane in stored.text("lanes_csv", "").split(_LANE_SEPARATOR) if lane
             ),
             capabilities=stored.parsed("caps_csv", lambda csv: caps.from_csv(csv, "worker")),
+            tasks=tasks,
+            takes_other_tasks=takes_others,
             last_heartbeat_ms=stored.number("last_heartbeat_ms"),
             liveness_ttl_ms=stored.number("ttl_ms"),
             registered_at_ms=stored.number("registered_at_ms"),

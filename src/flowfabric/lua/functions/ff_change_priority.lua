@@ -16,7 +16,7 @@ record.register_function('ff_change_priority', record.checked, function(c, id, r
   server.call('HSET', K.core(c.tag, id), 'priority', rec.priority, 'last_mutation_at', c.now)
   operator.remember(c, id, rec, args[3], string.format('%d %d', old, rec.priority))
   if S.is_eligible(rec.state) then
-    server.call('ZADD', K.eligible(c.tag, rec.lane_id, rec.required_capabilities), 'XX',
+    server.call('ZADD', K.eligible(c.tag, rec.lane_id, waiting.signature(rec)), 'XX',
       c:score(rec), id)
   end
   events.emit(c, 'priority_changed', id, rec, 'op', old, 'np', rec.priority)

@@ -3,7 +3,7 @@
 -- Arguments: number of items, then per item: execution_id, fence, source (an override:
 --   `operator_override <request id>`), result (`0` none, or `1` followed by the encoding label),
 --   result bytes; then optionally the claim arguments.
--- Replies per item: `completed` | [0, code, detail...]; then claim rows and number left, if asked.
+-- Replies per item: `completed` | [0, code, detail...]; then what ff_claim_many replies, if asked.
 -- Errors: execution_not_found and those of the fence; of the whole call: batch_too_large.
 -- Events: completion, expired (a lapsed lease), acquired and reclaimed (the claims).
 local function success(label, source)
@@ -55,11 +55,11 @@ register('ff_complete', function(keys, args)
   c:flush()
   local want = claiming.wanted(args, first)
   want.awake = true
-  local rows, left = claiming.many(c, want)
+  local rows, left, unknown = claiming.many(c, want)
   c:close()
   c.rings_later = nil
-  for lane in pairs(released) do
-    if left > 0 or lane ~= want.lane then c:ring(lane) end
+  for _, bell in pairs(released) do
+    if left > 0 or bell.lane ~= want.lane then c:ring(bell.lane, bell.task) end
   end
-  return reply.ok(replies, rows, left, cascade.told(c))
+  return reply.ok(replies, rows, left, unknown, cascade.told(c))
 end, { 'allow-oom' })

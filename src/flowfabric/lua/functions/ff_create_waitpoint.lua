@@ -1,6 +1,6 @@
 -- ff_create_waitpoint: the lease holder makes a pending waitpoint that buffers signals.
 -- Keys: core, waitpoint, waitpoints (all, pending), pending_waitpoint_expiry, key store.
--- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms.
+-- Arguments: execution_id, fence, waitpoint_id, waitpoint_key, expires in ms, prompt, details.
 -- Replies: waitpoint_id, waitpoint_key, token. Errors: execution_not_found, those of the fence,
 --   waitpoint_already_exists, waitpoint_limit_exceeded, hmac_secret_not_initialized,
 --   invalid_secret. Events: none.
@@ -18,9 +18,12 @@ record.register_function('ff_create_waitpoint', record.checked, function(c, id, 
   local token = tokens.mint(c, waitpoint_id, key, c.now)
   local expires = c:after(tonumber(args[5]))
   if not rec.waitpointed then record.set(c, id, rec, 'waitpointed', '1') end
-  server.call('HSET', stored, 'execution_id', id, 'attempt_index', record.attempt_index(rec),
+  local fields = { 'execution_id', id, 'attempt_index', record.attempt_index(rec),
     'waitpoint_key', key, 'waitpoint_token', token, 'state', 'pending', 'created_at', c.now,
-    'expires_at', expires)
+    'expires_at', expires }
+  values.add(fields, 'prompt', args[6])
+  values.add(fields, 'details', args[7])
+  server.call('HSET', stored, unpack(fields))
   server.call('SADD', K.waitpoints(c.tag, id), waitpoint_id)
   server.call('SADD', K.pending_waitpoints(c.tag, id), waitpoint_id)
   server.call('ZADD', K.index(c.tag, 'pending_waitpoint_expiry'), expires, waitpoint_id)

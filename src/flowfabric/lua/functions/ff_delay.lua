@@ -11,6 +11,6 @@ pausing.register_function('ff_delay', 'worker_delay', function(c, id, rec, args)
     return 'delayed'
   end
   pausing.release(c, id, rec, S.eligible('i'), 'worker_delay:waiting', {})
-  c:ring(rec.lane_id)
+  waiting.ring(c, rec)
   return 'waiting'
 end, { 'allow-oom' })

@@ -13,7 +13,7 @@ local function refusal(c, id, rec)
   if S.has_running_attempt(rec.state) then return reply.err('active_attempt_exists') end
   if granting.live(c, rec) then return reply.err('grant_already_exists') end
   if not S.has_paused_attempt(rec.state) and not server.call('ZSCORE',
-      K.eligible(c.tag, rec.lane_id, rec.required_capabilities), id) then
+      K.eligible(c.tag, rec.lane_id, waiting.signature(rec)), id) then
     return reply.err('execution_not_in_eligible_set')
   end
   if not S.is_eligible(rec.state) then return reply.err('execution_not_eligible') end

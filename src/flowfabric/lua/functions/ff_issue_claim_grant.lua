@@ -2,7 +2,7 @@
 -- Keys: core, claim_grant, lane eligible.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), capabilities CSV, ttl ms, token,
 --   capability_hash, route_snapshot_json, admission_summary, what the caller found wrong with the
---   capabilities or empty.
+--   capabilities or empty, tasks CSV.
 -- Replies: grant_expires_at, lane. Errors: execution_not_found, execution_not_eligible,
 --   grant_already_exists, execution_not_in_eligible_set, invalid_capabilities,
 --   capability_mismatch, invalid_input (lane_mismatch). Events: none.
@@ -12,7 +12,7 @@ granting.register_function('ff_issue_claim_grant', record.checked, function(c, i
     return reply.err('execution_not_eligible')
   end
   reply.stop_with(granting.repeated(c, id, rec, args[6]))
-  local index = K.eligible(c.tag, rec.lane_id, rec.required_capabilities)
+  local index = K.eligible(c.tag, rec.lane_id, waiting.signature(rec))
   if not server.call('ZSCORE', index, id) then return reply.err('execution_not_in_eligible_set') end
   return granting.capability_problem(c, id, rec, args) or granting.write(c, id, rec, args)
 end, { 'allow-oom' })

@@ -2,7 +2,7 @@
 -- Keys: core, claim_grant; at the cap also those of a final failure.
 -- Arguments: execution_id, lane or empty, worker (`id instance`), capabilities CSV, ttl ms, token,
 --   capability_hash, route_snapshot_json, admission_summary, what the caller found wrong with the
---   capabilities or empty.
+--   capabilities or empty, tasks CSV.
 -- Replies: grant_expires_at, lane. Errors: execution_not_found, execution_not_reclaimable,
 --   grant_already_exists, invalid_capabilities, capability_mismatch, max_retries_exhausted (the
 --   execution has failed, now or before), invalid_input (lane_mismatch). Events: completion (at the cap).

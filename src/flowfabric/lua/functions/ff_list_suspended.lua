@@ -2,9 +2,9 @@
 -- Keys: lane suspended indexes, suspensions. Arguments: limit, score to start after, id to
 --   start after (empty: from the beginning), then lanes.
 -- Replies: per execution [id, score, lane, fields of its suspension as stored (suspension_id,
---   reason_code, requested_by, created_at, timeout_at, closed_at) or nothing if that is not a hash];
---   then how many of the lanes were read: the caller asks for the others again; then the lanes among
---   them whose index cannot be read. Errors: none.
+--   reason_code, requested_by, created_at, timeout_at, closed_at, prompt, details) or nothing if
+--   that is not a hash]; then how many of the lanes were read: the caller asks for the others again;
+--   then the lanes among them whose index cannot be read. Errors: none.
 
 -- After this many index reads and rows, a call reads no further lane.
 local AT_ONCE = 2000
@@ -43,7 +43,7 @@ register('ff_list_suspended', function(keys, args)
   rows = values.slice(rows, 1, math.min(limit, #rows))
   for _, row in ipairs(rows) do
     local readable, found = try(server.call, 'HMGET', K.suspension(c.tag, row[1]), 'suspension_id',
-      'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at')
+      'reason_code', 'requested_by', 'created_at', 'timeout_at', 'closed_at', 'prompt', 'details')
     row[4] = readable and found
   end
   return reply.ok(rows, lanes_read, unreadable)

@@ -21,6 +21,6 @@ batch.register_function('ff_promote_delayed', 2, function(c, id, args)
   record.transition(c, id, rec, S.eligible(S.attempt(rec.state)), 'last_transition_at', c.now)
   record.clear(c, id, rec, 'delay_until', 'blocking_detail')
   waiting.enter(c, id, rec)
-  c:ring(lane)
+  waiting.ring(c, rec)
   return 'promoted'
 end, { 'allow-oom' })

@@ -28,7 +28,7 @@ local function demand_lease(c, id, rec, want)
   if S.is_leased(rec.state) then
     want[K.index(c.tag, 'lease_expiry')] = expires
   else
-    want[K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities)] = tonumber(c:score(rec))
+    want[K.reclaimable(c.tag, rec.lane_id, waiting.signature(rec))] = tonumber(c:score(rec))
   end
   if S.is_leased(rec.state) or S.is_lease_expired(rec.state) then
     want[K.worker_leases(c.tag, record.worker_instance(rec))] = true
@@ -44,7 +44,7 @@ local function demanded(c, id, rec)
   if suffix == 'active' then
     demand_lease(c, id, rec, want)
   elseif suffix == 'eligible' then
-    want[K.eligible(c.tag, rec.lane_id, rec.required_capabilities)] = tonumber(c:score(rec))
+    want[K.eligible(c.tag, rec.lane_id, waiting.signature(rec))] = tonumber(c:score(rec))
   elseif suffix == 'delayed' then
     want[key] = tonumber(rec.delay_until) or ANY
   elseif suffix == 'suspended' then
@@ -88,9 +88,10 @@ local function look_into(piece, key, command)
   end
 end
 
-local function look_into_lane(c, piece, lane)
+-- `own`: the signatures of the records, which a lane with very many may not show otherwise.
+local function look_into_lane(c, piece, lane, own)
   local names, sigs = {}, K.lane(c.tag, lane, 'sigs')
-  local ok, signatures = try(waiting.signatures, sigs)
+  local ok, signatures = try(waiting.signatures, sigs, own)
   if not ok then piece.unreadable[sigs], signatures = signatures, {} end
   for _, signature in ipairs(signatures) do
     local eligible = K.eligible(c.tag, lane, signature)
@@ -114,13 +115,14 @@ end
 -- Reads the records, then every key that could hold them: a command per key, not per record.
 local function read(c, piece, lanes, seen)
   local here, instances, orphans = {}, {}, false
-  for lane in pairs(lanes) do here[lane] = true end
+  for lane in pairs(lanes) do here[lane] = {} end
   local problems = batch.each(piece.ids, 1, function(id)
     piece.held[id] = {}
     local rec = record.checked_lease(c, id)
     piece.records[id] = rec
     if rec then
-      here[rec.lane_id], seen[rec.lane_id] = true, true
+      here[rec.lane_id], seen[rec.lane_id] = here[rec.lane_id] or {}, true
+      table.insert(here[rec.lane_id], waiting.signature(rec))
       if rec.worker then instances[record.worker_instance(rec)] = true end
     else
       orphans = true
@@ -130,10 +132,10 @@ local function read(c, piece, lanes, seen)
   for i, id in ipairs(piece.ids) do piece.broken[id] = problems[i] end
   look_into(piece, K.index(c.tag, 'all_executions'), 'ZMSCORE')
   for _, timer in ipairs(indexes.TIMERS) do look_into(piece, K.index(c.tag, timer), 'ZMSCORE') end
-  for lane in pairs(here) do look_into_lane(c, piece, lane) end
+  for lane, own in pairs(here) do look_into_lane(c, piece, lane, own) end
   for _, rec in pairs(piece.records) do
     -- The lane may not know the signature.
-    local signature = rec.required_capabilities
+    local signature = waiting.signature(rec)
     if signature then
       look_into(piece, K.eligible(c.tag, rec.lane_id, signature), 'ZMSCORE')
       look_into(piece, K.reclaimable(c.tag, rec.lane_id, signature), 'ZMSCORE')
@@ -161,7 +163,7 @@ end
 
 local function enter(c, id, rec, key, wanted)
   if key == K.lane(c.tag, rec.lane_id, 'sigs') then
-    c:sadd(key, rec.required_capabilities)
+    c:sadd(key, waiting.signature(rec))
   elseif wanted == true then
     c:sadd(key, id)
   else
@@ -187,7 +189,7 @@ local function compare(c, piece, id, rec, want, suffix)
   for key in pairs(held) do
     if want[key] == nil or not fits(held[key], want[key]) then wrong[#wrong + 1] = key end
   end
-  local signature = is_claimable(rec, suffix) and rec.required_capabilities
+  local signature = is_claimable(rec, suffix) and waiting.signature(rec)
   if signature and not piece.signatures[K.eligible(c.tag, rec.lane_id, signature)] then
     must_be_readable(piece, id, K.lane(c.tag, rec.lane_id, 'sigs'))
     missing[#missing + 1] = K.lane(c.tag, rec.lane_id, 'sigs')
@@ -213,7 +215,7 @@ local function verdict(c, piece, id)
     if want[key] == nil then leave(c, piece, id, key) end
   end
   for _, key in ipairs(missing) do enter(c, id, rec, key, want[key]) end
-  if is_claimable(rec, suffix) then c:ring(rec.lane_id) end
+  if is_claimable(rec, suffix) then waiting.ring(c, rec) end
   return 'repaired:' .. drift
 end
 

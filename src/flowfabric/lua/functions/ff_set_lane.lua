@@ -5,6 +5,6 @@ register('ff_set_lane', function(keys, args)
   local c = Context.open(keys[1])
   local key = K.lane(c.tag, args[1], 'config')
   for i = 2, #args, 2 do record.store_setting(key, args[i], args[i + 1]) end
-  if c:lane(args[1]).state == 'active' and c:holds_work(args[1]) then c:ring(args[1]) end
+  if c:lane(args[1]).state == 'active' then waiting.ring_all(c, args[1]) end
   return reply.ok()
 end, { 'allow-oom' })

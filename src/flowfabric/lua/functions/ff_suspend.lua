@@ -3,7 +3,8 @@
 -- Keys: core, suspension, waitpoints, condition marks, lane active / suspended, lease_expiry,
 --   worker leases, timers, suspension_timeout, pending_waitpoint_expiry, key store, suspend dedup.
 -- Arguments: execution_id, fence, options (msgpack map: suspension_id, waitpoints [[kind, id, key]],
---   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem).
+--   condition, policy, reason_code, requested_by, timeout_at, timeout_behavior, pointer, idem,
+--   prompt, details).
 -- Replies: `suspended` | `already_satisfied`, attempt, lane, worker, suspension_id, then waitpoint
 --   id, key and token of each binding, and for the latter the signal that satisfied.
 -- Errors: execution_not_found, those of the fence, invalid_lease_for_suspend, already_suspended,
@@ -146,7 +147,7 @@ local function write_waitpoint(c, id, rec, want, binding)
   if binding.record then
     server.call('HSET', key, 'state', 'active', 'activated_at', c.now,
       'suspension_id', want.suspension_id)
-    server.call('HDEL', key, 'expires_at')
+    server.call('HDEL', key, 'expires_at', 'prompt', 'details')
     suspension.forget_pending(c, id, binding.id)
   else
     server.call('DEL', key, K.waitpoint_signals(c.tag, binding.id))
@@ -161,6 +162,8 @@ end
 
 local function write_suspension(c, id, rec, want, bound, behavior)
   local ids = {}
+  -- A waitpoint that was handed out with a question keeps it, unless this wait asks another.
+  local asked = (want.prompt or want.details) and want or bound[1].record or want
   for i, binding in ipairs(bound) do ids[i] = binding.id end
   local key = K.suspension(c.tag, id)
   server.call('DEL', key, K.marks(c.tag, id), K.satisfiers(c.tag, id))
@@ -173,6 +176,8 @@ local function write_suspension(c, id, rec, want, bound, behavior)
   }
   values.add(args, 'timeout_at', want.timeout_at)
   values.add(args, 'continuation_metadata_pointer', want.pointer)
+  values.add(args, 'prompt', asked.prompt)
+  values.add(args, 'details', asked.details)
   server.call(unpack(args))
 end
 

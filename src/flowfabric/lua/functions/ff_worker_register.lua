@@ -1,6 +1,7 @@
 -- ff_worker_register: register a worker process, or refresh its registration.
 -- Keys (tag = namespace): worker alive, worker caps, workers, worker events.
--- Arguments: worker_id, instance, lanes CSV, capabilities CSV, ttl ms, only_if_absent (0 | 1), nonce.
+-- Arguments: worker_id, instance, lanes CSV, capabilities CSV, ttl ms, only_if_absent (0 | 1), nonce,
+--   tasks CSV.
 --   The nonce tells a repeated registration from that of another process.
 -- Replies: registered | refreshed. Errors: invalid_input. Events: worker_registered.
 register('ff_worker_register', function(keys, args)
@@ -20,6 +21,7 @@ register('ff_worker_register', function(keys, args)
     'last_heartbeat_ms', now, 'nonce', args[7] }
   values.add(fields, 'lanes_csv', args[3])
   values.add(fields, 'caps_csv', args[4])
+  values.add(fields, 'tasks_csv', args[8])
   server.call('DEL', rec)
   server.call('HSET', rec, unpack(fields))
   server.call('PEXPIRE', rec, ttl)

@@ -110,20 +110,26 @@ function Context:holds_work(lane)
     K.lane(self.tag, lane, 'sigs')) > 0 and not self:is_closed(lane)
 end
 
--- Wakes one idle worker for a lane of this partition; a claim that leaves work wakes the next. A
--- refused ring, for example without permission, undoes nothing: the workers' sweep finds the work.
-function Context:ring(lane)
+-- How long a ring for one task lasts: scanners ring again for what waits.
+local TASK_RING_MS = 60000
+
+-- Wakes one idle worker for a lane of this partition, or only one that knows a task; a claim that
+-- leaves work wakes the next. A refused ring, for example without permission, undoes nothing: the
+-- workers' sweep finds the work.
+function Context:ring(lane, task)
+  local bell = K.bell(lane, task)
   if self.rings_later then
-    self.rings_later[lane] = true
+    self.rings_later[bell] = { lane = lane, task = task }
     return
   end
   self.rung = self.rung or {}
-  if self.rung[lane] then return end
-  self.rung[lane] = true
+  if self.rung[bell] then return end
+  self.rung[bell] = true
+  local key = K.wake(self.tag, bell)
   if SETTINGS.cluster then
-    pcall(server.call, 'SPUBLISH', K.wake(self.tag, lane), lane)
-  else
-    pcall(server.call, 'ZADD', K.wake(self.tag, lane), 'NX', values.text(self.now),
-      string.match(self.tag, '%d+'))
+    pcall(server.call, 'SPUBLISH', key, bell)
+    return
   end
+  pcall(server.call, 'ZADD', key, 'NX', values.text(self.now), string.match(self.tag, '%d+'))
+  if task then pcall(server.call, 'PEXPIRE', key, TASK_RING_MS) end
 end

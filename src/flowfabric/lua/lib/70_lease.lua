@@ -5,8 +5,9 @@ function lease.leave_indexes(c, id, rec)
   c:zrem(K.lane(c.tag, rec.lane_id, 'active'), id)
   c:srem(K.worker_leases(c.tag, record.worker_instance(rec)), id)
   if rec.state ~= S.ACTIVE then
-    c:zrem(K.reclaimable(c.tag, rec.lane_id, rec.required_capabilities), id)
-    c:release_signature(rec.lane_id, rec.required_capabilities)
+    local signature = waiting.signature(rec)
+    c:zrem(K.reclaimable(c.tag, rec.lane_id, signature), id)
+    c:release_signature(rec.lane_id, signature)
   end
   if rec.attempt_timeout_ms then c:zrem(K.index(c.tag, 'attempt_timeout'), id) end
   lease.drop_grant(c, id, rec)
@@ -32,7 +33,7 @@ end
 function lease.offer_for_reclaim(c, id, rec)
   c:zrem(K.index(c.tag, 'lease_expiry'), id)
   waiting.offer(c, id, rec, K.reclaimable)
-  c:ring(rec.lane_id)
+  waiting.ring(c, rec)
 end
 
 local NONE = {}

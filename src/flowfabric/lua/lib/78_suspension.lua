@@ -99,7 +99,7 @@ function suspension.resume(c, id, rec, open, how)
   record.clear(c, id, rec, 'current_suspension_id', 'current_waitpoint_id')
   waiting.enter(c, id, rec)
   suspension.close(c, id, open, how)
-  if delay == 0 then c:ring(rec.lane_id) end
+  if delay == 0 then waiting.ring(c, rec) end
 end
 
 -- Why the attempt was resumed under its current lease; false if no suspension led to it.

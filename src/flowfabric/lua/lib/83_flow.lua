@@ -112,7 +112,7 @@ function flow.move_on(c, id, rec, ...)
   record.transition(c, id, rec, state, 'last_transition_at', values.text(c.now), ...)
   if detail then record.set(c, id, rec, 'blocking_detail', detail) end
   waiting.enter(c, id, rec)
-  if S.is_eligible(state) then c:ring(rec.lane_id) end
+  if S.is_eligible(state) then waiting.ring(c, rec) end
 end
 
 -- Lets held members go, while the call has room; true if none is left.

@@ -1,6 +1,9 @@
 -- Whether and when a failed attempt is retried, and the transition itself.
 
-local NEVER = { permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true }
+local NEVER = {
+  permanent = true, cancelled = true, budget_exceeded = true, step_kind_mismatch = true,
+  extractor_payload_decode = true,
+}
 local BACKOFF_NUMBERS = { 'delay_ms', 'initial_delay_ms', 'multiplier', 'max_delay_ms' }
 
 local function part(holder, name, wanted)

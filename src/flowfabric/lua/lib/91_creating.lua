@@ -24,6 +24,7 @@ local function capabilities_csv(tokens)
     if token == '' then return nil, 'empty_token' end
     if string.find(token, ',', 1, true) then return nil, 'comma_in_token' end
     if string.find(token, '[%z\1-\32\127]') then return nil, 'control_or_whitespace' end
+    if string.find(token, '^task:') then return nil, 'reserved_prefix' end
     if not seen[token] then list[#list + 1] = token end
     seen[token] = true
   end
@@ -97,12 +98,25 @@ function creating.options(common, packed)
   return setmetatable(cmsgpack.unpack(packed), { __index = common })
 end
 
--- The id that this submission already has, or nil.
-local function existing(c, id, lane, namespace, idem)
-  if idem then
-    local stored = server.call('GET', K.idem(c.tag, namespace, idem))
-    if stored and server.call('EXISTS', K.core(c.tag, stored)) == 1 then return stored end
+local UUID_BYTES = 36
+
+-- The id that an idempotency key stands for, or nil. Its entry is the id, then the digest as hex.
+local function keyed(c, namespace, idem, given)
+  local entry = server.call('GET', K.idem(c.tag, namespace, idem))
+  if not entry then return nil end
+  local size = #c.tag + 1 + UUID_BYTES
+  local stored, known = string.sub(entry, 1, size), string.sub(entry, size + 1)
+  if server.call('EXISTS', K.core(c.tag, stored)) == 0 then return nil end
+  if given and known ~= '' and given ~= known then
+    reply.refuse('idempotency_conflict', idem, stored)
   end
+  return stored
+end
+
+-- The id that this submission already has, or nil.
+local function existing(c, id, lane, namespace, opts)
+  local stored = opts.idem and keyed(c, namespace, opts.idem, opts.digest)
+  if stored then return stored end
   -- Usually none of these exists, and one command tells it.
   local core, backlog = K.core(c.tag, id), K.index(c.tag, 'purge_backlog')
   if c.lanes[lane] then
@@ -209,8 +223,7 @@ end
 -- Accepts one execution; `opts` as in ff_create.
 function creating.create(c, id, kind, payload, encoding, opts)
   local namespace, lane = opts.ns or 'default', opts.lane or 'default'
-  local idem = opts.idem
-  local found = existing(c, id, lane, namespace, idem)
+  local found = existing(c, id, lane, namespace, opts)
   if found then return reply.duplicate(found) end
   local policy = accepted(c, lane, opts)
   local f = opts.flow and flow_of(c, namespace, opts)
@@ -228,9 +241,10 @@ function creating.create(c, id, kind, payload, encoding, opts)
   if rec.execution_deadline_at then
     c:zadd(K.index(c.tag, 'execution_deadline'), rec.execution_deadline_at, id)
   end
-  if idem then
+  if opts.idem then
     local window = math.min(tonumber(policy.dedup or DEFAULT_DEDUP_MS), clock.END - c.now)
-    if window > 0 then server.call('SET', K.idem(c.tag, namespace, idem), id, 'PX', window) end
+    local key, entry = K.idem(c.tag, namespace, opts.idem), id .. (opts.digest or '')
+    if window > 0 then server.call('SET', key, entry, 'PX', window) end
   end
   if S.is_eligible(rec.state) then c:ring(lane) end
   if f then join_flow(c, f, id, rec, opts) end

@@ -14,10 +14,18 @@ local TRACE = 8
 
 local NONE = {}
 
+-- Offered besides the tasks that the worker knows: it takes no others.
+local NO_OTHER_TASKS = 'task:'
+
+-- What a worker offers; `tasks` are those of the tokens that name tasks.
 claiming.offered = values.memo(function(csv)
-  local set = {}
-  for token in string.gmatch(csv, '[^,]+') do set[token] = true end
-  return set
+  local offered = { tokens = {}, tasks = {} }
+  for token in string.gmatch(csv, '[^,]+') do
+    offered.tokens[token] = true
+    if string.find(token, '^task:') then table.insert(offered.tasks, token) end
+  end
+  offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
+  return offered
 end)
 
 -- The required tokens that are not offered, as a sorted CSV, or nil.
@@ -25,7 +33,7 @@ function claiming.missing(required, offered)
   if not required then return nil end
   local absent
   for token in string.gmatch(required, '[^,]+') do
-    if not offered[token] then absent = absent and absent .. ',' .. token or token end
+    if not offered.tokens[token] then absent = absent and absent .. ',' .. token or token end
   end
   return absent
 end
@@ -46,12 +54,19 @@ local function is_plain(c, lane)
   return true
 end
 
--- The signatures of the lane that this worker covers, and how far it looks into each index.
+-- The signatures of the lane that this worker covers, how far it looks into each index, and the
+-- indexes of tasks.
 local function covered(c, want, offered)
   if not want.covered then
-    want.covered = {}
-    for _, signature in ipairs(waiting.signatures(K.lane(c.tag, want.lane, 'sigs'))) do
-      if not claiming.missing(signature, offered) then table.insert(want.covered, signature) end
+    want.covered, want.task_in = {}, {}
+    local used = waiting.signatures(K.lane(c.tag, want.lane, 'sigs'), offered.tasks)
+    for _, signature in ipairs(used) do
+      if not claiming.missing(signature, offered) then
+        table.insert(want.covered, signature)
+        local task = waiting.task_in(signature)
+        want.task_in[K.eligible(c.tag, want.lane, signature)] = task
+        want.task_in[K.reclaimable(c.tag, want.lane, signature)] = task
+      end
     end
     local indexes_seen = 2 + 2 * #want.covered
     want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
@@ -231,6 +246,16 @@ local function replayed(c, want)
   return rows
 end
 
+-- Leaves an execution whose task this worker does not know to one that does. It waits there for
+-- good: through retries, pauses and replays.
+function claiming.leave_to_others(c, id, rec, worker, key)
+  c:zrem(key, id)
+  c:release_signature(rec.lane_id, waiting.signature(rec))
+  record.set(c, id, rec, 'offered_to', record.instance_of(worker))
+  waiting.offer(c, id, rec, S.is_runnable(rec.state) and K.eligible or K.reclaimable)
+  waiting.ring(c, rec)
+end
+
 -- Claims one candidate if possible; true if it cannot be claimed now but stays in its index.
 local function consider(c, want, offered, id, key, rows)
   local rec = record.read(c, id)
@@ -244,10 +269,16 @@ local function consider(c, want, offered, id, key, rows)
     return false
   end
   if (rec.grant_expires_at and tonumber(rec.grant_expires_at) >= c.now)
-      or claiming.missing(rec.required_capabilities, offered) then
+      or claiming.missing(waiting.signature(rec), offered) then
     return true
   end
   if claiming.ends_with_flow(c, id, rec, mode) then return false end
+  if offered.no_other_tasks and not offered.tokens[waiting.task_token(rec.execution_kind)] then
+    claiming.leave_to_others(c, id, rec, want.worker, key)
+    want.unknown = want.unknown or {}
+    want.unknown[rec.execution_kind] = true
+    return false
+  end
   if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
   want.suffix = suffix_of(#rows)
   claiming.take(c, id, rec, mode, want)
@@ -266,7 +297,10 @@ local function look(c, want, offered, limit, rows)
   for i = 1, #best do
     local key = stand_in[i] or eligible
     if #rows == want.max then
-      if not crowded[key] then left = left + 1 end
+      if not crowded[key] then
+        left = left + 1
+        want.rest[key] = true
+      end
     else
       -- An unreadable record stays, too.
       local ok, stays = try(consider, c, want, offered, best[i], key, rows)
@@ -281,16 +315,24 @@ local function look(c, want, offered, limit, rows)
   return left, crowded, stuck
 end
 
--- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left.
+local function names_of(set)
+  local names = {}
+  for name in pairs(set or NONE) do names[#names + 1] = name end
+  return names
+end
+
+-- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left, and
+-- the tasks that were left to others.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
   local known, trace = server.call('GET', memo) or '', string.sub(want.lease_prefix, 1, TRACE)
   if string.find(known, trace, 1, true) then
-    return replayed(c, want), c:holds_work(want.lane) and 1 or 0
+    return replayed(c, want), c:holds_work(want.lane) and 1 or 0, NONE
   end
   want.plain, want.most_looked, want.bytes = is_plain(c, want.lane), MAX_LOOKED, 0
-  if c:is_closed(want.lane) then return {}, 0 end
+  want.rest, want.task_in = {}, NONE
+  if c:is_closed(want.lane) then return NONE, 0, NONE end
   local rows, limit = {}, want.max
   local left, crowded, stuck = look(c, want, offered, limit, rows)
   while #rows < want.max and next(crowded) and limit < want.most_looked do
@@ -304,10 +346,15 @@ function claiming.many(c, want)
     local older = string.sub(known, 1, (REMEMBERED - 1) * TRACE)
     server.call('SET', memo, trace .. older, 'PX', want.ttl)
   end
-  for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
+  for key in pairs(crowded) do
+    left = left + server.call('ZCARD', key) - (stuck[key] or 0)
+    want.rest[key] = true
+  end
   -- A worker that claims while it completes was awake before; others were woken then.
-  if left > 0 and #rows > 0 and not want.awake then c:ring(want.lane) end
-  return rows, left
+  if left > 0 and #rows > 0 and not want.awake then
+    for key in pairs(want.rest) do c:ring(want.lane, want.task_in[key]) end
+  end
+  return rows, left, names_of(want.unknown)
 end
 
 -- The claim arguments from `first` on.

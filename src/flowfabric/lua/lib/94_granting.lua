@@ -23,14 +23,16 @@ function granting.register_function(name, read, handle, flags)
 end
 
 -- Limits and match of capabilities. A mismatch is stamped on the record. Argument 10 is what the
--- caller found wrong with its own list: other checks come first.
+-- caller found wrong with its own list: other checks come first. Argument 11 has the tasks that the
+-- worker knows, as tokens; they have no limit.
 function granting.capability_problem(c, id, rec, args)
   local problem = granting.capability_excess(rec.required_capabilities or '')
   if problem then return reply.err('invalid_capabilities', 'required:' .. problem) end
   if args[10] ~= '' then return reply.err('invalid_capabilities', args[10]) end
   problem = granting.capability_excess(args[4])
   if problem then return reply.err('invalid_capabilities', 'worker:' .. problem) end
-  local missing = claiming.missing(rec.required_capabilities, claiming.offered(args[4]))
+  local missing = claiming.missing(waiting.signature(rec),
+    claiming.offered(args[4] .. ',' .. (args[11] or '')))
   if missing then
     server.call('HSET', K.core(c.tag, id), 'last_capability_mismatch_at', c.now)
     return reply.err('capability_mismatch', missing)

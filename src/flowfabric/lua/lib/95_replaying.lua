@@ -116,7 +116,7 @@ function replaying.run_again(c, id, rec, how, upstream)
   values.add(details, 'r', how.reason)
   events.emit(c, 'replayed', id, rec, unpack(details))
   if not blocked then
-    c:ring(rec.lane_id)
+    waiting.ring(c, rec)
     return
   end
   for _, each in ipairs(opened) do graph.resolve_ended(c, rec.flow_id, each[1], id, each[2]) end

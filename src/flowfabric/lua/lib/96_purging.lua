@@ -60,6 +60,21 @@ function purging.step(c, id, left)
   return values.text(rest) .. (output and 's' or '')
 end
 
+-- Deletes a terminal execution; returns whether all its keys are gone. If not, ff_purge continues.
+function purging.delete(c, id, rec)
+  server.call('DEL', K.core(c.tag, id), K.policy(c.tag, id), K.payload(c.tag, id),
+    K.result(c.tag, id), K.tags(c.tag, id), K.history(c.tag, id), K.grant(c.tag, id),
+    K.steps(c.tag, id), K.suspension(c.tag, id),
+    K.marks(c.tag, id), K.satisfiers(c.tag, id), K.met(c.tag, id),
+    K.pending_waitpoints(c.tag, id), K.suspend_dedup(c.tag, id))
+  server.call('ZREM', K.lane(c.tag, rec.lane_id, 'terminal'), id)
+  server.call('ZREM', K.index(c.tag, 'all_executions'), id)
+  local output = (rec.streamed or rec.tailed) and 's' or ''
+  local left = purging.step(c, id, record.attempt_count(rec) .. output)
+  if left then server.call('HSET', K.index(c.tag, 'purge_backlog'), id, left) end
+  return not left
+end
+
 -- Deletes everything left of a trimmed execution, so that a new one with its id does not find any
 -- of it. The error if that is too much for one call; a repeat continues.
 function purging.finish_problem(c, id)

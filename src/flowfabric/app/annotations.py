@@ -1,0 +1,201 @@
+"""The types that tasks take and return, and how JSON becomes values of them."""
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import PurePath
+from typing import Annotated, Any, Never, NoReturn, get_args, get_origin
+
+import msgspec
+from msgspec import inspect
+
+from flowfabric.core import ids
+from flowfabric.core.errors import PayloadMismatch
+
+_INSTEAD = (
+    "Take or return a dataclass, a pydantic model, or a type that JSON can represent instead, and "
+    "convert it in the function"
+)
+_UNION = "Use tagged msgspec.Struct classes, pydantic models, or only one of these types"
+_KEYS = "Use keys of one type that JSON can write as text, such as str or int, or a list of pairs"
+_KEY_TYPES = (
+    *(inspect.AnyType, inspect.StrType, inspect.IntType, inspect.FloatType, inspect.DecimalType),
+    *(inspect.EnumType, inspect.LiteralType, inspect.UUIDType, inspect.BytesType),
+    *(inspect.DateType, inspect.DateTimeType, inspect.TimeType, inspect.TimeDeltaType),
+)
+_PYDANTIC = (2, 11)
+_PLAIN = ("builtins", "collections", "collections.abc")
+_drop_modules = re.compile(r"\b(?:\w+\.)+(?=\w)").sub
+_ANY = (Any, object, NoReturn, Never)
+
+
+class Annotation:
+    """A type that a task takes or returns."""
+
+    def __init__(self, hint: Any) -> None:
+        self.hint = hint
+        self.anything = hint in _ANY
+        self._validate: Callable[..., Any] | None = None
+        self.problem = "" if self.anything else self._find_problem()
+        """Why values of this type cannot be carried, and what to use instead; empty if they can."""
+
+    def _find_problem(self) -> str:
+        try:
+            info = inspect.type_info(self.hint)
+        except NameError as error:
+            return f"has an annotation that cannot be resolved: {error}"
+        except TypeError as error:
+            problem = str(error).partition(" - type ")[0]
+            if any(map(_is_model, _mentioned(self.hint))):
+                # Pydantic tells apart what msgspec does not.
+                return self._use_pydantic()
+            if "union" in problem:
+                return f"has types that JSON cannot tell apart: {problem}. {_UNION}."
+            return f"cannot be carried: {problem}. {_INSTEAD}."
+        return next((found for found in map(_problem, _parts(info)) if found), "")
+
+    def _use_pydantic(self) -> str:
+        pydantic = sys.modules["pydantic"]
+        try:
+            # Bytes outside of models are written as base64.
+            adapter = pydantic.TypeAdapter(self.hint, config={"val_json_bytes": "base64"})
+        except pydantic.PydanticUserError as error:
+            return f"cannot be carried: {error.message}. {_INSTEAD}."
+        self._validate = adapter.validate_json
+        return ""
+
+    def convert(self, value: Any) -> Any:
+        """Decoded JSON as this type."""
+        if self.anything:
+            return value
+        if self._validate is not None:
+            return _validated(self._validate, value)
+        return msgspec.convert(value, self.hint, str_keys=True, dec_hook=_dec_hook)
+
+    def fit(self, value: Any, what: str) -> Any:
+        """`convert`, or `PayloadMismatch` that names the value."""
+        try:
+            return self.convert(value)
+        except Exception as error:
+            # A class may check its values and raise anything.
+            raise PayloadMismatch(f"{what} does not fit {self}: {error}") from error
+
+    def decode(self, data: bytes) -> Any:
+        """JSON as this type."""
+        if self.anything or self._validate is not None:
+            return self.convert(msgspec.json.decode(data))
+        return msgspec.json.decode(data, type=self.hint, dec_hook=_dec_hook)
+
+    def __str__(self) -> str:
+        hint = get_args(self.hint)[0] if get_origin(self.hint) is Annotated else self.hint
+        plain = isinstance(hint, type) and not get_args(hint)
+        return hint.__name__ if plain else _drop_modules("", str(hint))
+
+
+_cached = cache(Annotation)
+
+
+def annotation(hint: Any) -> Annotation:
+    """The annotation, examined once."""
+    try:
+        return _cached(hint)
+    except TypeError:
+        # Its metadata cannot be hashed.
+        return Annotation(hint)
+
+
+def enc_hook(value: Any) -> Any:
+    """What msgspec does not know, as something that it does."""
+    if _is_model(value.__class__):
+        # Without computed fields, and by the names of fields: what `_validated` accepts.
+        return value.model_dump(mode="json", round_trip=True)
+    return str(value) if isinstance(value, PurePath) else ids.enc_hook(value)
+
+
+def unordered_enc_hook(value: Any) -> Any:
+    """`enc_hook` that leaves the sets of a model what they are, for an encoder that sorts them."""
+    if _is_model(value.__class__):
+        return value.model_dump(round_trip=True)
+    return enc_hook(value)
+
+
+def _dec_hook(wanted: type[Any], value: Any) -> Any:
+    if wanted is object:
+        return value
+    if _is_model(wanted):
+        return _validated(wanted.model_validate_json, value)
+    return wanted(value) if issubclass(wanted, PurePath) else ids.dec_hook(wanted, value)
+
+
+def _validated(validate: Callable[..., Any], value: Any) -> Any:
+    try:
+        # From JSON, because a strict model takes a date as text only there.
+        return validate(msgspec.json.encode(value), by_alias=True, by_name=True)
+    except Exception as error:
+        # A validator may raise anything.
+        raise ValueError(_brief(error)) from error
+
+
+def _brief(error: Any) -> str:
+    """What pydantic found, without the values, which may be secret."""
+    if not hasattr(error, "errors"):
+        return f"{type(error).__name__}: {error}"
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found)
+    return "; ".join(line.removeprefix(": ") for line in lines)
+
+
+def _is_model(kind: object) -> bool:
+    """Whether this is a model of pydantic 2, which is never imported for that."""
+    parts = ("__pydantic_core_schema__", "model_validate_json")
+    return isinstance(kind, type) and all(hasattr(kind, part) for part in parts)
+
+
+def _mentioned(hint: Any) -> Iterator[Any]:
+    yield hint
+    for inner in get_args(hint):
+        yield from _mentioned(inner)
+
+
+def _parts(info: inspect.Type) -> list[inspect.Type]:
+    """The type and all that it consists of."""
+    found, known = [info], {id(info)}
+    for each in found:
+        inner: list[Any] = []
+        for name in each.__struct_fields__:
+            value = getattr(each, name)
+            inner += value if isinstance(value, tuple) else (value,)
+        for one in inner:
+            part = one.type if isinstance(one, inspect.Field) else one
+            if isinstance(part, inspect.Type) and id(part) not in known:
+                known.add(id(part))
+                found.append(part)
+    return found
+
+
+def _problem(part: inspect.Type) -> str:
+    if isinstance(part, inspect.CustomType):
+        return _problem_of_class(part.cls)
+    if isinstance(part, inspect.DictType) and not isinstance(part.key_type, _KEY_TYPES):
+        return f"has dictionary keys that JSON cannot represent. {_KEYS}."
+    return f"contains msgspec.Raw. {_INSTEAD}." if isinstance(part, inspect.RawType) else ""
+
+
+def _problem_of_class(kind: type[Any]) -> str:
+    if _is_model(kind):
+        version = sys.modules["pydantic"].VERSION
+        old = tuple(map(int, version.split(".")[:2])) < _PYDANTIC
+        return f"needs pydantic 2.11 or newer, and this is {version}." if old else ""
+    if kind is object or issubclass(kind, (PurePath, ids.ExecutionId, ids.PartitionKey)):
+        return ""
+    instead = _INSTEAD
+    if issubclass(kind, Mapping):
+        instead = "Use dict instead"
+    elif issubclass(kind, Iterable) and kind.__module__ in (
+        "builtins",
+        "collections",
+        "collections.abc",
+    ):
+        instead = "Use list instead"
+    return f"contains {kind.__name__}, which cannot be carried. {instead}."
