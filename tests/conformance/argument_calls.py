@@ -48,6 +48,7 @@ SCANNERS = {name for name in _INTERNAL if not name.startswith("_")} | {
     "ring_waiting",
     "occupied_partitions",
     "drain_cascade",
+    "wait_for",
 }
 """What the engine calls itself with what it has stored: no user's arguments get there."""
 
@@ -388,7 +389,7 @@ CALLS: Mapping[str, Call] = {
     **dict.fromkeys(
         (
             *("subscribe_completion", "subscribe_lease_history", "subscribe_signal_delivery"),
-            "subscribe_operator_events",
+            *("subscribe_operator_events", "subscribe_flow_events"),
         ),
         fixed(options={"where": EventFilter(), "partitions": [0], "group": "g", "member": "m"}),
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from flowfabric.core.contracts.flows import AnyOf, GraphEdge, GraphNode
 from flowfabric.core.ids import new_uuid
+from flowfabric.engine.api.flows import FlowFilter
 from tests.support.engine import Engine
 from tests.support.flows import TestFlow, graph, submitted
 
@@ -21,6 +22,13 @@ def of_flow(**given: Any) -> Call:
 
     async def make(engine: Engine) -> Given:
         return {"flow_id": (await submitted(engine, "a>b")).flow_id, **given}
+
+    return make
+
+
+def of_nothing(**given: Any) -> Call:
+    async def make(_engine: Engine) -> Given:
+        return dict(given)
 
     return make
 
@@ -81,6 +89,12 @@ async def _undecided(engine: Engine) -> Given:
     }
 
 
+async def _finished(engine: Engine) -> Given:
+    flow = await submitted(engine, "a")
+    await flow.end("a")
+    return {"flow_id": flow.flow_id, "timeout": 1.0}
+
+
 FLOW_CALLS: Mapping[str, Call] = {
     "create_flow": _created,
     "submit_flow": _graph,
@@ -95,6 +109,16 @@ FLOW_CALLS: Mapping[str, Call] = {
     "set_flow_tags": of_flow(tags={"app.x": "y"}),
     "cancel_flow": of_flow(),
     "describe_flow": of_flow(),
+    "list_flows": of_nothing(partition=0, where=FlowFilter()),
+    "list_members": of_flow(),
+    "list_edges": of_flow(),
+    "describe_edge": _staged,
+    "set_flow_tag": of_flow(key="app.x", value="y"),
+    "get_flow_tag": of_flow(key="app.x"),
+    "wait_flow": _finished,
+    **dict.fromkeys(
+        ("list_outgoing_edges", "list_incoming_edges", "evaluate_flow_eligibility"), _member
+    ),
     "drain_flow_cancel": of_flow(),
     **dict.fromkeys(("get_inputs", "resolve_execution_flow_id"), _member),
 }

@@ -28,6 +28,7 @@ _LAST_PAUSE: Final = 0.5
 READ_FUNCTIONS: Final = frozenset(
     {
         *(
+            "ff_flow_edges",
             "ff_flow_members",
             "ff_get_inputs",
             "ff_idle_lanes",

@@ -8,6 +8,7 @@ import msgspec
 from flowfabric.core.contracts import NamedOutcome
 from flowfabric.core.ids import ExecutionId
 from flowfabric.core.policy import ExecutionPolicy
+from flowfabric.core.state import PublicState
 
 DependencyKind = Literal["success_only", "terminal", "failure_only"]
 """Which ends of the upstream satisfy an edge: success, any, or failure and expiry."""
@@ -258,13 +259,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One member of a flow, as much as a listing shows."""
 
     execution_id: ExecutionId
+    number: int
+    """Members are numbered in the order in which they joined."""
     node: str
     """Its key in the graph; empty if it was added by hand."""
-    state: str
-    """The stored state code."""
+    public_state: PublicState
     execution_kind: str
-    deps: str = ""
-    join: str = ""
+    join: JoinSnapshot | None = None
+    """How far its dependencies are decided; None without any."""
 
 
 class FlowSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -308,13 +310,32 @@ class EdgeSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     created_by: str = "engine"
 
 
-class FlowListing(msgspec.Struct, frozen=True):
+FlowStatus = Literal["active", "completed", "failed", "cancelled"]
+"""What a listing says of a flow: cancelled, or what its members together are."""
+FlowEligibility = Literal[
+    "not_found",
+    "not_runnable",
+    "owned",
+    "terminal",
+    "impossible",
+    "blocked_by_dependencies",
+    "eligible",
+]
+"""Whether the dependencies of an execution let it run."""
+
+
+class FlowListing(msgspec.Struct, frozen=True, kw_only=True):
     """One flow of a listing."""
 
     flow_id: str
     flow_kind: str
     namespace: str
     created_at: int
-    public_flow_state: str
-    derived_state: str
-    status: Literal["active", "completed", "failed", "cancelled", "unknown"]
+    public_flow_state: Literal["open", "cancelled"]
+    derived_state: FlowState
+    status: FlowStatus
+    node_count: int
+    ended_count: int
+    """How many of its members have ended."""
+    held: bool = False
+    finished_at: int | None = None

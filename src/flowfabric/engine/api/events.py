@@ -1,6 +1,6 @@
 """Events of the feed, as subscribers see them, and subscribing to them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, Protocol, Self, TypedDict, TypeVar, Unpack, get_args
 
 import msgspec
@@ -111,6 +111,22 @@ class SignalEvent(_ExecutionEvent, frozen=True, kw_only=True):
     source_identity: str = ""
     effect: str = ""
     """What the signal did, such as `resume_condition_satisfied`."""
+
+
+class FlowEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow finished, or somebody asked to cancel it."""
+
+    event_id: str
+    cursor: bytes
+    type: str
+    """`flow_finished` or `flow_cancel_requested`."""
+    at: int
+    flow_id: str
+    namespace: str = "default"
+    state: str | None = None
+    """`completed` or `failed`, if it finished."""
+    cancellation_policy: str | None = None
+    reason: str | None = None
 
 
 class WorkerEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,6 +318,17 @@ class Subscriptions(Protocol):
         """Follow the signals that executions accept, and what each one did."""
         return await self._follow(FeedRequest(["signal"], SignalEvent, options), cursor)
 
+    async def subscribe_flow_events(
+        self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
+    ) -> Subscription[FlowEvent]:
+        """Follow the flows that finish or are cancelled.
+
+        >>> async with await client.subscribe_flow_events() as feed:  # doctest: +SKIP
+        ...     async for event in feed:
+        ...         print(event.flow_id, event.type, event.state)
+        """
+        return await self._follow(FeedRequest(["flow"], FlowEvent, options), cursor)
+
     async def subscribe_operator_events(
         self, cursor: Start = "now", **options: Unpack[SubscribeOptions]
     ) -> Subscription[Event]:
@@ -327,3 +354,8 @@ class Events(Subscriptions, Concern, Protocol):
 
     async def wait_suspended(self, execution_id: ExecutionId) -> None:
         """Return when it is suspended or has ended, or earlier, as `wait_ended` does."""
+
+    async def wait_for(
+        self, tag: str, subject: str, has_ended: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """`wait_ended` for an execution or a flow of this partition, with the caller's read."""

@@ -1,9 +1,11 @@
 """Flows: executions that wait for each other."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
-from flowfabric.core.contracts import flows
+import msgspec
+
+from flowfabric.core.contracts import ListingPage, flows
 from flowfabric.core.contracts.flows import (
     AnyOf,
     FlowGraph,
@@ -17,6 +19,7 @@ from flowfabric.core.contracts.leases import Handle
 from flowfabric.core.errors import ValidationError, invalid_input
 from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.partition import PartitionCounts, flow_partition
+from flowfabric.core.tags import validate_tag_filter, validate_tag_key
 from flowfabric.engine.api import check
 from flowfabric.engine.api.concern import Concern
 
@@ -57,6 +60,23 @@ def check_join(policy: Any) -> JoinPolicy:
     check.one_of(policy.on_satisfied, "policy.on_satisfied", _ON_SATISFIED)
     check.flag(policy.spare_shared, "policy.spare_shared")
     return policy
+
+
+class FlowFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects flows of a listing. Every part that is set must match."""
+
+    namespace: str | None = None
+    status: flows.FlowStatus | None = None
+    tags: Mapping[str, str] = {}
+
+    def validate(self) -> None:
+        """Refuse a misspelt filter, which would look like an empty deployment."""
+        if self.namespace is not None:
+            validate_namespace(self.namespace)
+        if self.status is not None:
+            check.one_of(self.status, "status", get_args(flows.FlowStatus))
+        if self.tags:
+            validate_tag_filter(self.tags)
 
 
 class Flows(Concern, Protocol):
@@ -160,6 +180,14 @@ class Flows(Concern, Protocol):
         """Set tags, keeping the others; returns how many were set."""
         ...
 
+    async def set_flow_tag(self, flow_id: str, key: str, value: str) -> int:
+        """`set_flow_tags` with one pair."""
+        return await self.set_flow_tags(flow_id, {validate_tag_key(key): value})
+
+    async def get_flow_tag(self, flow_id: str, key: str) -> str | None:
+        """One tag, or None if the flow or the tag does not exist."""
+        ...
+
     async def cancel_flow(
         self,
         flow_id: str,
@@ -172,8 +200,59 @@ class Flows(Concern, Protocol):
         """Cancel the flow and, by its policy, its members; wait for them if asked."""
         ...
 
-    async def describe_flow(self, flow_id: str) -> flows.FlowSnapshot | None:
-        """The flow as it is stored, or None."""
+    async def describe_flow(
+        self, flow_id: str, *, edge_groups: bool = True
+    ) -> flows.FlowSnapshot | None:
+        """The flow as it is stored, or None. Without `edge_groups` it reads no member."""
+        ...
+
+    async def wait_flow(self, flow_id: str, timeout: float | None = None) -> flows.FlowState:
+        """What the flow finished as, once all members ended; `timeout` after so many seconds."""
+        ...
+
+    async def list_flows(
+        self,
+        *,
+        partition: int | None = None,
+        cursor: str = "",
+        limit: int = 50,
+        where: FlowFilter | None = None,
+    ) -> ListingPage[flows.FlowListing]:
+        """Flows by partition and id. A filtered page may be short while a cursor follows."""
+        ...
+
+    async def list_members(
+        self, flow_id: str, *, cursor: str = "", limit: int = 500
+    ) -> ListingPage[flows.Member]:
+        """The members of a flow in the order in which they joined; none of an unknown flow."""
+        ...
+
+    async def describe_edge(self, flow_id: str, edge_id: str) -> flows.EdgeSnapshot | None:
+        """One edge, or None."""
+        ...
+
+    async def list_edges(
+        self,
+        flow_id: str,
+        *,
+        outgoing: ExecutionId | None = None,
+        incoming: ExecutionId | None = None,
+        cursor: str = "",
+        limit: int = 500,
+    ) -> ListingPage[flows.EdgeSnapshot]:
+        """The edges of a flow, or only those that leave or reach one member."""
+        ...
+
+    async def list_outgoing_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
+        """Every edge that leaves an execution; none without a flow."""
+        ...
+
+    async def list_incoming_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
+        """Every edge that reaches an execution; none without a flow."""
+        ...
+
+    async def evaluate_flow_eligibility(self, execution_id: ExecutionId) -> flows.FlowEligibility:
+        """Whether its dependencies let an execution run; never an error."""
         ...
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:

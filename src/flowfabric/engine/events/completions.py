@@ -44,15 +44,31 @@ class CompletionWatch:
         stops: list[Stop] = [(execution_id, "ended")]
         if suspended:
             stops.append((execution_id, "suspended"))
-        feed = execution_id.tag[1:-1]
+
+        async def is_over() -> bool:
+            state = await self._read_state(execution_id)
+            return state in _ENDED or (suspended and state == "suspended")
+
+        await self._wait(execution_id.tag, stops, is_over)
+
+    async def wait_for(
+        self, tag: str, subject: str, has_ended: Callable[[], Awaitable[bool]]
+    ) -> None:
+        """Return when an execution or a flow has ended, sometimes earlier."""
+        await self._wait(tag, [(subject, "ended")], has_ended)
+
+    async def _wait(
+        self, tag: str, stops: Sequence[Stop], is_over: Callable[[], Awaitable[bool]]
+    ) -> None:
+        feed = tag[1:-1]
         key = "" if self._source.waits_across_feeds else feed
         watcher = self._watchers.get(key)
         if watcher is None:
             watcher = self._watchers[key] = _Watcher(self._source)
         with watcher.waiter(feed, stops) as stopped:
             # Both leave in one write and are answered in this order.
-            _, state = await asyncio.gather(watcher.follow(feed), self._read_state(execution_id))
-            if state not in _ENDED and not (suspended and state == "suspended"):
+            _, over = await asyncio.gather(watcher.follow(feed), is_over())
+            if not over:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_RECHECK_S):
                         await stopped

@@ -369,6 +369,11 @@ class FeedEvents(api.Events):
             execution_id = ExecutionId.parse(execution_id)
         return execution_id.check_partition(self._counts)
 
+    async def wait_for(
+        self, tag: str, subject: str, has_ended: Callable[[], Awaitable[bool]]
+    ) -> None:
+        await self._watch.wait_for(tag, subject, has_ended)
+
     async def aclose(self) -> None:
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(self._watch.aclose)

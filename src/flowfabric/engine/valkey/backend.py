@@ -78,7 +78,7 @@ class ValkeyBackend(ClosedOnce, Backend):
         self.upkeep = ValkeyUpkeep(calls, places)
         self.leadership = ValkeyLeadership(calls)
         self.meta = ValkeyMeta(calls, self.stream_pool, self)
-        self.flows = ValkeyFlows(calls, places)
+        self.flows = ValkeyFlows(calls, places, self._events)
         self.steps, self.budgets, self.quotas = (Absent() for _ in range(3))
         refuse_missing(self)
         audit(self)

@@ -52,7 +52,10 @@ _NAMES = {
     "su": "suspension_id",
     "tr": "trigger",
     "cr": "close_reason",
+    "fs": "state",
+    "cp": "cancellation_policy",
 }
+_ENDS = (b"completion", b"flow_finished")
 _COMMON = frozenset({"t", "at", "id", "ns", "l", "k"})
 _PAIRS = {"L": ("lease_id", "lease_epoch"), "A": ("attempt_id", "attempt_index")}
 _NUMBERS = frozenset(
@@ -174,9 +177,9 @@ class ValkeyFeeds:
         return position_of(entry[0].decode())
 
     def stop(self, entry: Entry) -> Stop | None:
-        # Every entry of a partition begins with its type and its execution.
+        # Every entry of a partition begins with its type and its execution or flow.
         flat = entry[1]
-        if flat[1] == b"completion":
+        if flat[1] in _ENDS:
             return flat[3].decode(), "ended"
         if flat[1] == b"released" and b"su" in flat[::2]:
             return flat[3].decode(), "suspended"
@@ -279,13 +282,14 @@ def decode_entry(feed: str, entry_id: bytes, flat: Sequence[bytes]) -> Event:
         fields["tags"] = stored.parsed("tg", _tags)
     about = stored.maybe_text("id")
     default = None if about is None else "default"
+    of_flow = "default" if "flow_id" in fields else None
     written_at = event_id.rpartition("/")[2].partition("-")[0].encode()
     return Event(
         event_id,
         kind,
         Stored(stored.context, {"at": stored.fields.get("at") or written_at}).number("at"),
         None if about is None else stored_id(about, stored.context),
-        stored.maybe_text("ns") or default,
+        stored.maybe_text("ns") or default or of_flow,
         stored.maybe_text("l") or default,
         None if about is None else stored.text("k"),
         fields,

@@ -35,7 +35,7 @@ class FlowEnds(FlowReads):
         reply = await self._calls.fcall("ff_cancel_flow", tag, args, op="cancel_flow")
         first = reply[2] == b"cancelled"
         stored, total, left = text(reply[3]), int(reply[5]), int(reply[6])
-        ids = await self._member_ids(tag, flow_id, None if first else _REPEATED_IDS)
+        ids = await self._member_ids(flow_id, None if first else _REPEATED_IDS)
         if wait and left:
             left = await self._drained(flow_id, wait / 1000)
         failed = await self._failed_members(tag, flow_id) if wait else ()
@@ -62,7 +62,7 @@ class FlowEnds(FlowReads):
                 kind, flow, *rest = entry.split("|")
                 if (kind, flow) == ("c", flow_id):
                     failed.add(rest[0])
-        members = await self._member_ids(tag, flow_id, None) if failed else ()
+        members = await self._member_ids(flow_id, None) if failed else ()
         return tuple(member for member in members if member.uuid in failed)
 
     async def drain_cascade(self, partition: int, *, retry: bool = True) -> flows.CascadeCounts:

@@ -1,41 +1,59 @@
 """Reading flows, their members and edges."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from flowfabric.core.contracts import flows
-from flowfabric.core.ids import ExecutionId
-from flowfabric.core.stored import Stored
+from flowfabric.core.contracts import ListingPage, flows
+from flowfabric.core.errors import NotFoundError, TimeoutError_, ValidationError
+from flowfabric.core.ids import ExecutionId, validate_uuid
+from flowfabric.core.state import (
+    LifecyclePhase,
+    OwnershipState,
+    StateVector,
+    TerminalOutcome,
+)
+from flowfabric.core.stored import Stored, stored_text
+from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
-from flowfabric.engine.valkey import keys
-from flowfabric.engine.valkey.calls import FunctionCalls, text
-from flowfabric.engine.valkey.flow_records import flow_snapshot, inputs_of, join_snapshot
+from flowfabric.engine.api.events import Events
+from flowfabric.engine.valkey import flow_records, keys
+from flowfabric.engine.valkey.calls import FunctionCalls, at_once, text
+from flowfabric.engine.valkey.pages import (
+    Damage,
+    chunks,
+    given_cursor,
+    opened,
+    reading_cursor,
+    sealed,
+)
+from flowfabric.engine.valkey.places import ValkeyPlaces
 
 _MEMBERS_AT_ONCE = 500
-_IDS_AT_ONCE = 1000
+_EDGES_AT_ONCE = 500
+_FLOWS_AT_ONCE = 100
+_PARTITIONS_AT_ONCE = 16
+_MAX_PAGE = 1000
+_MAX_EXAMINED = 10_000
 
 
 class FlowReads:
     """The part of `Flows` that only reads."""
 
-    def __init__(self, calls: FunctionCalls) -> None:
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, events: Events) -> None:
         self._calls = calls
+        self._places = places
+        self._events = events
 
     def _tag(self, flow_id: str) -> str:
         return api.tag_of(flow_id, self._calls.counts)
 
-    async def _member_ids(
-        self, tag: str, flow_id: str, limit: int | None
-    ) -> tuple[ExecutionId, ...]:
-        found: list[ExecutionId] = []
-        while True:
-            most = _IDS_AT_ONCE if limit is None else min(_IDS_AT_ONCE, limit - len(found))
-            key = keys.members(tag, flow_id)
-            last = len(found) + most - 1
-            page = await self._calls.read(f"flow {flow_id}", "ZRANGE", key, len(found), last)
-            found += (ExecutionId.trusted(text(member)) for member in page)
-            if len(page) < most or len(found) == limit:
-                return tuple(found)
+    async def _record(self, flow_id: str) -> Stored | None:
+        """The record of a flow that can be seen."""
+        key = keys.flow(self._tag(flow_id), flow_id)
+        raw = await self._calls.read(f"flow {flow_id}", "HGETALL", key)
+        stored = Stored.from_hash(f"flow {flow_id}", raw)
+        return stored if raw and flow_records.is_shown(stored) else None
 
     async def resolve_execution_flow_id(self, execution_id: ExecutionId) -> str | None:
         known = self._calls.checked(execution_id)
@@ -43,47 +61,332 @@ class FlowReads:
         stored = await self._calls.read(place, "HGET", keys.core(known.tag, known), "flow_id")
         return None if stored is None else text(stored)
 
-    async def describe_flow(self, flow_id: str) -> flows.FlowSnapshot | None:
-        tag = self._tag(flow_id)
-        place = f"flow {flow_id}"
-        raw = await self._calls.read(place, "HGETALL", keys.flow(tag, flow_id))
-        if not raw:
+    async def describe_flow(
+        self, flow_id: str, *, edge_groups: bool = True
+    ) -> flows.FlowSnapshot | None:
+        check.flag(edge_groups, "edge_groups")
+        stored, tags = await asyncio.gather(self._record(flow_id), self._tags(flow_id))
+        if stored is None:
             return None
-        tags = await self._calls.read(f"{place}: tags", "HGETALL", keys.flow_tags(tag, flow_id))
         joins: list[flows.JoinSnapshot] = []
-        async for row in self.members(flow_id):
-            stored = Stored(row.execution_id, {"deps": row.deps or None, "join": row.join or None})
-            if join := join_snapshot(row.execution_id, stored):
-                joins.append(join)
-        texts = {text(name): text(value) for name, value in tags.items()}
-        return flow_snapshot(flow_id, Stored.from_hash(place, raw), texts, tuple(joins))
+        if edge_groups:
+            async for row in self._member_rows(flow_id):
+                damaged = Damage("describe_flow")
+                if (member := damaged.keep(lambda row=row: _member(row))) and member.join:
+                    joins.append(member.join)
+        return flow_records.flow_snapshot(flow_id, stored, tags, tuple(joins))
 
-    async def members(self, flow_id: str) -> AsyncIterator[flows.Member]:
-        tag, after = self._tag(flow_id), "0"
+    async def _tags(self, flow_id: str) -> dict[str, str]:
+        place, key = f"flow {flow_id}", keys.flow_tags(self._tag(flow_id), flow_id)
+        raw = await self._calls.read(f"{place}: tags", "HGETALL", key)
+        return {text(name): stored_text(value, place, "tags") for name, value in raw.items()}
+
+    async def get_flow_tag(self, flow_id: str, key: str) -> str | None:
+        place, tags = f"flow {flow_id}", keys.flow_tags(self._tag(flow_id), flow_id)
+        name = check.text(key, "key")
+        value = await self._calls.read(f"{place}: tags", "HGET", tags, name)
+        return None if value is None else stored_text(value, place, "tags")
+
+    async def wait_flow(self, flow_id: str, timeout: float | None = None) -> flows.FlowState:
+        tag = self._tag(flow_id)
+        limit = None if timeout is None else check.seconds(timeout, "timeout")
+        state: flows.FlowState | None = None
+
+        async def has_finished() -> bool:
+            nonlocal state
+            stored = await self._record(flow_id)
+            if stored is None:
+                raise NotFoundError("flow_not_found", flow_id, op="wait_flow")
+            state = flow_records.finished_state(stored)
+            return state is not None
+
+        try:
+            async with asyncio.timeout(limit):
+                while state is None:
+                    await self._events.wait_for(tag, flow_id, has_finished)
+        except TimeoutError:
+            told = f"flow {flow_id} did not finish within {limit:g} s"
+            raise TimeoutError_("timeout", told, op="wait_flow") from None
+        return state
+
+    async def list_flows(
+        self,
+        *,
+        partition: int | None = None,
+        cursor: str = "",
+        limit: int = 50,
+        where: api.FlowFilter | None = None,
+    ) -> ListingPage[flows.FlowListing]:
+        if partition is not None:
+            check.partition(partition, self._calls.counts)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
+        given_cursor(cursor)
+        where = where or api.FlowFilter()
+        check.instance(where, api.FlowFilter, "where").validate()
+        if limit <= 0:
+            return ListingPage(())
+        position, after = self._start(partition, cursor)
+        used = await self._places.partitions_in_use() if partition is None else [partition]
+        left = [each for each in used if each >= position]
+        damage = Damage("list_flows")
+        rows: list[flows.FlowListing] = []
+        done, examined = (position, after), 0
+        async for index, flow_id, raw in self._each_flow(left, after, limit, where):
+            if len(rows) == limit or examined == _MAX_EXAMINED:
+                return ListingPage(tuple(rows), sealed(*done), tuple(damage.found))
+            done, examined = (index, flow_id), examined + 1
+            row = damage.keep(lambda i=flow_id, r=raw: _listing(i, r)) if raw else None
+            if row is not None and where.status in (None, row.status):
+                rows.append(row)
+        return ListingPage(tuple(rows), None, tuple(damage.found))
+
+    def _start(self, partition: int | None, cursor: str) -> tuple[int, str]:
+        """The partition to begin with, and the flow after which its page begins."""
+        if not cursor:
+            return (partition or 0), ""
+        with reading_cursor():
+            number, after = opened(cursor, 2)
+            position = int(number)
+            if after:
+                validate_uuid(after, "cursor")
+        if partition not in (None, position):
+            raise ValidationError("invalid_cursor", "belongs to another partition")
+        return position, after
+
+    async def _each_flow(
+        self, partitions: Sequence[int], after: str, limit: int, where: api.FlowFilter
+    ) -> AsyncIterator[tuple[int, str, Any]]:
+        """Partition, id and record of each flow; no record where many were passed over."""
+        tags = [part for pair in where.tags.items() for part in pair]
+
+        async def page(index: int, start: str) -> tuple[list[Any], str]:
+            args = (start, limit, _FLOWS_AT_ONCE, where.namespace or "", *tags)
+            return await self._calls.ask(
+                *("ff_list_flows", f"{{fp:{index}}}", args),
+                lambda reply: (reply[2], text(reply[3])),
+            )
+
+        starts = {index: after if index == partitions[0] else "" for index in partitions}
+        for part in chunks(partitions, _PARTITIONS_AT_ONCE):
+            pages = await at_once(len(part), lambda index: page(index, starts[index]), part)
+            for index, found in zip(part, pages, strict=True):
+                rows, last = found
+                while rows or last:
+                    for flow_id, raw in rows:
+                        yield index, text(flow_id), raw
+                    if last:
+                        yield index, last, None
+                    rows, last = await page(index, last) if last else ([], "")
+
+    async def list_members(
+        self, flow_id: str, *, cursor: str = "", limit: int = 500
+    ) -> ListingPage[flows.Member]:
+        tag = self._tag(flow_id)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
+        after = 0
+        if given_cursor(cursor):
+            with reading_cursor():
+                after = int(opened(cursor, 1)[0])
+        if limit <= 0:
+            return ListingPage(())
+        rows = await self._members(tag, flow_id, after, limit)
+        damage = Damage("list_members")
+        found = [damage.keep(lambda row=row: _member(row)) for row in rows]
+        more = sealed(text(rows[-1][0])) if len(rows) == limit else None
+        entries = tuple(member for member in found if member is not None)
+        return ListingPage(entries, more, tuple(damage.found))
+
+    async def _members(self, tag: str, flow_id: str, after: int, limit: int) -> list[Any]:
+        return await self._calls.ask(
+            *("ff_flow_members", tag, (flow_id, after, limit)),
+            lambda reply: reply[2],
+            op="list_members",
+        )
+
+    async def _member_rows(self, flow_id: str) -> AsyncIterator[Any]:
+        tag, after = self._tag(flow_id), 0
         while True:
-            args = (flow_id, after, _MEMBERS_AT_ONCE)
-            reply = await self._calls.fcall("ff_flow_members", tag, args, op="list_members")
-            for row in reply[2]:
-                after = text(row[0])
-                yield _member(row)
-            if len(reply[2]) < _MEMBERS_AT_ONCE:
+            rows = await self._members(tag, flow_id, after, _MEMBERS_AT_ONCE)
+            for row in rows:
+                yield row
+            if len(rows) < _MEMBERS_AT_ONCE:
                 return
+            after = int(rows[-1][0])
+
+    async def _member_ids(self, flow_id: str, limit: int | None) -> tuple[ExecutionId, ...]:
+        found: list[ExecutionId] = []
+        async for row in self._member_rows(flow_id):
+            found.append(ExecutionId.trusted(text(row[1])))
+            if len(found) == limit:
+                break
+        return tuple(found)
+
+    async def describe_edge(self, flow_id: str, edge_id: str) -> flows.EdgeSnapshot | None:
+        tag, edge = self._tag(flow_id), validate_uuid(edge_id, "edge_id")
+        place = f"flow {flow_id}: edges"
+        stored, child = await asyncio.gather(
+            self._record(flow_id),
+            self._calls.read(place, "HGET", keys.edges(tag, flow_id), edge),
+        )
+        if stored is None or child is None:
+            return None
+        uuid = text(child)
+        lines = keys.into(tag, flow_id, f"{tag}:{uuid}")
+        line = await self._calls.read(place, "HGET", lines, edge)
+        # The edges of a deleted child are gone.
+        return None if line is None else _edge(flow_id, tag, edge, uuid, line, stored)
+
+    async def list_edges(
+        self,
+        flow_id: str,
+        *,
+        outgoing: ExecutionId | None = None,
+        incoming: ExecutionId | None = None,
+        cursor: str = "",
+        limit: int = 500,
+    ) -> ListingPage[flows.EdgeSnapshot]:
+        tag = self._tag(flow_id)
+        limit = min(check.whole(limit, "limit"), _MAX_PAGE)
+        given_cursor(cursor)
+        if outgoing is not None and incoming is not None:
+            raise ValidationError("invalid_input", "incoming: give it or outgoing, not both")
+        member, edge = 0, 0
+        if cursor:
+            with reading_cursor():
+                member, edge = map(int, opened(cursor, 2))
+        if limit <= 0:
+            return ListingPage(())
+        if incoming is not None:
+            child = self._calls.checked(incoming)
+            api.check_member(tag, child)
+            found = await self._incoming(flow_id, child)
+            left = [(number, each) for number, each in found if number > edge]
+            more = sealed(0, left[limit - 1][0]) if len(left) > limit else None
+            return ListingPage(tuple(each for _, each in left[:limit]), more)
+        upstream = "" if outgoing is None else self._calls.checked(outgoing)
+        if outgoing is not None:
+            api.check_member(tag, outgoing)
+        return await self._outgoing(flow_id, tag, upstream, (member, edge), limit)
+
+    async def _outgoing(
+        self, flow_id: str, tag: str, upstream: str, start: tuple[int, int], limit: int
+    ) -> ListingPage[flows.EdgeSnapshot]:
+        damage = Damage("list_edges")
+        found: list[flows.EdgeSnapshot] = []
+        member, edge = start
+        while True:
+            args = (flow_id, upstream, member, edge, limit - len(found))
+            reply = await self._calls.fcall("ff_flow_edges", tag, args, op="list_edges")
+            since = Stored(f"flow {flow_id}", {"created_at": reply[2]})
+            for edge_id, child, line in reply[3]:
+                known = (text(edge_id), text(child), line, since)
+                each = damage.keep(lambda k=known: _edge(flow_id, tag, *k))
+                if each is not None:
+                    found.append(each)
+            if not reply[4]:
+                return ListingPage(tuple(found), None, tuple(damage.found))
+            member, edge = int(reply[4]), int(reply[5])
+            if len(found) >= limit:
+                return ListingPage(tuple(found), sealed(member, edge), tuple(damage.found))
+
+    async def _incoming(
+        self, flow_id: str, child: ExecutionId
+    ) -> list[tuple[int, flows.EdgeSnapshot]]:
+        stored = await self._record(flow_id)
+        if stored is None:
+            return []
+        key, place = keys.into(child.tag, flow_id, child), f"flow {flow_id}: edges"
+        lines: dict[str, bytes] = {}
+        position: Any = b"0"
+        while True:
+            position, page = await self._calls.read(
+                place, "HSCAN", key, position, "COUNT", _EDGES_AT_ONCE
+            )
+            lines |= zip(map(text, page[::2]), page[1::2], strict=True)
+            if position == b"0":
+                break
+        return sorted(
+            (
+                (flow_records.edge_number(text(line)), edge)
+                for edge_id, line in lines.items()
+                if (edge := _edge(flow_id, child.tag, edge_id, child.uuid, line, stored))
+            ),
+            key=lambda each: each[0],
+        )
+
+    async def list_outgoing_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
+        flow_id = await self.resolve_execution_flow_id(execution_id)
+        found: list[flows.EdgeSnapshot] = []
+        cursor: str | None = "" if flow_id else None
+        while flow_id and cursor is not None:
+            page = await self.list_edges(
+                flow_id, outgoing=execution_id, cursor=cursor, limit=_MAX_PAGE
+            )
+            found += page.entries
+            cursor = page.next_cursor
+        return found
+
+    async def list_incoming_edges(self, execution_id: ExecutionId) -> list[flows.EdgeSnapshot]:
+        flow_id = await self.resolve_execution_flow_id(execution_id)
+        if flow_id is None:
+            return []
+        return [edge for _, edge in await self._incoming(flow_id, execution_id)]
 
     async def get_inputs(self, execution_id: ExecutionId) -> flows.FlowInputs:
         return await self._calls.ask_about(
-            execution_id, "ff_get_inputs", (), lambda reply: inputs_of(reply[2:4])
+            execution_id,
+            "ff_get_inputs",
+            (),
+            lambda reply: flow_records.inputs_of(reply[2:4]),
         )
+
+    async def evaluate_flow_eligibility(self, execution_id: ExecutionId) -> flows.FlowEligibility:
+        known = self._calls.checked(execution_id)
+        names = ("state", "deps", "join")
+        raw = await self._calls.read(
+            f"{known}: record", "HMGET", keys.core(known.tag, known), *names
+        )
+        stored = Stored.from_row(known, names, raw)
+        if not stored.is_set("state"):
+            return "not_found"
+        vector = StateVector.from_code(stored.text("state"), known)
+        if vector.lifecycle_phase is not LifecyclePhase.RUNNABLE:
+            return "not_runnable"
+        if vector.ownership_state is not OwnershipState.UNOWNED:
+            return "owned"
+        if vector.terminal_outcome is not TerminalOutcome.NONE:
+            return "terminal"
+        join = flow_records.join_snapshot(known, stored)
+        if join is None or join.group_state == "satisfied":
+            return "eligible"
+        return "impossible" if join.group_state == "impossible" else "blocked_by_dependencies"
+
+
+def _edge(
+    flow_id: str, tag: str, edge_id: str, child: str, line: Any, stored: Stored
+) -> flows.EdgeSnapshot:
+    decoded = stored_text(line, f"flow {flow_id}", f"edge {edge_id}")
+    created = stored.number("created_at")
+    return flow_records.edge_snapshot(flow_id, tag, edge_id, child, decoded, created)
+
+
+def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
+    stored = Stored.from_hash(f"flow {flow_id}", raw)
+    if stored.is_set("unreadable"):
+        raise stored.corrupt("record", "is not a hash")
+    return flow_records.flow_listing(flow_id, stored)
 
 
 def _member(row: Sequence[Any]) -> flows.Member:
-    node, state, kind, deps, join = (
-        None if part is None else text(part) for part in (*row[2:7], *[None] * 5)[:5]
-    )
+    execution_id = ExecutionId.trusted(text(row[1]))
+    names = ("node", "state", "execution_kind", "deps", "join")
+    stored = Stored.from_row(execution_id, names, (*row[2:7], *[None] * 5))
+    vector = StateVector.from_code(stored.text("state"), execution_id)
     return flows.Member(
-        execution_id=ExecutionId.trusted(text(row[1])),
-        node=node or "",
-        state=state or "",
-        execution_kind=kind or "",
-        deps=deps or "",
-        join=join or "",
+        execution_id=execution_id,
+        number=int(row[0]),
+        node=stored.text("node", ""),
+        public_state=vector.public_state,
+        execution_kind=stored.text("execution_kind"),
+        join=flow_records.join_snapshot(execution_id, stored),
     )

@@ -77,6 +77,12 @@ def edge_snapshot(
     )
 
 
+def edge_number(line: str) -> int:
+    """The number of an edge; 0 if its line cannot be read."""
+    parts = _EDGE.fullmatch(line)
+    return 0 if parts is None else int(parts[3])
+
+
 def derived_state(members: Mapping[str, int]) -> flows.FlowState:
     """What all members together are in."""
     total = sum(members.values())
@@ -87,6 +93,48 @@ def derived_state(members: Mapping[str, int]) -> flows.FlowState:
     return "blocked" if any(members.get(state) for state in _BLOCKED) else "open"
 
 
+def _counted(stored: Stored) -> dict[str, int]:
+    return {
+        state.value: count
+        for state in PublicState
+        if (count := stored.number(f"members_{state.value}", 0))
+    }
+
+
+def is_shown(stored: Stored) -> bool:
+    """Whether the flow can be seen: its submission has ended, and its deletion has not begun."""
+    return not stored.is_set("submitting") and not stored.is_set("deleting")
+
+
+def finished_state(stored: Stored) -> flows.FlowState | None:
+    """What a finished flow ended as; None while members are left."""
+    return derived_state(_counted(stored)) if stored.is_set("finished_at") else None
+
+
+def flow_listing(flow_id: str, stored: Stored) -> flows.FlowListing:
+    """One row of a listing from the flow's record."""
+    members = _counted(stored)
+    state = derived_state(members)
+    status: flows.FlowStatus = "active"
+    if stored.is_set("cancelled_at"):
+        status = "cancelled"
+    elif state in ("completed", "failed"):
+        status = state
+    return flows.FlowListing(
+        flow_id=flow_id,
+        flow_kind=stored.text("flow_kind"),
+        namespace=stored.text("namespace"),
+        created_at=stored.number("created_at"),
+        public_flow_state="cancelled" if stored.is_set("cancelled_at") else "open",
+        derived_state=state,
+        status=status,
+        node_count=stored.number("node_count"),
+        ended_count=sum(members.get(ended, 0) for ended in _ENDED),
+        held=stored.is_set("held_from"),
+        finished_at=stored.maybe_number("finished_at"),
+    )
+
+
 def flow_snapshot(
     flow_id: str,
     stored: Stored,
@@ -94,11 +142,7 @@ def flow_snapshot(
     joins: tuple[flows.JoinSnapshot, ...],
 ) -> flows.FlowSnapshot:
     """The whole flow from its record."""
-    members = {
-        state.value: count
-        for state in PublicState
-        if (count := stored.number(f"members_{state.value}", 0))
-    }
+    members = _counted(stored)
     return flows.FlowSnapshot(
         flow_id=flow_id,
         flow_kind=stored.text("flow_kind"),

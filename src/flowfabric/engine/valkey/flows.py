@@ -16,10 +16,11 @@ from flowfabric.core.errors import (
     StateError,
     invalid_input,
 )
-from flowfabric.core.ids import ExecutionId, validate_text, validate_uuid
+from flowfabric.core.ids import ExecutionId, validate_namespace, validate_text, validate_uuid
 from flowfabric.core.tags import validate_tags
 from flowfabric.engine.api import check
 from flowfabric.engine.api import flows as api
+from flowfabric.engine.api.events import Events
 from flowfabric.engine.api.executions import check_new
 from flowfabric.engine.valkey import keys
 from flowfabric.engine.valkey.calls import FunctionCalls, proof, text
@@ -51,15 +52,16 @@ def join_text(policy: JoinPolicy) -> str:
 class ValkeyFlows(FlowEnds, api.Flows):
     """`Flows` on Valkey."""
 
-    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces) -> None:
-        super().__init__(calls)
-        self._places = places
+    def __init__(self, calls: FunctionCalls, places: ValkeyPlaces, events: Events) -> None:
+        super().__init__(calls, places, events)
 
     async def create_flow(
         self, flow_id: str, flow_kind: str, namespace: str = "default"
     ) -> flows.FlowCreated | flows.FlowExists:
         tag = self._tag(flow_id)
         validate_text(flow_kind, "flow_kind", limit=256, required=True)
+        validate_namespace(namespace)
+        await self._places.register(tag, set())
         reply = await self._calls.fcall(
             "ff_create_flow", tag, (flow_id, flow_kind, namespace), op="create_flow"
         )

@@ -15,8 +15,7 @@ end
 register('ff_apply_edge', function(keys, args)
   local c, flow_id, edge_id = Context.open(keys[1]), args[1], args[2]
   return reply.guarded(function()
-    local f = flow.read(c, flow_id)
-    if not f then return reply.err('flow_not_found') end
+    local f = flow.shown(c, flow_id)
     local uuid = server.call('HGET', K.edges(c.tag, flow_id), edge_id)
     if not uuid then return reply.err('invalid_dependency', edge_id) end
     local id = edges.id_of(c, uuid)

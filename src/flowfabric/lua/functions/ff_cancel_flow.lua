@@ -9,7 +9,7 @@ register('ff_cancel_flow', function(keys, args)
   local c, flow_id, policy = Context.open(keys[1], true), args[1], args[2]
   local reason = args[3] ~= '' and args[3] or 'flow_cancelled'
   local f = flow.read(c, flow_id)
-  if not f then return reply.err('flow_not_found') end
+  if not f or not flow.is_shown(f) then return reply.err('flow_not_found') end
   local before = f.cancellation_policy
   if flow.is_cancelled(f) and flow_cancel.strength(policy) <= flow_cancel.strength(before) then
     local owing = server.call('ZSCORE', K.index(c.tag, 'cancel_backlog'), flow_id)

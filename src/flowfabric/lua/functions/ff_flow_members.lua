@@ -1,9 +1,11 @@
 -- ff_flow_members: a page of the members of a flow, with how far their joins are decided.
--- Keys: members, core. Arguments: flow_id, number of the last member of the page before, limit.
+-- Keys: flow core, members, core. Arguments: flow_id, number of the last member of the page before,
+--   limit.
 -- Replies: a list of [number, execution_id, node key, state, kind, deps, join].
 -- Errors: none. Events: none.
 register('ff_flow_members', function(keys, args)
   local tag, rows = keys[1], {}
+  if not flow.shown_since(tag, args[1]) then return reply.ok(rows) end
   local page = server.call('ZRANGE', K.members(tag, args[1]), '(' .. args[2], '+inf', 'BYSCORE',
     'LIMIT', 0, args[3], 'WITHSCORES')
   for i = 1, #page, 2 do

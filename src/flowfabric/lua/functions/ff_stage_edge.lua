@@ -56,8 +56,7 @@ register('ff_stage_edge', function(keys, args)
   local flow_id, edge_id, up_id, id = args[1], args[2], args[3], args[4]
   return reply.guarded(function()
     if up_id == id then return reply.err('self_referencing_edge') end
-    local f = flow.read(c, flow_id)
-    if not f then return reply.err('flow_not_found') end
+    local f = flow.shown(c, flow_id)
     reply.stop_with(existing(c, flow_id, f, args))
     if flow.is_cancelled(f) then return reply.err('flow_already_terminal') end
     if args[8] ~= '' and args[8] ~= f.graph_revision then

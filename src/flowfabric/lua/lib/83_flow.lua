@@ -51,10 +51,26 @@ function flow.number(f, name) return tonumber(f[name] or 0) end
 
 function flow.is_cancelled(f) return f.cancelled_at ~= nil end
 
--- The flow's record for a call that changes it; ends the call if there is none, or it is cancelled.
-function flow.live(c, flow_id)
+-- Nobody sees a flow whose submission or deletion has begun and not ended.
+function flow.is_shown(f) return not f.submitting and not f.deleting end
+
+-- When a flow that can be seen was created, or nil; for calls that only read.
+function flow.shown_since(tag, flow_id)
+  local found = server.call('HMGET', K.flow(tag, flow_id), 'created_at', 'submitting', 'deleting')
+  return found[1] and not found[2] and not found[3] and found[1] or nil
+end
+
+-- The record of a flow that can be seen; ends the call if there is none.
+function flow.shown(c, flow_id)
   local f = flow.read(c, flow_id)
-  if not f then reply.refuse('flow_not_found') end
+  if not f or not flow.is_shown(f) then reply.refuse('flow_not_found') end
+  return f
+end
+
+-- The flow's record for a call that changes it; ends the call if there is none, or it is cancelled.
+-- `submits`: the call is part of its submission.
+function flow.live(c, flow_id, submits)
+  local f = submits and flow.read(c, flow_id) or flow.shown(c, flow_id)
   if flow.is_cancelled(f) then reply.refuse('flow_already_terminal') end
   return f
 end
@@ -158,7 +174,7 @@ end
 local function finish(c, flow_id, f)
   local state = flow.derived(f)
   flow.set(c, flow_id, 'finished_at', c.now)
-  events.emit_flow(c, 'flow_finished', flow_id, f, 'st', state)
+  events.emit_flow(c, 'flow_finished', flow_id, f, 'fs', state)
   if f.parent_execution_id then cascade.subflow_finished(c, flow_id, f, state) end
 end
 

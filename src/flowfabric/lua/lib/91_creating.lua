@@ -178,7 +178,7 @@ end
 
 -- The live flow that a new member joins; ends the call if it cannot.
 local function flow_of(c, namespace, opts)
-  local f = flow.live(c, opts.flow)
+  local f = flow.live(c, opts.flow, opts.checked)
   if f.namespace ~= namespace then
     reply.refuse('invalid_input', 'namespace: the flow is in ' .. f.namespace)
   end
