@@ -27,17 +27,9 @@ _LAST_PAUSE: Final = 0.5
 
 READ_FUNCTIONS: Final = frozenset(
     {
-        *(
-            "ff_flow_edges",
-            "ff_flow_members",
-            "ff_get_inputs",
-            "ff_idle_lanes",
-            "ff_list_kids",
-            "ff_list_suspended",
-            "ff_read_waits",
-            "ff_scan_due",
-        ),
-        *("ff_stream_read", "ff_survey", "ff_version", "ff_waitpoint_token"),
+        *("ff_flow_edges", "ff_flow_members", "ff_get_inputs", "ff_idle_lanes", "ff_list_kids"),
+        *("ff_list_suspended", "ff_read_waits", "ff_scan_due", "ff_stream_read", "ff_survey"),
+        *("ff_version", "ff_waitpoint_token"),
     }
 )
 """Every function with the flag `no-writes`, and two reads that only record that they ran."""
