@@ -210,13 +210,13 @@ async def test_reclaim_grants_too(engine: Engine) -> None:
 async def test_nobody_else_names_task_capabilities(engine: Engine) -> None:
     policy = {"routing_requirements": {"required_capabilities": ["task:new"]}}
     problem = await refused(engine.create(policy=policy), "invalid_capabilities")
-    assert problem.detail == "required:reserved_prefix"
+    assert problem.detail == "required:reserved prefix"
     register = engine.backend.workers.register_worker
     problem = await refused(
         register(worker_id="w", worker_instance_id="w", lanes=["a"], capabilities=["task:new"]),
         "invalid_capabilities",
     )
-    assert problem.detail == "worker:reserved_prefix"
+    assert problem.detail == "worker:reserved prefix"
 
 
 async def register(engine: Engine, instance: str, *tasks: str, **options: Any) -> None:

@@ -88,7 +88,7 @@ def _check_token(token: object, side: Side) -> str:
     if has_space_or_control(token):
         raise _refuse(side, "control_or_whitespace")
     if token.startswith(_TASK):
-        raise _refuse(side, "reserved_prefix")
+        raise _refuse(side, "reserved prefix")
     return token
 
 
