@@ -111,7 +111,7 @@ local TASK_RING_MS = 60000
 -- leaves work wakes the next. A refused ring, for example without permission, undoes nothing: the
 -- workers' sweep finds the work.
 function Context:ring(lane, task)
-  local bell = K.bell(lane, task)
+  local bell = task and K.bell(lane, task) or lane
   self.rung = self.rung or {}
   if self.rung[bell] then return end
   self.rung[bell] = true
