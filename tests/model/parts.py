@@ -130,8 +130,8 @@ class Execution:
             "active": self.expires_at,
             "terminal": (self.completed_at or 0) + RETENTION_MS,
         }
-        gpu, task = self.policy.needs_gpu and "gpu", self.waits_for_task and "task:job"
-        signature = ",".join(filter(None, (gpu, task)))
+        tokens = ["gpu"] * self.policy.needs_gpu + ["task:job"] * self.waits_for_task
+        signature = ",".join(tokens)
         needs = f":{signature}" if signature else ""
         own = f"eligible{needs}" if suffix == "eligible" else suffix
         held: dict[str, float | None] = {f"lane:default:{own}": scores[suffix]}
