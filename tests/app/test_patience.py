@@ -52,7 +52,7 @@ async def test_it_runs(app: ff.Fabric) -> None:
 
     @app.task(retry=ff.Retry(1, backoff="1ms"))
     async def slow(ctx: ff.Context) -> None:
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             raise ConnectionError("no answer")
         entered.set()
         await leave.wait()

@@ -57,8 +57,8 @@ class HandlerInfo:
 
     @property
     def attempt(self) -> int:
-        """0 for the first attempt; a retry or a reclaim counts up, a resume does not."""
-        return self._task.attempt_index
+        """1 for the first attempt; a retry or a reclaim counts up, a resume does not."""
+        return self._task.attempt_index + 1
 
     @property
     def lease_epoch(self) -> int:
@@ -85,7 +85,7 @@ class HandlerInfo:
         """A logger that adds the ids of this run to every record."""
         return logging.LoggerAdapter(
             logging.getLogger(f"flowfabric.task.{self.kind}"),
-            {"execution_id": str(self.execution_id), "attempt_index": self.attempt},
+            {"execution_id": str(self.execution_id), "attempt_index": self._task.attempt_index},
         )
 
     def check(self) -> None:
