@@ -187,7 +187,7 @@ async def test_plain_code_iterates(engine: Engine, valkey: TestServer) -> None:
         with SyncClient.connect(valkey.url) as client:
             frames = client.tail(execution_id)
             first = next(frames)
-            page = client.read_stream(execution_id, 1, from_=first.id, to=first.id)
+            page = client.read_stream(execution_id, 0, from_=first.id, to=first.id)
             return [first.payload, *(one.payload for one in (*frames, *page.frames))]
 
     reading = asyncio.create_task(asyncio.to_thread(read, handle.execution_id))

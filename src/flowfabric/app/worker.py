@@ -74,7 +74,9 @@ class AppWorker:
         if self._stop_asked:
             runtime.stop()
         try:
-            with on_signals(runtime.stop) if signals else contextlib.nullcontext():
+            announce = functools.partial(self.announce_stop, grace_s)
+            stopping = on_signals(runtime.stop, announce=announce)
+            with stopping if signals else contextlib.nullcontext():
                 ready()
                 return await runtime.run(
                     grace_s=grace_s, on_shutdown=on_shutdown, until_idle=until_idle
@@ -89,6 +91,11 @@ class AppWorker:
         self._stop_asked = True
         if self._runtime is not None:
             self._runtime.stop()
+
+    def announce_stop(self, grace_s: float) -> None:
+        """Log, at every level, what the end of the run waits for."""
+        if self._runtime is not None:
+            self._runtime.announce_stop(grace_s)
 
     def release_leases(self) -> int:
         """Release every lease, from any thread: others need not wait until they expire."""

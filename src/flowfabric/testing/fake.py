@@ -117,6 +117,10 @@ class _FakeTask:
         self.attempt_index = attempt - 1
         self.execution_id = ExecutionId.solo("default", PartitionCounts())
 
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return {"execution_id": str(self.execution_id), "attempt_index": self.attempt_index}
+
     def is_lease_healthy(self) -> bool:
         return True
 
