@@ -19,7 +19,7 @@ from flowfabric.sdk.logs import log_always
 
 log = logging.getLogger(__name__)
 
-_VARIABLE = "FF_WORKER_PROCESS"
+_VARIABLE = "_FLOWFABRIC_MEMBER"
 """What a process knows of its place: its number, how many there are, and its link."""
 _FIRST_PAUSE_S = 0.5
 _LAST_PAUSE_S = 30.0
