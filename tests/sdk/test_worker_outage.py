@@ -40,6 +40,7 @@ async def test_an_outage_is_logged_when_it_begins_and_when_it_ends(
     )
     async with serving(worker, {"quick": quick, "endless": endless}) as runtime:
         await until(lambda: worker.free == 2, "the start of all")
+        await until(lambda: "scanners started" in caplog.text, "the scanners")
         caplog.clear()
         proxy.down()
         gate.set()
