@@ -23,7 +23,7 @@ async def greet(name: str, times: int = 1) -> str:
 
 @app.task(lane="mail", retry=3)
 async def ask(ctx: ff.Context, question: str) -> bool:
-    assert_type(await ctx.wait_for("approval"), ff.Signal)
+    assert_type(await ctx.wait_for("approval", prompt="Go?", details={"a": 1}), ff.Signal)
     assert_type(await ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
     assert_type(await ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
     assert_type(await ctx.wait_condition(ff.Single("a")), list[ff.Signal])
@@ -36,6 +36,8 @@ async def ask(ctx: ff.Context, question: str) -> bool:
     ctx.stream("token")  # error
     await ctx.progress("half")  # error
     await ctx.wait_for(1)  # error
+    await ctx.wait_for("a", prompt=1)  # error
+    await ctx.wait_for("a", promt="Go?")  # error
     await ctx.wait_for("a", default=3)  # error
     answer = ctx.wait_for("a")
     return answer.name == "approved"  # error
@@ -48,7 +50,7 @@ def resize(image: str, *, priority: int) -> bytes:
 
 @app.task
 def count(ctx: ff.SyncContext, words: list[str]) -> int:
-    assert_type(ctx.wait_for("approval"), ff.Signal)
+    assert_type(ctx.wait_for("approval", prompt="Go?", details={"a": 1}), ff.Signal)
     assert_type(ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
     assert_type(ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
     assert_type(ctx.wait_condition(ff.Single("a")), list[ff.Signal])
