@@ -211,6 +211,7 @@ class Client(Subscriptions, ClosedOnce):
     submit_many = _engine_call(Executions.create_many)
     inspect = _engine_call(Reads.describe_execution)
     replay = _engine_call(Executions.replay_execution)
+    purge = _engine_call(Executions.purge_execution)
     revoke_lease = _engine_call(Leases.revoke_lease)
     change_priority = _engine_call(Executions.change_priority)
     list = _engine_call(Listings.list_executions)
