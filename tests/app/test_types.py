@@ -21,7 +21,7 @@ import pydantic
 import pytest
 
 import flowfabric as ff
-from flowfabric.app.annotations import annotation
+from flowfabric.core.annotations import annotation
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 from tests.support.waiting import parked
