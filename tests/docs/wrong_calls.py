@@ -28,6 +28,7 @@ async def ask(ctx: ff.Context, question: str) -> bool:
     assert_type(await ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
     assert_type(await ctx.wait_condition(ff.Single("a")), list[ff.Signal])
     assert_type(await ctx.signals(), list[ff.Signal])
+    assert_type((await ctx.wait_for("approval")).payload_as(dict[str, int]), dict[str, int])
     assert_type(await ctx.waitpoint("a"), PendingWaitpoint)
     async with ctx.open_stream() as output:
         await output.write(question)
@@ -93,6 +94,10 @@ async def submit(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
     app.named("greet", delay=object())  # error
     app.task(timeot=3)  # error
     app.task(retry="3")  # error
+    app.task(retry=ff.Retry(3, on=(OSError, "httpx.ConnectError"), never=ValueError))
+    ff.Retry(3, on=5)  # error
+    ff.Retry(3, never=(int,))  # error
+    greet.options(at="tomorrow")  # error
     assert_type(await greet("Ada"), str)
     assert_type(await ask(ctx, "why?"), bool)
     assert_type(resize("cat.png", priority=1), bytes)
@@ -110,6 +115,7 @@ def submit_and_block(client: ff.SyncClient) -> None:
         assert_type(run.result(timeout="5s"), str)
         assert_type(run.state(), PublicState)
         assert_type(run.stream(), Iterator[StreamedFrame])
+        assert_type(next(run.stream()).json(list[str]), list[str])
         assert_type(sync.submit_many(count, [[["a"]]]), list[ff.SyncRun[int]])
         assert_type(sync.get_run("id", greet), ff.SyncRun[str])
         sync.submit(greet, 1)  # error

@@ -265,9 +265,10 @@ class Client(Subscriptions, ClosedOnce):
         detail = await self._detail(execution_id)
         if detail is not None and diagnosis.lacks_worker(detail):
             self._warned = True
-            kind, why = detail.execution.execution_kind, diagnosis.why_not_running(detail)
+            info, why = detail.execution, diagnosis.why_not_running(detail)
+            about = info.execution_kind, info.execution_id.compact, why
             extra = {"action": "no_worker", "execution_id": execution_id}
-            log.warning("%s %s waits: %s", kind, execution_id, why, extra=extra)
+            log.warning("%s %s waits: %s", *about, extra=extra)
 
     async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
         """What explains a wait; None if it cannot be read soon."""
