@@ -50,9 +50,9 @@ class RunSummary(msgspec.Struct):
     """Attempts whose end was not accepted, or is not known to be."""
 
     def __str__(self) -> str:
-        """`12 completed, 1 failed`; empty if nothing happened."""
+        """`12 completed, 1 failed`."""
         counts = msgspec.structs.asdict(self).items()
-        return ", ".join(f"{count:,} {name}" for name, count in counts if count)
+        return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "0 tasks"
 
     def since(self, earlier: "RunSummary") -> "RunSummary":
         """What was done after that copy was made."""

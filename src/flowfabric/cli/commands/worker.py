@@ -27,7 +27,7 @@ from flowfabric.cli.views.screen import Screen
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import duration, plural
+from flowfabric.core.text import duration
 from flowfabric.engine.valkey.connect import ServerLocation
 from flowfabric.sdk.logs import log_always
 from flowfabric.sdk.runtime import RunSummary
@@ -266,12 +266,11 @@ def _warn_of_unserved_lanes(app: Fabric, worker: AppWorker) -> None:
 
 
 def _print_summary(summary: RunSummary, ran_ms: int, *, as_record: bool) -> None:
-    work = str(summary) or plural(0, "task")
     if as_record:
         counts: dict[str, int] = msgspec.structs.asdict(summary)
-        text = f"stopped after {duration(ran_ms)}: {work}"
+        text = f"stopped after {duration(ran_ms)}: {summary}"
         log_always(logging.INFO, text, action="worker_stopped", ran_ms=ran_ms, **counts)
         return
     flush_logs()
-    Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {work}.")
+    Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {summary}.")
     sys.stdout.flush()
