@@ -18,7 +18,7 @@ started = asyncio.Event()
 @app.task(lane="trouble", retry=ff.Retry(3, backoff="100ms"))
 async def call_bank(ctx: ff.Context) -> int:
     """Fails twice: any exception is a failed attempt, and the policy decides what follows."""
-    if ctx.attempt < 2:
+    if ctx.attempt < 3:
         raise ConnectionError("the bank hung up")
     return ctx.attempt
 
@@ -54,7 +54,7 @@ def print_label(device: str) -> str:
 async def retried() -> None:
     """Three attempts, one result."""
     run = await app.submit(call_bank)
-    assert await run.result(timeout=20) == 2
+    assert await run.result(timeout=20) == 3
     attempts = await (await app.client()).backend.reads.read_attempts(run.id)
     assert [a.attempt_type for a in attempts] == ["initial", "retry", "retry"]
     reasons = [a.failure_reason.splitlines()[0] for a in attempts if a.failure_reason]

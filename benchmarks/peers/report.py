@@ -42,7 +42,7 @@ def as_table(n: int, rows: Sequence[Row]) -> Table:
     )
     table.add_column("queue", no_wrap=True)
     table.add_column("version", no_wrap=True)
-    times = "× of the fastest peer"  # noqa: RUF001
+    times = "× of the fastest peer"
     for heading in ("n", "submit/s", "process/s", "lifecycle/s"):
         table.add_column(heading, justify="right", min_width=len(heading))
     table.add_column(times, justify="right", width=7)

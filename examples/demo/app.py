@@ -38,7 +38,7 @@ class Statement:
 async def exchange_rate(ctx: ff.Context, currency: str) -> float:
     """Ask the bank: slow, and for one currency out of order at first."""
     await asyncio.sleep(0.8)
-    if currency == "GBP" and ctx.attempt == 0:
+    if currency == "GBP" and ctx.attempt == 1:
         raise ff.RetryableError("the bank answered 503")
     return _RATES[currency]
 

@@ -120,12 +120,12 @@ async def test_failures_tell_why(app: ff.Fabric) -> None:
 async def test_retries_end_in_a_result(app: ff.Fabric) -> None:
     @app.task(retry=ff.Retry(3, backoff=0.01, jitter=False))
     async def flaky(ctx: ff.Context) -> int:
-        if ctx.attempt < 2:
+        if ctx.attempt < 3:
             raise ff.RetryableError("not yet")
         return ctx.attempt
 
     async with app.worker():
-        assert await (await app.submit(flaky)).result(timeout=20) == 2
+        assert await (await app.submit(flaky)).result(timeout=20) == 3
 
 
 async def test_a_delayed_run_waits_for_its_time(app: ff.Fabric) -> None:

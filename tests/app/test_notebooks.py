@@ -63,6 +63,14 @@ def test_a_cell_that_runs_again_replaces_its_task(app: ff.Fabric) -> None:
     app.tasks["greet"].encode((), {"name": "Ada", "loud": True})
 
 
+def test_a_worker_that_runs_already_uses_the_new_function(app: ff.Fabric) -> None:
+    run_cell(CELL, app=app, greeting="Hello")
+    with app.worker(scanners=False), ff.SyncFabric(app) as sync:
+        assert sync.submit("greet", "Ada").result(timeout=10) == "Hello, Ada!"
+        run_cell(CELL.replace("async def", "def"), app=app, greeting="Hi")
+        assert sync.submit("greet", "Ada").result(timeout=10) == "Hi, Ada!"
+
+
 def test_a_module_that_is_reloaded_replaces_its_tasks(
     app: ff.Fabric, modules: dict[str, Path]
 ) -> None:

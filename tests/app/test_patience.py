@@ -37,9 +37,16 @@ async def impatient(run: ff.Run[object]) -> str:
 async def test_no_worker_serves_the_lane(app: ff.Fabric) -> None:
     run: ff.Run[object] = await app.named("greet", lane="mail").submit()
     assert await impatient(run) == (
-        f"Execution {run.id} did not finish within 0.01 s. It is waiting: no live worker serves "
-        "lane mail: start one with `flowfabric worker module:app --lanes mail`."
+        f"Execution {run.id.compact} did not finish within 0.01 s. It is waiting: "
+        "no live worker serves lane mail: "
+        "start one with `flowfabric worker module:app --lanes mail`."
     )
+
+
+async def test_no_worker_knows_the_task(app: ff.Fabric) -> None:
+    run: ff.Run[object] = await app.submit("resize")
+    async with app.worker():
+        assert "It is waiting: no live worker knows task resize" in await impatient(run)
 
 
 async def test_its_time_has_not_come(app: ff.Fabric) -> None:
@@ -52,7 +59,7 @@ async def test_it_runs(app: ff.Fabric) -> None:
 
     @app.task(retry=ff.Retry(1, backoff="1ms"))
     async def slow(ctx: ff.Context) -> None:
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             raise ConnectionError("no answer")
         entered.set()
         await leave.wait()

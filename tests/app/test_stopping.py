@@ -16,7 +16,7 @@ async def main() -> None:
     stopped = asyncio.Event()
     if "before" in sys.argv:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "of the loop")
-    with on_signals(stopped.set):
+    with on_signals(stopped.set, announce=lambda: None):
         if "during" in sys.argv:
             asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print, "of the loop")
         if "plain" in sys.argv:

@@ -21,7 +21,6 @@ import pydantic
 import pytest
 
 import flowfabric as ff
-from flowfabric.app.annotations import annotation
 from tests.support.engine import Engine
 from tests.support.server import TestServer
 from tests.support.waiting import parked
@@ -351,7 +350,10 @@ async def test_models_in_signals_and_frames(waiting_app: ff.Fabric, engine: Engi
         await run.signal("order", "given", ORDER)
         assert await run.result(timeout=20) == ORDER
         [frame] = [frame async for frame in run.stream()]
-        assert annotation(list[Address]).decode(frame.payload) == [ADDRESS]
+        assert frame.json(list[Address]) == [ADDRESS]
+        assert frame.json() == [{"street": "Main St", "since": "2020-02-29"}]
+        with pytest.raises(ff.PayloadMismatch, match=r"frame .* does not fit Order: "):
+            frame.json(Order)
 
         await parked(engine, other)
         await other.signal("order", "given", {"total": 1})

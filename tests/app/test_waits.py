@@ -36,10 +36,10 @@ async def test_an_answer_starts_the_handler_again_and_is_returned(
     async with app.worker(scanners=False):
         run = await app.submit(deploy, "x")
         await parked(engine, run, "approval")
-        assert starts == [(0, 1)]
+        assert starts == [(1, 1)]
         await run.signal("approval", "go", {"a": [1, None]}, by="ada")
         assert await run.result(10) == ["x", "go", {"a": [1, None]}, "ada", "approval"]
-    assert starts == [(0, 1), (0, 2)]
+    assert starts == [(1, 1), (1, 2)]
 
 
 async def test_a_wait_holds_no_permit(app: ff.Fabric, engine: Engine) -> None:

@@ -70,10 +70,10 @@ async def test_killed_while_the_execution_waits(
     # Nobody is there, and an answer still counts.
     await run.signal("a", "one")
     async with worker(valkey) as second:
-        await second.tells("start 0 2")
+        await second.tells("start 1 2")
         await parked(engine, run, "b")
         await run.signal("b", "two")
-        assert await run.result(20) == ["one", "two", 0]
+        assert await run.result(20) == ["one", "two", 1]
 
 
 async def test_killed_after_the_answer_was_read(
@@ -86,7 +86,7 @@ async def test_killed_after_the_answer_was_read(
         await first.kill()
     async with worker(valkey) as second:
         # A new attempt, once the lease has run out: the answer is found, not asked for again.
-        await second.tells("start 1 3")
+        await second.tells("start 2 3")
         await parked(engine, run, "b")
         await run.signal("b", "two")
-        assert await run.result(20) == ["one", "two", 1]
+        assert await run.result(20) == ["one", "two", 2]

@@ -29,10 +29,10 @@ async def test_a_retry_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None
     async def ask(ctx: ff.Context) -> list[Any]:
         starts.append(ctx.attempt)
         first = await ctx.wait_for("a")
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             raise ff.RetryableError("once more")
         second = await ctx.wait_for("b", timeout=5, on_timeout="default")
-        if ctx.attempt == 1:
+        if ctx.attempt == 2:
             raise ff.RetryableError("and again")
         return [first.payload, second]
 
@@ -45,7 +45,7 @@ async def test_a_retry_keeps_the_answers(app: ff.Fabric, engine: Engine) -> None
         await time_out(engine, run.id, 5000)
         await promoted(engine, run, 2)
         assert await run.result(10) == ["kept", None]
-    assert starts == [0, 0, 1, 1, 2]
+    assert starts == [1, 1, 2, 2, 3]
 
 
 async def promoted(engine: Engine, run: ff.Run[Any], retries: int) -> None:
@@ -68,7 +68,7 @@ async def test_a_handed_out_waitpoint_outlives_its_attempt_once_answered(
     async def ask(ctx: ff.Context) -> list[Any]:
         answered, open_ = await ctx.waitpoint("a"), await ctx.waitpoint("b")
         points.append(open_.waitpoint_id)
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             await engine.backend.signals.deliver_signal(
                 ctx.execution_id, answered.waitpoint_id, answered.waitpoint_token, "go"
             )
@@ -93,7 +93,7 @@ async def test_a_reclaim_keeps_the_answers(app: ff.Fabric, engine: Engine) -> No
     @app.task()
     async def ask(ctx: ff.Context) -> str:
         answer = await ctx.wait_for("a")
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             reached.set()
             await asyncio.Event().wait()
         return answer.name
@@ -147,15 +147,15 @@ async def test_a_replay_asks_again_unless_steps_are_kept(app: ff.Fabric, engine:
         run = await app.submit(ask)
         await parked(engine, run)
         await run.signal("a", "first")
-        assert await run.result(10) == "first 0"
-        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
         assert await run.result(10) == "first 1"
+        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
+        assert await run.result(10) == "first 2"
         await (await app.client()).replay(run.id)
         await parked(engine, run)
         await run.signal("a", "second")
-        assert await run.result(10) == "second 2"
-        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
         assert await run.result(10) == "second 3"
+        await engine.backend.executions.replay_execution(run.id, keep_steps=True)
+        assert await run.result(10) == "second 4"
 
 
 # --- unwinding --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def application(url: str) -> tuple[ff.Fabric, ff.Task[..., Any]]:
         await ctx.stream(f"start of {os.getpid()}")
         first = await ctx.wait_for("a")
         tell("between")
-        if ctx.attempt == 0 and first.payload == "hold":
+        if ctx.attempt == 1 and first.payload == "hold":
             await asyncio.Event().wait()
         second = await ctx.wait_for("b")
         return [first.name, second.name, ctx.attempt]

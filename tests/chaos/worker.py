@@ -26,7 +26,7 @@ def application(url: str) -> ff.Fabric:
 
     @app.task()
     async def flaky(ctx: ff.Context) -> None:
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             raise ff.RetryableError("not at the first time")
 
     @app.task()

@@ -7,7 +7,7 @@ import os
 import pty
 import signal
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -146,6 +146,13 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._main, text.encode())
 
+    async def interrupt(self) -> None:
+        """Press Ctrl-C; again if Python had not begun to read: it then waits for the next key."""
+        while self.process.returncode is None:
+            self.process.send_signal(signal.SIGINT)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), 5)
+
 
 @asynccontextmanager
 async def on_terminal(cli: Cli, *arguments: str) -> AsyncGenerator[Terminal]:
@@ -196,7 +203,7 @@ async def test_no_and_ctrl_c_change_nothing(
         if answer:
             terminal.type(answer)
         else:
-            terminal.process.send_signal(signal.SIGINT)
+            await terminal.interrupt()
         assert await terminal.process.wait() == code
     assert await engine.dump() == before
 
@@ -219,7 +226,7 @@ async def test_what_stops_it_says_how_to_continue(
                 proxy.pause()
                 terminal.type("y\n")
                 await terminal.until("0/3")
-                terminal.process.send_signal(signal.SIGINT)
+                await terminal.interrupt()
                 await terminal.until("to continue.")
                 assert await terminal.process.wait() == 130
                 proxy.resume()

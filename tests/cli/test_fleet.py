@@ -18,13 +18,14 @@ async def register(engine: Engine, instance: str, *lanes: str, **more: Any) -> N
 async def test_workers(cli: Cli, engine: Engine) -> None:
     assert (await cli("workers")).out == "No worker is running.\n"
     await engine.freeze(await engine.now())
-    await register(engine, "w-1", "default", "mails", capabilities=["gpu"])
+    await register(engine, "w-1", "default", "mails", capabilities=["gpu"], tasks=["resize"])
     await register(engine, "w-2", "default", namespace="other")
     done = await cli("workers")
     header, first, second = done.lines
-    assert header.split() == ["WORKER", "NAMESPACE", "UP", "SEEN", "CAPABILITIES", "LANES"]
-    assert first.split() == ["w-1", "default", "0s", "0s", "ago", "gpu", "default,", "mails"]
-    assert second.split()[:2] == ["w-2", "other"]
+    assert header.split() == ["WORKER", "NAMESPACE", "UP", "SEEN", "CAPABILITIES", "LANES", "TASKS"]
+    assert first.split()[:6] == ["w-1", "default", "0s", "0s", "ago", "gpu"]
+    assert first.split()[6:] == ["default,", "mails", "resize"]
+    assert second.split() == ["w-2", "other", "0s", "0s", "ago", "-", "default", "-"]
     (only,) = (await cli("workers", "--lane", "mails", "--json")).objects
     assert (only["worker_instance_id"], only["lanes"]) == ("w-1", ["default", "mails"])
     assert only["registered_at_iso"] == iso(only["registered_at_ms"])

@@ -104,7 +104,7 @@ async def test_an_application_checks_the_call_and_sets_the_options(
         (("shop:app", "resize"), "invalid_input: arguments: resize() is missing the argument"),
         (("shop:app", "resize", "a", "size=1"), "resize() has no parameter 'size'"),
         (("shop:app", "resize", "a", "width=wide"), "invalid_input: "),
-        (("shop:app", "resize", "300"), "hint: quote text that looks like JSON twice"),
+        (("shop:app", "resize", "300"), "hint: a value is JSON if it can be"),
         (("resize", "a", "--payload", "[1]"), "pass either arguments or --payload, not both"),
         (("resize", "--payload", "a b"), "invalid_input: --payload: not JSON"),
         (("nope:app", "x"), "import: no module named 'nope'"),

@@ -85,7 +85,7 @@ async def test_sigterm_lets_a_running_handler_finish(shop: Cli, client: Client) 
         await running.line("handler sees the end")
         done = await running.end()
     assert done.code == 0
-    assert any("stopping: waiting for running tasks" in line for line in done.lines)
+    assert any("for 1 task (until_stopped ×1)" in line for line in done.lines)
     assert "1 completed." in done.lines[-1]
     assert await client.result_now(execution_id) == b'"finished"'
     assert await client.backend.workers.list_workers() == []
@@ -104,7 +104,7 @@ async def test_what_outlasts_the_grace_is_given_back(shop: Cli, client: Client) 
 async def test_the_second_signal_ends_at_once(shop: Cli, client: Client) -> None:
     async with busy_worker(shop, client, "forever", "--grace", "1h") as (running, _):
         running.send(signal.SIGINT)
-        await running.line("stopping: waiting for running tasks")
+        await running.line("stopping: waiting up to 1h for 1 task (forever ×1)")
         running.send(signal.SIGINT)
         done = await running.end()
     assert done.code == 130

@@ -20,6 +20,7 @@ from flowfabric.engine.valkey.backend import ValkeyBackend
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.valkey.address import parse_url
 from tests.support.cluster import TestCluster
+from tests.support.sdk import until
 
 LANES = [f"lane-{number}" for number in range(12)]
 
@@ -82,6 +83,31 @@ async def test_a_whole_life_on_every_node(backend: ValkeyBackend) -> None:
     listed = await backend.listings.list_executions(limit=100)
     assert len(listed.executions) == len(LANES)
     await ScannerSupervisor(backend).scan_once("index_reconciler")
+
+
+async def test_an_unknown_task_finds_its_worker_on_a_cluster(
+    backend: ValkeyBackend, cluster: TestCluster
+) -> None:
+    old, new = ff.Fabric(cluster.url), ff.Fabric(cluster.url)
+
+    @old.task(name="old")
+    async def known() -> None: ...
+
+    @new.task(name="new, later")
+    async def unknown() -> str:
+        return "found"
+
+    async with old, new, old.worker(), asyncio.timeout(50):
+        run = await new.submit(unknown)
+
+        async def offered() -> bool:
+            return (await backend.reads.explain_execution(run.id)).offered_to is not None
+
+        await until(offered, "the offer")
+        async with new.worker():
+            assert await run.result() == "found"
+            # Both idle: a ring for the task wakes the one that knows it.
+            assert await (await new.submit(unknown)).result() == "found"
 
 
 async def test_an_application_runs_on_a_cluster(

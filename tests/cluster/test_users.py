@@ -115,7 +115,7 @@ class Application:
         async def flaky(ctx: ff.Context) -> str:
             await ctx.progress(50, "half")
             await ctx.stream(f"attempt {ctx.attempt}")
-            if ctx.attempt == 0:
+            if ctx.attempt == 1:
                 raise ConnectionError
             return "done"
 

@@ -128,6 +128,7 @@ BAD_CAPABILITIES: list[tuple[Any, str]] = [
     ({"x": 1}, "required:not_array"),
     (("a,b",), "required:comma_in_token"),
     (("a b",), "required:control_or_whitespace"),
+    (("task:x",), "required:reserved prefix"),
     (("",), "required:empty_token"),
     (tuple(f"t{i}" for i in range(257)), "required:too_many_tokens"),
     (("x" * 4097,), "required:too_many_bytes"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.docs.markdown import ROOT
 
-_failed_handler = re.compile(r"\w+ \{fp:\d+\}:[0-9a-f-]{36} failed: ").match
+_failed_handler = re.compile(r"\w+ \d+-[0-9a-f]{8}… failed: ").match
 
 
 def clean_environment() -> dict[str, str]:

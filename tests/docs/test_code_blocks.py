@@ -7,39 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, blocks, name_of, programs, python_blocks
-from tests.docs.scratch import run_python, running_worker, tracebacks, wait_for_server_end
+from tests.docs.scratch import run_python, tracebacks, wait_for_server_end
 
 LANGUAGES = {"python", "console", "text", "ini", "toml"}
 README = ROOT / "README.md"
 """Its example is a whole program, which `test_readme.py` runs as one."""
 WITH_CODE = [page for page in PAGES if python_blocks(page) and page != README]
 OF_TESTS = [ROOT / "docs" / "how-to" / "test-your-tasks.md"]
-OF_PROGRAMS = [page for page in WITH_CODE if programs(page) and page not in OF_TESTS]
+TUTORIAL = ROOT / "docs" / "learn" / "first-steps.md"
+"""`test_tutorial.py` follows it to the letter."""
 OF_PIECES = [page for page in WITH_CODE if not programs(page)]
-
-
-@pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
-def test_every_program_runs_and_prints_what_its_page_says(page: Path, tmp_path: Path) -> None:
-    found = programs(page)
-    assert len(found) == len(python_blocks(page)), "every block needs a name in its first line"
-    for name, text, told in found:
-        (tmp_path / name).write_text(text)
-        assert run_python(tmp_path, name) == (told or "")
-        wait_for_server_end(tmp_path / ".flowfabric")
-
-
-@pytest.mark.parametrize("page", OF_PROGRAMS, ids=name_of)
-def test_every_program_runs_beside_the_worker_that_its_page_started(
-    page: Path, tmp_path: Path
-) -> None:
-    """A reader starts it after the second program, and may leave it running."""
-    (application, code, _), _, *later = programs(page)
-    (tmp_path / application).write_text(code)
-    with running_worker(tmp_path, f"{Path(application).stem}:app"):
-        for name, text, told in later:
-            (tmp_path / name).write_text(text)
-            assert run_python(tmp_path, name) == (told or "")
-    wait_for_server_end(tmp_path / ".flowfabric")
 
 
 @pytest.mark.parametrize("page", OF_TESTS, ids=name_of)
@@ -79,7 +56,7 @@ def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
 
 
 def test_only_handlers_may_raise() -> None:
-    logged = "fetch {fp:86}:4f741fa7-d815-4982-8948-2e74a37ea035 failed: no\n"
+    logged = "fetch 86-4f741fa7… failed: ConnectionError: no (attempt 1, 5 ms)\n"
     raised = "Traceback (most recent call last):\n  File x\nConnectionError: no\n"
     assert tracebacks(logged + raised) == []
     assert tracebacks("Task exception was never retrieved\n" + raised) != []
@@ -88,4 +65,4 @@ def test_only_handlers_may_raise() -> None:
 
 def test_there_is_something_to_run() -> None:
     assert len(OF_PIECES) >= 5
-    assert [name_of(page) for page in OF_PROGRAMS] == ["docs/learn/first-steps.md"]
+    assert [page for page in WITH_CODE if programs(page)] == [*OF_TESTS, TUTORIAL]

@@ -24,7 +24,7 @@ app = ff.Fabric()
 
 @app.task(retry=ff.Retry(2, backoff="50ms"))
 async def flaky(ctx: ff.Context) -> int:
-    if ctx.attempt == 0:
+    if ctx.attempt == 1:
         raise ConnectionError
     return ctx.attempt
 
@@ -53,7 +53,7 @@ async def test_the_documented_users_are_enough(server: TestServer, tmp_path: Pat
     )
     printed = run_python(tmp_path, "-c", COMMAND_LINE, "doctor", "--prepare", FF_URL=operator)
     assert "No check failed" in printed
-    assert run_python(tmp_path, "-c", PROGRAM, FF_URL=worker) == "1\n"
+    assert run_python(tmp_path, "-c", PROGRAM, FF_URL=worker) == "2\n"
     assert not (tmp_path / ".flowfabric").exists()
 
 

@@ -23,11 +23,12 @@ async def greet(name: str, times: int = 1) -> str:
 
 @app.task(lane="mail", retry=3)
 async def ask(ctx: ff.Context, question: str) -> bool:
-    assert_type(await ctx.wait_for("approval"), ff.Signal)
+    assert_type(await ctx.wait_for("approval", prompt="Go?", details={"a": 1}), ff.Signal)
     assert_type(await ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
     assert_type(await ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
     assert_type(await ctx.wait_condition(ff.Single("a")), list[ff.Signal])
     assert_type(await ctx.signals(), list[ff.Signal])
+    assert_type((await ctx.wait_for("approval")).payload_as(dict[str, int]), dict[str, int])
     assert_type(await ctx.waitpoint("a"), PendingWaitpoint)
     async with ctx.open_stream() as output:
         await output.write(question)
@@ -36,6 +37,8 @@ async def ask(ctx: ff.Context, question: str) -> bool:
     ctx.stream("token")  # error
     await ctx.progress("half")  # error
     await ctx.wait_for(1)  # error
+    await ctx.wait_for("a", prompt=1)  # error
+    await ctx.wait_for("a", promt="Go?")  # error
     await ctx.wait_for("a", default=3)  # error
     answer = ctx.wait_for("a")
     return answer.name == "approved"  # error
@@ -48,7 +51,7 @@ def resize(image: str, *, priority: int) -> bytes:
 
 @app.task
 def count(ctx: ff.SyncContext, words: list[str]) -> int:
-    assert_type(ctx.wait_for("approval"), ff.Signal)
+    assert_type(ctx.wait_for("approval", prompt="Go?", details={"a": 1}), ff.Signal)
     assert_type(ctx.wait_for("a", timeout=1, on_timeout="default"), ff.Signal | None)
     assert_type(ctx.wait_for("a", on_timeout="default", default=3), ff.Signal | int)
     assert_type(ctx.wait_condition(ff.Single("a")), list[ff.Signal])
@@ -91,6 +94,10 @@ async def submit(ctx: ff.Context, sync_ctx: ff.SyncContext) -> None:
     app.named("greet", delay=object())  # error
     app.task(timeot=3)  # error
     app.task(retry="3")  # error
+    app.task(retry=ff.Retry(3, on=(OSError, "httpx.ConnectError"), never=ValueError))
+    ff.Retry(3, on=5)  # error
+    ff.Retry(3, never=(int,))  # error
+    greet.options(at="tomorrow")  # error
     assert_type(await greet("Ada"), str)
     assert_type(await ask(ctx, "why?"), bool)
     assert_type(resize("cat.png", priority=1), bytes)
@@ -108,6 +115,7 @@ def submit_and_block(client: ff.SyncClient) -> None:
         assert_type(run.result(timeout="5s"), str)
         assert_type(run.state(), PublicState)
         assert_type(run.stream(), Iterator[StreamedFrame])
+        assert_type(next(run.stream()).json(list[str]), list[str])
         assert_type(sync.submit_many(count, [[["a"]]]), list[ff.SyncRun[int]])
         assert_type(sync.get_run("id", greet), ff.SyncRun[str])
         sync.submit(greet, 1)  # error

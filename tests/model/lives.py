@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from flowfabric.core.capabilities import offered_csv
 from flowfabric.core.contracts.executions import Created, NewExecution
 from flowfabric.core.contracts.leases import Claim, ClaimedMany, ClaimGrant, Granted, Handle
 from flowfabric.core.errors import EngineError
@@ -22,7 +23,7 @@ from flowfabric.engine.api.executions import Completion
 from tests.model.harness import T0, Harness, lease_of, stored, word
 from tests.model.model import Model
 from tests.model.observe import Observer
-from tests.model.parts import EXPIRED, PAUSED, REVOKED, Execution, Lease, Policy
+from tests.model.parts import EXPIRED, PAUSED, REVOKED, Execution, Lease, Offer, Policy
 from tests.support.leaks import find_leaks
 
 TTL = 30_000
@@ -42,6 +43,9 @@ STORED = {policy: stored(policy) for policy in POLICIES}
 
 anything = st.integers(0, 11)
 workers = st.integers(1, 2)
+ANY, KNOWING = Offer(gpu=True), Offer(gpu=True, tasks=("job", "other"), no_others=True)
+OFFERS = [ANY, ANY, KNOWING, KNOWING, Offer(), Offer(gpu=True, tasks=("job",))]
+offers = st.sampled_from([*OFFERS, Offer(gpu=True, tasks=("other",), no_others=True)])
 
 
 def eligible(held: Execution) -> bool:
@@ -80,10 +84,14 @@ def delayed(held: Execution) -> bool:
     return held.delay_until is not None
 
 
-def wanted(worker: int, capable: int) -> ClaimRequest:
-    return ClaimRequest(
-        "default", f"w{worker}", f"w{worker}-1", capabilities="gpu" if capable else ""
-    )
+def wanted(worker: int, offer: Offer) -> ClaimRequest:
+    gpu = ("gpu",) if offer.gpu else ()
+    csv = offered_csv(gpu, offer.tasks, no_others=offer.no_others)
+    return ClaimRequest("default", f"w{worker}", f"w{worker}-1", capabilities=csv)
+
+
+def granted(offer: Offer) -> dict[str, Any]:
+    return {"worker_capabilities": ["gpu"] if offer.gpu else [], "worker_tasks": offer.tasks}
 
 
 class Lives(RuleBasedStateMachine):
@@ -168,22 +176,21 @@ class Lives(RuleBasedStateMachine):
         self.agree(outcome, expected)
 
     @precondition(lambda self: self.some(claimable))
-    @rule(count=st.sampled_from([1, 2, 9, 9]), worker=workers, capable=st.sampled_from([1, 1, 0]))
-    def claim(self, count: int, worker: int, capable: int) -> None:
-        want = wanted(worker, capable)
-        self.took_all(
-            self.answer(self.backend.claims.claim_many(want, self.tag, count)), want, count
-        )
+    @rule(count=st.sampled_from([1, 2, 9, 9]), worker=workers, offer=offers)
+    def claim(self, count: int, worker: int, offer: Offer) -> None:
+        want = wanted(worker, offer)
+        claimed = self.answer(self.backend.claims.claim_many(want, self.tag, count))
+        self.took_all(claimed, want, offer, count)
 
     @precondition(lambda self: self.handles)
     @rule(
         numbers=st.lists(anything, min_size=1, max_size=2),
         count=st.sampled_from([0, 1, 2, 9]),
         worker=workers,
-        capable=st.sampled_from([1, 1, 0]),
+        offer=offers,
     )
-    def complete_and_claim(self, numbers: list[int], count: int, worker: int, capable: int) -> None:
-        want = wanted(worker, capable)
+    def complete_and_claim(self, numbers: list[int], count: int, worker: int, offer: Offer) -> None:
+        want = wanted(worker, offer)
         handles = [self.handle(number) for number in numbers]
         items = [Completion(handle, b"f") for handle in handles]
         outcomes, claimed = self.answer(
@@ -193,12 +200,11 @@ class Lives(RuleBasedStateMachine):
             [error.code if error else "completed" for error in outcomes],
             [self.model.complete(lease_of(handle), b"f") for handle in handles],
         )
-        self.took_all(claimed, want, count)
+        self.took_all(claimed, want, offer, count)
 
-    def took_all(self, claimed: ClaimedMany, want: ClaimRequest, count: int) -> None:
+    def took_all(self, claimed: ClaimedMany, want: ClaimRequest, offer: Offer, count: int) -> None:
         """Compare what a claim took and what it left."""
-        capable = want.capabilities == "gpu"
-        expected = self.model.claim_many(count, want.worker_instance_id, TTL, capable=capable)
+        expected = self.model.claim_many(count, want.worker_instance_id, TTL, offer)
         actual = [
             (
                 claim.execution_id,
@@ -212,7 +218,7 @@ class Lives(RuleBasedStateMachine):
         self.agree(actual, expected)
         for claim in claimed.claims:
             self.took(claim)
-        left = self.model.takeable(capable=capable)
+        left = self.model.takeable(offer)
         if len(actual) < count:
             assert claimed.remaining == left == 0
         elif count:
@@ -220,8 +226,8 @@ class Lives(RuleBasedStateMachine):
             assert claimed.remaining >= left
 
     @precondition(lambda self: self.some(eligible))
-    @rule(number=anything, capable=st.booleans())
-    def grant(self, number: int, capable: bool) -> None:
+    @rule(number=anything, offer=offers)
+    def grant(self, number: int, offer: Offer) -> None:
         execution_id = self.one(number, eligible)
         outcome = self.answer(
             self.backend.claims.issue_claim_grant(
@@ -229,10 +235,10 @@ class Lives(RuleBasedStateMachine):
                 worker_id="w1",
                 worker_instance_id="w1-1",
                 grant_ttl_ms=GRANT_TTL,
-                worker_capabilities=["gpu"] if capable else [],
+                **granted(offer),
             )
         )
-        expected = self.model.issue_grant(execution_id, GRANT_TTL, capable=capable)
+        expected = self.model.issue_grant(execution_id, GRANT_TTL, offer)
         if isinstance(outcome, ClaimGrant):
             self.grants[execution_id] = outcome
             outcome = "granted"
@@ -259,20 +265,18 @@ class Lives(RuleBasedStateMachine):
         self.agree(outcome, expected)
 
     @precondition(lambda self: self.some(lost))
-    @rule(number=anything, worker=workers, capable=st.sampled_from([1, 1, 0]))
-    def reclaim(self, number: int, worker: int, capable: int) -> None:
+    @rule(number=anything, worker=workers, offer=offers)
+    def reclaim(self, number: int, worker: int, offer: Offer) -> None:
         execution_id = self.one(number, lost)
         who: dict[str, Any] = {"worker_id": f"w{worker}", "worker_instance_id": f"w{worker}-1"}
         outcome = self.answer(
-            self.backend.claims.issue_reclaim_grant(
-                execution_id, **who, worker_capabilities=["gpu"] if capable else []
-            )
+            self.backend.claims.issue_reclaim_grant(execution_id, **who, **granted(offer))
         )
         if isinstance(outcome, Granted):
             outcome = self.answer(
                 self.backend.claims.reclaim_execution(outcome.grant, **who, lease_ttl_ms=TTL)
             )
-        expected = self.model.reclaim(execution_id, f"w{worker}-1", TTL, capable=bool(capable))
+        expected = self.model.reclaim(execution_id, f"w{worker}-1", TTL, offer)
         if isinstance(outcome, Claim):
             self.took(outcome)
             outcome = "claimed"
@@ -328,6 +332,15 @@ class Lives(RuleBasedStateMachine):
             number,
             lambda handle: self.backend.executions.delay(handle, until),
             lambda lease: self.model.delay(lease, until),
+        )
+
+    @precondition(lambda self: self.handles)
+    @rule(number=anything)
+    def release_unknown(self, number: int) -> None:
+        self.verb(
+            number,
+            lambda handle: self.backend.executions.release_unknown(handle, "job"),
+            self.model.release_unknown,
         )
 
     @precondition(lambda self: self.handles)

@@ -23,6 +23,7 @@ from tests.model.parts import (
     Attempt,
     Execution,
     Lease,
+    Offer,
     Policy,
 )
 
@@ -101,9 +102,13 @@ class Model:
         assert attempt.attempt_id in ("", lease.attempt_id)
         attempt.attempt_id = lease.attempt_id
 
-    def _claimable(self, held: Execution, capable: bool) -> str | None:
+    def _covered(self, held: Execution, offer: Offer) -> bool:
+        knows = "job" in offer.tasks or not held.waits_for_task
+        return knows and (offer.gpu or not held.policy.needs_gpu)
+
+    def _claimable(self, held: Execution, offer: Offer) -> str | None:
         """How it can be taken now, if it can."""
-        if held.policy.needs_gpu and not capable:
+        if not self._covered(held, offer):
             return None
         if held.grant_until is not None and held.grant_until >= self.now:
             return None
@@ -116,32 +121,33 @@ class Model:
         return None
 
     def claim_many(
-        self, count: int, worker: str, ttl: int, *, capable: bool
+        self, count: int, worker: str, ttl: int, offer: Offer
     ) -> list[tuple[ExecutionId, str, str, int, int]]:
         """Id, mode, attempt type, index and epoch of each claim, in order."""
         found: list[tuple[ExecutionId, str, str, int, int]] = []
         if self.closed:
             return found
         for held in sorted(self.executions.values(), key=lambda e: (e.score, e.execution_id)):
-            mode = self._claimable(held, capable)
+            mode = self._claimable(held, offer)
             if mode is None:
                 continue
             if len(found) == count:
                 break
+            if offer.no_others and "job" not in offer.tasks:
+                held.waits_for_task = True
+                continue
             if mode == "reclaimed" and held.reclaims >= held.policy.reclaim_cap:
                 self._end(held, "failed", "reclaim_cap")
                 continue
             found.append((held.execution_id, mode, *self._open(held, mode, worker, ttl)))
         return found
 
-    def takeable(self, *, capable: bool) -> int:
+    def takeable(self, offer: Offer) -> int:
         """How many a claim would find now."""
         held = self.executions.values()
-        return (
-            0 if self.closed else sum(self._claimable(each, capable) is not None for each in held)
-        )
+        return 0 if self.closed else sum(self._claimable(each, offer) is not None for each in held)
 
-    def issue_grant(self, execution_id: ExecutionId, ttl: int, *, capable: bool) -> str:
+    def issue_grant(self, execution_id: ExecutionId, ttl: int, offer: Offer) -> str:
         held = self.executions.get(execution_id)
         if held is None:
             return "execution_not_found"
@@ -149,7 +155,7 @@ class Model:
             return "execution_not_eligible"
         if held.grant_until is not None and held.grant_until >= self.now:
             return "grant_already_exists"
-        if held.policy.needs_gpu and not capable:
+        if not self._covered(held, offer):
             return "capability_mismatch"
         held.grant_until = self.now + ttl
         return "granted"
@@ -170,7 +176,7 @@ class Model:
         self._open(held, "resumed" if resumed else "fresh", worker, ttl)
         return "claimed"
 
-    def reclaim(self, execution_id: ExecutionId, worker: str, ttl: int, *, capable: bool) -> str:
+    def reclaim(self, execution_id: ExecutionId, worker: str, ttl: int, offer: Offer) -> str:
         """A reclaim grant, used at once."""
         held = self.executions.get(execution_id)
         if held is None:
@@ -179,7 +185,7 @@ class Model:
             return "reclaim_cap_exceeded"
         if held.code not in (EXPIRED, REVOKED) or self.closed:
             return "not_reclaimable"
-        if held.policy.needs_gpu and not capable:
+        if not self._covered(held, offer):
             return "not_reclaimable"
         if held.reclaims >= held.policy.reclaim_cap:
             self._end(held, "failed", "reclaim_cap")
@@ -316,6 +322,18 @@ class Model:
 
         def answered(own: Attempt) -> str | None:
             return own.marker[1] if own.marker is not None and own.marker[0] == "delay" else None
+
+        return self._verb(lease, act, answered)
+
+    def release_unknown(self, lease: Lease) -> str:
+        def act(held: Execution) -> str:
+            self._pause(held, PAUSED, ("release_unknown", "waiting"))
+            held.waits_for_task, held.delay_until = True, None
+            return "waiting"
+
+        def answered(own: Attempt) -> str | None:
+            mine = own.marker is not None and own.marker[0] == "release_unknown"
+            return "waiting" if mine else None
 
         return self._verb(lease, act, answered)
 

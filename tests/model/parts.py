@@ -42,6 +42,15 @@ class Policy:
         return 1000 if self.empty else 100
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a worker offers. One with tasks may leave all others to workers that know them."""
+
+    gpu: bool = False
+    tasks: tuple[str, ...] = ()
+    no_others: bool = False
+
+
 @dataclass
 class Attempt:
     """One attempt. `epoch` is that of its last lease, `marker` what its last pause answered."""
@@ -92,6 +101,8 @@ class Execution:
     result: bytes | None = None
     progress: int | None = None
     grant_until: int | None = None
+    waits_for_task: bool = False
+    """Whether a worker did not know its task, so that only those get it that do."""
     events: list[str] = field(default_factory=list[str])
 
     @property
@@ -119,13 +130,15 @@ class Execution:
             "active": self.expires_at,
             "terminal": (self.completed_at or 0) + RETENTION_MS,
         }
-        gpu = ":gpu" if self.policy.needs_gpu else ""
-        own = f"eligible{gpu}" if suffix == "eligible" else suffix
+        tokens = ["gpu"] * self.policy.needs_gpu + ["task:job"] * self.waits_for_task
+        signature = ",".join(tokens)
+        needs = f":{signature}" if signature else ""
+        own = f"eligible{needs}" if suffix == "eligible" else suffix
         held: dict[str, float | None] = {f"lane:default:{own}": scores[suffix]}
         if self.leased:
             held["lease_expiry"] = self.expires_at
         elif self.phase == "active":
-            held[f"lane:default:reclaimable{gpu}"] = self.score
+            held[f"lane:default:reclaimable{needs}"] = self.score
         if self.code in (LEASED, EXPIRED):
             held[f"worker:{self.worker}:leases"] = None
         if self.timer is not None:

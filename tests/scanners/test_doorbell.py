@@ -27,6 +27,18 @@ async def test_for_work_with_requirements_and_for_reclaims(engine: Engine) -> No
     assert len(await rings(engine, "gpu")) == len(await rings(engine, "default")) == 1
 
 
+async def test_for_work_that_waits_for_a_worker_with_its_task(engine: Engine) -> None:
+    """Only the bell of the task rings, and not for ever."""
+    waiting = await engine.create(execution_kind="new")
+    await engine.claim_all(tasks=["old"])
+    bell, call = keys.bell("default", "new"), engine.backend.transport.call
+    await call("DEL", keys.wake("default"), keys.wake(bell))
+    await idle(engine).scan_once("doorbell")
+    assert await rings(engine, bell) == [str(waiting.partition).encode()]
+    assert await rings(engine) == []
+    assert 0 < await call("PTTL", keys.wake(bell)) <= 60_000
+
+
 async def test_silent_without_claimable_work(engine: Engine) -> None:
     await engine.running()
     await engine.create(delay_until=await engine.now() + 1000)

@@ -117,6 +117,21 @@ async def test_without_its_record_nothing_is_left(engine: Engine, state: str) ->
         assert await reconcile(tag, [execution_id], mode) == ["consistent"], "nobody holds it"
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["waiting", "lost"])
+async def test_work_that_waits_for_a_worker_with_its_task(engine: Engine, lost: bool) -> None:
+    execution_id = await engine.create(execution_kind="new", policy=GPU)
+    if lost:
+        await engine.claim(capabilities=["gpu"])
+        await engine.backend.leases.revoke_lease(execution_id)
+    await engine.claim_all(capabilities=["gpu"], tasks=["old"])
+    right = await everywhere(engine, execution_id)
+    index = "reclaimable" if lost else "eligible"
+    assert f"lane:default:{index}:gpu,task:new" in right
+    await take(engine, execution_id, f"lane:default:{index}:gpu,task:new")
+    await put(engine, execution_id, f"lane:default:{index}", 1)
+    await mended(engine, execution_id, right, "back where anyone would take it")
+
+
 async def test_a_signature_that_its_lane_forgot(engine: Engine) -> None:
     execution_id = await engine.create(policy=GPU)
     sigs = keys.lane(execution_id.tag, "default", "sigs")

@@ -243,12 +243,12 @@ async def test_context_in_both_kinds_of_handler(
 
     async with app, app.worker(concurrency=2, scanners=False):
         run = await app.submit(threaded)
-        assert await run.result(10) == ["threaded", 0, 1, True, False]
+        assert await run.result(10) == ["threaded", 1, 1, True, False]
         assert (await info(engine.backend, run.id)).progress_message == "thread"
         (record,) = [r for r in caplog.records if r.name == "flowfabric.task.threaded"]
         assert getattr(record, "execution_id", None) == str(run.id)
         run = await app.submit(later.options(tags={"a": "b"}))
-        assert await run.result(10) == ["later", 0, 1, True, "b"]
+        assert await run.result(10) == ["later", 1, 1, True, "b"]
 
 
 async def test_stop_before_the_run_has_begun(app: ff.Fabric) -> None:

@@ -166,7 +166,7 @@ async def test_neighbours_of_a_task_that_blocks_the_loop_go_to_another_worker(
     assert (warning.levelno, critical.levelno) == (logging.WARNING, logging.CRITICAL)
     for record in (warning, critical):
         assert record.__dict__["execution_id"] == blocker
-        assert f"blocks {blocker} has blocked the event loop" in record.getMessage()
+        assert f"blocks {blocker.short} has blocked the event loop" in record.getMessage()
         assert "in hold" in (record.stack_info or "")
     assert f"releasing {NEIGHBOURS} other executions" in critical.getMessage()
 

@@ -110,6 +110,15 @@ async def test_result_distinguishes_the_ends(client: Client, engine: Engine) -> 
         await client.result_now(expired)
 
 
+async def test_purge(client: Client, engine: Engine) -> None:
+    execution_id = (await client.submit("job")).execution_id
+    with pytest.raises(EngineError, match="execution_not_terminal"):
+        await client.purge(execution_id)
+    await client.cancel(execution_id)
+    await client.purge(execution_id)
+    assert await client.inspect(execution_id) is None
+
+
 async def test_change_priority_list_and_replay(client: Client, engine: Engine) -> None:
     first, second = await submit(engine.backend, 2)
     await client.change_priority(second, 9)

@@ -75,7 +75,7 @@ async def test_a_cancellation_that_the_worker_did_not_ask_for_fails_the_attempt(
     seen = await info(engine.backend, execution_id)
     assert (seen.public_state.value, seen.failure_category) == ("failed", category)
     told = [r for r in caplog.records if r.__dict__.get("action") == "task_failed"]
-    assert [record.levelno for record in told] == [logging.WARNING] * 2
+    assert [record.levelno for record in told] == [logging.WARNING, logging.ERROR]
 
 
 class Unnamed(type):
@@ -149,11 +149,12 @@ async def test_a_cancelled_execution_is_no_error(
     async with serving(worker, {"stopped": stopped, "too_late": too_late}) as runtime:
         await started.wait()
         await engine.backend.executions.cancel_execution(ids[0], "no longer needed")
-        await until(lambda: runtime.summary.abandoned == 2, "both ends")
+        await until(lambda: runtime.summary.cancelled == 2, "both ends")
     assert {await state(engine.backend, each) for each in ids} == {"cancelled"}
-    told = [r for r in caplog.records if r.__dict__.get("action") == "task_abandoned"]
-    assert {record.levelno for record in told} == {logging.DEBUG}
-    assert all("stopped: the execution was cancelled" in r.message for r in told)
+    told = [r for r in caplog.records if r.__dict__.get("action") == "task_cancelled"]
+    assert [record.levelno for record in told] == [logging.INFO] * 2
+    assert all("stopped: the execution was cancelled (attempt 1, " in r.message for r in told)
+    assert max(record.levelno for record in caplog.records) == logging.INFO
 
 
 async def test_a_retry_after_an_attempt_timeout_comes_at_its_exact_time(

@@ -13,6 +13,7 @@ import pytest
 from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, LeaseLost, TransportError
 from flowfabric.engine.valkey.backend import ValkeyBackend
+from flowfabric.sdk.endings import RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease, LeaseKeeper
 from flowfabric.sdk.task import ClaimedTask
 from tests.sdk.conftest import MakeWorker
@@ -103,7 +104,8 @@ async def test_lost_lease_cancels_the_handler_and_says_why(
             await engine.backend.leases.revoke_lease(execution_id)
         else:
             await engine.backend.executions.cancel_execution(execution_id, "no longer needed")
-        await until(lambda: runtime.summary.abandoned == 1, "the loss")
+        counted = RunSummary(abandoned=1) if end == "revoke" else RunSummary(cancelled=1)
+        await until(lambda: runtime.summary == counted, "the loss")
         lost, healthy, told = seen
         assert isinstance(lost, LeaseLost)
         assert (lost.code, healthy) == (code, False)

@@ -42,7 +42,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_left_behind_by_name(
     async with serving(worker, {"job": stubborn}, grace_s=0):
         await started.wait()
     (record,) = [r for r in caplog.records if getattr(r, "action", "") == "task_left_behind"]
-    assert f"job {job} ignored its cancellation" in record.getMessage()
+    assert f"job {job.short} ignored its cancellation" in record.getMessage()
     assert await state(engine.backend, job) == "waiting"
     leave.set()
 

@@ -96,13 +96,13 @@ async def test_each_attempt_keeps_its_own_output(app: ff.Fabric, engine: Engine)
     @app.task(retry=ff.Retry(1, backoff=0, jitter=False))
     async def flaky(ctx: ff.Context) -> None:
         await ctx.stream(f"attempt {ctx.attempt}")
-        if ctx.attempt == 0:
+        if ctx.attempt == 1:
             raise ff.RetryableError("once")
 
     async with app, app.worker():
         run = await app.submit(flaky)
-        assert [frame.payload async for frame in run.stream(0)] == [b"attempt 0", b"attempt 1"]
-    assert await payloads(engine, run.id, 0) == [b"attempt 0"]
+        assert [frame.payload async for frame in run.stream(1)] == [b"attempt 1", b"attempt 2"]
+    assert await payloads(engine, run.id, 0) == [b"attempt 1"]
 
 
 async def test_output_is_seen_while_the_handler_runs(app: ff.Fabric) -> None:
@@ -316,7 +316,7 @@ async def test_a_handler_that_lost_its_lease_learns_it_when_it_writes(
 
     @app.task()
     async def write(ctx: ff.Context) -> str:
-        if ctx.attempt == 1:
+        if ctx.attempt == 2:
             return "second"
         await ctx.stream("begun")
         try:

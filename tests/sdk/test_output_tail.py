@@ -74,15 +74,15 @@ async def test_follows_retries_reclaims_and_resumes_to_the_end(
     reader = Reader(client.tail(execution_id))
     handle = (await engine.claim()).handle
     await write(engine, handle, "first")
-    await reader.saw("0:first")
+    await reader.saw("1:first")
     handle = await retried(engine, handle)
     await write(engine, handle, "retried")
-    await reader.saw("0:first", "1:retried")
+    await reader.saw("1:first", "2:retried")
     parked = await waits.park(handle=handle)
     await waits.send(parked)
     handle = (await engine.claim()).handle
     await write(engine, handle, "resumed")
-    await reader.saw("0:first", "1:retried", "1:resumed")
+    await reader.saw("1:first", "2:retried", "2:resumed")
     await engine.backend.leases.revoke_lease(execution_id)
     handle = (await engine.claim()).handle
     assert handle.attempt_index == 2
@@ -91,8 +91,8 @@ async def test_follows_retries_reclaims_and_resumes_to_the_end(
     await write(engine, handle, "last")
     await engine.backend.executions.complete(handle)
     seen = await reader.ended()
-    assert seen == ["0:first", "1:retried", "1:resumed", "3:last"]
-    assert (reader.tail.attempt, reader.tail.closed_reason) == (3, "attempt_success")
+    assert seen == ["1:first", "2:retried", "2:resumed", "4:last"]
+    assert (reader.tail.attempt, reader.tail.closed_reason) == (4, "attempt_success")
 
 
 async def test_where_to_begin(client: Client, engine: Engine) -> None:
@@ -109,23 +109,24 @@ async def test_where_to_begin(client: Client, engine: Engine) -> None:
     async def all_of(tail: Tail) -> list[str]:
         return await Reader(tail).ended()
 
-    assert await all_of(client.tail(execution_id)) == ["1:d", "1:e"]
-    assert await all_of(client.tail(execution_id, 0)) == ["0:a", "0:b", "0:c", "1:d", "1:e"]
-    assert await all_of(client.tail(execution_id, 0, follow_attempts=False)) == [
-        "0:a",
-        "0:b",
-        "0:c",
+    assert await all_of(client.tail(execution_id)) == ["2:d", "2:e"]
+    assert await all_of(client.tail(execution_id, 1)) == ["1:a", "1:b", "1:c", "2:d", "2:e"]
+    assert await all_of(client.tail(execution_id, 1, follow_attempts=False)) == [
+        "1:a",
+        "1:b",
+        "1:c",
     ]
-    tail = client.tail(execution_id, 0, visibility="exclude_best_effort")
+    tail = client.tail(execution_id, 1, visibility="exclude_best_effort")
     assert (await anext(tail)).payload == b"a"
     middle = tail.position
     # The position belongs to the first attempt only.
-    assert await all_of(client.tail(execution_id, 0, after=middle)) == ["0:b", "0:c", "1:d", "1:e"]
-    assert await all_of(tail) == ["0:b", "0:c", "1:d"]
+    assert await all_of(client.tail(execution_id, 1, after=middle)) == ["1:b", "1:c", "2:d", "2:e"]
+    assert await all_of(tail) == ["1:b", "1:c", "2:d"]
     with pytest.raises(StopAsyncIteration):
         await anext(tail)
-    with pytest.raises(ValidationError, match="must be a number or 'latest'"):
-        client.tail(execution_id, "newest")  # pyright: ignore[reportArgumentType]
+    for bad in ("newest", 0, True):
+        with pytest.raises(ValidationError, match="must be 'latest' or a number from 1"):
+            client.tail(execution_id, bad)  # pyright: ignore[reportArgumentType]
 
 
 async def test_an_attempt_that_never_comes(client: Client, engine: Engine) -> None:
@@ -140,11 +141,11 @@ async def test_an_attempt_that_never_comes(client: Client, engine: Engine) -> No
     handle = await engine.running(policy=RETRY)
     await write(engine, handle, "only")
     between = Reader(client.tail(handle.execution_id))
-    await between.saw("0:only")
+    await between.saw("1:only")
     await engine.backend.executions.fail(handle, "again", "transient")
-    await until(lambda: between.tail.attempt == 1, "the wait for the retry")
+    await until(lambda: between.tail.attempt == 2, "the wait for the retry")
     await client.cancel(handle.execution_id)
-    assert await between.ended() == ["0:only"]
+    assert await between.ended() == ["1:only"]
 
 
 async def test_an_unknown_execution(client: Client, engine: Engine) -> None:
@@ -162,11 +163,11 @@ async def test_goes_on_after_a_lost_connection(
         proxy.cut()
         handle = (await engine.claim()).handle
         await write(engine, handle, "one")
-        await reader.saw("0:one")
+        await reader.saw("1:one")
         proxy.cut()
         await write(engine, handle, "two")
         await engine.backend.executions.complete(handle)
-        assert await reader.ended() == ["0:one", "0:two"]
+        assert await reader.ended() == ["1:one", "1:two"]
 
 
 async def test_a_reader_that_goes_away_frees_everything(client: Client, engine: Engine) -> None:

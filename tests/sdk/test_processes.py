@@ -68,7 +68,7 @@ async def test_signal_lets_the_handler_finish(
     program: Program, engine: Engine, valkey: TestServer, number: int
 ) -> None:
     run = await submitted(valkey, "patient")
-    await program.noted("started 0 1")
+    await program.noted("started 1 1")
     program.signal(number)
     assert await program.ended() == 0
     assert "told" in program.lines
@@ -82,13 +82,13 @@ async def test_after_the_grace_the_same_attempt_goes_on_elsewhere(
     program: Program, engine: Engine, valkey: TestServer, tmp_path: Path
 ) -> None:
     run = await submitted(valkey, "endless")
-    await program.noted("started 0 1")
+    await program.noted("started 1 1")
     program.signal()
     assert await program.ended() == 0
     assert "released=1" in program.lines[-1]
     assert await state(engine.backend, run.id) == "waiting"
     other = Program(valkey.url, tmp_path)
-    await other.noted("started 0 2")
+    await other.noted("started 1 2")
     other.signal()
     assert await other.ended() == 0
     seen = await info(engine.backend, run.id)
@@ -98,7 +98,7 @@ async def test_after_the_grace_the_same_attempt_goes_on_elsewhere(
 @pytest.mark.parametrize("program", [("grace_s=0.1", "on_shutdown=fail")], indirect=True)
 async def test_on_shutdown_fail(program: Program, engine: Engine, valkey: TestServer) -> None:
     run = await submitted(valkey, "endless")
-    await program.noted("started 0 1")
+    await program.noted("started 1 1")
     program.signal()
     assert await program.ended() == 0
     assert (await info(engine.backend, run.id)).failure_category == "worker_shutdown"
@@ -110,7 +110,7 @@ async def test_second_signal_exits_at_once(
 ) -> None:
     """Also while a handler holds the event loop, or a thread that cannot be stopped."""
     await submitted(valkey, kind)
-    await program.noted("started 0 1")
+    await program.noted("started 1 1")
     program.signal()
     # Only two signals that are not merged by the system count as two.
     asked = time.monotonic()
@@ -126,7 +126,7 @@ async def test_stubborn_thread_does_not_hold_up_the_end(
     program: Program, engine: Engine, valkey: TestServer
 ) -> None:
     run = await submitted(valkey, "stubborn")
-    await program.noted("started 0 1")
+    await program.noted("started 1 1")
     program.signal()
     assert await program.ended(15) == 0
     assert "released=1" in program.lines[-1]

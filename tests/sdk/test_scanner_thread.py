@@ -276,7 +276,7 @@ async def test_server_away_at_the_start(
 
         def warned() -> bool:
             actions = [record.__dict__.get("action") for record in caplog.records]
-            return actions.count("scanners_not_connected") == 1
+            return actions.count("outage_began") == 1
 
         await until(warned, "a warning", 15)
         proxy.up()

@@ -67,7 +67,7 @@ def run(url: str, folder: str, **options: Any) -> None:
             summary = await worker.run(ready=lambda: note(folder, "ready"), **options)
         finally:
             await app.aclose()
-        note(folder, f"summary {summary}")
+        note(folder, f"summary {summary!r}")
 
     asyncio.run(main())
 

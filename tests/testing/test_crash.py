@@ -62,7 +62,7 @@ async def test_another_worker_takes_over(
     assert await fabric.drain() == []
     fabric.clock.advance("2s")
     (ended,) = await fabric.drain()
-    assert (ended.result, ended.attempts) == (1, 2)
+    assert (ended.result, ended.attempts) == (2, 2)
     assert seen == [*at_crash, "charged o-1", "left"]
     assert (await run.info()).lease_reclaim_count == 1
 
@@ -76,7 +76,7 @@ async def test_at_a_later_call_of_the_context(fabric: TestFabric) -> None:
     assert (await run.info()).progress_pct == 10
     fabric.clock.advance("1m")
     await fabric.drain()
-    assert await run.result() == 1
+    assert await run.result() == 2
 
 
 async def test_a_worker_in_the_background(fabric: TestFabric) -> None:
@@ -105,7 +105,7 @@ async def test_a_worker_in_the_background(fabric: TestFabric) -> None:
         may_end.set()
         fabric.clock.advance("1m")
         async with app.worker():
-            assert await run.result(timeout=10) == 1
+            assert await run.result(timeout=10) == 2
             await beside.result(timeout=10)
         assert sorted(seen) == ["charged o-1", "ended", "left"]
     finally:
@@ -122,7 +122,7 @@ def test_a_handler_without_await(sync_fabric: SyncTestFabric, name: str) -> None
     assert seen == []
     sync_fabric.clock.advance("1m")
     (ended,) = sync_fabric.drain()
-    assert (ended.result, seen) == (1, ["packed o-1"])
+    assert (ended.result, seen) == (2, ["packed o-1"])
 
 
 async def test_a_crash_that_does_not_happen(fabric: TestFabric) -> None:

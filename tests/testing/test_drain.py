@@ -154,7 +154,7 @@ async def test_a_worker_that_lives_keeps_its_lease(fabric: TestFabric) -> None:
         await started.wait()
         fabric.clock.advance("10h")
         may_end.set()
-        assert await run.result(timeout=5) == 0
+        assert await run.result(timeout=5) == 1
         assert (await run.info()).lease_reclaim_count == 0
 
 

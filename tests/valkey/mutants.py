@@ -340,7 +340,7 @@ MUTANTS: list[tuple[str, str, str, str, Scenario]] = [
     (
         "the record's word on capabilities",
         CLAIMING,
-        "\n      or claiming.missing(rec.required_capabilities, offered)",
+        "\n      or claiming.missing(waiting.signature(rec), offered)",
         "",
         lambda e: stored_claim_offers.test_an_index_does_not_decide_who_may_claim(e, lost=True),
     ),

@@ -132,6 +132,27 @@ async def test_more_signatures_than_allowed_slow_nothing_down(engine: Engine) ->
     await assert_short(engine, "ff_reconcile", reconcile)
 
 
+@pytest.mark.parametrize("max_n", [1, 64, 256])
+async def test_a_claim_that_leaves_all_to_others(engine: Engine, max_n: int) -> None:
+    """A long backlog in which every execution is of another task that the worker does not know."""
+    known, kinds = [f"known {n}" for n in range(1000)], iter(range(100_000))
+
+    async def fill() -> None:
+        for _ in range(4):
+            await engine.backend.executions.create_many(
+                [
+                    NewExecution(execution_id=engine.new_id(), execution_kind=f"task {next(kinds)}")
+                    for _ in range(256)
+                ]
+            )
+
+    async def claim() -> None:
+        assert await engine.claim_all(max_n, tasks=known) == []
+
+    await assert_short(engine, "ff_claim_many", claim, fill)
+    assert await signatures(engine) > SIGNATURES
+
+
 async def test_reconciling_a_page_on_a_lane_with_all_its_signatures(engine: Engine) -> None:
     many = [new(engine, requiring(f"c{n}")) for n in range(SIGNATURES)]
     await engine.backend.executions.create_many(many)

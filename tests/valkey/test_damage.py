@@ -73,7 +73,8 @@ async def world(engine: Engine, caplog: pytest.LogCaptureFixture) -> World:
     await backend.executions.fail(retried, "boom", "transient")
     ended = await running(engine, tags=TAGS, payload_encoding="json", input_payload=b"1")
     await backend.executions.complete(ended, b"2", "json")
-    parked = await waits.park(handle=await running(engine), timeout_at=await engine.now() + 10**9)
+    asked: dict[str, Any] = {"timeout_at": await engine.now() + 10**9, "prompt": "Go?"}
+    parked = await waits.park(handle=await running(engine), details={"a": 1}, **asked)
     outcome = await waits.send(parked, "other", payload=b"1", source_identity="ada")
     assert isinstance(outcome, Accepted)
     other = await waits.park(handle=await running(engine))

@@ -180,6 +180,7 @@ async def _raw_create(engine: Engine, policy: str) -> Any:
                 ('{"x": 1}', b"required:not_array"),
                 ('["a,b"]', b"required:comma_in_token"),
                 ('["a b"]', b"required:control_or_whitespace"),
+                ('["task:x"]', b"required:reserved prefix"),
                 ('[""]', b"required:empty_token"),
                 (str([f"t{i}" for i in range(257)]).replace("'", '"'), b"required:too_many_tokens"),
                 (f'["{"x" * 4097}"]', b"required:too_many_bytes"),

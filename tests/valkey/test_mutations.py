@@ -19,10 +19,12 @@ from tests.valkey.mutants import (
 )
 from tests.valkey.mutants_repeats import MUTANTS as REPEATS
 from tests.valkey.mutants_repeats import repeats_a_revocation, repeats_an_override
+from tests.valkey.mutants_tasks import MUTANTS as TASKS
 from tests.valkey.mutation import crashed, failure_of, private_engine, private_server
 
 __all__ = ["private_engine", "private_server"]
 
+ALL = MUTANTS + REPEATS + TASKS
 OWN_SCENARIOS: list[Scenario] = [
     trims_nothing_early,
     promotes_nothing_early,
@@ -39,8 +41,8 @@ async def test_the_scenarios_of_this_file_hold(engine: Engine, scenario: Scenari
 
 @pytest.mark.parametrize(
     ("path", "guard", "replacement", "scenario"),
-    [row[1:] for row in MUTANTS + REPEATS],
-    ids=[row[0] for row in MUTANTS + REPEATS],
+    [row[1:] for row in ALL],
+    ids=[row[0] for row in ALL],
 )
 async def test_a_removed_guard_is_noticed(
     private_engine: Engine, path: str, guard: str, replacement: str, scenario: Scenario

@@ -56,3 +56,19 @@ async def test_rows_whose_suspension_is_gone_are_skipped(engine: Engine) -> None
     page = await waits.backend.suspensions.list_suspended(limit=2)
     assert [e.execution_id for e in page.entries] == [ids[0], ids[4]]
     assert page.next_cursor is None
+
+
+@pytest.mark.corrupts
+@pytest.mark.parametrize("details", ["{", "[" * 4096 + "]" * 4096])
+async def test_a_question_that_cannot_be_read_hides_no_other(engine: Engine, details: str) -> None:
+    waits = await Waits.open(engine)
+    parked = await waits.park(details={"a": 1})
+    healthy = await waits.park(prompt="Go?")
+    eid = parked.handle.execution_id
+    await waits.write(f"ff:exec:{eid.tag}:{eid}:suspension:current", details=details)
+    page = await waits.backend.suspensions.list_suspended()
+    assert [one.execution_id for one in page.entries] == [healthy.handle.execution_id]
+    assert page.damaged == (f"{eid}: details: cannot be decoded",)
+    await refused(waits.backend.reads.describe_execution(eid), "corruption")
+    (one,) = (await waits.backend.waitpoints.list_pending_waitpoints(eid)).entries
+    assert one.waitpoint_id == parked.details.waitpoint_id

@@ -5,8 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast, get_args, get_type_hints
 
-from flowfabric.app.annotations import annotation
 from flowfabric.app.context import Context, SyncContext
+from flowfabric.core.annotations import annotation
 from flowfabric.core.contracts.executions import CreateOutcome, NewExecution
 from flowfabric.core.errors import (
     ConfigError,
@@ -119,15 +119,18 @@ class Arguments:
         types = self._types
         if len(args) > len(types):
             raise PayloadMismatch(f"takes {plural(len(types), 'argument')}, got {len(args)}")
-        positional = [self._fitted(*each) for each in zip(types, args, strict=False)]
-        named = {name: self._fitted(name, value) for name, value in kwargs.items()}
+        # The function itself refuses names that it does not know.
+        known = kwargs.keys() & types.keys()
+        try:
+            given = zip(types.values(), args, strict=False)
+            positional = [kind.convert(value) for kind, value in given]
+            named = kwargs | {name: types[name].convert(kwargs[name]) for name in known}
+        except Exception:
+            for name, value in (*zip(types, args, strict=False), *kwargs.items()):
+                if name in types:
+                    types[name].fit(value, f"the argument {name!r}")
+            raise
         return positional, named
-
-    def _fitted(self, name: str, value: Any) -> Any:
-        kind = self._types.get(name)
-        if kind is None or kind.anything:
-            return value
-        return kind.fit(value, f"the argument {name!r}")
 
 
 _CONTEXTS = (Context, SyncContext)

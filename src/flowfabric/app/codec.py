@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from flowfabric.app.annotations import annotation, enc_hook, unordered_enc_hook
+from flowfabric.core.annotations import annotation, enc_hook, unordered_enc_hook
 from flowfabric.core.errors import invalid_input
 
 JSON = "json"

@@ -1,7 +1,7 @@
 """What a handler knows and can do about its own run, and the output it writes."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import msgspec
@@ -37,6 +37,16 @@ _CONTINUES = 0b1000_0000
 _CONTINUES_MASK = 0b1100_0000
 
 
+class _TaskLog(logging.LoggerAdapter[logging.Logger]):
+    """Adds its own fields to those of each call; the base class would replace them."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
+        return msg, kwargs
+
+
 class HandlerInfo:
     """What a handler knows about its run. `Context` and `SyncContext` add what it can do."""
 
@@ -57,8 +67,8 @@ class HandlerInfo:
 
     @property
     def attempt(self) -> int:
-        """0 for the first attempt; a retry or a reclaim counts up, a resume does not."""
-        return self._task.attempt_index
+        """1 for the first attempt; a retry or a reclaim counts up, a resume does not."""
+        return self._task.attempt_index + 1
 
     @property
     def lease_epoch(self) -> int:
@@ -82,11 +92,8 @@ class HandlerInfo:
 
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
-        """A logger that adds the ids of this run to every record."""
-        return logging.LoggerAdapter(
-            logging.getLogger(f"flowfabric.task.{self.kind}"),
-            {"execution_id": str(self.execution_id), "attempt_index": self.attempt},
-        )
+        """A logger that adds the task and the ids of this run to every record."""
+        return _TaskLog(logging.getLogger(f"flowfabric.task.{self.kind}"), self._task.log_fields)
 
     def check(self) -> None:
         """Raise `LeaseLost` if another worker may have taken over."""

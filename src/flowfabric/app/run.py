@@ -6,7 +6,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.annotations import annotation
+from flowfabric.core.annotations import annotation
 from flowfabric.core.contracts.executions import ExecutionInfo
 from flowfabric.core.contracts.streams import Visibility
 from flowfabric.core.contracts.suspension import SignalOutcome

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _MARGIN_S = 5.0
 """How long a drain may take beyond its grace before the event loop is tested."""
+_ASKED = 128
+"""Marks a number that another process passed on."""
 _BLOCKED_S = 3.0
 _FLUSH_S = 3.0
 
@@ -68,8 +70,13 @@ class _Signals:
             signal.set_wakeup_fd(-1)
             self._restore()
 
+    def ask(self, number: int) -> None:
+        """Stop as after this signal; not a second one. From any thread."""
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes((number | _ASKED,)))
+
     def arrivals(self) -> Generator[int]:
-        """Each signal once, until removed; 0 after each timeout of the reader."""
+        """Each signal or request once, until removed; 0 after each timeout of the reader."""
         with self.reader, self._next or contextlib.nullcontext():
             while True:
                 try:
@@ -79,11 +86,11 @@ class _Signals:
                     continue
                 if not data:
                     return
-                if self._next is not None:
+                if self._next is not None and not data[0] & _ASKED:
                     # If its buffer is full, it wakes anyway.
                     with contextlib.suppress(OSError):
                         self._next.send(data)
-                if data[0] in _SIGNALS:
+                if data[0] & ~_ASKED in _SIGNALS:
                     yield data[0]
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -119,17 +126,21 @@ at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 def on_signals(
     stop: Callable[[], None],
     *,
+    announce: Callable[[], object],
     grace_s: float | None = None,
     release: Callable[[], object] = lambda: None,
-) -> Generator[None]:
+) -> Generator[Callable[[int], None]]:
     """The first SIGTERM or SIGINT calls `stop`, the second ends the process at once.
+
+    `announce` logs what the end waits for, also while the event loop is blocked. The block gets a
+    function that stops as the first signal does, from any thread, and does nothing later.
 
     With `grace_s`, for processes that are only a worker, an event loop that is still blocked after
     the grace period also ends the process: `release` hands its work to others first.
     """
     loop = asyncio.get_running_loop()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda _: None
         return
     signals = _Signals()
 
@@ -137,12 +148,14 @@ def on_signals(
         first = 0
         for number in signals.arrivals():
             if not first:
-                first = number
-                log.info("stopping: waiting for running tasks", extra={"action": "worker_draining"})
+                first = number & ~_ASKED
+                announce()
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(stop)
                 if grace_s is not None:
                     signals.reader.settimeout(grace_s + _MARGIN_S)
+            elif number & _ASKED:
+                continue
             elif number:
                 # What still runs may never end, and may block the event loop.
                 os._exit(128 + number)
@@ -156,7 +169,7 @@ def on_signals(
 
     threading.Thread(target=listen, name="ff-signals", daemon=True).start()
     try:
-        yield
+        yield signals.ask
     finally:
         signals.remove()
 

@@ -7,8 +7,8 @@ from typing import Any, Generic, Literal, Required, Self, TypedDict, TypeVar
 import msgspec
 
 from flowfabric.app import codec
-from flowfabric.app.annotations import annotation
 from flowfabric.core import conditions
+from flowfabric.core.annotations import annotation
 from flowfabric.core.conditions import Condition
 from flowfabric.core.contracts import suspension
 from flowfabric.core.contracts.suspension import PastWait, PendingWaitpoint, ResumeSignal

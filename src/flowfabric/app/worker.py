@@ -69,12 +69,14 @@ class AppWorker:
         )
         self._threads = HandlerThreads()
         self._runtime = runtime = WorkerRuntime(worker, on_unknown_kind=self._on_unknown)
-        for kind, task in self._tasks.items():
-            runtime.on(kind, self._handler(task, runtime))
+        for kind in self._tasks:
+            runtime.on(kind, self._newest(kind, runtime))
         if self._stop_asked:
             runtime.stop()
         try:
-            with on_signals(runtime.stop) if signals else contextlib.nullcontext():
+            announce = functools.partial(self.announce_stop, grace_s)
+            stopping = on_signals(runtime.stop, announce=announce)
+            with stopping if signals else contextlib.nullcontext():
                 ready()
                 return await runtime.run(
                     grace_s=grace_s, on_shutdown=on_shutdown, until_idle=until_idle
@@ -90,9 +92,28 @@ class AppWorker:
         if self._runtime is not None:
             self._runtime.stop()
 
+    def announce_stop(self, grace_s: float) -> None:
+        """Log, at every level, what the end of the run waits for."""
+        if self._runtime is not None:
+            self._runtime.announce_stop(grace_s)
+
     def release_leases(self) -> int:
         """Release every lease, from any thread: others need not wait until they expire."""
         return 0 if self._runtime is None else self._runtime.worker.keeper.give_back()
+
+    def _newest(self, kind: str, runtime: WorkerRuntime) -> Handler:
+        """The handler of a task, also after a notebook cell has defined the task again."""
+        task = self._tasks[kind]
+        handle = self._handler(task, runtime)
+
+        def run(claimed: ClaimedTask) -> Awaitable[Any]:
+            nonlocal task, handle
+            if self._tasks[kind] is not task:
+                task = self._tasks[kind]
+                handle = self._handler(task, runtime)
+            return handle(claimed)
+
+        return run
 
     def _handler(self, task: AnyTask, runtime: WorkerRuntime) -> Handler:
         arguments, function = task.arguments, task.function

@@ -14,28 +14,38 @@ from typing import Any, Literal, TextIO, get_args
 from flowfabric.cli.views.text import clean, json_line
 from flowfabric.core.errors import ConfigError
 from flowfabric.core.forks import forget_on_fork
+from flowfabric.core.ids import ExecutionId
 from flowfabric.core.text import clock, compact_ids
+from flowfabric.engine.layers.audit import ends
 
 Level = Literal["debug", "info", "warning", "error"]
 
 _MAX_WAITING = 10_000
 _FLUSH_S = 2.0
+_IDS = frozenset({"execution_id", "attempt_index", "kind", "lane", "worker_caps_hash"})
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_COMPLETE = ("flowfabric.sdk.", "flowfabric.app.", "flowfabric.engine.outage", "flowfabric.cli.")
+"""Loggers whose messages say all that people need; their fields are for machines."""
+_TASK = "flowfabric.task."
 _COLOURS = {"DEBUG": "90", "INFO": "36", "WARNING": "33", "ERROR": "31", "CRITICAL": "1;31"}
 
 
-def set_up_logs(level: Level | None, *, as_json: bool) -> bool:
+def set_up_logs(level: Level | None, *, as_json: bool, process: int | None = None) -> bool:
     """Log to standard error; FF_LOG_LEVEL and FF_LOG_FORMAT set the defaults.
 
-    Returns whether it logs JSON.
+    `process` labels every line of one of several processes. Returns whether it logs JSON.
     """
     minimum = level or _choice("FF_LOG_LEVEL", get_args(Level), "info")
     as_json = as_json or _choice("FF_LOG_FORMAT", ("text", "json"), "text") == "json"
     handler = BackgroundHandler(sys.stderr)
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    handler.setFormatter(JsonFormatter() if as_json else TextFormatter(colour=colour))
+    text = TextFormatter(colour=colour, debug=minimum == "debug", process=process)
+    handler.setFormatter(JsonFormatter(process) if as_json else text)
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    if not as_json:
+        # For people, lines about tasks and the summary of each second say the same.
+        ends.setLevel(logging.CRITICAL)
     root.setLevel(minimum.upper())
     return as_json
 
@@ -120,26 +130,32 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 class TextFormatter(logging.Formatter):
     """`12:03:04.567 INFO  message  field=value …`."""
 
-    def __init__(self, *, colour: bool) -> None:
+    def __init__(self, *, colour: bool, debug: bool = False, process: int | None = None) -> None:
         super().__init__()
         self._colour = colour
+        self._debug = debug
+        self._label = "" if process is None else f"[{process}] "
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, with the fields that the message does not mention; below it the traceback."""
         level = f"{record.levelname:<7}"
-        message = clean(compact_ids(record.getMessage()))
-        fields = {name: _shown(value) for name, value in _fields(record).items()}
-        extra = "  ".join(
-            f"{name}={value}"
-            for name, value in fields.items()
-            if name != "action" and not _mentions(message, value)
-        )
+        message = said = clean(compact_ids(record.getMessage()))
+        extra = ""
+        of_us, fields = record.name.startswith(_COMPLETE), _fields(record)
+        if record.name.startswith(_TASK) and fields.keys() >= _IDS:
+            short = ExecutionId.trusted(fields["execution_id"]).short
+            message = f"{fields['kind']} {short}: {message} (attempt {fields['attempt_index'] + 1})"
+            fields = {name: value for name, value in fields.items() if name not in _IDS}
+        if not of_us:
+            shown = {name: _shown(value) for name, value in fields.items() if name != "action"}
+            extra = "  ".join(f"{n}={v}" for n, v in shown.items() if not _mentions(said, v))
         if self._colour:
             level = f"\x1b[{_COLOURS.get(record.levelname, '0')}m{level}\x1b[0m"
             extra = extra and f"\x1b[90m{extra}\x1b[0m"
         _, time = clock(int(record.created * 1000)).split()
-        lines = [f"{time} {level} {message}" + (f"  {extra}" if extra else "")]
-        if record.exc_info:
+        lines = [f"{time} {level} {self._label}{message}" + (f"  {extra}" if extra else "")]
+        # Of an attempt that is retried, `flowfabric show` has the traceback.
+        if record.exc_info and (not of_us or record.levelno >= logging.ERROR or self._debug):
             lines.append(_below(self.formatException(record.exc_info)))
         if record.stack_info:
             lines.append(_below(record.stack_info))
@@ -163,6 +179,10 @@ def _shown(value: object) -> str:
 class JsonFormatter(logging.Formatter):
     """`{"time":…,"level":…,"target":…,"message":…,…}`."""
 
+    def __init__(self, process: int | None = None) -> None:
+        super().__init__()
+        self._label = {} if process is None else {"worker_process": process}
+
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
         content = {
@@ -170,6 +190,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "target": record.name,
             "message": record.getMessage(),
+            **self._label,
             **_fields(record),
         }
         if record.exc_info:

@@ -78,6 +78,18 @@ def missing(required: Iterable[str], offered: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(required).difference(offered)))
 
 
+def log_digest(csv: str) -> str:
+    """What log records show of offered tokens: FNV-1a of 64 bits, its halves xor-ed.
+
+    >>> log_digest("cuda,gpu")
+    'c952a6c4'
+    """
+    digest = 0xCBF29CE484222325
+    for byte in csv.encode():
+        digest = (digest ^ byte) * 0x100000001B3 & 0xFFFFFFFFFFFFFFFF
+    return f"{digest >> 32 ^ digest & 0xFFFFFFFF:08x}"
+
+
 def _check_token(token: object, side: Side) -> str:
     if not isinstance(token, str):
         raise _refuse(side, "non_string_token")
@@ -88,7 +100,7 @@ def _check_token(token: object, side: Side) -> str:
     if has_space_or_control(token):
         raise _refuse(side, "control_or_whitespace")
     if token.startswith(_TASK):
-        raise _refuse(side, "reserved_prefix")
+        raise _refuse(side, "reserved prefix")
     return token
 
 

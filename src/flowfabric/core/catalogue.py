@@ -53,7 +53,7 @@ stream_not_found E The attempt wrote no output.
 invalid_input T Correct the named field and call again.
 invalid_cursor T Start again without a cursor, or pass the one returned last, unchanged.
 invalid_policy_json T Correct the named policy field and submit again.
-invalid_capabilities T Give a list such as ["gpu"]; tokens hold no commas, spaces or controls.
+invalid_capabilities T Give a list such as ["gpu"]; no commas, spaces or controls, no prefix task:.
 invalid_tag_key T Name tags like app.name: lower case, digits, underscores, a dot; not ff.name.
 partition_mismatch T Use the stored partition counts; mint a member's id for its flow.
 payload_too_large T Store the data elsewhere and pass a reference, or raise the limit.

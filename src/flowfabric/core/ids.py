@@ -122,6 +122,11 @@ class ExecutionId(_Id):
         """The spelling for people, shells and URLs, such as `42-11111111-…`."""
         return f"{self[4 : self.index('}')]}-{self[-36:]}"
 
+    @property
+    def short(self) -> str:
+        """What log lines show, such as `42-11111111…`."""
+        return f"{self[4 : self.index('}')]}-{self[-36:-28]}…"
+
     def check_partition(self, counts: PartitionCounts) -> Self:
         """The id, or `invalid_input` if the deployment has no such partition."""
         index = self.partition

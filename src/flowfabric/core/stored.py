@@ -101,7 +101,7 @@ class Stored:
             return parse(self.text(name, ""))
         except ValidationError as error:
             raise self.corrupt(name, error.detail) from None
-        except (msgspec.MsgspecError, ValueError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             raise self.corrupt(name, "cannot be decoded") from None
 
     def pair(self, name: str) -> tuple[str, int] | None:

@@ -81,13 +81,13 @@ def age(ms: int) -> str:
 def duration(ms: int) -> str:
     """A duration in at most two units.
 
-    >>> duration(12), duration(2345), duration(125_000)
-    ('12 ms', '2.3 s', '2m 5s')
+    >>> duration(12), duration(2345), duration(30_000), duration(125_000)
+    ('12 ms', '2.3 s', '30 s', '2m 5s')
     """
     if ms < 1000:
         return f"{ms} ms"
     if ms < 60_000:
-        return f"{ms / 1000:.1f} s"
+        return f"{ms / 1000:.1f}".removesuffix(".0") + " s"
     parts: list[str] = []
     for size, unit in _UNITS:
         count, ms = divmod(ms, size)

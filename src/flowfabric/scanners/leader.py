@@ -66,9 +66,10 @@ class LeaderElection:
         """One look at the lease; returns the pause before the next."""
         if self.is_leader:
             if not self._healthy():
+                # First: in an outage nobody can take over, and it has a line of its own.
+                await self.resign()
                 message = "a scanner makes no progress; other processes may take over"
                 log.warning(message, extra={"action": "leader_unhealthy"})
-                await self.resign()
                 return self._poll_s
             if await self._renew():
                 return self._renew_s

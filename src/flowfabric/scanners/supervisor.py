@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-import math
 import random
 
 import msgspec
 
-from flowfabric.core.errors import EngineError, NotFoundError, TransportError, invalid_input
+from flowfabric.core.errors import EngineError, NotFoundError, invalid_input
 from flowfabric.core.text import shown
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.outage import Outage
 from flowfabric.scanners import jobs
 from flowfabric.scanners.base import Cycle, Scanner, ScanResult, report, wait_until
 from flowfabric.scanners.hints import DueHints
@@ -24,7 +24,6 @@ _MIN_PAUSE_S = 0.1
 _CANCELLED_PAUSE_S = 1.0
 _STUCK_INTERVALS = 5
 _STUCK_AT_LEAST_S = 10.0
-_OUTAGES = frozenset({"transport", "timeout", "busy_loading", "cluster"})
 
 
 class ScannerStatus(msgspec.Struct, kw_only=True):
@@ -44,36 +43,6 @@ class ScannerStatus(msgspec.Struct, kw_only=True):
     """No progress for several intervals, although it should scan."""
 
 
-class Outage:
-    """Cycles that did not reach the server. All scanners share it: an outage is logged once."""
-
-    def __init__(self) -> None:
-        self._failed_cycles = 0
-        self._ended_at = -math.inf
-
-    @staticmethod
-    def causes(error: EngineError) -> bool:
-        return isinstance(error, TransportError) and error.kind in _OUTAGES
-
-    def noticed(self, error: EngineError, started: float) -> None:
-        """Count a cycle that began at `started`, on the loop's clock."""
-        if not self._failed_cycles and started < self._ended_at:
-            # It began before the last outage ended.
-            return
-        self._failed_cycles += 1
-        if self._failed_cycles == 1:
-            extra = {"action": "scanners_cut_off", "error": str(error)}
-            log.warning("scanners cannot reach the server: %s", error, extra=extra)
-
-    def ended(self) -> None:
-        if not self._failed_cycles:
-            return
-        failed, self._failed_cycles = self._failed_cycles, 0
-        self._ended_at = asyncio.get_running_loop().time()
-        extra = {"action": "scanners_reconnected", "failed_cycles": failed}
-        log.info("scanners reach the server again after %d failed cycles", failed, extra=extra)
-
-
 class Shared(msgspec.Struct, frozen=True):
     """What the scanners of one process have in common."""
 
@@ -83,7 +52,7 @@ class Shared(msgspec.Struct, frozen=True):
     watch: DueWatch
     leadership: LeaderElection
     stop: asyncio.Event
-    outage: Outage = msgspec.field(default_factory=Outage)
+    outage: Outage
 
 
 class Runner:
@@ -196,7 +165,7 @@ class Runner:
             status.processed += cycle.processed
             status.errors += cycle.errors
             self._more = (self._more and partition is not None) or cycle.more
-            self._report(cycle, started)
+            self._report(cycle)
             return cycle.result()
 
     async def _scan(self, cycle: Cycle, partition: str | None, started: float) -> None:
@@ -215,14 +184,13 @@ class Runner:
         cycle.territory = territory
         await self.scanner.scan(cycle)
 
-    def _report(self, cycle: Cycle, started: float) -> None:
+    def _report(self, cycle: Cycle) -> None:
         """Log what happened. A failure that lasts is logged when it begins and when it ends."""
-        outages = [f for f in cycle.failures if Outage.causes(f.error)]
-        others = [f for f in cycle.failures if not Outage.causes(f.error)]
-        if outages:
-            self._shared.outage.noticed(outages[0].error, started)
-        elif not others:
-            self._shared.outage.ended()
+        outage, what = self._shared.outage, f"scanner {self.name}"
+        others = [f for f in cycle.failures if not outage.noticed(f.error, what)]
+        outages = len(cycle.failures) - len(others)
+        if not cycle.failures:
+            outage.ended()
         for failure in others:
             is_new = not self._failed_cycles and failure is others[0]
             level = logging.WARNING if is_new else logging.DEBUG
@@ -234,7 +202,7 @@ class Runner:
             failed, self._failed_cycles = self._failed_cycles, 0
             message = f"works again after {failed} failed cycles"
             report(logging.INFO, self.name, "scanner_recovered", message, failed_cycles=failed)
-        level = logging.INFO if cycle.processed or cycle.errors else logging.DEBUG
+        level = logging.INFO if cycle.processed or cycle.errors > outages else logging.DEBUG
         message = f"{cycle.processed} processed, {cycle.errors} errors"
         counts = {"processed": cycle.processed, "errors": cycle.errors}
         counts["elapsed_ms"] = round(self._status.last_duration_s * 1000)
@@ -258,7 +226,12 @@ class ScannerSupervisor:
     >>> await supervisor.stop()  # doctest: +SKIP
     """
 
-    def __init__(self, backend: Backend, settings: ScannerSettings | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        settings: ScannerSettings | None = None,
+        outage: Outage | None = None,
+    ) -> None:
         settings = ScannerSettings.from_env() if settings is None else settings
         watched = [*jobs.due_scanners(backend), jobs.DoorbellScanner()]
         watched = [scanner for scanner in watched if scanner.name not in settings.disabled]
@@ -278,6 +251,7 @@ class ScannerSupervisor:
             DueWatch(backend, {s.name: s.indexes for s in watched}, settings.clock_trust_s),
             self.leadership,
             self._stop,
+            outage or Outage(),
         )
         enabled = [scanner for scanner in scanners if scanner.name not in settings.disabled]
         self._runners = {scanner.name: Runner(scanner, shared) for scanner in enabled}

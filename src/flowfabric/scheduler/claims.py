@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
 from flowfabric.engine.api.executions import Completion
 from flowfabric.engine.api.places import WorkPlace
+from flowfabric.engine.outage import Outage
 from flowfabric.scheduler.hints import LaneHints, LaneRotation
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class WorkerClaims(Generic[T]):
     """The tasks that this process knows; executions may wait for a worker that knows theirs."""
     no_others: bool = False
     """Whether tasks that this process does not know are left to workers that do."""
+    outage: Outage = field(default_factory=Outage)
 
     def __post_init__(self) -> None:
         instance = next(iter(self.requests.values())).worker_instance_id
@@ -237,9 +239,11 @@ class WorkerClaims(Generic[T]):
                     if room and error.ambiguous:
                         self._note_unanswered(lane_id, tag, request_id, since)
                     raise
-                extra = {"action": "complete_delayed"}
-                log.warning("results not stored, trying again: %s", error, extra=extra)
+                if not self.outage.noticed(error, "results not stored"):
+                    extra = {"action": "complete_delayed"}
+                    log.warning("results not stored, trying again: %s", error, extra=extra)
             else:
+                self.outage.ended()
                 if not room:
                     return outcomes, list
                 return outcomes, partial(self._adopt_claimed, lane_id, tag, claimed, since)
@@ -319,7 +323,7 @@ class ClaimLoop(Generic[T]):
     async def _serve(self) -> None:
         for lane in self._lanes:
             lane.add(lane.home)
-        pause = _FIRST_LOOP_PAUSE_S
+        pause, outage = _FIRST_LOOP_PAUSE_S, self._claims.outage
         while not self._stopped.is_set():
             found = self._lanes.next() if self._claims.free else None
             if found is None:
@@ -331,11 +335,13 @@ class ClaimLoop(Generic[T]):
             try:
                 await self._claim(*found)
                 pause = _FIRST_LOOP_PAUSE_S
+                outage.ended()
             except EngineError as error:
                 if is_permanent(error):
                     raise
-                extra = {"action": "claim_failed"}
-                log.warning("claim failed, trying again: %s", error, extra=extra)
+                if not outage.noticed(error, "claim failed"):
+                    extra = {"action": "claim_failed"}
+                    log.warning("claim failed, trying again: %s", error, extra=extra)
                 await self._pause(error, pause * random.uniform(0.5, 1.0))  # noqa: S311
                 pause = min(pause * 2, _LAST_LOOP_PAUSE_S)
 

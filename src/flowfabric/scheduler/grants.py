@@ -70,7 +70,8 @@ class WorkerGrants:
         lane = self._hinted.get(lane_id) or LaneHints(validate_lane(lane_id), counts, 0)
         validate_worker_id(worker_id)
         start = self._start(validate_worker_id(worker_instance_id, "worker_instance_id"))
-        offered, tasks = caps.normalise(worker_capabilities, "worker"), tuple(worker_tasks)
+        offered = caps.normalise(worker_capabilities, "worker")
+        tasks = check.texts(worker_tasks, "worker_tasks")
         grant = partial(
             claims.issue_claim_grant,
             worker_id=worker_id,

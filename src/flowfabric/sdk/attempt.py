@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,7 +37,8 @@ class HeldAttempt:
 
     _owner: "Worker"
     claim: Claim
-    since: InitVar[float]
+    since: float
+    """When it was asked for, on the monotonic clock."""
     finished_by: str | None = None
     lease_lost: errors.LeaseLost | None = None
     """Why the lease is gone; None while it is held."""
@@ -50,10 +51,12 @@ class HeldAttempt:
     _late_loss: errors.LeaseLost | None = None
     _writer: FrameWriter | None = None
 
-    def __post_init__(self, since: float) -> None:
+    def __post_init__(self) -> None:
         claim = self.claim
         self.resume_cause = claim.resume_cause
-        self.held = self._owner.keeper.hold(claim.handle, self, since, claim.attempt_timeout_ms)
+        self.held = self._owner.keeper.hold(
+            claim.handle, self, self.since, claim.attempt_timeout_ms
+        )
 
     def __del__(self) -> None:
         if self.finished_by is None:
@@ -119,6 +122,17 @@ class HeldAttempt:
     def tags(self) -> Mapping[str, str]:
         """The tags at claim time."""
         return self.claim.tags
+
+    @property
+    def log_fields(self) -> dict[str, str | int]:
+        """What every log record about it carries."""
+        return {
+            "execution_id": str(self.execution_id),
+            "attempt_index": self.attempt_index,
+            "lane": self.lane_id,
+            "kind": self.execution_kind,
+            "worker_caps_hash": self._owner.caps_hash,
+        }
 
     @property
     def consecutive_renewal_failures(self) -> int:
@@ -236,7 +250,8 @@ class HeldAttempt:
 def warn_dropped(execution_id: ExecutionId) -> None:
     """Log that a task went away without an end."""
     extra = {"action": "task_dropped", "execution_id": execution_id}
-    log.warning("dropped without terminal operation — lease will expire", extra=extra)
+    text = "%s dropped without terminal operation — lease will expire"
+    log.warning(text, execution_id.short, extra=extra)
 
 
 _ENDED_BY = {"complete": "ended_success", "fail": "ended_failure", "cancel": "ended_cancelled"}

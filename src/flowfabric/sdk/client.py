@@ -211,6 +211,7 @@ class Client(Subscriptions, ClosedOnce):
     submit_many = _engine_call(Executions.create_many)
     inspect = _engine_call(Reads.describe_execution)
     replay = _engine_call(Executions.replay_execution)
+    purge = _engine_call(Executions.purge_execution)
     revoke_lease = _engine_call(Leases.revoke_lease)
     change_priority = _engine_call(Executions.change_priority)
     list = _engine_call(Listings.list_executions)
@@ -264,9 +265,10 @@ class Client(Subscriptions, ClosedOnce):
         detail = await self._detail(execution_id)
         if detail is not None and diagnosis.lacks_worker(detail):
             self._warned = True
-            kind, why = detail.execution.execution_kind, diagnosis.why_not_running(detail)
+            info, why = detail.execution, diagnosis.why_not_running(detail)
+            about = info.execution_kind, info.execution_id.compact, why
             extra = {"action": "no_worker", "execution_id": execution_id}
-            log.warning("%s %s waits: %s", kind, execution_id, why, extra=extra)
+            log.warning("%s %s waits: %s", *about, extra=extra)
 
     async def _detail(self, execution_id: ExecutionId) -> overview.ExecutionDetail | None:
         """What explains a wait; None if it cannot be read soon."""

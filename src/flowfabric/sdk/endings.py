@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -12,9 +14,11 @@ import msgspec
 from flowfabric.core import errors
 from flowfabric.core.contracts.executions import RetryScheduled
 from flowfabric.core.state import ExpireReason
+from flowfabric.core.text import duration
 from flowfabric.engine.api.executions import Completion
 from flowfabric.sdk.failures import HandlerFailure, describe
 from flowfabric.sdk.lease_keeper import CANCELLED, RELEASED, TERMINAL_CODES, is_cancelled
+from flowfabric.sdk.logs import log_task
 from flowfabric.sdk.scanner_thread import ScannerThread
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
@@ -35,13 +39,25 @@ class RunSummary(msgspec.Struct):
 
     completed: int = 0
     failed: int = 0
-    """Ended without success: failed for good, expired or cancelled by its handler."""
+    """Ended without success: failed for good or expired."""
     retried: int = 0
     """Attempts that failed and will be repeated."""
     released: int = 0
     """Attempts that were given back and resume later, here or elsewhere."""
+    cancelled: int = 0
+    """Attempts that ended because their execution was cancelled."""
     abandoned: int = 0
     """Attempts whose end was not accepted, or is not known to be."""
+
+    def __str__(self) -> str:
+        """`12 completed, 1 failed`."""
+        counts = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{count:,} {name}" for name, count in counts if count) or "0 tasks"
+
+    def since(self, earlier: "RunSummary") -> "RunSummary":
+        """What was done after that copy was made."""
+        now, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
+        return RunSummary(*(new - old for new, old in zip(now, before, strict=True)))
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -61,17 +77,35 @@ class Endings:
     _flush_planned: bool = False
     _calls: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def count(self, finished_by: str) -> None:
-        """Count a task that its handler ended."""
-        match finished_by:
+    def count(self, task: ClaimedTask) -> None:
+        """Count and log a task that its handler ended."""
+        level = logging.DEBUG
+        match task.finished_by:
             case "complete":
+                text = "succeeded"
                 self.summary.completed += 1
-            case "fail" | "cancel":
+            case "fail":
+                level, text = logging.WARNING, "failed: its handler said so"
                 self.summary.failed += 1
-            case "delay" | "wait_children" | "suspend" | "release_unknown":
+            case "cancel":
+                level, text = logging.INFO, "cancelled by its handler"
+                self.summary.cancelled += 1
+            case "delay" | "wait_children" | "suspend" | "release_unknown" | None:
+                text = "paused"
                 self.summary.released += 1
             case _:
-                pass
+                return
+        log_task(level, f"task_{text.split()[0].rstrip(':')}", task, text)
+
+    async def log_progress(self) -> None:
+        """Log every second what was done in it, if anything was."""
+        before = copy(self.summary)
+        while True:
+            await asyncio.sleep(1)
+            done, before = self.summary.since(before), copy(self.summary)
+            if done != RunSummary():
+                extra = {"action": "worker_progress", **msgspec.structs.asdict(done)}
+                log.info("%s in the last second", done, extra=extra)
 
     async def unknown(self, task: ClaimedTask) -> None:
         """Fail an attempt whose kind has no handler, or leave it to another worker."""
@@ -97,26 +131,43 @@ class Endings:
             # The handler ended its task and then raised: its own call stands.
             if not _has_parked(error):
                 text = f"raised after it had ended: {failure.log_message}"
-                log_task(logging.ERROR, "late_failure", task, text, failure.exc_info)
-            self.count(task.finished_by)
+                log_task(logging.ERROR, "late_failure", task, text, cause=failure.exc_info)
+            self.count(task)
             return
         text = f"failed: {failure.log_message}"
-        log_task(logging.WARNING, "task_failed", task, text, failure.exc_info)
         await self._settle_cancellation()
         try:
             outcome = await task.fail(failure.report, failure.category)
         except errors.FlowFabricError as problem:
-            self.abandon(task, problem)
+            self.abandon(task, problem, text, failure.exc_info)
             return
-        if isinstance(outcome, RetryScheduled):
-            self.summary.retried += 1
-            self._hint(task, outcome.delay_until)
-        else:
-            self.summary.failed += 1
+        retry_at = outcome.delay_until if isinstance(outcome, RetryScheduled) else None
+        self._failed(task, text, retry_at, failure.exc_info)
 
-    def _hint(self, task: ClaimedTask, due_ms: int | None) -> None:
+    def _failed(
+        self,
+        task: ClaimedTask,
+        text: str,
+        retry_at: int | None,
+        cause: BaseException | None = None,
+    ) -> None:
+        """Count and log an attempt that failed; without `retry_at`, its execution failed too."""
+        if retry_at is None:
+            self.summary.failed += 1
+            log_task(logging.ERROR, "task_failed", task, text, cause=cause)
+            return
+        self.summary.retried += 1
+        self._hint(task, retry_at)
+        # The lease began at this server time, and the attempt on this clock.
+        began = task.claim.lease_expires_at - task.handle.lease_ttl_ms
+        left = max(0, round(retry_at - began - (time.monotonic() - task.since) * 1000))
+        log_task(
+            logging.WARNING, "task_failed", task, text, f"retrying in {duration(left)}", cause=cause
+        )
+
+    def _hint(self, task: ClaimedTask, due_ms: int) -> None:
         """Have the retry promoted at its exact time."""
-        if self.scanners is not None and due_ms is not None:
+        if self.scanners is not None and due_ms:
             self.scanners.hint(task.lane_id, task.execution_id.tag, task.execution_id, due_ms)
 
     async def _settle_cancellation(self) -> None:
@@ -141,13 +192,14 @@ class Endings:
             self.abandon(task, error)
             return
         if answer == "retry_scheduled":
-            self.summary.retried += 1
+            retry_at = 0
             # Without the hint, the retry only starts later.
             with contextlib.suppress(errors.EngineError):
                 retried = await self.worker.backend.reads.read_execution_info(task.execution_id)
-                self._hint(task, retried.delay_until)
+                retry_at = retried.delay_until or 0
+            self._failed(task, "timed out", retry_at)
         elif answer in ("expired", "failed"):
-            self.summary.failed += 1
+            self._failed(task, "timed out", None)
         else:
             self.abandon(task, RuntimeError(f"attempt timeout: {answer}"))
         task.finish("attempt_timeout")
@@ -178,18 +230,28 @@ class Endings:
         elif await self._released(task, task.delay_execution(1)):
             log_task(logging.INFO, "task_released", task, "released: the worker is stopping")
 
-    def abandon(self, task: ClaimedTask, error: BaseException) -> None:
+    def abandon(
+        self,
+        task: ClaimedTask,
+        error: BaseException,
+        did: str = "ended",
+        cause: BaseException | None = None,
+    ) -> None:
         """Give up a task whose end the engine did not accept, or may not have."""
         if task.lease_lost is not None and task.lease_lost.reason == RELEASED:
             # Logged when the loop was found blocked.
             self.summary.released += 1
             task.finish("released")
             return
-        level, text = logging.ERROR, f"ended, but the engine did not accept it: {error}"
         if _was_cancelled(error):
-            level, text = logging.DEBUG, "stopped: the execution was cancelled"
-        log_task(level, "task_abandoned", task, text)
-        self.summary.abandoned += 1
+            self.summary.cancelled += 1
+            text = "stopped: the execution was cancelled"
+            log_task(logging.INFO, "task_cancelled", task, text)
+        else:
+            self.summary.abandoned += 1
+            level = logging.DEBUG if self.worker.outage.explains(error) else logging.ERROR
+            text = f"{did}, but the engine did not accept it: {error}"
+            log_task(level, "task_abandoned", task, text, cause=cause)
         task.finish("abandoned")
 
     def add(self, task: ClaimedTask, result: bytes | Encoded | None) -> None:
@@ -255,9 +317,12 @@ class Endings:
             await asyncio.gather(*(self._alone(*one) for one in finished))
             return
         refused: list[tuple[ClaimedTask, errors.ValidationError]] = []
+        debug = log.isEnabledFor(logging.DEBUG)
         for (task, _), outcome in zip(finished, outcomes, strict=True):
             if outcome is None:
                 self.summary.completed += 1
+                if debug:
+                    log_task(logging.DEBUG, "task_succeeded", task, "succeeded")
                 task.finish("complete")
             elif isinstance(outcome, errors.ValidationError):
                 refused.append((task, outcome))
@@ -272,20 +337,11 @@ class Endings:
         """Complete one task of a batch that was refused as a whole."""
         try:
             await task.complete(completion.result_payload, completion.result_encoding)
-            self.summary.completed += 1
+            self.count(task)
         except errors.ValidationError as problem:
             await self.refuse(task, problem)
         except errors.FlowFabricError as problem:
             self.abandon(task, problem)
-
-
-def log_task(
-    level: int, action: str, task: ClaimedTask, text: str, cause: BaseException | None = None
-) -> None:
-    """Log one event of a task."""
-    kind, execution_id = task.execution_kind, task.execution_id
-    extra = {"action": action, "execution_id": execution_id}
-    log.log(level, "%s %s %s", kind, execution_id, text, exc_info=cause, extra=extra)
 
 
 def _was_cancelled(error: BaseException) -> bool:

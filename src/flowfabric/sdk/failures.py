@@ -98,7 +98,7 @@ def _describe(error: BaseException) -> FailureDescription:
     category = next(name for kind, name in _CATEGORIES.items() if isinstance(error, kind))
     reason = _chain(error)
     report = _with_frames(truncate_utf8(reason, _CHAIN_BYTES), error)
-    message = _message(error)
+    message = _titled(error)
     if len(message) > _LOGGED_CHARS:
         message = f"{message[:_LOGGED_CHARS]}…"
     if sum(map(len, traceback.format_exception(error))) <= _TRACEBACK_CHARS:
@@ -112,11 +112,15 @@ def _chain(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        name, message = type(cause).__name__, _message(cause)
-        parts.append(f"{name}: {message}" if message else name)
+        parts.append(_titled(cause))
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     reason = ": ".join(parts)
     return reason if isinstance(error, Exception) else f"handler crashed: {reason}"
+
+
+def _titled(error: BaseException) -> str:
+    name, message = type(error).__name__, _message(error)
+    return f"{name}: {message}" if message else name
 
 
 def _message(error: BaseException) -> str:

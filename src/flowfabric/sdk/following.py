@@ -136,8 +136,8 @@ class Tail(AsyncIterator[StreamedFrame]):
         after: str = "0-0",
         visibility: Visibility = "all",
     ) -> None:
-        if attempt != "latest" and (isinstance(attempt, bool) or not isinstance(attempt, int)):  # pyright: ignore[reportUnnecessaryIsInstance] - callers may be untyped
-            raise invalid_input("attempt", "must be a number or 'latest'")
+        if attempt != "latest" and (type(attempt) is not int or attempt < 1):
+            raise invalid_input("attempt", "must be 'latest' or a number from 1")
         self._open = open
         self._source: Backend
         self._execution_id: ExecutionId
@@ -146,7 +146,7 @@ class Tail(AsyncIterator[StreamedFrame]):
         self._visibility: Visibility = visibility
         self._follower: StreamFollower | None = None
         self.attempt: int | None = None if attempt == "latest" else attempt
-        """The attempt whose output is read now; None before the first frame."""
+        """The attempt whose output is read now, from 1; None before the first frame."""
         self._exists = False
         self._over = False
 
@@ -180,14 +180,14 @@ class Tail(AsyncIterator[StreamedFrame]):
         """Whether the attempt, or the one `ahead` of it, exists or may come."""
         info = await self._source.reads.read_execution_info(self._execution_id)
         if self.attempt is None:
-            self.attempt = max(0, info.total_attempt_count - 1)
-        self._exists = self.attempt + ahead < info.total_attempt_count
+            self.attempt = max(1, info.total_attempt_count)
+        self._exists = self.attempt + ahead <= info.total_attempt_count
         return self._exists or info.completed_at is None
 
     def _follow(self, after: str, ahead: int = 0) -> StreamFollower:
-        self.attempt = (self.attempt or 0) + ahead
+        self.attempt = (self.attempt or 1) + ahead
         self._follower = self._source.streams.follow_stream(
-            self._execution_id, self.attempt, after=after, visibility=self._visibility
+            self._execution_id, self.attempt - 1, after=after, visibility=self._visibility
         )
         return self._follower
 

@@ -14,6 +14,7 @@ from flowfabric.core.contracts.leases import Handle, Renewed
 from flowfabric.core.errors import EngineError, TransportError
 from flowfabric.core.state import ExpireReason
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.outage import Outage
 from flowfabric.scheduler.claims import give_back
 from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
 
@@ -85,9 +86,10 @@ class LeaseKeeper(LoopThread):
 
     crashed = "the lease keeper ended, leases will run out", "lease_keeper_crashed"
 
-    def __init__(self, connect: Connect, lease_ttl_ms: int) -> None:
+    def __init__(self, connect: Connect, lease_ttl_ms: int, outage: Outage | None = None) -> None:
         super().__init__("ff-lease-keeper")
         self._connect = connect
+        self._outage = outage or Outage()
         self.look_every_s = min(lease_ttl_ms / 3000 / _STEPS, _LONGEST_LOOK_S)
         self.find_stuck: Callable[[list[HeldLease]], list[HeldLease]] | None = None
         """Picks the leases to give up because the worker's loop is blocked; asked at every look."""
@@ -238,6 +240,7 @@ class LeaseKeeper(LoopThread):
             if held.handle.lease not in self._held:
                 continue
             if isinstance(answer, Renewed):
+                self._outage.ended()
                 ttl = held.handle.lease_ttl_ms / 1000
                 held.failures = 0
                 # From before the call: the engine extended it no earlier.
@@ -255,11 +258,12 @@ class LeaseKeeper(LoopThread):
             self._lose(held, error.code, CANCELLED if is_cancelled(error) else str(error))
         elif now >= held.deadline:
             self._lose(held, "lease_expired", f"no renewal succeeded in time: {error}")
-        else:
+        elif not self._outage.noticed(error, "lease not renewed"):
             extra: dict[str, object] = {"action": "renewal_failed", "error": str(error)}
             extra["execution_id"] = held.handle.execution_id
             extra["consecutive_failures"] = held.failures
-            log.warning("lease not renewed, trying again: %s", error, extra=extra)
+            short = held.handle.execution_id.short
+            log.warning("lease of %s not renewed, trying again: %s", short, error, extra=extra)
 
     def _lose(self, held: HeldLease, code: str, reason: str) -> None:
         held.lost_code = code

@@ -11,14 +11,19 @@ import traceback
 import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context, ContextVar
+from copy import copy
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from flowfabric.core.errors import LeaseLost
 from flowfabric.core.forks import end_child, generation
+from flowfabric.core.text import duration
 from flowfabric.scheduler.claims import ClaimLoop
-from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary, log_task
+from flowfabric.sdk.endings import Encoded, Endings, FailOrRelease, RunSummary
 from flowfabric.sdk.lease_keeper import HeldLease
+from flowfabric.sdk.logs import counted, log_always, log_normally, log_task
 from flowfabric.sdk.task import ClaimedTask, Parked
 from flowfabric.sdk.worker import Worker
 
@@ -35,6 +40,8 @@ handled: ContextVar[ClaimedTask | None] = ContextVar("handled", default=None)
 live: "weakref.WeakSet[WorkerRuntime]" = weakref.WeakSet()
 """What serves in this process."""
 _LOOK_S = 0.02
+_TELL_S = 10.0
+"""How often a worker that stops says what it waits for."""
 _WARN_S = 3.0
 _FRAMES = 12
 _CLAIMS_NOTHING = "This worker claims nothing until the loop runs again."
@@ -61,6 +68,8 @@ class WorkerRuntime:
         # The task that runs this, and how often it had been cancelled before.
         self._runner: tuple[asyncio.Task[Any] | None, int] = None, 0
         self._stopping = asyncio.Event()
+        self._say = log_normally
+        self._told = False
         self._scanners = worker.new_scanners()
         self._endings = Endings(worker, self._scanners, on_unknown_kind, self._leaving, self._start)
         self.summary = self._endings.summary
@@ -111,6 +120,22 @@ class WorkerRuntime:
                 running.cancel("the worker was killed")
         self.stop()
 
+    def announce_stop(self, grace_s: float) -> None:
+        """Log at every level what the end of this run waits for; from any thread."""
+        self._say = log_always
+        self._tell_stop(grace_s)
+
+    def _tell_stop(self, grace_s: float) -> None:
+        if self._told:
+            return
+        self._told = True
+        grace_ms, running = round(grace_s * 1000), list(self._running)
+        text = "stopping: no task is running"
+        if running:
+            text = f"stopping: waiting up to {duration(grace_ms)} for {counted(running)}"
+        about = {"action": "worker_draining", "tasks": len(running), "grace_ms": grace_ms}
+        self._say(logging.INFO, text, **about)
+
     async def run(
         self,
         *,
@@ -136,7 +161,9 @@ class WorkerRuntime:
         watch = LoopWatch(self.worker.config.longest_block_s, 2 * keeper.look_every_s)
         keeper.find_stuck = watch.stuck
         claim = self._claiming.run if until_idle is None else partial(self._work_off, until_idle)
-        scanning, claiming = (asyncio.create_task(part()) for part in (self._scan, claim))
+        scanning, claiming, reporting = (
+            asyncio.create_task(part()) for part in (self._scan, claim, self._endings.log_progress)
+        )
         try:
             done, _ = await asyncio.wait((scanning, claiming), return_when=asyncio.FIRST_COMPLETED)
             for part in done:
@@ -153,9 +180,9 @@ class WorkerRuntime:
             await self._drain(grace_s)
             keeper.find_stuck = None
             self.worker.backend.meta.hurry()
-            for part in (scanning, claiming):
+            for part in (scanning, claiming, reporting):
                 part.cancel()
-            await asyncio.wait((scanning, claiming))
+            await asyncio.wait((scanning, claiming, reporting))
             if self._scanners is not None:
                 await asyncio.to_thread(self._scanners.stop)
             live.discard(self)
@@ -221,7 +248,7 @@ class WorkerRuntime:
                 self._endings.add(task, result)
                 handed_on = True
             else:
-                self._endings.count(task.finished_by)
+                self._endings.count(task)
         except BaseException as error:  # noqa: BLE001 - whatever a handler raises is its failure
             await self._raised(task, error)
         finally:
@@ -248,7 +275,7 @@ class WorkerRuntime:
         # By type: `__class__`, which isinstance reads, may be user code that raises.
         kind = type(error)
         if issubclass(kind, Parked):
-            self._endings.count(task.finished_by or "suspend")
+            self._endings.count(task)
         elif kind is GeneratorExit and not _runs(self._running.get(task)):
             # Python closes the coroutine because its loop is gone.
             raise error
@@ -259,7 +286,7 @@ class WorkerRuntime:
         elif task.finished_by is not None:
             # One that was too slow to stop has been counted already.
             if task in self._running:
-                self._endings.count(task.finished_by)
+                self._endings.count(task)
         elif self._leaving():
             await self._endings.hand_over(task)
         else:
@@ -272,12 +299,24 @@ class WorkerRuntime:
         return self._cancels_handlers or (run is not None and run.cancelling() > before)
 
     async def _drain(self, grace_s: float) -> None:
-        deadline = time.monotonic() + grace_s
+        """Wait for running handlers, then release what still runs; log what it waits for."""
+        began, before, waited = time.monotonic(), copy(self.summary), bool(self._running)
+        self._tell_stop(grace_s)
         # Claims in flight may still start handlers, and results may follow the last of them.
         await asyncio.sleep(0)
-        while self._running and (left := deadline - time.monotonic()) > 0:
-            await asyncio.wait(list(self._running.values()), timeout=left)
+        while self._running and (left := began + grace_s - time.monotonic()) > 0:
+            await asyncio.wait(list(self._running.values()), timeout=min(left, _TELL_S))
+            left_ms = round((began + grace_s - time.monotonic()) * 1000)
+            if self._running and left_ms > 0:
+                about = {"tasks": len(self._running), "grace_left_ms": left_ms}
+                text = f"stopping: still waiting for {counted(self._running)}"
+                text = f"{text}, {duration(left_ms)} left"
+                self._say(logging.INFO, text, action="worker_draining", **about)
         self._cancels_handlers = True
+        if self._running:
+            text = f"stopping: the grace period is over, cancelling {counted(self._running)}"
+            about = {"tasks": len(self._running)}
+            self._say(logging.WARNING, text, action="worker_grace_over", **about)
         for running in list(self._running.values()):
             running.cancel("the worker is shutting down")
         if self._running:
@@ -292,6 +331,11 @@ class WorkerRuntime:
         for running in stubborn.values():
             running.cancel("the worker is shutting down")
         await self._endings.drain()
+        if waited:
+            ms, done = round((time.monotonic() - began) * 1000), self.summary.since(before)
+            text = f"stopping: no task is running after {duration(ms)} ({done})"
+            about = {"duration_ms": ms, **msgspec.structs.asdict(done)}
+            self._say(logging.INFO, text, action="worker_drained", **about)
 
 
 def _leave_fork() -> None:
@@ -371,8 +415,8 @@ class LoopWatch:
         stack = "".join(traceback.format_stack(frame, _FRAMES)).rstrip()
         who, extra = "Code outside any task", {"action": "loop_blocked"}
         if blocker is not None:
-            who = f"{blocker.execution_kind} {blocker.execution_id}"
-            extra["execution_id"] = blocker.execution_id
+            who = f"{blocker.execution_kind} {blocker.execution_id.short}"
+            extra |= blocker.log_fields
         text = f"{who} has blocked the event loop for {self._blocked_s:.0f} s: {consequence}"
         _log(level, text, stack=stack, extra=extra)
 

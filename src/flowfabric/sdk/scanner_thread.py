@@ -7,6 +7,7 @@ from collections import deque
 from flowfabric.core.errors import TransportError
 from flowfabric.core.forks import leave_behind
 from flowfabric.engine.api.backend import Backend
+from flowfabric.engine.outage import Outage
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scanners.supervisor import ScannerSupervisor
 from flowfabric.sdk.loop_thread import Connect, LoopThread, opened
@@ -28,11 +29,18 @@ class ScannerThread(LoopThread):
 
     crashed = "the scanners of this process ended", "scanners_crashed"
 
-    def __init__(self, connect: Connect, settings: ScannerSettings, worker: Backend) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        settings: ScannerSettings,
+        worker: Backend,
+        outage: Outage | None = None,
+    ) -> None:
         super().__init__("ff-scanners")
         self._connect = connect
         self._settings = settings
         self._worker = worker
+        self._outage = outage or Outage()
         self._hints: deque[tuple[str, str, str, int]] = deque(maxlen=_MAX_WAITING)
         self.supervisor: ScannerSupervisor | None = None
         """Only while it runs; belongs to the thread's loop."""
@@ -56,7 +64,7 @@ class ScannerThread(LoopThread):
         backend = await self._open()
         # The same object: a copy or an addition of one thread is a single step for the other.
         backend.places.known_places = self._worker.places.known_places
-        self.supervisor = supervisor = ScannerSupervisor(backend, self._settings)
+        self.supervisor = supervisor = ScannerSupervisor(backend, self._settings, self._outage)
         try:
             supervisor.start()
             self._pass_on()
@@ -79,9 +87,9 @@ class ScannerThread(LoopThread):
             except TransportError as error:
                 if not error.retryable:
                     raise
-                if not self._ready.is_set():
+                if not self._outage.noticed(error, "scanners not connected"):
                     extra = {"action": "scanners_not_connected", "error": str(error)}
                     log.warning("scanners not connected, trying again: %s", error, extra=extra)
-                    self._ready.set()
+                self._ready.set()
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LAST_PAUSE_S)

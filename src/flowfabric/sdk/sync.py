@@ -76,6 +76,7 @@ class SyncClient(SyncTwin[Client], Closing):
     result_now = blocking(Client.result_now)
     cancel = blocking(Client.cancel)
     replay = blocking(Client.replay)
+    purge = blocking(Client.purge)
     revoke_lease = blocking(Client.revoke_lease)
     change_priority = blocking(Client.change_priority)
     read_context = blocking(Client.read_context)

@@ -10,6 +10,7 @@ from flowfabric.core.ids import new_uuid
 from flowfabric.engine.api.streams import FrameWriter
 from flowfabric.sdk.attempt import HeldAttempt
 from flowfabric.sdk.failures import describe
+from flowfabric.sdk.logs import log_task
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +252,7 @@ class ClaimedTask(HeldAttempt):
         try:
             await self.fail(failure.report, failure.category)
         except FlowFabricError as problem:
-            extra = {"action": "task_abandoned", "execution_id": self.execution_id}
-            log.warning("failure of %s was not stored: %s", self.execution_id, problem, extra=extra)
+            text = f"failed, but the engine did not accept it: {problem}"
+            log_task(logging.WARNING, "task_abandoned", self, text)
         finally:
             self.finish("abandoned")

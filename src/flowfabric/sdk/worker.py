@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Self, TypedDict, Unpack
 
+from flowfabric.core.capabilities import log_digest
 from flowfabric.core.closing import ClosedOnce
 from flowfabric.core.contracts import leases, suspension
 from flowfabric.core.errors import ConfigError, ContentionError, EngineError
 from flowfabric.core.ids import ExecutionId, WaitpointToken
 from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.claims import ClaimRequest
+from flowfabric.engine.outage import Outage
 from flowfabric.engine.valkey.connect import Place, open_backend
 from flowfabric.scanners.settings import ScannerSettings
 from flowfabric.scheduler.claims import WorkerClaims, give_back
@@ -49,6 +51,7 @@ class Worker(ClosedOnce):
         backend: Backend,
         keeper: LeaseKeeper,
         new_scanners: Callable[[], ScannerThread | None],
+        outage: Outage,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -65,11 +68,16 @@ class Worker(ClosedOnce):
             for lane in config.lanes
         }
         poll_s = config.claim_poll_interval_ms / 1000
-        self.claims = WorkerClaims(backend, requests, self._adopt, config.permits, poll_s)
+        self.claims = WorkerClaims(
+            backend, requests, self._adopt, config.permits, poll_s, outage=outage
+        )
         """Permits, hints and claims of this process."""
         self._registered = False
         self.vanished = False
         """Whether it acts as if its process had been killed; for tests."""
+        self.outage = outage
+        """Shared by all threads of this worker."""
+        self.caps_hash = log_digest(config.capabilities_csv)
         self._held: set[HeldLease] = set()
         self._loop = asyncio.get_running_loop()
         self._heartbeat: asyncio.Task[None] | None = None
@@ -92,12 +100,13 @@ class Worker(ClosedOnce):
         # Local mistakes first: a typo must not register an instance that never serves.
         settings = ScannerSettings.from_env() if config.scanners else None
         backend = await opened(connect)
-        keeper = LeaseKeeper(connect, config.lease_ttl_ms)
+        outage = Outage()
+        keeper = LeaseKeeper(connect, config.lease_ttl_ms, outage)
 
         def new_scanners() -> ScannerThread | None:
-            return None if settings is None else ScannerThread(connect, settings, backend)
+            return None if settings is None else ScannerThread(connect, settings, backend, outage)
 
-        worker = cls(config, backend, keeper, new_scanners)
+        worker = cls(config, backend, keeper, new_scanners, outage)
         worker.claims.offer(config.capabilities, tasks, no_others=no_others)
         try:
             # The warnings of the process that prepared the server may be long gone.
@@ -113,7 +122,9 @@ class Worker(ClosedOnce):
         worker._heartbeat = asyncio.create_task(worker._beat())
         extra: dict[str, object] = {"action": "worker_connected", "lanes": list(config.lanes)}
         extra |= {"worker_id": config.worker_id, "instance_id": config.worker_instance_id}
-        log.info("worker connected", extra=extra)
+        extra |= {"capabilities": config.capabilities_csv, "worker_caps_hash": worker.caps_hash}
+        lanes = ", ".join(config.lanes)
+        log.info("worker %s serves %s", config.worker_instance_id, lanes, extra=extra)
         return worker
 
     async def _register(self, *, only_if_absent: bool) -> None:
@@ -173,8 +184,10 @@ class Worker(ClosedOnce):
             for tag, lanes in self._places().items():
                 self.backend.places.known_places.setdefault(tag, set()).update(lanes)
             await self.backend.places.register_again()
+            self.outage.ended()
         except (EngineError, ConfigError) as error:
-            log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
+            if not self.outage.noticed(error, "heartbeat failed"):
+                log.warning("heartbeat failed: %s", error, extra={"action": "heartbeat_failed"})
 
     @property
     def free(self) -> int:

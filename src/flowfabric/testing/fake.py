@@ -66,7 +66,7 @@ class FakeContext(Recorder, Context):
         answers: Answers | None = None,
         *,
         tags: Mapping[str, str] | None = None,
-        attempt: int = 0,
+        attempt: int = 1,
     ) -> None:
         Recorder.__init__(self)
         task = cast("ClaimedTask", _FakeTask(self, tags or {}, attempt))
@@ -91,7 +91,7 @@ class FakeSyncContext(Recorder, SyncContext):
         answers: Answers | None = None,
         *,
         tags: Mapping[str, str] | None = None,
-        attempt: int = 0,
+        attempt: int = 1,
     ) -> None:
         fake = FakeContext(answers, tags=tags, attempt=attempt)
         self.reports, self.frames = fake.reports, fake.frames
@@ -114,8 +114,12 @@ class _FakeTask:
     def __init__(self, recorder: Recorder, tags: Mapping[str, str], attempt: int) -> None:
         self._recorder = recorder
         self.tags = tags
-        self.attempt_index = attempt
+        self.attempt_index = attempt - 1
         self.execution_id = ExecutionId.solo("default", PartitionCounts())
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return {"execution_id": str(self.execution_id), "attempt_index": self.attempt_index}
 
     def is_lease_healthy(self) -> bool:
         return True

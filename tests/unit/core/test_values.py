@@ -54,6 +54,7 @@ LONG = ["a" * 2047, "b" * 2049]
         (["a\u2003b"], "control_or_whitespace"),
         (["a\x85"], "control_or_whitespace"),
         (["a\ud800"], "control_or_whitespace"),
+        (["gpu", "task:resize"], "reserved prefix"),
         (["", *MANY], "empty_token"),
         (MANY, "too_many_tokens"),
         (LONG, "too_many_bytes"),

@@ -40,6 +40,7 @@ def _worker_row(worker: WorkerEntry, now_ms: int) -> Row:
         "SEEN": f"{age(now_ms - worker.last_heartbeat_ms)} ago",
         "CAPABILITIES": ", ".join(worker.capabilities) or "-",
         "LANES": ", ".join(worker.lanes),
+        "TASKS": ", ".join(worker.tasks) or "-",
     }
 
 

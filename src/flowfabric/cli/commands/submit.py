@@ -141,7 +141,7 @@ def _check_types(arguments: Arguments, args: list[Any], kwargs: dict[str, Any]) 
     try:
         arguments.convert(list(bound), named)
     except PayloadMismatch as error:
-        hint = "quote text that looks like JSON twice: name='\"300\"'"
+        hint = "a value is JSON if it can be; write the text 300 as '\"300\"'"
         raise UsageError("invalid_input", f"{error}", hint) from error
 
 

@@ -21,13 +21,15 @@ from flowfabric.cli.errors import report
 from flowfabric.cli.loader import load_app
 from flowfabric.cli.logs import Level, flush_logs, set_up_logs
 from flowfabric.cli.options import Target, argument, flag, value
+from flowfabric.cli.processes import Member, Supervisor
 from flowfabric.cli.session import describe_location
 from flowfabric.cli.views.screen import Screen
 from flowfabric.core.capabilities import normalise
 from flowfabric.core.errors import FlowFabricError
 from flowfabric.core.ids import validate_lane
-from flowfabric.core.text import duration, plural
+from flowfabric.core.text import duration
 from flowfabric.engine.valkey.connect import ServerLocation
+from flowfabric.sdk.logs import log_always
 from flowfabric.sdk.runtime import RunSummary
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ _SCANNERS = flag(
     "--scanners/--no-scanners", "Run background jobs: retries, expired leases, deadlines."
 )
 _GRACE = options.duration("How long to wait for running tasks before releasing them.")
+_PROCESSES = value("N", "Run N worker processes, each with its own concurrency.", min=1, max=1000)
 _ON_UNKNOWN = value(
     "release|fail",
     "Leave tasks that this app does not have to workers that know them, or fail them.",
@@ -90,6 +93,7 @@ def worker(
     scanners: Annotated[bool, _SCANNERS] = True,
     grace: Annotated[float, _GRACE] = "30s",  # pyright: ignore[reportArgumentType]
     on_unknown: Annotated[Literal["release", "fail"], _ON_UNKNOWN] = "release",
+    processes: Annotated[int, _PROCESSES] = 1,
     log_level: Annotated[
         Level | None, value("LEVEL", "The lowest level to log: debug, info, warning or error.")
     ] = None,
@@ -104,9 +108,14 @@ def worker(
     The first signal stops the worker after running tasks finish, the second stops it at once. A
     task that ignores cancellation or blocks the process delays the stop by at most the grace
     period and a few seconds.
+
+    With --processes, one that dies is restarted, and every log line names its process.
     """
     target = Target.of(context, url, namespace, as_json=json_logs)
-    as_json = set_up_logs(log_level, as_json=json_logs)
+    member = Member.current()
+    as_json = set_up_logs(log_level, as_json=json_logs, process=member and member.number)
+    if processes > 1 and member is None:
+        raise typer.Exit(_supervise(processes, as_json=as_json))
     app = load_app(application)
     if target.url is not None:
         app.location = ServerLocation(target.url)
@@ -121,21 +130,51 @@ def worker(
         scanners=scanners,
         on_unknown_kind=on_unknown,
     )
-    _serve(app, runner, grace, as_json=as_json)
+    _serve(app, runner, grace, member, as_json=as_json)
 
 
-def _serve(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> None:
+def _supervise(count: int, *, as_json: bool) -> int:
+    """Run worker processes until a signal stops them; their worst exit status."""
+    started = time.monotonic()
+
+    def ready() -> None:
+        if as_json:
+            extra = {"action": "workers_ready", "processes": count}
+            log.info("%d worker processes ready", count, extra=extra)
+        else:
+            _print_ready(f"All {count} processes are ready. Ctrl-C or SIGTERM stops them")
+
+    async def run() -> int:
+        return await Supervisor(count, ready).run()
+
+    code = asyncio.run(run())
+    ran_ms = round((time.monotonic() - started) * 1000)
+    log_always(
+        logging.INFO,
+        f"stopped after {duration(ran_ms)}",
+        action="workers_stopped",
+        ran_ms=ran_ms,
+        status=code,
+    )
+    flush_logs()
+    return code
+
+
+def _serve(
+    app: Fabric, worker: AppWorker, grace_s: float, member: Member | None, *, as_json: bool
+) -> None:
     """Run the worker until a signal stops it, and print a summary."""
     started = time.monotonic()
     runner = asyncio.Runner(loop_factory=_loop_factory())
     try:
-        summary = runner.run(_run(app, worker, grace_s, as_json=as_json))
+        summary = runner.run(_run(app, worker, grace_s, member, as_json=as_json))
     except BaseException as error:
         flush_logs()
         with ends_within(_CLOSING_S, 1, partial(_report, error)):
             runner.close()
         raise
-    _print_summary(summary, round((time.monotonic() - started) * 1000), as_json=as_json)
+    ran_ms = round((time.monotonic() - started) * 1000)
+    _print_summary(summary, ran_ms, as_record=as_json or member is not None)
     # Closing waits for threads and for tasks that ignore cancellation.
     with ends_within(_CLOSING_S, 0, lambda: None):
         runner.close()
@@ -154,15 +193,25 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool) -> RunSummary:
+async def _run(
+    app: Fabric, worker: AppWorker, grace_s: float, member: Member | None, *, as_json: bool
+) -> RunSummary:
     with contextlib.ExitStack() as signals:
 
         def ready() -> None:
-            signals.enter_context(
-                on_signals(worker.stop, grace_s=grace_s, release=worker.release_leases)
+            ask_to_stop = signals.enter_context(
+                on_signals(
+                    worker.stop,
+                    announce=partial(worker.announce_stop, grace_s),
+                    grace_s=grace_s,
+                    release=worker.release_leases,
+                )
             )
-            _print_banner(app, worker, as_json=as_json)
-            _warn_of_unserved_lanes(app, worker)
+            if as_json or member is None or member.number == 1:
+                _print_banner(app, worker, member, as_json=as_json)
+                _warn_of_unserved_lanes(app, worker)
+            if member is not None:
+                member.serve(ask_to_stop)
 
         try:
             return await worker.run(grace_s=grace_s, signals=False, ready=ready)
@@ -170,9 +219,10 @@ async def _run(app: Fabric, worker: AppWorker, grace_s: float, *, as_json: bool)
             await app.aclose()
 
 
-def _print_banner(app: Fabric, worker: AppWorker, *, as_json: bool) -> None:
+def _print_banner(app: Fabric, worker: AppWorker, member: Member | None, *, as_json: bool) -> None:
     config = worker.config
     facts: dict[str, str | int | list[str]] = {
+        "processes": 1 if member is None else member.count,
         "address": describe_location(app.location),
         "namespace": app.namespace,
         "lanes": list(config.lanes),
@@ -184,10 +234,17 @@ def _print_banner(app: Fabric, worker: AppWorker, *, as_json: bool) -> None:
     if as_json:
         log.info("worker ready", extra={"action": "worker_ready", **facts})
         return
+    del facts["worker" if member is not None else "processes"]
     screen = Screen()
     screen.line((f"FlowFabric {__version__} worker", "bold"))
     screen.facts([(name, _listed(value)) for name, value in facts.items() if value])
-    screen.line(("Ready. Ctrl-C or SIGTERM stops it after running tasks finish.", "green"))
+    if member is None:
+        _print_ready("Ready. Ctrl-C or SIGTERM stops it")
+    sys.stdout.flush()
+
+
+def _print_ready(text: str) -> None:
+    Screen().line((f"{text} after running tasks finish.", "green"))
     sys.stdout.flush()
 
 
@@ -208,13 +265,12 @@ def _warn_of_unserved_lanes(app: Fabric, worker: AppWorker) -> None:
         )
 
 
-def _print_summary(summary: RunSummary, ran_ms: int, *, as_json: bool) -> None:
-    counts: dict[str, int] = msgspec.structs.asdict(summary)
-    if as_json:
-        log.info("worker stopped", extra={"action": "worker_stopped", "ran_ms": ran_ms, **counts})
+def _print_summary(summary: RunSummary, ran_ms: int, *, as_record: bool) -> None:
+    if as_record:
+        counts: dict[str, int] = msgspec.structs.asdict(summary)
+        text = f"stopped after {duration(ran_ms)}: {summary}"
+        log_always(logging.INFO, text, action="worker_stopped", ran_ms=ran_ms, **counts)
         return
     flush_logs()
-    parts = [f"{count:,} {name}" for name, count in counts.items() if count]
-    work = ", ".join(parts) or plural(0, "task")
-    Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {work}.")
+    Screen().line(("Stopped", "bold"), f" after {duration(ran_ms)}: {summary}.")
     sys.stdout.flush()

@@ -1,11 +1,14 @@
 """Output frames, positions in the output, and the results of stream operations."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
+from flowfabric.core.annotations import annotation
 from flowfabric.core.errors import ValidationError
+
+T = TypeVar("T")
 
 FrameMode = Literal["durable", "summary", "best_effort"]
 Visibility = Literal["all", "exclude_best_effort"]
@@ -93,13 +96,19 @@ class StreamedFrame(msgspec.Struct, frozen=True, kw_only=True):
         """The payload as text; bytes that are not UTF-8 become `�`."""
         return self.payload.decode(errors="replace")
 
-    def json(self) -> Any:
-        """The value that was written; `ValueError` if the payload is not JSON.
+    @overload
+    def json(self) -> Any: ...
+
+    @overload
+    def json(self, kind: type[T]) -> T: ...
+
+    def json(self, kind: Any = Any) -> Any:
+        """The value that was written, as this type. `ValueError` means that it is not JSON.
 
         Large values take several frames: join the payloads of all parts to decode them.
         """
         try:
-            return msgspec.json.decode(self.payload)
+            return annotation(kind).fit(msgspec.json.decode(self.payload), f"frame {self.id}")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             part = self.encoding == "json" and '"part"' in self.metadata_json
             what = f"holds one part of a larger value: {self.metadata_json}" if part else str(error)

@@ -24,6 +24,8 @@ from flowfabric.engine.api.backend import Backend
 from flowfabric.engine.api.reads import Reads
 
 log = logging.getLogger(__name__)
+ends = logging.getLogger(f"{__name__}.ends")
+"""Apart, because there is one record per execution."""
 Method = Callable[..., Any]
 Layer = Callable[[Method], Method]
 _OPERATOR_CALLS = {
@@ -170,7 +172,7 @@ def _batch_logged(method: Method) -> Method:
     @functools.wraps(method)
     async def call(*args: Any, **options: Any) -> Any:
         outcome = await method(*args, **options)
-        if log.isEnabledFor(logging.INFO):
+        if ends.isEnabledFor(logging.INFO):
             items = bind(*args, **options)["items"]
             answers = outcome if op == "complete_many" else outcome[0]
             for item, answer in zip(items, answers, strict=True):
@@ -190,7 +192,7 @@ def _timer_logged(method: Method) -> Method:
         given = bind(*args, **options)
         given["ids"] = check.stored_names(given["ids"], "ids")
         answers = await method(**given)
-        if log.isEnabledFor(logging.INFO):
+        if ends.isEnabledFor(logging.INFO):
             op = given["reason"].value if "reason" in given else "suspension_timeout"
             for execution_id, answer in zip(given["ids"], answers, strict=True):
                 if answer in _TIMED_OUT:
@@ -267,7 +269,7 @@ def _log_end(op: str, outcome: str, *, source: str = "", **subject: Any) -> None
     extra = {"action": "execution_ended", "op": op, "outcome": outcome, **subject}
     if source:
         extra["source"] = source
-    log.info("execution ended: %s", outcome, extra=extra)
+    ends.info("execution ended: %s", outcome, extra=extra)
 
 
 def _subject(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,35 +142,32 @@ class ValkeyReads(Reads):
 
     async def explain_execution(self, execution_id: ExecutionId) -> contracts.WhyWaiting:
         record = await self._existing(execution_id, "explain_execution")
-        vector, kind, offered_to = record.state_vector, record.execution_kind, record.offered_to
+        vector, offered_to = record.state_vector, record.offered_to
         tag = record.execution_id.tag
         lane_key = keys.lane(tag, record.lane_id, "config")
         context = f"lane {record.lane_id} of {tag}"
         lane_state = await self._calls.read(f"{context}: config", "HGET", lane_key, "state")
         join = join_snapshot(record.execution_id, record)
         required, near, unknown = frozenset(record.required_capabilities), None, None
-        detail, blocked_by = record.text("blocking_detail", ""), vector.blocking_reason
         fleet: list[WorkerEntry] = []
         if vector.lifecycle_phase is not LifecyclePhase.TERMINAL:
             fleet = await self._workers.list_workers(None, limit=None)
         serving = [worker for worker in fleet if record.lane_id in worker.lanes]
-        knowing = [one for one in serving if one.knows(kind, required=offered_to is not None)]
+        kind, must_know = record.execution_kind, offered_to is not None
+        knowing = [worker for worker in serving if worker.knows(kind, required=must_know)]
         if waits_for_worker(vector):
             own = (worker for worker in serving if worker.namespace == record.namespace)
             near = least_missing(required, own)
-            if not knowing and (serving or offered_to):
-                unknown = kind
-        if unknown and blocked_by is BlockingReason.WAITING_FOR_WORKER:
-            blocked_by = BlockingReason.WAITING_FOR_CAPABLE_WORKER
-            detail = f"no live worker knows task {unknown}"
+            unknown = kind if not knowing and (serving or must_know) else None
+        blocking_reason, blocking_detail = _blocking(record, unknown)
         # A worker runs executions of every namespace; its own is only where it is registered.
         able = [worker for worker in knowing if required.issubset(worker.capabilities)]
         suspension = await self._suspension(record)
         waitpoints = suspension.text("waitpoints", "")
         return contracts.WhyWaiting(
             public_state=record.public_state,
-            blocking_reason=blocked_by.value,
-            blocking_detail=detail,
+            blocking_reason=blocking_reason,
+            blocking_detail=blocking_detail,
             since=record.last_transition_at,
             lane_state=stored_text(lane_state, context, "state") if lane_state else "active",
             retry_at=record.maybe_number("delay_until"),
@@ -190,3 +187,12 @@ class ValkeyReads(Reads):
         if record.public_state is PublicState.SUSPENDED:
             row = await self._part(record.execution_id, keys.suspension, "HMGET", *names)
         return Stored.from_row(record.execution_id, names, row)
+
+
+def _blocking(record: Record, unknown_task: str | None) -> tuple[str, str]:
+    """What it waits for, and the details; no record says that workers lack its task."""
+    reason = record.state_vector.blocking_reason
+    if unknown_task is None or reason is not BlockingReason.WAITING_FOR_WORKER:
+        return reason.value, record.text("blocking_detail", "")
+    detail = f"no live worker knows task {unknown_task}"
+    return BlockingReason.WAITING_FOR_CAPABLE_WORKER.value, detail

@@ -130,8 +130,8 @@ function K.worker_events(tag) return 'ff:worker:' .. tag .. ':events' end
 function K.leader(tag, duty) return 'ff:leader:' .. tag .. (duty ~= '' and ':' .. duty or '') end
 function K.leaders(tag) return 'ff:leader:' .. tag .. ':duties' end
 
--- Whose ring it is: a lane's, or that of one task of it. Lane names have no control characters.
-function K.bell(lane, task) return task and lane .. '\31' .. task or lane end
+-- The bell of one task of a lane; that of the lane is its name, without control characters.
+function K.bell(lane, task) return lane .. '\31' .. task end
 
 function K.wake(tag, bell)
   if SETTINGS.cluster then return 'ff:wake:' .. tag end

@@ -117,7 +117,7 @@ local TASK_RING_MS = 60000
 -- leaves work wakes the next. A refused ring, for example without permission, undoes nothing: the
 -- workers' sweep finds the work.
 function Context:ring(lane, task)
-  local bell = K.bell(lane, task)
+  local bell = task and K.bell(lane, task) or lane
   if self.rings_later then
     self.rings_later[bell] = { lane = lane, task = task }
     return

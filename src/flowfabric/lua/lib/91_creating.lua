@@ -24,7 +24,7 @@ local function capabilities_csv(tokens)
     if token == '' then return nil, 'empty_token' end
     if string.find(token, ',', 1, true) then return nil, 'comma_in_token' end
     if string.find(token, '[%z\1-\32\127]') then return nil, 'control_or_whitespace' end
-    if string.find(token, '^task:') then return nil, 'reserved_prefix' end
+    if string.find(token, '^task:') then return nil, 'reserved prefix' end
     if not seen[token] then list[#list + 1] = token end
     seen[token] = true
   end

@@ -17,7 +17,8 @@ local NONE = {}
 -- Offered besides the tasks that the worker knows: it takes no others.
 local NO_OTHER_TASKS = 'task:'
 
--- What a worker offers; `tasks` are those of the tokens that name tasks.
+-- What a worker offers: `tasks` are those of its tokens that name tasks, and `covers` tells whether
+-- it has all that a signature names.
 claiming.offered = values.memo(function(csv)
   local offered = { tokens = {}, tasks = {} }
   for token in string.gmatch(csv, '[^,]+') do
@@ -25,6 +26,9 @@ claiming.offered = values.memo(function(csv)
     if string.find(token, '^task:') then table.insert(offered.tasks, token) end
   end
   offered.no_other_tasks = offered.tokens[NO_OTHER_TASKS]
+  offered.covers = values.memo(function(signature)
+    return not claiming.missing(signature, offered)
+  end)
   return offered
 end)
 
@@ -43,25 +47,14 @@ local function best_first(a, b)
   return a.id < b.id
 end
 
--- Whether the lane has no settings, no signatures and nothing to reclaim here.
-local function is_plain(c, lane)
-  local tag = c.tag
-  if server.call('EXISTS', K.lane(tag, lane, 'sigs'), K.lane(tag, lane, 'reclaimable'),
-      K.lane(tag, lane, 'config')) > 0 then
-    return false
-  end
-  c.lanes[lane] = Context.DEFAULTS
-  return true
-end
-
 -- The signatures of the lane that this worker covers, how far it looks into each index, and the
 -- indexes of tasks.
 local function covered(c, want, offered)
   if not want.covered then
-    want.covered, want.task_in = {}, {}
+    want.covered, want.task_in, want.rest = {}, {}, {}
     local used = waiting.signatures(K.lane(c.tag, want.lane, 'sigs'), offered.tasks)
     for _, signature in ipairs(used) do
-      if not claiming.missing(signature, offered) then
+      if offered.covers(signature) then
         table.insert(want.covered, signature)
         local task = waiting.task_in(signature)
         want.task_in[K.eligible(c.tag, want.lane, signature)] = task
@@ -72,6 +65,19 @@ local function covered(c, want, offered)
     want.most_looked = math.min(MAX_LOOKED, math.ceil(MAX_CANDIDATES / indexes_seen))
   end
   return want.covered
+end
+
+-- Whether the lane has no settings here, nothing to reclaim, and no signature that the worker covers.
+local function is_plain(c, want, offered)
+  local lane = want.lane
+  local lost, config = K.lane(c.tag, lane, 'reclaimable'), K.lane(c.tag, lane, 'config')
+  -- Usually none of these exists, and one command tells it.
+  if server.call('EXISTS', K.lane(c.tag, lane, 'sigs'), lost, config) > 0
+      and (server.call('EXISTS', lost, config) > 0 or #covered(c, want, offered) > 0) then
+    return false
+  end
+  c.lanes[lane] = Context.DEFAULTS
+  return true
 end
 
 -- Ids of executions that this worker could claim, best first; the index of each, in the same order,
@@ -275,8 +281,11 @@ local function consider(c, want, offered, id, key, rows)
   if claiming.ends_with_flow(c, id, rec, mode) then return false end
   if offered.no_other_tasks and not offered.tokens[waiting.task_token(rec.execution_kind)] then
     claiming.leave_to_others(c, id, rec, want.worker, key)
-    want.unknown = want.unknown or {}
-    want.unknown[rec.execution_kind] = true
+    want.unknown, want.named = want.unknown or {}, want.named or {}
+    if not want.named[rec.execution_kind] then
+      want.named[rec.execution_kind] = true
+      table.insert(want.unknown, rec.execution_kind)
+    end
     return false
   end
   if mode == 'reclaimed' and end_at_cap(c, id, rec) then return false end
@@ -299,7 +308,7 @@ local function look(c, want, offered, limit, rows)
     if #rows == want.max then
       if not crowded[key] then
         left = left + 1
-        want.rest[key] = true
+        if not want.plain then want.rest[key] = true end
       end
     else
       -- An unreadable record stays, too.
@@ -315,24 +324,25 @@ local function look(c, want, offered, limit, rows)
   return left, crowded, stuck
 end
 
-local function names_of(set)
-  local names = {}
-  for name in pairs(set or NONE) do names[#names + 1] = name end
-  return names
+-- Wakes others for what a claim left.
+local function ring_for_rest(c, want, crowded)
+  if want.plain then return c:ring(want.lane) end
+  for key in pairs(crowded) do want.rest[key] = true end
+  for key in pairs(want.rest) do c:ring(want.lane, want.task_in[key]) end
 end
 
 -- Claims up to want.max executions; a repeated request gets the same. Returns rows, number left, and
--- the tasks that were left to others.
+-- the tasks that were left to others, if any.
 function claiming.many(c, want)
   local offered = claiming.offered(want.capabilities)
   local memo = K.last_claim(c.tag, want.lane, record.instance_of(want.worker))
   local known, trace = server.call('GET', memo) or '', string.sub(want.lease_prefix, 1, TRACE)
   if string.find(known, trace, 1, true) then
-    return replayed(c, want), c:holds_work(want.lane) and 1 or 0, NONE
+    return replayed(c, want), c:holds_work(want.lane) and 1 or 0
   end
-  want.plain, want.most_looked, want.bytes = is_plain(c, want.lane), MAX_LOOKED, 0
-  want.rest, want.task_in = {}, NONE
-  if c:is_closed(want.lane) then return NONE, 0, NONE end
+  want.most_looked, want.bytes = MAX_LOOKED, 0
+  want.plain = is_plain(c, want, offered)
+  if c:is_closed(want.lane) then return NONE, 0 end
   local rows, limit = {}, want.max
   local left, crowded, stuck = look(c, want, offered, limit, rows)
   while #rows < want.max and next(crowded) and limit < want.most_looked do
@@ -346,15 +356,10 @@ function claiming.many(c, want)
     local older = string.sub(known, 1, (REMEMBERED - 1) * TRACE)
     server.call('SET', memo, trace .. older, 'PX', want.ttl)
   end
-  for key in pairs(crowded) do
-    left = left + server.call('ZCARD', key) - (stuck[key] or 0)
-    want.rest[key] = true
-  end
+  for key in pairs(crowded) do left = left + server.call('ZCARD', key) - (stuck[key] or 0) end
   -- A worker that claims while it completes was awake before; others were woken then.
-  if left > 0 and #rows > 0 and not want.awake then
-    for key in pairs(want.rest) do c:ring(want.lane, want.task_in[key]) end
-  end
-  return rows, left, names_of(want.unknown)
+  if left > 0 and #rows > 0 and not want.awake then ring_for_rest(c, want, crowded) end
+  return rows, left, want.unknown
 end
 
 -- The claim arguments from `first` on.

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePath
 from typing import Annotated, Any, Never, NoReturn, get_args, get_origin
 
@@ -36,7 +36,9 @@ class Annotation:
     def __init__(self, hint: Any) -> None:
         self.hint = hint
         self.anything = hint in _ANY
-        self._validate: Callable[..., Any] | None = None
+        self._known_to_msgspec = not self.anything
+        self.convert: Callable[[Any], Any] = _unchanged
+        """Decoded JSON as this type."""
         self.problem = "" if self.anything else self._find_problem()
         """Why values of this type cannot be carried, and what to use instead; empty if they can."""
 
@@ -53,7 +55,11 @@ class Annotation:
             if "union" in problem:
                 return f"has types that JSON cannot tell apart: {problem}. {_UNION}."
             return f"cannot be carried: {problem}. {_INSTEAD}."
-        return next((found for found in map(_problem, _parts(info)) if found), "")
+        parts = _parts(info)
+        self.convert = partial(msgspec.convert, type=self.hint)
+        if any(isinstance(part, (inspect.CustomType, inspect.DictType)) for part in parts):
+            self.convert = partial(self.convert, str_keys=True, dec_hook=_dec_hook)
+        return next((found for found in map(_problem, parts) if found), "")
 
     def _use_pydantic(self) -> str:
         pydantic = sys.modules["pydantic"]
@@ -62,16 +68,9 @@ class Annotation:
             adapter = pydantic.TypeAdapter(self.hint, config={"val_json_bytes": "base64"})
         except pydantic.PydanticUserError as error:
             return f"cannot be carried: {error.message}. {_INSTEAD}."
-        self._validate = adapter.validate_json
+        self.convert = partial(_validated, adapter.validate_json)
+        self._known_to_msgspec = False
         return ""
-
-    def convert(self, value: Any) -> Any:
-        """Decoded JSON as this type."""
-        if self.anything:
-            return value
-        if self._validate is not None:
-            return _validated(self._validate, value)
-        return msgspec.convert(value, self.hint, str_keys=True, dec_hook=_dec_hook)
 
     def fit(self, value: Any, what: str) -> Any:
         """`convert`, or `PayloadMismatch` that names the value."""
@@ -83,14 +82,18 @@ class Annotation:
 
     def decode(self, data: bytes) -> Any:
         """JSON as this type."""
-        if self.anything or self._validate is not None:
-            return self.convert(msgspec.json.decode(data))
-        return msgspec.json.decode(data, type=self.hint, dec_hook=_dec_hook)
+        if self._known_to_msgspec:
+            return msgspec.json.decode(data, type=self.hint, dec_hook=_dec_hook)
+        return self.convert(msgspec.json.decode(data))
 
     def __str__(self) -> str:
         hint = get_args(self.hint)[0] if get_origin(self.hint) is Annotated else self.hint
         plain = isinstance(hint, type) and not get_args(hint)
         return hint.__name__ if plain else _drop_modules("", str(hint))
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 _cached = cache(Annotation)

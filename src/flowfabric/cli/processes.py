@@ -1,0 +1,173 @@
+"""`flowfabric worker --processes N`: starts the processes, restarts those that die, stops all."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+
+from flowfabric.core.text import duration, plural
+from flowfabric.sdk.logs import log_always
+
+log = logging.getLogger(__name__)
+
+_VARIABLE = "_FLOWFABRIC_MEMBER"
+"""What a process knows of its place: its number, how many there are, and its link."""
+_FIRST_PAUSE_S = 0.5
+_LAST_PAUSE_S = 30.0
+_STABLE_S = 60.0
+"""After this long, a death starts the pauses over."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One worker process of several, as it sees itself.
+
+    Its link to the supervisor is a socket: the member says once that it is ready, the supervisor
+    which signal it received. The link ends when the supervisor dies, however that happens.
+    """
+
+    number: int
+    count: int
+    link: socket.socket
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """The place of this process; None if no supervisor started it."""
+        place = os.environ.pop(_VARIABLE, "")
+        if not place:
+            return None
+        number, count, descriptor = map(int, place.split(","))
+        # Programs that handlers start must not hold it.
+        os.set_inheritable(descriptor, False)  # noqa: FBT003
+        return cls(number, count, socket.socket(fileno=descriptor))
+
+    def serve(self, stop: Callable[[int], None]) -> None:
+        """Say that this process is ready, and call `stop` when all should stop."""
+        with contextlib.suppress(OSError):
+            self.link.send(b"r")
+        threading.Thread(target=self._follow, args=(stop,), name="ff-member", daemon=True).start()
+
+    def _follow(self, stop: Callable[[int], None]) -> None:
+        asked = b""
+        with contextlib.suppress(OSError):
+            asked = self.link.recv(1)
+        if not asked:
+            text = "the supervisor is gone, so this process stops"
+            log_always(logging.WARNING, text, action="supervisor_gone")
+        stop(asked[0] if asked else signal.SIGTERM)
+
+
+class _Running(msgspec.Struct):
+    process: asyncio.subprocess.Process
+    link: socket.socket
+    ready: bool = False
+
+
+class Supervisor:
+    """Keeps `count` worker processes running until a signal stops them."""
+
+    def __init__(self, count: int, ready: Callable[[], object]) -> None:
+        self._count = count
+        self._ready = ready
+        self._running: dict[int, _Running] = {}
+        self._were_ready: set[int] = set()
+        self._first_ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._killed_by = 0
+
+    async def run(self) -> int:
+        """Serve until stopped; the worst exit status of all processes.
+
+        The first process starts alone: what is wrong with the application is then said once.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        first = asyncio.create_task(self._keep(1))
+        up = asyncio.create_task(self._first_ready.wait())
+        await asyncio.wait((first, up), return_when=asyncio.FIRST_COMPLETED)
+        up.cancel()
+        others = range(2, self._count + 1) if self._first_ready.is_set() else ()
+        codes = await asyncio.gather(first, *(self._keep(number) for number in others))
+        return max(codes) if not self._killed_by else 128 + self._killed_by
+
+    def _on_signal(self, number: int) -> None:
+        running = list(self._running.values())
+        if self._stopping.is_set():
+            self._killed_by = number
+            for each in running:
+                each.process.kill()
+            return
+        self._stopping.set()
+        text = f"stopping: waiting for {plural(len(running), 'worker')}"
+        log_always(logging.INFO, text, action="workers_draining", processes=len(running))
+        for each in running:
+            # Through the link, because a service manager may have signalled all processes, and a
+            # second signal would end them at once.
+            if each.ready:
+                with contextlib.suppress(OSError):
+                    each.link.send(bytes((number,)))
+            else:
+                each.process.send_signal(number)
+
+    async def _keep(self, number: int) -> int:
+        """Run one process, again whenever it dies; its last exit status."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            pid, code = await self._run(number)
+            if self._stopping.is_set() or not self._first_ready.is_set():
+                return 128 - code if code < 0 else code
+            if time.monotonic() - started >= _STABLE_S:
+                pause_s = _FIRST_PAUSE_S
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
+            pause_ms = round(pause_s * 1000)
+            extra = {"action": "worker_died", "worker_process": number, "pid": pid, "status": code}
+            extra |= {"restart_in_ms": pause_ms}
+            text = "worker %d %s, restarting in %s"
+            log.warning(text, number, how, duration(pause_ms), extra=extra)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            pause_s = min(pause_s * 2, _LAST_PAUSE_S)
+        return 0
+
+    async def _run(self, number: int) -> tuple[int, int]:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(0)
+        place = f"{number},{self._count},{theirs.fileno()}"
+        with ours:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "flowfabric", *sys.argv[1:]),
+                    env=os.environ | {_VARIABLE: place},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C reaches only the supervisor, which passes it on.
+                    process_group=0,
+                )
+            self._running[number] = running = _Running(process, ours)
+            greeting = asyncio.create_task(self._greet(number, running))
+            try:
+                return process.pid, await process.wait()
+            finally:
+                del self._running[number]
+                greeting.cancel()
+
+    async def _greet(self, number: int, running: _Running) -> None:
+        """Note that a process is ready."""
+        if not await asyncio.get_running_loop().sock_recv(running.link, 1):
+            return
+        running.ready = True
+        self._first_ready.set()
+        if len(self._were_ready) < self._count:
+            self._were_ready.add(number)
+            if len(self._were_ready) == self._count and not self._stopping.is_set():
+                self._ready()
