@@ -255,7 +255,7 @@ class JoinSnapshot(msgspec.Struct, frozen=True):
     group_state: Literal["pending", "satisfied", "impossible"]
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class FlowMember(msgspec.Struct, frozen=True, kw_only=True):
     """One member of a flow, as much as a listing shows."""
 
     execution_id: ExecutionId

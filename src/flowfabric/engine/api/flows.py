@@ -223,7 +223,7 @@ class Flows(Concern, Protocol):
 
     async def list_members(
         self, flow_id: str, *, cursor: str = "", limit: int = 500
-    ) -> ListingPage[flows.Member]:
+    ) -> ListingPage[flows.FlowMember]:
         """The members of a flow in the order in which they joined; none of an unknown flow."""
         ...
 

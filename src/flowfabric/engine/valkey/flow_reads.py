@@ -180,7 +180,7 @@ class FlowReads:
 
     async def list_members(
         self, flow_id: str, *, cursor: str = "", limit: int = 500
-    ) -> ListingPage[flows.Member]:
+    ) -> ListingPage[flows.FlowMember]:
         tag = self._tag(flow_id)
         limit = min(check.whole(limit, "limit"), _MAX_PAGE)
         after = 0
@@ -377,12 +377,12 @@ def _listing(flow_id: str, raw: Any) -> flows.FlowListing:
     return flow_records.flow_listing(flow_id, stored)
 
 
-def _member(row: Sequence[Any]) -> flows.Member:
+def _member(row: Sequence[Any]) -> flows.FlowMember:
     execution_id = ExecutionId.trusted(text(row[1]))
     names = ("node", "state", "execution_kind", "deps", "join")
     stored = Stored.from_row(execution_id, names, (*row[2:7], *[None] * 5))
     vector = StateVector.from_code(stored.text("state"), execution_id)
-    return flows.Member(
+    return flows.FlowMember(
         execution_id=execution_id,
         number=int(row[0]),
         node=stored.text("node", ""),
